@@ -1,0 +1,78 @@
+"""Errors that people read: where, what, and what to do about it."""
+
+from __future__ import annotations
+
+import linecache
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["GemscError", "InternalError", "SourceLocation"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLocation:
+    """One line of the user's code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """Return `file:line`, the file relative to the working directory if below it."""
+        path = Path(self.file)
+        try:
+            shown = path.relative_to(Path.cwd())
+        except ValueError:
+            shown = path
+        return f"{shown}:{self.line}"
+
+    @property
+    def short(self) -> str:
+        """`name:line`, without folders: the form that generated files use."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    @property
+    def text(self) -> str:
+        """The source line itself, stripped; empty where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+class GemscError(Exception):
+    """A mistake that the user can mend. The command line exits with 1.
+
+    `message` starts in lower case and names values; `help` says what to do;
+    `notes` are (location, text) pairs that point at other lines involved.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        at: SourceLocation | None = None,
+        help: str | None = None,
+        notes: tuple[tuple[SourceLocation | None, str], ...] = (),
+    ) -> None:
+        """Keep the parts; `str()` puts them together."""
+        super().__init__(message)
+        self.message = message
+        self.at = at
+        self.help = help
+        self.notes_at = notes
+
+    def __str__(self) -> str:
+        """Return `file:line: error: message`, the source line, notes and help."""
+        where = f"{self.at}: " if self.at else ""
+        lines = [f"{where}error: {self.message}"]
+        if self.at and self.at.text:
+            lines.append(f"    {self.at.text}")
+        for location, text in self.notes_at:
+            prefix = f"{location}: " if location else ""
+            lines.append(f"{prefix}note: {text}")
+        for text in getattr(self, "__notes__", ()):
+            lines.append(f"note: {text}")
+        if self.help:
+            lines.append(f"help: {self.help}")
+        return "\n".join(lines)
+
+
+class InternalError(Exception):
+    """A fault of gemsc itself. The command line exits with 70."""

@@ -1,0 +1,1 @@
+"""The intermediate representation: a traced graph and the facts found about it."""

@@ -1,0 +1,166 @@
+"""The only file that reads or writes `node.meta`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from gemsc.errors import InternalError, SourceLocation
+
+__all__ = [
+    "Facts",
+    "Region",
+    "TensorSpec",
+    "copy_meta",
+    "facts",
+    "location",
+    "module_path",
+    "needs_gradient",
+    "region",
+    "set_facts",
+    "set_needs_gradient",
+    "set_traced",
+    "set_value",
+    "spec",
+    "tensors",
+    "value",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_elements(self) -> int:
+        """The product of the shape."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return self.num_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        """Return for example `float32[4, 16, 32, 32]`."""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The modes that were on while a node ran in the user's forward.
+
+    `autocast` is (device type, dtype) or None where autocast was off.
+    """
+
+    grad: bool = True
+    autocast: tuple[str, torch.dtype] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the annotate pass knows of a node.
+
+    Seconds are predicted for one micro-batch. `saved_bytes` counts the storages that
+    autograd keeps because of this node, each storage once in the whole graph, without
+    parameters and buffers.
+    """
+
+    flops: int = 0
+    moved_bytes: int = 0
+    output_bytes: int = 0
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+
+def set_traced(
+    node: fx.Node,
+    *,
+    value: object,
+    location: SourceLocation | None,
+    module_path: str,
+    region: Region,
+) -> None:
+    """Attach what the frontend saw: fake value, user's line, module path, modes."""
+    node.meta["val"] = value
+    node.meta["gemsc_location"] = location
+    node.meta["gemsc_module_path"] = module_path
+    node.meta["gemsc_region"] = region
+
+
+def copy_meta(source: fx.Node, target: fx.Node) -> None:
+    """Give `target` all that is known of `source`."""
+    target.meta = dict(source.meta)
+
+
+def value(node: fx.Node) -> Any:
+    """Return the fake value (a tensor, or a nest of tensors and constants)."""
+    if "val" not in node.meta:
+        raise InternalError(f"node {node.name} has no traced value")
+    return node.meta["val"]
+
+
+def set_value(node: fx.Node, value: object) -> None:
+    """Replace the fake value."""
+    node.meta["val"] = value
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the fake tensors in the node's value, in order."""
+    leaves = pytree.tree_leaves(value(node))
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def spec(node: fx.Node) -> TensorSpec:
+    """Return shape and dtype of a node whose value is one tensor."""
+    fake = value(node)
+    if not isinstance(fake, torch.Tensor):
+        raise InternalError(f"node {node.name} is no tensor: {type(fake).__name__}")
+    return TensorSpec(tuple(int(size) for size in fake.shape), fake.dtype)
+
+
+def location(node: fx.Node) -> SourceLocation | None:
+    """Return the user's line that computed the node, if known."""
+    return cast("SourceLocation | None", node.meta.get("gemsc_location"))
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the innermost user module whose forward ran ('' = the model)."""
+    return cast("str", node.meta.get("gemsc_module_path", ""))
+
+
+def region(node: fx.Node) -> Region:
+    """Return the modes that were on."""
+    return cast("Region", node.meta.get("gemsc_region", Region()))
+
+
+def facts(node: fx.Node) -> Facts:
+    """Return the annotate pass' facts; zeros for placeholders and outputs."""
+    return cast("Facts", node.meta.get("gemsc_facts", Facts()))
+
+
+def set_facts(node: fx.Node, facts: Facts) -> None:
+    """Attach the facts."""
+    node.meta["gemsc_facts"] = facts
+
+
+def needs_gradient(node: fx.Node) -> bool:
+    """Return whether a gradient of the loss flows back into this value."""
+    return bool(node.meta.get("gemsc_needs_gradient", False))
+
+
+def set_needs_gradient(node: fx.Node, needed: bool) -> None:
+    """Say whether a gradient of the loss flows back into this value."""
+    node.meta["gemsc_needs_gradient"] = needed

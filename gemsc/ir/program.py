@@ -1,0 +1,170 @@
+"""Program: the traced graph plus the facts that passes have found about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from gemsc.errors import InternalError
+from gemsc.ir.meta import TensorSpec, facts
+
+__all__ = ["Block", "Input", "Placement", "Program", "Skip", "Stage", "Transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One placeholder of the graph.
+
+    `path` says where its tensor is in what the user feeds: ("input", 0) is the first
+    positional input, ("input", "mask") a keyword input, ("target",) the target if it
+    is one tensor, ("target", "boxes", 1) a part of a nested one.
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A value that is used again after the next block, or again inside its block."""
+
+    value: fx.Node
+    last_use: fx.Node
+    num_bytes: int
+    long: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Nodes that stay together; cuts fall only between blocks."""
+
+    index: int
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+    def total(self, fact: str) -> Any:
+        """Return the sum of one field of `Facts` over the nodes."""
+        return sum(getattr(facts(node), fact) for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive blocks that run as one unit."""
+
+    index: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All nodes of all blocks, in order."""
+        return tuple(node for block in self.blocks for node in block.nodes)
+
+    def total(self, fact: str) -> Any:
+        """Return the sum of one field of `Facts` over the nodes."""
+        return sum(block.total(fact) for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """(replica, stage) -> ranks: `ranks[replica][stage]` are that stage's ranks."""
+
+    name: str
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def num_replicas(self) -> int:
+        """How many full copies of the stages there are."""
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of one model copy."""
+        return 1 + max(rank for r in self.ranks for stage in r for rank in stage)
+
+    def rank(self, replica: int, stage: int) -> int:
+        """Return the only rank of a stage that is not split further."""
+        (rank,) = self.ranks[replica][stage]
+        return rank
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Values that travel together from one stage to another; gradients travel back.
+
+    `index` is unique in the program and gives the MPI tags.
+    """
+
+    index: int
+    source: int
+    dest: int
+    values: tuple[fx.Node, ...]
+
+    @property
+    def long(self) -> bool:
+        """Whether the values jump over at least one stage."""
+        return self.dest - self.source > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A graph and what is known of it. None means: no pass has provided it yet.
+
+    The graph's nodes stand in the order in which the user's model ran them. Its output
+    node returns `(loss, outputs)`: `loss` a node or None, `outputs` the nest of tuples,
+    lists, dicts and dataclass values (as `DataclassValue`) that the model returned.
+    Parameters and buffers are the user's own tensors, under the user's names.
+    """
+
+    name: str
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    sources: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
+    skips: tuple[Skip, ...] | None = None
+    blocks: tuple[Block, ...] | None = None
+    stages: tuple[Stage, ...] | None = None
+    placement: Placement | None = None
+    transfers: tuple[Transfer, ...] | None = None
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    @property
+    def compute_nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes that compute: no placeholders, parameters or output."""
+        passive = {"placeholder", "get_attr", "output"}
+        return tuple(n for n in self.graph.nodes if n.op not in passive)
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node."""
+        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+
+    @property
+    def loss(self) -> fx.Node | None:
+        """The node of the loss, None for a program without one."""
+        (result,) = self.output.args
+        loss = result[0]  # type: ignore[index]
+        if loss is not None and not isinstance(loss, fx.Node):
+            raise InternalError(f"the loss is no node: {loss!r}")
+        return loss
+
+    @property
+    def outputs(self) -> Any:
+        """The nest of nodes and constants that the model returns."""
+        (result,) = self.output.args
+        return result[1]  # type: ignore[index]
+
+    def require_stages(self) -> tuple[Stage, ...]:
+        """Return the stages; it is our fault if there are none yet."""
+        if self.stages is None:
+            raise InternalError("no stages yet")
+        return self.stages

@@ -1,0 +1,77 @@
+"""Every choice of one compilation, with its default; the only place with defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from gemsc.errors import GemscError
+
+__all__ = ["BALANCES", "CompileOptions"]
+
+BALANCES = ("compute", "memory", "explicit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """What the user wishes: the same names on the command line and in Python.
+
+    `balance` is "compute" (least time of the slowest stage), "memory" (least memory of
+    the fullest rank) or "explicit", in which case either `blocks` gives the number of
+    blocks of each stage or `cuts` the module path that each later stage begins with.
+    """
+
+    ranks: int = 2
+    schedule: str = "1f1b"
+    micro_batches: int = 4
+    balance: str = "compute"
+    blocks: tuple[int, ...] = ()
+    cuts: tuple[str, ...] = ()
+    placement: str = "linear"
+    frontend: str = "record"
+    device_memory: int | None = None
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values that no model could be compiled with.
+
+        Raises:
+            GemscError: an option is out of its range, or two contradict each other.
+        """
+        for name in ("ranks", "micro_batches"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise GemscError(
+                    f"--{flag} is {getattr(self, name)}",
+                    help=f"give --{flag} a value of 1 or more",
+                )
+        if self.balance not in BALANCES:
+            raise GemscError(
+                f"unknown balance '{self.balance}'",
+                help=f"choose one of {', '.join(BALANCES)}",
+            )
+        if self.blocks and self.cuts:
+            raise GemscError(
+                "both --blocks and --cuts are given", help="give only one of them"
+            )
+        if self.balance == "explicit" and not (self.blocks or self.cuts):
+            raise GemscError(
+                "--balance explicit needs the split",
+                help="add --blocks 3,4,4,5 (blocks of each stage) or "
+                "--cuts layer2,layer3 (where each later stage begins)",
+            )
+
+    def command_line(self) -> str:
+        """Return the flags that differ from the defaults, as a user would type them."""
+        words = [f"--ranks {self.ranks}"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "ranks" or value == field.default:
+                continue
+            flag = field.name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            elif isinstance(value, tuple):
+                words.append(f"--{flag} {','.join(map(str, value))}")
+            else:
+                words.append(f"--{flag} {value}")
+        return " ".join(words)
