@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from gemsc.errors import InternalError
 from gemsc.ir.meta import TensorSpec, facts
 
-__all__ = ["Block", "Input", "Placement", "Program", "Skip", "Stage", "Transfer"]
+__all__ = [
+    "Block",
+    "DataclassValue",
+    "Input",
+    "Placement",
+    "Program",
+    "Skip",
+    "Slot",
+    "Stage",
+    "Transfer",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,21 @@ class Input:
     name: str
     path: tuple[str | int, ...]
     spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of output tensor number `index` in the structure of the outputs."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataclassValue:
+    """A dataclass in the structure of the outputs: its class and its fields."""
+
+    cls: type
+    fields: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +138,28 @@ class Program:
     """A graph and what is known of it. None means: no pass has provided it yet.
 
     The graph's nodes stand in the order in which the user's model ran them. Its output
-    node returns `(loss, outputs)`: `loss` a node or None, `outputs` the nest of tuples,
-    lists, dicts and dataclass values (as `DataclassValue`) that the model returned.
-    Parameters and buffers are the user's own tensors, under the user's names.
+    node returns `(loss, outputs)`: `loss` a node or None, `outputs` the tuple of the
+    tensors that the model returned. `structure` is what the model returned (tuples,
+    lists, dicts, `DataclassValue`, constants) with a `Slot` for each tensor.
+    `module` holds the user's own layers, parameters and buffers (the same objects, not
+    copies) under the user's names; a loss that is a module stands under `_loss`, tensors
+    that are neither parameter nor buffer under `_constants`.
+    `aliases` maps each further name of a tied parameter to its first name.
+    `frozen` are the paths of layers that stay in eval mode while the model trains.
     """
 
     name: str
     module: fx.GraphModule
     inputs: tuple[Input, ...]
+    structure: Any = None
     sources: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
+    aliases: dict[str, str] = field(default_factory=dict)
     skips: tuple[Skip, ...] | None = None
     blocks: tuple[Block, ...] | None = None
     stages: tuple[Stage, ...] | None = None
     placement: Placement | None = None
     transfers: tuple[Transfer, ...] | None = None
-    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -158,10 +187,10 @@ class Program:
         return loss
 
     @property
-    def outputs(self) -> Any:
-        """The nest of nodes and constants that the model returns."""
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The nodes of the tensors that the model returns."""
         (result,) = self.output.args
-        return result[1]  # type: ignore[index]
+        return tuple(result[1])  # type: ignore[index,arg-type]
 
     def require_stages(self) -> tuple[Stage, ...]:
         """Return the stages; it is our fault if there are none yet."""

@@ -1,0 +1,1 @@
+"""gemsc compiles PyTorch models into one readable training program per MPI rank."""

@@ -1,0 +1,29 @@
+"""Pass: one idea, one file, one method from Program to Program."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gemsc.ir.program import Program
+
+__all__ = ["Pass"]
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A step of the compiler. Its fields are its options.
+
+    `requires` and `provides` name fields of `Program` that must be there before and
+    are there afterwards; the manager checks both. A pass never changes its input:
+    one that rewrites the graph does so on a copy.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def apply(self, program: Program) -> Program:
+        """Return the program with what this pass provides."""
