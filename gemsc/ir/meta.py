@@ -17,11 +17,13 @@ __all__ = [
     "TensorSpec",
     "copy_meta",
     "facts",
+    "glue",
     "location",
     "module_path",
     "needs_gradient",
     "region",
     "set_facts",
+    "set_glue",
     "set_needs_gradient",
     "set_traced",
     "set_value",
@@ -71,9 +73,11 @@ class Region:
 class Facts:
     """What the annotate pass knows of a node.
 
-    Seconds are predicted for one micro-batch. `saved_bytes` counts the storages that
-    autograd keeps because of this node, each storage once in the whole graph, without
-    parameters and buffers.
+    Seconds are predicted for one micro-batch. `saved` holds (storage, bytes) of all
+    that autograd keeps for this node's backward, without parameters and buffers;
+    `saved_bytes` counts those of them that no earlier node keeps already. `storages`
+    are those of the node's own value. `heavy` nodes multiply matrices, convolve or
+    own a weight: what a stage is made of. `random` nodes draw random numbers.
     """
 
     flops: int = 0
@@ -81,6 +85,10 @@ class Facts:
     output_bytes: int = 0
     parameter_bytes: int = 0
     saved_bytes: int = 0
+    saved: tuple[tuple[int, int], ...] = ()
+    storages: tuple[int, ...] = ()
+    heavy: bool = False
+    random: bool = False
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
 
@@ -164,3 +172,13 @@ def needs_gradient(node: fx.Node) -> bool:
 def set_needs_gradient(node: fx.Node, needed: bool) -> None:
     """Say whether a gradient of the loss flows back into this value."""
     node.meta["gemsc_needs_gradient"] = needed
+
+
+def glue(node: fx.Node) -> int | None:
+    """Return the group of nodes that must stay in one block, None for most nodes."""
+    return cast("int | None", node.meta.get("gemsc_glue"))
+
+
+def set_glue(node: fx.Node, group: int) -> None:
+    """Put the node into a group of nodes that must stay in one block."""
+    node.meta["gemsc_glue"] = group

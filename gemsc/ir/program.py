@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -191,6 +191,27 @@ class Program:
         """The nodes of the tensors that the model returns."""
         (result,) = self.output.args
         return tuple(result[1])  # type: ignore[index,arg-type]
+
+    @property
+    def home(self) -> int:
+        """The stage that computes the loss (the last one if there is none)."""
+        stages = self.require_stages()
+        for stage in stages:
+            if self.loss in stage.nodes:
+                return stage.index
+        return stages[-1].index
+
+    def with_module(self, module: fx.GraphModule) -> Program:
+        """Return the program on another graph; what was known of the old one is gone."""
+        return replace(
+            self,
+            module=module,
+            skips=None,
+            blocks=None,
+            stages=None,
+            placement=None,
+            transfers=None,
+        )
 
     def require_stages(self) -> tuple[Stage, ...]:
         """Return the stages; it is our fault if there are none yet."""

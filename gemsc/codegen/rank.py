@@ -1,0 +1,464 @@
+"""One rank's module as text: its messages, stages, actions and training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from gemsc.codegen.expressions import UserObject, quoted
+from gemsc.codegen.stage import StageText, write_stage
+from gemsc.codegen.writer import Names, Writer
+from gemsc.ir import meta
+from gemsc.ir.flow import StageFlow, base_name
+from gemsc.ir.program import Program, Transfer
+from gemsc.schedules.action import Action, Kind
+from gemsc.schedules.loops import Loop, Step
+
+__all__ = ["RankText", "Run", "write_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One stage of one replica on this rank."""
+
+    replica: int
+    stage: StageText
+
+    @property
+    def key(self) -> str:
+        """The name that functions and weights have: `stage2`, `stage2_mirrored`."""
+        suffix = {0: "", 1: "_mirrored"}.get(self.replica, f"_replica{self.replica}")
+        return f"stage{self.stage.flow.index}{suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankText:
+    """What `write_rank` needs to know."""
+
+    rank: int
+    num_ranks: int
+    docstring: Sequence[str]
+    program: Program
+    evaluation: Program
+    twin: bool
+    runs: tuple[Run, ...]
+    steps: tuple[Step, ...]
+    num_micro_batches: int
+    shared: dict[str, tuple[int, ...]]
+    names: dict[fx.Node, str]
+    user_path: str
+
+
+def write_rank(text: RankText) -> str:
+    """Return the module's text."""
+    return _RankWriter(text).write()
+
+
+class _RankWriter:
+    def __init__(self, text: RankText) -> None:
+        self.text = text
+        self.writer = Writer()
+        self.constants = Names(["STAGES", "INPUTS", "SHARED", "NUM_MICRO_BATCHES"])
+        self.messages: dict[tuple[int, int], str] = {}
+        self.user_objects: dict[UserObject, str] = {}
+
+    def write(self) -> str:
+        body = self._body()
+        head = Writer()
+        head.line('"""' + self.text.docstring[0])
+        head.line()
+        for line in self.text.docstring[1:]:
+            head.line(line)
+        head.line('"""')
+        head.line()
+        self._write_imports(head, body)
+        return head.text() + body
+
+    def _body(self) -> str:
+        for run in self.text.runs:
+            self._name_messages(run)
+        self._write_constants()
+        for run in self.text.runs:
+            if run.replica == 0 or not self._holds_original(run):
+                write_stage(self.writer, run.stage, self.user_object)
+        self._write_stages_table()
+        for run in self.text.runs:
+            if self.text.program.loss is not None:
+                self._write_forward(run)
+                self._write_backward(run)
+            self._write_evaluate(run)
+        if self.text.program.loss is not None:
+            self._write_train_step()
+        self._write_eval_step()
+        return self.writer.text()
+
+    def _holds_original(self, run: Run) -> bool:
+        index = run.stage.flow.index
+        return any(
+            other.replica == 0 and other.stage.flow.index == index
+            for other in self.text.runs
+        )
+
+    # ------------------------------------------------------------ head
+
+    def _write_imports(self, head: Writer, body: str) -> None:
+        if "operator." in body:
+            head.line("import operator")
+            head.line()
+        if "torch." in body:
+            head.line("import torch")
+        names = [n for n in ("Tensor", "nn") if f"{n}." in body or f": {n}" in body]
+        if "-> Tensor" in body and "Tensor" not in names:
+            names.insert(0, "Tensor")
+        if names:
+            head.line(f"from torch import {', '.join(names)}")
+        if "F." in body:
+            head.line("from torch.nn import functional as F")
+        head.line()
+        names = [n for n in ("Input", "Message", "Value") if f"{n}(" in body]
+        if self.user_objects:
+            names.append("user_object")
+        names.append("Worker")
+        names.sort(key=lambda name: (name.islower(), name))
+        head.line(f"from gemsc.runtime import {', '.join(names)}")
+        head.line()
+        for item, name in self.user_objects.items():
+            arguments = [quoted(self.text.user_path), quoted(item.module)]
+            head.call(f"{name} = user_object(", [*arguments, quoted(item.qualname)])
+
+    def user_object(self, item: UserObject) -> str:
+        """Return the name under which the file imports a user's object."""
+        if item not in self.user_objects:
+            self.user_objects[item] = self.constants.unique(item.qualname)
+        return self.user_objects[item]
+
+    # ------------------------------------------------------- constants
+
+    def _transfers(self, run: Run) -> tuple[Transfer, ...]:
+        stage = run.stage
+        both = [*stage.flow.incoming, *stage.flow.outgoing]
+        evaluation = run.stage.evaluation
+        both += [*evaluation.incoming, *evaluation.outgoing]
+        return tuple({transfer.index: transfer for transfer in both}.values())
+
+    def _name_messages(self, run: Run) -> None:
+        for transfer in self._transfers(run):
+            name = "_AND_".join(self.text.names[v].upper() for v in transfer.values[:2])
+            if len(transfer.values) > 2:
+                name += f"_AND_{len(transfer.values) - 2}_MORE"
+            name += run.key.removeprefix(f"stage{run.stage.flow.index}").upper()
+            if self._is_branched(transfer):
+                name += f"_TO_{transfer.dest}"
+            key = (run.replica, transfer.index)
+            if key not in self.messages:
+                self.messages[key] = self.constants.unique(name)
+
+    def _is_branched(self, transfer: Transfer) -> bool:
+        """Whether a value of the transfer also goes to another stage."""
+        programs = (self.text.program, self.text.evaluation)
+        others = {t.index: t for p in programs for t in p.transfers or ()}.values()
+        return any(
+            other.index != transfer.index and set(other.values) & set(transfer.values)
+            for other in others
+        )
+
+    def _write_constants(self) -> None:
+        line = self.writer.line
+        line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}")
+        line()
+        if self.messages:
+            line("# What comes in and goes out, for each micro-batch.")
+        written = set()
+        for run in self.text.runs:
+            for transfer in self._transfers(run):
+                key = (run.replica, transfer.index)
+                if key not in written:
+                    written.add(key)
+                    self._write_message(run, transfer)
+        self._write_inputs()
+        if self.text.shared:
+            line("# Parameters that several ranks hold: their gradients are added up.")
+            pairs = [
+                f"{quoted(name)}: ({', '.join(map(str, ranks))})"
+                for name, ranks in self.text.shared.items()
+            ]
+            self.writer.call("SHARED = {", pairs, "}")
+        else:
+            line("SHARED: dict[str, tuple[int, ...]] = {}")
+        line()
+        line()
+
+    def _write_message(self, run: Run, transfer: Transfer) -> None:
+        placement = self.text.program.placement
+        assert placement is not None
+        ranks = placement.ranks[run.replica]
+        (source,), (dest,) = ranks[transfer.source], ranks[transfer.dest]
+        tag = self.tag(run.replica, transfer.index)
+        with self.writer.block(f"{self.messages[run.replica, transfer.index]} = Message("):
+            self.writer.line(f"tag={tag},")
+            self.writer.line(f"source={source},")
+            self.writer.line(f"dest={dest},")
+            with self.writer.block("values=("):
+                for value in transfer.values:
+                    self._write_value(value)
+            self.writer.line("),")
+        self.writer.line(")")
+
+    def _write_value(self, value: fx.Node) -> None:
+        spec = meta.spec(value)
+        arguments = [quoted(self.text.names[value]), _tuple(spec.shape), str(spec.dtype)]
+        if meta.needs_gradient(value):
+            arguments.append("gradient=True")
+        one = f"Value({', '.join(arguments)}),"
+        if len(one) <= self.writer.room:
+            self.writer.line(one)
+        else:
+            self.writer.call("Value(", arguments, "),")
+
+    def tag(self, replica: int, index: int) -> int:
+        """Return the MPI tag of a transfer's values; its gradients have the next one."""
+        programs = (self.text.program, self.text.evaluation)
+        count = 1 + max((t.index for p in programs for t in p.transfers or ()), default=0)
+        return 2 * (replica * count + index)
+
+    def _write_inputs(self) -> None:
+        used: dict[str, str] = {}
+        specs = {item.name: item for item in self.text.program.inputs}
+        specs.update({item.name: item for item in self.text.evaluation.inputs})
+        for run in self.text.runs:
+            for node in (*run.stage.flow.inputs, *run.stage.evaluation.inputs):
+                item = specs[node.name]
+                path = _tuple(item.path)
+                shape = _tuple(item.spec.shape)
+                used[item.name] = f"Input({path}, {shape}, {item.spec.dtype})"
+        if not used:
+            self.writer.line("INPUTS: dict[str, Input] = {}")
+            return
+        self.writer.line("# What this rank reads of each micro-batch.")
+        with self.writer.block("INPUTS = {"):
+            for name, text in used.items():
+                self.writer.line(f"{quoted(name)}: {text},")
+        self.writer.line("}")
+
+    def _write_stages_table(self) -> None:
+        pairs = [f"{quoted(run.key)}: {run.stage.class_name}" for run in self.text.runs]
+        self.writer.call("STAGES = {", pairs, "}")
+        self.writer.line()
+        self.writer.line()
+
+    # --------------------------------------------------------- actions
+
+    def _write_forward(self, run: Run) -> None:
+        flow = run.stage.flow
+        with self.writer.block(f"def forward_{run.key}(worker: Worker, m: int) -> None:"):
+            self.writer.line(f'"""Run stage {flow.index} on micro-batch m."""')
+            local = self._write_takes(run, flow)
+            self._write_run(run, flow, local, "run")
+            for transfer in flow.outgoing:
+                self._write_send(run, transfer, local)
+            loss = self.text.program.loss
+            if loss in flow.gives:
+                self.writer.line(f"worker.add_loss({local[loss]})")
+        self.writer.line()
+        self.writer.line()
+
+    def _write_takes(self, run: Run, flow: StageFlow) -> dict[fx.Node, str]:
+        names = Names(["worker", "m"])
+        local: dict[fx.Node, str] = {}
+        for transfer in flow.incoming:
+            for value in transfer.values:
+                local[value] = names.unique(self.text.names[value])
+            targets = ", ".join(local[value] for value in transfer.values)
+            message = self.messages[run.replica, transfer.index]
+            self.writer.call(
+                f"{targets} = worker.receive(",
+                [message, "m"],
+                note=self._from(run, transfer),
+            )
+        for node in flow.inputs:
+            local[node] = names.unique(base_name(node))
+            self.writer.line(f"{local[node]} = worker.input({quoted(node.name)}, m)")
+        for node in flow.gives:
+            local[node] = names.unique(self.text.names.get(node, base_name(node)))
+        return local
+
+    def _write_run(
+        self, run: Run, flow: StageFlow, local: dict[fx.Node, str], verb: str
+    ) -> None:
+        arguments = [quoted(run.key), "m", *(local[node] for node in flow.takes)]
+        targets = ", ".join(local[node] for node in flow.gives)
+        head = f"{targets} = " if targets else ""
+        self.writer.call(f"{head}worker.{verb}(", arguments)
+
+    def _write_send(
+        self, run: Run, transfer: Transfer, local: dict[fx.Node, str]
+    ) -> None:
+        message = self.messages[run.replica, transfer.index]
+        values = [local[value] for value in transfer.values]
+        self.writer.call(
+            "worker.send(", [message, "m", *values], note=self._to(run, transfer)
+        )
+
+    def _from(self, run: Run, transfer: Transfer) -> str:
+        return f"from {self._peer(run, transfer, transfer.source)}"
+
+    def _to(self, run: Run, transfer: Transfer) -> str:
+        return f"to {self._peer(run, transfer, transfer.dest)}"
+
+    def _peer(self, run: Run, transfer: Transfer, stage: int) -> str:
+        placement = self.text.program.placement
+        assert placement is not None
+        rank = placement.rank(run.replica, stage)
+        where = f"rank {rank}" if rank != self.text.rank else f"stage {stage} here"
+        if not transfer.long:
+            return where
+        jumped = transfer.dest - transfer.source - 1
+        return f"{where}, a skip over {jumped} stage{'s' if jumped > 1 else ''}"
+
+    def _write_backward(self, run: Run) -> None:
+        flow = run.stage.flow
+        with self.writer.block(
+            f"def backward_{run.key}(worker: Worker, m: int) -> None:"
+        ):
+            self.writer.line(f'"""Run stage {flow.index} backward on micro-batch m."""')
+            names = Names(["worker", "m"])
+            gradients = self._write_gradient_receives(run, flow, names)
+            arguments = [quoted(run.key), "m"]
+            for node in flow.gives:
+                if node is self.text.program.loss:
+                    arguments.append("worker.loss_gradient")
+                else:
+                    arguments.append(" + ".join(gradients.get(node, [])) or "None")
+            sent: dict[fx.Node, str] = {}
+            for node in flow.takes:
+                if meta.needs_gradient(node) and node not in flow.inputs:
+                    sent[node] = names.unique(f"grad_{self.text.names[node]}")
+            targets = ", ".join(sent.values())
+            if len(sent) == 1:
+                targets = f"({targets},)"
+            head = f"{targets} = " if sent else ""
+            self.writer.call(f"{head}worker.backward(", arguments)
+            for transfer in flow.incoming:
+                values = [sent[v] for v in transfer.values if v in sent]
+                if values:
+                    message = f"{self.messages[run.replica, transfer.index]}.gradient"
+                    note = f"to {self._peer(run, transfer, transfer.source)}"
+                    self.writer.call(
+                        "worker.send(", [message, "m", *values], note=note
+                    )
+        self.writer.line()
+        self.writer.line()
+
+    def _write_gradient_receives(
+        self, run: Run, flow: StageFlow, names: Names
+    ) -> dict[fx.Node, list[str]]:
+        """Receive what later stages send back; the last stage's gradient comes first.
+
+        That is the order in which one process adds the gradients of a value that is
+        used more than once.
+        """
+        gradients: dict[fx.Node, list[str]] = {}
+        for transfer in sorted(flow.outgoing, key=lambda t: (-t.dest, t.index)):
+            values = [v for v in transfer.values if meta.needs_gradient(v)]
+            if not values:
+                continue
+            targets = []
+            for value in values:
+                targets.append(names.unique(f"grad_{self.text.names[value]}"))
+                gradients.setdefault(value, []).append(targets[-1])
+            message = f"{self.messages[run.replica, transfer.index]}.gradient"
+            note = f"from {self._peer(run, transfer, transfer.dest)}"
+            self.writer.call(
+                f"{', '.join(targets)} = worker.receive(", [message, "m"], note=note
+            )
+        return gradients
+
+    def _write_evaluate(self, run: Run) -> None:
+        flow = run.stage.evaluation
+        program = self.text.evaluation
+        with self.writer.block(
+            f"def evaluate_{run.key}(worker: Worker, m: int) -> None:"
+        ):
+            self.writer.line(
+                f'"""Run stage {flow.index} on micro-batch m, without gradients."""'
+            )
+            local = self._write_takes(run, flow)
+            verb = "evaluate" if self.text.twin else "evaluate_apart"
+            self._write_run(run, flow, local, verb)
+            for transfer in flow.outgoing:
+                self._write_send(run, transfer, local)
+            if flow.index == program.home:
+                self._write_results(run, local)
+        self.writer.line()
+        self.writer.line()
+
+    def _write_results(self, run: Run, local: dict[fx.Node, str]) -> None:
+        program = self.text.evaluation
+        for node in program.outputs:  # inputs that the model returns as they are
+            if node not in local:
+                local[node] = f"worker.input({quoted(node.name)}, m)"
+        outputs = [local[node] for node in program.outputs]
+        structure = run.stage.structure(outputs)
+        loss = local[program.loss] if program.loss is not None else "None"
+        self.writer.call("worker.add_result(", ["m", loss, structure])
+
+    # ------------------------------------------------------------ steps
+
+    def _write_train_step(self) -> None:
+        with self.writer.block("def train_step(worker: Worker) -> None:"):
+            self.writer.line('"""Run this rank\'s part of one training step."""')
+            for step in self.text.steps:
+                self._write_step(step)
+            self.writer.line("worker.reduce_gradients(SHARED)")
+            self.writer.line("worker.update()")
+        self.writer.line()
+        self.writer.line()
+
+    def _write_step(self, step: Step) -> None:
+        if isinstance(step, Action):
+            self.writer.line(f"{self._call(step)}(worker, {step.micro_batch})")
+            return
+        assert isinstance(step, Loop)
+        with self.writer.block(_loop_head(step, self.text.num_micro_batches)):
+            for action, offset in step.body:
+                index = "m" if not offset else f"m {'+' if offset > 0 else '-'} {abs(offset)}"
+                self.writer.line(f"{self._call(action)}(worker, {index})")
+
+    def _call(self, action: Action) -> str:
+        verbs = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
+        for run in self.text.runs:
+            here = (run.replica, run.stage.flow.index)
+            if here == (action.replica, action.stage):
+                return f"{verbs[action.kind]}_{run.key}"
+        raise AssertionError(f"{action} is not on rank {self.text.rank}")
+
+    def _write_eval_step(self) -> None:
+        with self.writer.block("def eval_step(worker: Worker) -> None:"):
+            self.writer.line('"""Run this rank\'s part of one evaluation step."""')
+            with self.writer.block("for m in range(NUM_MICRO_BATCHES):"):
+                for run in self.text.runs:
+                    if run.replica == 0:
+                        self.writer.line(f"evaluate_{run.key}(worker, m)")
+
+
+def _loop_head(loop: Loop, count: int) -> str:
+    def show(bound: int) -> str:
+        below = count - bound
+        if bound == count:
+            return "NUM_MICRO_BATCHES"
+        if bound > count // 2 and below > 0:
+            return f"NUM_MICRO_BATCHES - {below}"
+        return str(bound)
+
+    start, stop = show(loop.first), show(loop.last_exclusive)
+    bounds = stop if loop.first == 0 else f"{start}, {stop}"
+    if loop.step != 1:
+        bounds = f"{start}, {stop}, {loop.step}"
+    return f"for m in range({bounds}):"
+
+
+def _tuple(values: Sequence[object]) -> str:
+    parts = [quoted(v) if isinstance(v, str) else repr(v) for v in values]
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"

@@ -1,0 +1,354 @@
+"""One stage's nn.Module as text: its layers, and the user's lines that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.codegen.expressions import UserObject, access, expression, quoted
+from gemsc.codegen.writer import Names, Writer, comment, split_arguments
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.ir import meta
+from gemsc.ir.flow import StageFlow, base_name, has_random
+from gemsc.ir.layers import layer_source
+from gemsc.ir.program import Program
+
+__all__ = ["StageText", "write_stage"]
+
+RESERVED = ("self", "torch", "nn", "F", "Tensor", "operator", "device", "user")
+
+
+@dataclass(frozen=True, slots=True)
+class StageText:
+    """What `write_stage` needs to know of one stage.
+
+    `twins` maps each node to its like in the graph for evaluation; where the two graphs
+    differ in more than constants it is None and the class gets a second forward, for
+    `evaluation`. `structure` turns the texts of the outputs into what the model returns.
+    """
+
+    class_name: str
+    docstring: str
+    program: Program
+    flow: StageFlow
+    owned: tuple[str, ...]
+    names: dict[fx.Node, str]
+    twins: dict[fx.Node, fx.Node] | None
+    evaluation: StageFlow
+    structure: Callable[[list[str]], str]
+
+    @property
+    def apart(self) -> bool:
+        """Whether evaluation has a forward of its own."""
+        return self.twins is None
+
+
+def write_stage(
+    writer: Writer, stage: StageText, user: Callable[[UserObject], str]
+) -> None:
+    """Write the class; `user` names what must be imported from the user's code."""
+    with writer.block(f"class {stage.class_name}({_base(stage)}):"):
+        writer.line(f'"""{stage.docstring}"""')
+        writer.line()
+        frozen = [p for p in sorted(stage.program.frozen) if _owns(stage, p)]
+        if frozen:
+            writer.line("# layers that the model keeps in evaluation mode")
+            writer.call("frozen = (", [*map(quoted, frozen), ""], ")")
+        if has_random(stage.flow.nodes):
+            writer.line("draws_random_numbers = True")
+        if frozen or has_random(stage.flow.nodes):
+            writer.line()
+        with writer.block("def __init__(self) -> None:"):
+            writer.line("super().__init__()")
+            _write_layers(writer, stage)
+        writer.line()
+        _write_forward(writer, stage, "forward", stage.flow, user)
+        if stage.apart:
+            writer.line()
+            _write_forward(writer, stage, "forward_eval", stage.evaluation, user)
+    writer.line()
+    writer.line()
+
+
+def _owns(stage: StageText, path: str) -> bool:
+    return any(name.startswith(path + ".") for name in stage.owned)
+
+
+def _base(stage: StageText) -> str:
+    tops = {path.split(".")[0] for path in _paths(stage)}
+    numbered = any(not top.isidentifier() for top in tops)
+    return "nn.ModuleDict" if numbered else "nn.Module"
+
+
+# ------------------------------------------------------------------ layers
+
+
+def _paths(stage: StageText) -> dict[str, None]:
+    """Return the paths of the layers and lone tensors of the stage, in model order."""
+    flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
+    nodes = [node for each in flows for node in each.nodes]
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    paths: dict[str, None] = {}
+    for path, _ in stage.program.module.named_modules():
+        if path in called:
+            paths[path] = None
+    for name in stage.owned:
+        if not any(name.startswith(path + ".") for path in called):
+            paths[name] = None
+    return paths
+
+
+def _write_layers(writer: Writer, stage: StageText) -> None:
+    paths = _paths(stage)
+    children: dict[str, list[str]] = {}
+    for path in paths:
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            siblings = children.setdefault(".".join(parts[:depth]), [])
+            siblings.append(parts[depth])
+    made: set[str] = set()
+    tensors = _tensors(stage.program.module)
+    for path in paths:
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            container = ".".join(parts[:depth])
+            if container not in made:
+                made.add(container)
+                numbered = not all(map(str.isidentifier, children[container]))
+                kind = "nn.ModuleDict()" if numbered else "nn.Module()"
+                writer.line(f"{access('self', container)} = {kind}")
+        if path in tensors:
+            _write_tensor(writer, path, tensors[path], stage.program.module)
+        else:
+            _write_layer(writer, path, stage.program.module.get_submodule(path))
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _write_layer(writer: Writer, path: str, layer: nn.Module) -> None:
+    source = layer_source(layer)
+    if source is None:
+        raise GemscError(
+            f"no way is known to write layer '{path}' ({type(layer).__name__})",
+            help="build it from layers of torch.nn",
+        )
+    head, arguments, tail = split_arguments(source)
+    writer.call(f"{access('self', path)} = {head}", arguments, tail)
+    for name, parameter in layer.named_parameters():
+        if not parameter.requires_grad:
+            writer.line(f"{access('self', f'{path}.{name}')}.requires_grad_(False)")
+
+
+def _write_tensor(
+    writer: Writer, path: str, tensor: torch.Tensor, module: nn.Module
+) -> None:
+    owner, _, name = path.rpartition(".")
+    holder = access("self", owner) if owner else "self"
+    shape = [*map(str, tensor.shape)] or ["()"]
+    if tensor.dtype != torch.float32:
+        shape.append(f"dtype={tensor.dtype}")
+    empty = f"torch.empty({', '.join(shape)})"
+    if isinstance(tensor, nn.Parameter):
+        fixed = [] if tensor.requires_grad else ["requires_grad=False"]
+        writer.call(f"{holder}.{name} = nn.Parameter(", [empty, *fixed])
+        return
+    arguments = [quoted(name), empty]
+    if name in module.get_submodule(owner)._non_persistent_buffers_set:
+        arguments.append("persistent=False")
+    writer.call(f"{holder}.register_buffer(", arguments)
+
+
+# ----------------------------------------------------------------- forward
+
+
+def _write_forward(
+    writer: Writer,
+    stage: StageText,
+    name: str,
+    flow: StageFlow,
+    user: Callable[[UserObject], str],
+) -> None:
+    names = Names(RESERVED)
+    local: dict[fx.Node, str] = {}
+    for node in flow.takes:
+        local[node] = names.unique(stage.names.get(node, base_name(node)))
+    arguments = ["self", *(f"{local[node]}: {_annotation(node)}" for node in flow.takes)]
+    gives = [_annotation(node) for node in flow.gives]
+    result = gives[0] if len(gives) == 1 else f"tuple[{', '.join(gives)}]"
+    tail = f") -> {result if gives else 'None'}:"
+    writer.call(f"def {name}(", arguments, tail)
+    with writer.indented():
+        if _mentions_device(flow.nodes):
+            source = f"{local[flow.takes[0]]}" if flow.takes else "next(self.parameters())"
+            writer.line(f"device = {source}.device")
+        _Body(writer, stage, flow, names, local, user).write()
+
+
+def _annotation(node: fx.Node) -> str:
+    return "Tensor" if isinstance(meta.value(node), torch.Tensor) else "tuple"
+
+
+def _mentions_device(nodes: Sequence[fx.Node]) -> bool:
+    leaves = pytree.tree_leaves([(node.args, node.kwargs) for node in nodes])
+    return any(isinstance(leaf, torch.device) for leaf in leaves)
+
+
+class _Body:
+    """Writes nodes as statements.
+
+    A value that is used once, by the next node and on the same line of the user's code,
+    is written inside that node's expression, as the user wrote it, while the line is
+    short enough. A name is used again once its value is dead, so that memory is freed
+    as early as in the user's own code.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        stage: StageText,
+        flow: StageFlow,
+        names: Names,
+        local: dict[fx.Node, str],
+        user: Callable[[UserObject], str],
+    ) -> None:
+        self.user = user
+        self.writer = writer
+        self.stage = stage
+        self.flow = flow
+        self.names = names
+        self.local = local
+        self.position = {node: i for i, node in enumerate(flow.nodes)}
+        self.last_use = self._last_uses()
+        self.pending: tuple[fx.Node, tuple[str, int]] | None = None
+        self.shown: SourceLocation | None = None
+        self.region = meta.Region()
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        end = len(self.flow.nodes)
+        last: dict[fx.Node, int] = {}
+        for index, node in enumerate(self.flow.nodes):
+            last.setdefault(node, index)
+            for source in node.all_input_nodes:
+                last[source] = index
+        last.update(dict.fromkeys(self.flow.gives, end))
+        return last
+
+    def write(self) -> None:
+        for region, nodes in _runs(self.flow.nodes):
+            with _modes(self.writer, region):
+                for node in nodes:
+                    self._add(node)
+                self._flush()
+        gives = ", ".join(self.local[node] for node in self.flow.gives)
+        if gives:
+            self.writer.line(f"return {gives}")
+
+    def _add(self, node: fx.Node) -> None:
+        if self.pending is not None and not self._may_nest(self.pending[0], node):
+            self._flush()
+        shown = self._expression(node)
+        width = len(self._wish(node)) + len(" = ") + len(shown[0])
+        if self.pending is not None and width > self.writer.room:
+            self._flush()
+            shown = self._expression(node)
+        self.pending = (node, shown)
+
+    def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
+        return (
+            list(node.users) == [consumer]
+            and node not in self.flow.gives
+            and meta.location(node) == meta.location(consumer)
+            and meta.location(node) is not None
+            and meta.glue(node) is None
+            and _argument_count(consumer, node) == 1
+        )
+
+    def _expression(self, node: fx.Node) -> tuple[str, int]:
+        twins = self.stage.twins
+        twin = twins.get(node) if twins else None
+        return expression(node, self._name, twin, self.user)
+
+    def _name(self, node: fx.Node) -> tuple[str, int]:
+        if self.pending is not None and node is self.pending[0]:
+            return self.pending[1]
+        if node.op == "get_attr":
+            return access("self", self._first_name(str(node.target))), 9
+        return self.local[node], 9
+
+    def _first_name(self, path: str) -> str:
+        return self.stage.program.aliases.get(path, path)
+
+    def _wish(self, node: fx.Node) -> str:
+        if node in self.flow.gives and node in self.stage.names:
+            return self.stage.names[node]
+        return base_name(node)
+
+    def _flush(self) -> None:
+        if self.pending is None:
+            return
+        node, (text, _) = self.pending
+        self.pending = None
+        self._write_comment(node)
+        position = self.position[node]
+        for value in [v for v in self.local if self.last_use.get(v, -1) <= position]:
+            self.names.release(self.local.pop(value))
+        if not node.users and node not in self.flow.gives:
+            self._write_statement(text)
+            return
+        self.local[node] = self.names.unique(self._wish(node))
+        self._write_statement(f"{self.local[node]} = {text}")
+
+    def _write_statement(self, text: str) -> None:
+        if len(text) <= self.writer.room or not text.endswith(")"):
+            self.writer.line(text)
+            return
+        head, arguments, tail = split_arguments(text)
+        self.writer.call(head, arguments, tail)
+
+    def _write_comment(self, node: fx.Node) -> None:
+        where = meta.location(node)
+        if where is not None and where != self.shown:
+            self.shown = where
+            text = f"{where.short}  {where.text}".rstrip()
+            self.writer.line(comment(text, self.writer.room))
+
+
+def _argument_count(consumer: fx.Node, node: fx.Node) -> int:
+    leaves = pytree.tree_leaves(
+        (consumer.args, consumer.kwargs), is_leaf=lambda x: isinstance(x, slice)
+    )
+    return sum(leaf is node for leaf in leaves)
+
+
+def _runs(nodes: Sequence[fx.Node]) -> Iterator[tuple[meta.Region, list[fx.Node]]]:
+    run: list[fx.Node] = []
+    for node in nodes:
+        if run and meta.region(node) != meta.region(run[0]):
+            yield meta.region(run[0]), run
+            run = []
+        run.append(node)
+    if run:
+        yield meta.region(run[0]), run
+
+
+@contextmanager
+def _modes(writer: Writer, region: meta.Region) -> Iterator[None]:
+    modes: list[str] = []
+    if not region.grad:
+        modes.append("torch.no_grad()")
+    if region.autocast is not None:
+        device, dtype = region.autocast
+        modes.append(f"torch.autocast({quoted(device)}, dtype={dtype})")
+    if not modes:
+        yield
+        return
+    with writer.block(f"with {', '.join(modes)}:"):
+        yield
+

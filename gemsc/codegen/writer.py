@@ -1,0 +1,138 @@
+"""Write Python text that a formatter would leave alone; knows nothing of gemsc."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+__all__ = ["Names", "Writer", "comment", "split_arguments"]
+
+WIDTH = 88
+INDENT = "    "
+
+
+class Writer:
+    """Lines of text with indentation."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._level = 0
+
+    @property
+    def room(self) -> int:
+        """Columns left for text at the present indentation."""
+        return WIDTH - len(INDENT) * self._level
+
+    def line(self, text: str = "") -> None:
+        """Add one line at the present indentation; nothing is wrapped."""
+        self._lines.append((INDENT * self._level + text) if text else "")
+
+    def lines(self, text: str) -> None:
+        """Add several lines."""
+        for line in text.splitlines():
+            self.line(line)
+
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """Add `head` and indent what follows."""
+        self.line(head)
+        with self.indented():
+            yield
+
+    @contextmanager
+    def indented(self) -> Iterator[None]:
+        """Indent what follows."""
+        self._level += 1
+        yield
+        self._level -= 1
+
+    def call(
+        self, head: str, arguments: Sequence[str], tail: str = ")", note: str = ""
+    ) -> None:
+        """Add `head` + arguments + `tail`, broken as a formatter breaks a call.
+
+        One line if it fits; else the arguments on one line of their own; else one line
+        each with a trailing comma. `note` is a trailing comment.
+        """
+        one = head + ", ".join(arguments) + tail
+        if len(one) <= self.room or not arguments:
+            noted = f"{one}  # {note}" if note else one
+            if len(noted) <= self.room or not note:
+                self.line(noted)
+            else:
+                self.line(f"# {note}")
+                self.line(one)
+            return
+        self.line(f"{head}  # {note}" if note else head)
+        self._level += 1
+        inside = ", ".join(arguments)
+        if len(inside) <= self.room:
+            self.line(inside)
+        else:
+            for argument in arguments:
+                self.line(f"{argument},")
+        self._level -= 1
+        self.line(tail.lstrip())
+
+    def text(self) -> str:
+        """Return the file: no trailing blank lines, one newline at the end."""
+        return "\n".join(self._lines).rstrip("\n") + "\n"
+
+
+class Names:
+    """Hands out unique, valid identifiers."""
+
+    def __init__(self, reserved: Sequence[str] = ()) -> None:
+        self._taken = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *reserved}
+
+    def unique(self, wish: str) -> str:
+        """Return `wish` made an identifier, numbered if it is taken; it is taken now."""
+        base = re.sub(r"\W", "_", wish, flags=re.ASCII).strip("_") or "value"
+        if base[0].isdigit():
+            base = f"_{base}"
+        name, count = base, 2
+        while name in self._taken:
+            name, count = f"{base}_{count}", count + 1
+        self._taken.add(name)
+        return name
+
+    def release(self, name: str) -> None:
+        """Let `name` be handed out again."""
+        self._taken.discard(name)
+
+
+def comment(text: str, room: int) -> str:
+    """Return `# text`, cut to `room` columns, with nothing that could end the line."""
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    line = f"# {clean}"
+    return line if len(line) <= room else line[: room - 4].rstrip() + " ..."
+
+
+def split_arguments(source: str) -> tuple[str, list[str], str]:
+    """Split `x.f(a, (b, c), d=1)` into `x.f(`, its arguments and `)`.
+
+    The call split is the last one, whose closing parenthesis ends the text.
+    """
+    start = len(source) - 1
+    depth = 1
+    while depth:
+        start -= 1
+        depth += (source[start] in ")]}") - (source[start] in "([{")
+    start += 1
+    arguments, depth, last = [], 0, start
+    for index in range(start, len(source) - 1):
+        char = source[index]
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            arguments.append(source[last:index].strip())
+            last = index + 1
+    final = source[last:-1].strip()
+    if final:
+        arguments.append(final)
+    return source[:start], arguments, source[-1]

@@ -1,0 +1,194 @@
+"""A copy of the user's model on fake tensors, and the way back to the real one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from gemsc.errors import GemscError
+from gemsc.frontend.values import Path, tensor_leaves
+from gemsc.ir.layers import layer_source
+
+__all__ = [
+    "LOSS",
+    "FakeCopy",
+    "copy_on_fakes",
+    "fake_like",
+    "preserve_rng",
+    "reject_unsupported",
+]
+
+LOSS = "_loss"  # the path of a loss that is a module
+
+
+@dataclass(frozen=True)
+class FakeCopy:
+    """The copy and what its objects are called in the user's model.
+
+    All dictionaries are keyed by `id`, of the copy's objects and of the real ones:
+    a loss function may hold on to the real ones.
+    """
+
+    model: nn.Module
+    loss: Any
+    tensors: dict[int, str] = field(default_factory=dict)
+    modules: dict[int, str] = field(default_factory=dict)
+    leaves: dict[int, str] = field(default_factory=dict)
+    constants: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    kept: list[object] = field(default_factory=list)
+
+
+def copy_on_fakes(model: nn.Module, loss: Any, fake: FakeTensorMode) -> FakeCopy:
+    """Return a deep copy whose parameters, buffers and other tensors are fake."""
+    memo: dict[int, Any] = {}
+    try:
+        with fake, FakeCopyMode(fake):
+            copied, loss_copy = copy.deepcopy((model, loss), memo)
+    except Exception as error:
+        raise GemscError(
+            f"the model cannot be copied: {type(error).__name__}: {error}",
+            help="gemsc traces a copy: keep locks, files and generators out of modules",
+        ) from error
+    result = FakeCopy(copied, loss_copy, kept=[memo, model, loss])
+    result.kept.extend(memo.get(id(memo), []))
+    _name_modules(result, model, copied, "")
+    if isinstance(loss, nn.Module):
+        _name_modules(result, loss, loss_copy, LOSS)
+    _name_constants(result, memo)
+    return result
+
+
+def _name_modules(
+    result: FakeCopy, real: nn.Module, copied: nn.Module, prefix: str
+) -> None:
+    copies = dict(copied.named_modules(prefix=prefix, remove_duplicate=False))
+    for path, module in real.named_modules(prefix=prefix, remove_duplicate=False):
+        is_leaf = path != "" and layer_source(module) is not None
+        names = result.leaves if is_leaf else result.modules
+        for each in (module, copies[path]):
+            names.setdefault(id(each), path)
+    for owner in (real, copied):
+        for name, tensor in _named_tensors(owner, prefix):
+            result.tensors.setdefault(id(tensor), name)
+
+
+def _named_tensors(
+    module: nn.Module, prefix: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(prefix=prefix, remove_duplicate=False)
+    yield from module.named_buffers(prefix=prefix, remove_duplicate=False)
+
+
+def _name_constants(result: FakeCopy, memo: dict[int, Any]) -> None:
+    """Find the tensors that are neither parameters nor buffers."""
+    names = {}
+    for module in (result.model, result.loss):
+        if isinstance(module, nn.Module):
+            names.update(_attribute_names(module))
+    for real in memo.get(id(memo), []):
+        copied = memo.get(id(real))
+        if isinstance(real, torch.Tensor) and id(copied) not in result.tensors:
+            name = names.get(id(copied), "constant")
+            result.constants.setdefault(id(copied), (name, real))
+
+
+def _attribute_names(module: nn.Module) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for owner in module.modules():
+        plain = {k: v for k, v in vars(owner).items() if not k.startswith("_")}
+        for path, tensor in tensor_leaves(plain):
+            names.setdefault(id(tensor), "_".join(map(str, path)))
+    return names
+
+
+def reject_unsupported(model: nn.Module) -> None:
+    """Refuse what cannot be carried into a program, before anything is traced.
+
+    Raises:
+        GemscError: names the first such module or parameter.
+    """
+    for path, module in model.named_modules():
+        problem = _problem(module)
+        if problem:
+            what, help_text = problem
+            raise GemscError(f"{path or 'the model'} {what}", help=help_text)
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise GemscError(
+                f"parameter {name} has no shape yet",
+                help="call the model once on example inputs before you return it",
+            )
+        if parameter._backward_hooks:
+            raise GemscError(
+                f"parameter {name} has a gradient hook, which a program cannot carry",
+                help="change gradients in a torch.autograd.Function or the optimizer",
+            )
+
+
+_Test = Callable[[nn.Module], object]
+_REFUSED: tuple[tuple[_Test, str, str], ...] = (
+    (
+        lambda m: isinstance(m, torch.jit.ScriptModule),
+        "is a TorchScript module",
+        "return the module that was scripted",
+    ),
+    (
+        lambda m: isinstance(m, (nn.DataParallel, nn.parallel.DistributedDataParallel)),
+        "is wrapped in data parallelism",
+        "return the wrapped model; gemsc has its own: --data",
+    ),
+    (
+        lambda m: m._backward_hooks or m._backward_pre_hooks,
+        "has a backward hook, which a program cannot carry",
+        "change gradients in a torch.autograd.Function",
+    ),
+)
+
+
+def _problem(module: nn.Module) -> tuple[str, str] | None:
+    for test, what, help_text in _REFUSED:
+        if test(module):
+            return what, help_text
+    return None
+
+
+def fake_like(tensor: torch.Tensor, fake: FakeTensorMode, path: Path) -> torch.Tensor:
+    """Return a fake tensor of the same shape, strides, dtype and device."""
+    if tensor.layout is not torch.strided:
+        where = ".".join(map(str, path))
+        raise GemscError(
+            f"{where} is a {str(tensor.layout).removeprefix('torch.')} tensor",
+            help="feed dense tensors and make them sparse in forward",
+        )
+    with fake:
+        copied = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Put the generators of torch, Python and NumPy back as they were."""
+    torch_state = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda._initialized else None
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

@@ -1,0 +1,343 @@
+"""Import the user's file and find the model and what belongs to it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.fake_copy import preserve_rng
+from gemsc.frontend.values import Inputs, normalize_inputs, tensor_leaves
+
+__all__ = ["UserModel", "load_user_model"]
+
+_OPTIONAL = (
+    "loss",
+    "optimizer",
+    "dataset",
+    "example_target",
+    "metrics",
+    "eval_dataset",
+)
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """What a user's file defines; None for what it does not.
+
+    `model` and `example_inputs` are functions or objects, as the user wrote them.
+    """
+
+    path: Path
+    module: ModuleType
+    name: str
+    model: Any
+    example_inputs: Any
+    loss: Any = None
+    optimizer: Any = None
+    dataset: Any = None
+    example_target: Any = None
+    metrics: Any = None
+    eval_dataset: Any = None
+
+    def make_model(self, *, seed: int = 0) -> nn.Module:
+        """Return the model, made with all random generators seeded.
+
+        Raises:
+            GemscError: the user's function fails or gives something else.
+        """
+        made = self._make(self.name, self.model, seed)
+        if isinstance(made, nn.Module):
+            return made
+        raise GemscError(
+            f"{self.name} gives an object of type {type(made).__name__}",
+            at=self.line_of(self.name),
+            help=f"return a torch.nn.Module from {self.name}()",
+        )
+
+    def make_inputs(self, *, seed: int = 0) -> Inputs:
+        """Return the example inputs of one micro-batch.
+
+        Raises:
+            GemscError: they are no tuple or dict with tensors in it.
+        """
+        made = self._make("example_inputs", self.example_inputs, seed)
+        try:
+            return normalize_inputs(made)
+        except GemscError as error:
+            error.at = self.line_of("example_inputs")
+            raise
+
+    def make_target(self, inputs: Inputs, *, seed: int = 0) -> Any:
+        """Return a target for `inputs`: the user's, or one collated from the dataset.
+
+        None without a loss.
+
+        Raises:
+            GemscError: there is a loss, but neither example_target nor dataset.
+        """
+        if self.loss is None:
+            return None
+        if self.example_target is not None:
+            return self._make("example_target", self.example_target, seed)
+        if self.dataset is None:
+            raise GemscError(
+                "there is a loss but nothing that gives its target",
+                at=self.line_of("loss"),
+                help="add dataset() of (input, target) pairs, or example_target()",
+            )
+        data = self._make("dataset", self.dataset, seed)
+        sizes = (t.shape[0] for _, t in tensor_leaves(inputs) if t.dim() > 0)
+        return self._collate(data, next(sizes, 1))
+
+    def make_loss(self) -> Any:
+        """Return the loss as something to call with (output, target)."""
+        loss = self.loss
+        if isinstance(loss, type):
+            loss = self._make("loss", loss, 0)
+        if loss is not None and not callable(loss):
+            raise GemscError(
+                f"loss is of type {type(loss).__name__}",
+                at=self.line_of("loss"),
+                help="define loss(output, target), or a torch.nn loss",
+            )
+        return loss
+
+    def line_of(self, name: str) -> SourceLocation | None:
+        """Return where the file defines a name."""
+        return _definition(self.path, name)
+
+    def _collate(self, data: Any, batch: int) -> Any:
+        at = self.line_of("dataset")
+        try:
+            items = [data[index % len(data)] for index in range(batch)]
+            collated = default_collate(items)
+        except Exception as error:
+            raise _failure("dataset fails", error, self.path, at) from error
+        if not isinstance(collated, (tuple, list)) or len(collated) != 2:
+            raise GemscError(
+                "dataset does not give (input, target) pairs",
+                at=at,
+                help="return a pair from __getitem__, or add example_target()",
+            )
+        return collated[1]
+
+    def _make(self, name: str, value: Any, seed: int) -> Any:
+        """Call what is a function; an object is taken as it is."""
+        is_factory = isinstance(value, type) or inspect.isroutine(value)
+        if not is_factory:
+            return value
+        try:
+            with _seeded(seed):
+                return value()
+        except Exception as error:
+            at = self.line_of(name)
+            raise _failure(f"{name}() fails", error, self.path, at) from error
+
+
+def load_user_model(spec: str, *, seed: int = 0) -> UserModel:
+    """Import `path/model.py` or `pkg.module:name` and return what it defines.
+
+    `path/model.py:name` works too; `name` is the model, `model` if left out. The
+    file's folder is on the import path while the file is loaded, and the random
+    generators are seeded, so that objects made at import are the same each time.
+
+    Raises:
+        GemscError: with the line, for whatever is missing or fails.
+    """
+    place, name = _split(spec)
+    with _seeded(seed):
+        if place.endswith(".py") or "/" in place:
+            path, module = _import_file(Path(place))
+        else:
+            path, module = _import_module(place)
+    found = vars(module)
+    if found.get(name) is None:
+        raise _no_model(path, module, name)
+    if found.get("example_inputs") is None:
+        raise GemscError(
+            f"no example_inputs in {path.name}",
+            at=_definition(path, name),
+            help="add example_inputs(), which returns a tuple of the tensors "
+            "that forward takes, for one micro-batch",
+        )
+    optional = {key: found.get(key) for key in _OPTIONAL}
+    return UserModel(
+        path, module, name, found[name], found["example_inputs"], **optional
+    )
+
+
+def _split(spec: str) -> tuple[str, str]:
+    place, separator, name = spec.rpartition(":")
+    if separator and name.isidentifier():
+        return place, name
+    return spec, "model"
+
+
+def _import_file(path: Path) -> tuple[Path, ModuleType]:
+    if not path.is_file():
+        raise GemscError(
+            f"there is no file {path}",
+            help="give the path of a Python file, or package.module:name",
+        )
+    if path.suffix != ".py":
+        raise GemscError(f"{path} is not a Python file", help="its name ends in .py")
+    path = path.resolve()
+    _check_syntax(path)
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    if spec is None or spec.loader is None:
+        raise GemscError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    previous = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        with _on_path(path.parent):
+            spec.loader.exec_module(module)
+    except BaseException as error:
+        if previous is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = previous
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _failure(f"importing {path.name} fails", error, path) from error
+    return path, module
+
+
+def _module_name(path: Path) -> str:
+    """Return the file's name, or another one where an imported module has it."""
+    taken = sys.modules.get(path.stem)
+    if taken is None or getattr(taken, "__file__", None) == str(path):
+        return path.stem
+    return f"gemsc_user_{path.stem}"
+
+
+def _import_module(name: str) -> tuple[Path, ModuleType]:
+    with _on_path(Path.cwd()):
+        try:
+            found = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            found = None
+        if found is None or found.origin is None:
+            raise GemscError(
+                f"there is no module {name}",
+                help="give package.module:name, or the path of a file: path/model.py",
+            )
+        path = Path(found.origin)
+        if path.suffix == ".py":
+            _check_syntax(path)
+        try:
+            return path, importlib.import_module(name)
+        except Exception as error:
+            raise _failure(f"importing {name} fails", error, path) from error
+
+
+def _check_syntax(path: Path) -> None:
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise GemscError(
+            f"syntax error: {error.msg}",
+            at=SourceLocation(str(path), error.lineno or 1),
+        ) from error
+    except ValueError as error:
+        raise GemscError(f"{path} is not Python: {error}") from error
+
+
+def _no_model(path: Path, module: ModuleType, name: str) -> GemscError:
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+    }
+    classes = [
+        key
+        for key, value in own.items()
+        if isinstance(value, type) and issubclass(value, nn.Module)
+    ]
+    if len(classes) == 1:
+        advice = f"add model = {classes[0]}, or compile {path.name}:{classes[0]}"
+    else:
+        advice = f"define {name}(), which returns a torch.nn.Module"
+    there = f"it has {', '.join(sorted(own))}" if own else "it defines nothing"
+    return GemscError(f"no {name} in {path.name}; {there}", help=advice)
+
+
+def _definition(path: Path, name: str) -> SourceLocation | None:
+    """Return the last top-level line that defines or assigns a name."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    line = None
+    for node in tree.body:
+        if name in _defined(node):
+            line = node.lineno
+    return None if line is None else SourceLocation(str(path), line)
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Assign(targets=targets):
+            return {part.id for part in targets if isinstance(part, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {alias.asname or alias.name for alias in names}
+    return set()
+
+
+def _failure(
+    what: str,
+    error: BaseException,
+    path: Path,
+    at: SourceLocation | None = None,
+) -> GemscError:
+    """Return an error at the innermost line of the user's folder."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        if file.parent == path.parent and frame.lineno is not None:
+            at = SourceLocation(frame.filename, frame.lineno)
+    text = " ".join(str(error).split())
+    advice = None
+    if isinstance(error, ModuleNotFoundError):
+        advice = f"install {error.name}, or start gemsc where it can be imported"
+    return GemscError(f"{what}: {type(error).__name__}: {text}", at=at, help=advice)
+
+
+@contextmanager
+def _on_path(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with preserve_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield

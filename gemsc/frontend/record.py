@@ -1,0 +1,366 @@
+"""Trace a model by running it on fake tensors and recording what it does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.fake_copy import (
+    LOSS,
+    FakeCopy,
+    copy_on_fakes,
+    fake_like,
+    preserve_rng,
+    reject_unsupported,
+)
+from gemsc.frontend.tracer import Tracer, TracerFakeMode
+from gemsc.frontend.values import (
+    Inputs,
+    Path,
+    input_names,
+    map_tensors,
+    normalize_inputs,
+    output_structure,
+)
+from gemsc.frontend.writer import CONSTANTS, CachedTensorError, GraphWriter
+from gemsc.ir.meta import TensorSpec, location, region
+from gemsc.ir.program import Input, Program
+
+__all__ = ["make_root", "record"]
+
+_DEPENDS_ON_TRAINING = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.RNNBase,
+    nn.RReLU,
+)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What to trace; a target of None means that the loss takes none."""
+
+    model: nn.Module
+    inputs: Inputs
+    loss: Any
+    target: Any
+    training: bool
+
+
+@dataclass
+class _Trace:
+    writer: GraphWriter
+    inputs: list[Input] = field(default_factory=list)
+    structure: Any = None
+    frozen: frozenset[str] = frozenset()
+
+
+def record(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Any = None,
+    target: Any = None,
+    training: bool = True,
+    name: str | None = None,
+) -> Program:
+    """Return the program of `loss(model(*inputs), target)`, or of the model alone.
+
+    The model runs on a copy with fake tensors: its parameters, buffers, training flags
+    and all random generators stay as they are. It runs twice; what differs between
+    the runs cannot be compiled.
+
+    Raises:
+        GemscError: at the user's line, for whatever cannot be traced.
+    """
+    request = _Request(model, normalize_inputs(inputs), loss, target, training)
+    reject_unsupported(model)
+    if isinstance(loss, nn.Module):
+        reject_unsupported(loss)
+    with preserve_rng():
+        trace = _trace_twice(request)
+    return _program(request, trace, name or type(model).__name__)
+
+
+def _trace_twice(request: _Request) -> _Trace:
+    fake = TracerFakeMode()
+    copied = _copy(request, fake)
+    with _no_random_numbers(request):
+        first = _trace(request, copied, fake)
+    numbers = [_numbers(copied.model)]
+    try:
+        second = _trace(request, copied, fake, earlier=first.writer)
+        numbers.append(_numbers(copied.model))
+    except CachedTensorError:  # a table made in the first call: the same in a new one
+        fake = TracerFakeMode()
+        second = _trace(request, _copy(request, fake), fake)
+    _compare(first, second)
+    _reject_counters(request.model, numbers)
+    return first
+
+
+def _copy(request: _Request, fake: TracerFakeMode) -> FakeCopy:
+    copied = copy_on_fakes(request.model, request.loss, fake)
+    if not request.training:
+        copied.model.eval()
+    elif not copied.model.training:
+        copied.model.train()
+    if isinstance(copied.loss, nn.Module):
+        copied.loss.train(request.training)
+    return copied
+
+
+def _trace(
+    request: _Request,
+    copied: FakeCopy,
+    fake: TracerFakeMode,
+    *,
+    earlier: GraphWriter | None = None,
+    on_node: Callable[[fx.Node], None] | None = None,
+) -> _Trace:
+    writer = GraphWriter(copied, earlier)
+    writer.on_node = on_node or writer.on_node
+    tracer = Tracer(copied, fake, writer)
+    trace = _Trace(writer)
+    inputs = _placeholders(request, trace, fake, "input", request.inputs)
+    target = _placeholders(request, trace, fake, "target", request.target)
+
+    buffers = dict(copied.model.named_buffers())
+    output = tracer.run("the model fails on example_inputs", copied.model, inputs)
+    trace.structure, tensors = output_structure(output)
+    with tracer.pause():
+        _record_assignments(writer, copied.model, buffers)
+        outputs = [writer.node_of(tensor) for tensor in tensors]
+    loss = None
+    if request.loss is not None:
+        arguments = (output,) if request.target is None else (output, target)
+        loss = tracer.run("the loss fails", copied.loss, arguments)
+        _check_loss(loss, request)
+    with tracer.pause():
+        writer.output(loss, outputs)
+    if request.training:
+        trace.frozen = frozenset(
+            path
+            for path, layer in tracer.called
+            if not layer.training and isinstance(layer, _DEPENDS_ON_TRAINING)
+        )
+    return trace
+
+
+def _placeholders(
+    request: _Request, trace: _Trace, fake: TracerFakeMode, kind: str, values: Any
+) -> Any:
+    """Return the nest with a fake tensor and a placeholder for each tensor."""
+    name_of = input_names(request.model, request.inputs)
+
+    def add(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        copied = fake_like(tensor, fake, path)
+        node = trace.writer.placeholder(name_of(path), copied)
+        spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+        trace.inputs.append(Input(node.name, path, spec))
+        return copied
+
+    return map_tensors(values, add, (kind,))
+
+
+def _record_assignments(
+    writer: GraphWriter, model: nn.Module, before: dict[str, torch.Tensor]
+) -> None:
+    """Record `self.buffer = new` as a copy into the buffer, and take it back."""
+    for name, old in before.items():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        new = getattr(module, attribute, None)
+        if new is old:
+            continue
+        fits = isinstance(new, torch.Tensor) and (
+            new.shape == old.shape and new.dtype == old.dtype
+        )
+        if not fits or new is None:
+            raise GemscError(
+                f"forward replaces buffer {name} by something of another kind",
+                help="keep its shape and dtype",
+            )
+        writer.assign_buffer(name, old, new)
+        setattr(module, attribute, old)
+
+
+def _check_loss(loss: Any, request: _Request) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise GemscError(
+            f"the loss is of type {type(loss).__name__}",
+            help="return one tensor with one element",
+        )
+    if loss.shape != ():
+        raise GemscError(
+            f"the loss has shape {list(loss.shape)}; it must be a scalar",
+            help="take the mean, for example with reduction='mean'",
+        )
+    learns = any(parameter.requires_grad for parameter in request.model.parameters())
+    if request.training and learns and not loss.requires_grad:
+        raise GemscError(
+            "no parameter gets a gradient from the loss",
+            help="compute the loss from the model's output, without detach or no_grad",
+        )
+
+
+# Comparing two runs
+
+
+def _compare(first: _Trace, second: _Trace) -> None:
+    pairs = zip(_signature(first), _signature(second), strict=False)
+    for (a, node), (b, _) in pairs:
+        if a != b:
+            _reject_difference(location(node))
+    if len(first.writer.graph.nodes) != len(second.writer.graph.nodes):
+        _reject_difference(None)
+    same = all(
+        torch.equal(value, second.writer.constants[name])
+        for name, value in first.writer.constants.items()
+    )
+    if not same:
+        _reject_difference(None)
+
+
+def _signature(trace: _Trace) -> Iterator[tuple[object, fx.Node]]:
+    index = {node: i for i, node in enumerate(trace.writer.graph.nodes)}
+    for node in trace.writer.graph.nodes:
+        arguments = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: f"value {index[n]}"
+        )
+        yield (node.op, node.target, repr(arguments), region(node)), node
+
+
+def _reject_difference(at: SourceLocation | None) -> None:
+    raise GemscError(
+        "forward is not deterministic: it does something else when it is called again",
+        at=at,
+        help="use neither Python's random nor attributes that forward changes",
+    )
+
+
+def _numbers(model: nn.Module) -> dict[str, object]:
+    """Return all plain numbers that modules hold."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, complex))
+    }
+
+
+def _reject_counters(model: nn.Module, runs: list[dict[str, object]]) -> None:
+    """Refuse numbers that change with every call."""
+    runs = [_numbers(model), *runs]
+    for name, value in runs[0].items():
+        values = [run.get(name, value) for run in runs]
+        if name.endswith("training") or len(runs) < 3:
+            continue
+        if values[0] != values[1] and values[1] != values[2]:
+            raise GemscError(
+                f"forward changes self.{name} at each call: "
+                f"{', '.join(map(str, values))}",
+                help="keep it in a buffer: "
+                f'self.register_buffer("{name.split(".")[-1]}", torch.tensor(...))',
+            )
+
+
+@contextmanager
+def _no_random_numbers(request: _Request) -> Iterator[None]:
+    """Refuse a forward that draws from Python's or NumPy's generators."""
+    before = _generators()
+    yield
+    if _generators() == before:
+        return
+    fake = TracerFakeMode()
+    lines: list[SourceLocation] = []
+
+    def watch(node: fx.Node) -> None:
+        line = location(node)
+        if not lines and line is not None and _generators() != start:
+            lines.append(line)
+
+    start = _generators()
+    _trace(request, _copy(request, fake), fake, on_node=watch)
+    raise GemscError(
+        "forward is not deterministic: it draws from Python's or NumPy's random "
+        "numbers, before this line or in it",
+        at=lines[0] if lines else None,
+        help="use torch's random functions, for example torch.rand or nn.Dropout",
+    )
+
+
+def _generators() -> tuple[object, ...]:
+    numpy_state = np.random.get_state(legacy=True)
+    return random.getstate(), *(
+        part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy_state
+    )
+
+
+# The result
+
+
+def _program(request: _Request, trace: _Trace, name: str) -> Program:
+    writer = trace.writer
+    module, aliases = make_root(request.model, request.loss, writer.constants)
+    module.graph = writer.graph
+    lines = (location(node) for node in writer.graph.nodes)
+    return Program(
+        name=name,
+        module=module,
+        inputs=tuple(trace.inputs),
+        structure=trace.structure,
+        sources=tuple(sorted({line.file for line in lines if line is not None})),
+        frozen=trace.frozen,
+        aliases=aliases,
+    )
+
+
+def make_root(
+    model: nn.Module, loss: Any, constants: dict[str, torch.Tensor]
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Return a graph module that holds the user's modules, and the aliases in it.
+
+    Raises:
+        GemscError: a submodule or parameter of the model has a name of FX's own.
+    """
+    root = fx.GraphModule(nn.Module(), fx.Graph())
+    names = [*model._modules, *model._parameters, *model._buffers]
+    for attribute in names:
+        if hasattr(root, attribute) or attribute in (LOSS, CONSTANTS):
+            raise GemscError(
+                f"the model has an attribute with the reserved name {attribute}",
+                help=f"call it {attribute}_ or the like",
+            )
+    root._modules.update(model._modules)
+    root._parameters.update(model._parameters)
+    root._buffers.update(model._buffers)
+    root._non_persistent_buffers_set |= model._non_persistent_buffers_set
+    if isinstance(loss, nn.Module):
+        root.add_module(LOSS, loss)
+    if constants:
+        holder = nn.Module()
+        for constant, value in constants.items():
+            holder.register_buffer(constant, value.detach(), persistent=False)
+        root.add_module(CONSTANTS, holder)
+    return root, _aliases(root)
+
+
+def _aliases(root: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for named in (root.named_parameters, root.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            original = first.setdefault(id(tensor), name)
+            if original != name:
+                aliases[name] = original
+    return aliases

@@ -1,0 +1,158 @@
+"""Say what a call of a torch function is in the graph: operator, method, function."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from gemsc.errors import GemscError
+
+__all__ = ["Call", "describe_call", "is_ignored"]
+
+Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""(op, target, args, kwargs) of an FX node, with tensors in the arguments."""
+
+_REVERSED: dict[str, Callable[..., Any]] = {
+    "__rsub__": operator.sub,
+    "__rdiv__": operator.truediv,
+    "__rtruediv__": operator.truediv,
+    "__rpow__": operator.pow,
+    "__rfloordiv__": operator.floordiv,
+    "__rmod__": operator.mod,
+    "__rmatmul__": operator.matmul,
+    "__rlshift__": operator.lshift,
+    "__rrshift__": operator.rshift,
+}
+_DUNDERS: dict[str, Callable[..., Any]] = {
+    name: function
+    for name, function in vars(operator).items()
+    if name.startswith("__") and callable(function)
+}
+# These arrive under the method's name whether written `a + b` or `a.add(b)`.
+_NAMES: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "remainder": operator.mod,
+    "pow": operator.pow,
+    "matmul": operator.matmul,
+    "neg": operator.neg,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "add_": operator.iadd,
+    "sub_": operator.isub,
+    "mul_": operator.imul,
+    "div_": operator.itruediv,
+    "remainder_": operator.imod,
+    "pow_": operator.ipow,
+}
+_IGNORED = frozenset(
+    {
+        "_set_grad_enabled",
+        "_enter_autocast",
+        "_exit_autocast",
+        "retain_grad",
+        "set_default_dtype",
+        "manual_seed",
+        "seed",
+    }
+)
+_REFUSED = {
+    "backward": "let the optimizer step call backward: return the loss instead",
+    "grad": "gradients inside forward cannot be split: use a torch.autograd.Function",
+    "register_hook": "change the gradient in a torch.autograd.Function",
+    "set_": "write x = y instead",
+    "resize_": "write x = x.reshape(...) instead",
+}
+
+
+def is_ignored(func: Any) -> bool:
+    """Return whether a function only sets modes, which each node carries itself."""
+    return getattr(func, "__name__", "") in _IGNORED
+
+
+def describe_call(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    written_as_operator: bool,
+) -> Call:
+    """Return the node for a torch function, as the user wrote it.
+
+    Raises:
+        GemscError: the function cannot stand in a graph.
+    """
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return _attribute(name, func.__self__.__name__, args)
+    if name in _REFUSED and (_is_method(func) or name in ("backward", "grad")):
+        raise GemscError(
+            f"forward calls {name}(), which a graph cannot hold",
+            help=_REFUSED[name],
+        )
+    if name in _REVERSED and len(args) == 2:
+        return "call_function", _REVERSED[name], (args[1], args[0]), {}
+    if name in _DUNDERS and _is_method(func) and not kwargs:
+        return "call_function", _DUNDERS[name], args, {}
+    if written_as_operator and name in _NAMES and not kwargs:
+        return "call_function", _NAMES[name], args, {}
+    if _is_method(func):
+        return "call_method", name, args, kwargs
+    return "call_function", func, args, _without_defaults(func, kwargs)
+
+
+def _attribute(kind: str, attribute: str, args: tuple[Any, ...]) -> Call:
+    if kind == "__get__":
+        return "call_function", getattr, (args[0], attribute), {}
+    if attribute == "requires_grad":
+        return "call_method", "requires_grad_", args, {}
+    raise GemscError(
+        f"forward assigns to .{attribute} of a tensor",
+        help="use x.copy_(y) under torch.no_grad(), or make a new tensor",
+    )
+
+
+def _is_method(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    owner = getattr(func, "__qualname__", "").split(".")[0]
+    return owner in ("TensorBase", "Tensor") and hasattr(torch.Tensor, name)
+
+
+def _without_defaults(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Drop what torch.nn.functional adds to the call on the way."""
+    if not kwargs or not getattr(func, "__module__", "").startswith("torch.nn"):
+        return kwargs
+    defaults = _defaults(func)
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name != "_stacklevel"
+        and not (name in defaults and _identical(value, defaults[name]))
+    }
+
+
+@cache
+def _defaults(func: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _identical(a: object, b: object) -> bool:
+    return type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b)

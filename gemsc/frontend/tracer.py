@@ -1,0 +1,250 @@
+"""Watch a model run on fake tensors and record what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.fake_copy import FakeCopy
+from gemsc.frontend.targets import Call, describe_call, is_ignored
+from gemsc.frontend.user_code import UserLine, failing_line, user_line
+from gemsc.frontend.values import tensor_leaves
+from gemsc.frontend.writer import GraphWriter
+from gemsc.ir.mutation import call_mutates
+
+__all__ = ["Tracer", "TracerFakeMode"]
+
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+_DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors that also report what bypasses torch functions.
+
+    Scripted functions and some constructors reach the dispatcher without passing
+    `__torch_function__`; `tracer` then records the ATen operators themselves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.tracer: Tracer | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute on fakes; record if no recorded function is under way."""
+        compute = super().__torch_dispatch__
+        if self.tracer is None or self.tracer.paused:
+            return compute(func, types, args, kwargs or {})
+        with self.tracer.pause():
+            result = compute(func, types, args, kwargs or {})
+        self.tracer.record_dispatch(func, args, kwargs or {}, result)
+        return result
+
+
+class Tracer(TorchFunctionMode):
+    """Records into `writer` all that a function does while `run` runs it.
+
+    `called` are the leaf layers in the order of their calls.
+    """
+
+    def __init__(
+        self, copied: FakeCopy, fake: TracerFakeMode, writer: GraphWriter
+    ) -> None:
+        super().__init__()
+        self.writer = writer
+        self.called: list[tuple[str, nn.Module]] = []
+        self.paused = False
+        self._copied = copied
+        self._fake = fake
+        self._error: GemscError | None = None
+
+    def run(self, what: str, function: Callable[..., Any], args: Any) -> Any:
+        """Call `function` and record all that it does.
+
+        Raises:
+            GemscError: at the user's line, whatever went wrong there.
+        """
+        self._fake.tracer = self
+        try:
+            with _patched(self), torch.enable_grad(), self._fake, self:
+                by_name = isinstance(args, dict)
+                result = function(**args) if by_name else function(*args)
+        except GemscError as error:
+            raise (self._error or error) from error.__cause__
+        except Exception as error:
+            raise self._user_error(what, error) from error
+        finally:
+            self._fake.tracer = None
+        if self._error is not None:  # the user's code caught it and went on
+            raise self._error
+        return result
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Record nothing: what happens belongs to a node that is recorded already."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: _Args = (), kwargs: _Kwargs | None = None
+    ) -> Any:
+        """Run a torch function; record it if tensors come out of it."""
+        kwargs = kwargs or {}
+        if self.paused or is_ignored(func):
+            return func(*args, **kwargs)
+        with self._at_user_line() as line:
+            call = describe_call(
+                func, args, kwargs, written_as_operator=bool(line and line.operator)
+            )
+            return self._record(call, func, args, kwargs)
+
+    def call_module(
+        self, original: Any, module: nn.Module, args: _Args, kwargs: _Kwargs
+    ) -> Any:
+        """Run a module: a leaf becomes one node, others are looked into."""
+        leaf = self._copied.leaves.get(id(module))
+        path = self._copied.modules.get(id(module))
+        if self.paused or (leaf is None and path is None):
+            return original(module, *args, **kwargs)
+        if leaf is not None:
+            self.called.append((leaf, module))
+            call = ("call_module", leaf, args, kwargs)
+            with self._at_user_line():
+                return self._record(call, original, (module, *args), kwargs)
+        outer, self.writer.module_path = self.writer.module_path, path or ""
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self.writer.module_path = outer
+
+    def call_autograd_function(
+        self, original: Any, cls: Any, args: _Args, kwargs: _Kwargs
+    ) -> Any:
+        """Run a custom autograd function: one node that keeps the user's backward."""
+        apply = MethodType(original, cls)
+        if self.paused:
+            return apply(*args, **kwargs)
+        if cls is CheckpointFunction:  # computes the same as the function it wraps
+            return args[0](*args[2:])
+        call = ("call_function", apply, args, kwargs)
+        with self._at_user_line():
+            return self._record(call, apply, args, kwargs)
+
+    def record_dispatch(
+        self, func: Any, args: _Args, kwargs: _Kwargs, result: Any
+    ) -> None:
+        """Record an ATen operator that no torch function announced."""
+        with self._at_user_line(), self.pause():
+            if func is torch.ops.aten.lift_fresh.default:
+                self.writer.alias(result, args[0])
+            elif any(True for _ in tensor_leaves(result)):
+                self.writer.call(("call_function", func, args, kwargs), result)
+
+    def _record(self, call: Call, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        changes = _changes(call, args)
+        with self.pause():
+            old = [
+                (self.writer.node_of(tensor), tensor, _snapshot(tensor))
+                for _, tensor in (tensor_leaves(args[:2]) if changes else ())
+            ]
+            result = func(*args, **kwargs)
+            results = {id(tensor) for _, tensor in tensor_leaves(result)}
+            if results or (changes and result is None):
+                for node, tensor, before in old:
+                    if id(tensor) in results:
+                        self.writer.keep_value(node, before)
+                self.writer.call(call, result)
+        return result
+
+    @contextmanager
+    def _at_user_line(self) -> Iterator[UserLine | None]:
+        """Say where the user's code stands, and put errors there."""
+        line = self.writer.line = user_line(Tracer.run.__code__)
+        try:
+            yield line
+        except _DATA_ERRORS as error:
+            self._error = self._error or _data_error(
+                error, line.location if line else None
+            )
+            raise self._error from error
+        except GemscError as error:
+            error.at = error.at or (line.location if line else None)
+            self._error = self._error or error
+            raise
+
+    def _user_error(self, what: str, error: Exception) -> GemscError:
+        at = failing_line(error.__traceback__, Tracer.run.__code__)
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, _DATA_ERRORS):
+                return _data_error(cause, at)
+            cause = cause.__cause__ or cause.__context__
+        text = " ".join(str(error).split())
+        return GemscError(f"{what}: {type(error).__name__}: {text}", at=at)
+
+
+def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as it is now: in-place calls may change shape and gradient."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _changes(call: Call, args: _Args) -> bool:
+    op, target, _, kwargs = call
+    if op == "call_module":
+        return getattr(args[0], "inplace", False) is True
+    return call_mutates(op, target, kwargs)
+
+
+def _data_error(error: Exception, at: SourceLocation | None) -> GemscError:
+    if isinstance(error, DynamicOutputShapeException):
+        return GemscError(
+            "the size of this tensor depends on the data",
+            at=at,
+            help="keep the size fixed: multiply by the mask, or use torch.where",
+        )
+    return GemscError(
+        "forward needs the value of a tensor, which differs from step to step",
+        at=at,
+        help="compute it with torch.where, or make the choice a setting of the model",
+    )
+
+
+@contextmanager
+def _patched(tracer: Tracer) -> Iterator[None]:
+    """Let module calls and custom autograd functions pass through the tracer."""
+    function: Any = torch.autograd.Function
+    module: Any = nn.Module
+    call = module.__call__
+    apply = function.__dict__["apply"]
+
+    def traced_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tracer.call_module(call, self, args, kwargs)
+
+    def traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer.call_autograd_function(apply.__func__, cls, args, kwargs)
+
+    module.__call__ = traced_call
+    function.apply = classmethod(traced_apply)
+    try:
+        yield
+    finally:
+        module.__call__ = call
+        function.apply = apply

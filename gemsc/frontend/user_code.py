@@ -1,0 +1,134 @@
+"""Find the user's line that is running, and the name it gives its value."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import opcode
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+import gemsc
+from gemsc.errors import SourceLocation
+
+__all__ = ["UserLine", "failing_line", "user_line"]
+
+_SKIPPED = tuple(str(Path(str(m.__file__)).parent) + "/" for m in (torch, gemsc))
+_STDLIB = sysconfig.get_paths()["stdlib"] + "/"
+_Span = tuple[int | None, int | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class UserLine:
+    """Where the user's code stands.
+
+    `target` is what the line assigns this very value to: a name, a nest of names
+    for `a, (b, c) = ...`, or None. `operator` says whether the value comes from an
+    operator (`a + b`) rather than a call.
+    """
+
+    location: SourceLocation
+    target: str | tuple[object, ...] | None
+    operator: bool
+
+
+def user_line(boundary: CodeType) -> UserLine | None:
+    """Return the innermost line of the user's code below the frame of `boundary`."""
+    direct = True
+    for frame in _frames(boundary):
+        if _is_user_file(frame.f_code.co_filename):
+            return _read(frame, direct=direct)
+        if frame.f_code.co_name == "forward":
+            direct = False  # a module of torch called the layer, not the line itself
+    return None
+
+
+def failing_line(
+    trace: TracebackType | None, boundary: CodeType
+) -> SourceLocation | None:
+    """Return the user's innermost line in a traceback, below `boundary`."""
+    found = None
+    below = False
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code is boundary:
+            below, found = True, None
+        elif below and _is_user_file(code.co_filename):
+            found = SourceLocation(code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def _frames(boundary: CodeType) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not boundary:
+        yield frame
+        frame = frame.f_back
+
+
+@cache
+def _is_user_file(file: str) -> bool:
+    if file.startswith("<ipython"):
+        return True
+    if file.startswith("<") or file.startswith(_SKIPPED) or "/einops/" in file:
+        return False
+    return not file.startswith(_STDLIB) or "-packages/" in file
+
+
+def _read(frame: FrameType, *, direct: bool) -> UserLine:
+    code = frame.f_code
+    location = SourceLocation(code.co_filename, frame.f_lineno)
+    if not direct:
+        return UserLine(location, None, operator=False)
+    span = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
+    target = _targets(code.co_filename).get(span) if span else None
+    name = opcode.opname[code.co_code[frame.f_lasti]]
+    is_operator = name in ("BINARY_OP", "COMPARE_OP") or name.startswith("UNARY_")
+    return UserLine(location, target, operator=is_operator)
+
+
+@cache
+def _targets(file: str) -> dict[_Span, str | tuple[object, ...]]:
+    """Map the span of each assigned expression to the names it is assigned to."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[_Span, str | tuple[object, ...]] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                spans: list[ast.expr | ast.stmt] = [value]
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                spans = [value]
+            case ast.NamedExpr(target=target, value=value):
+                spans = [value]
+            case ast.AugAssign(target=target):
+                spans = [node]
+            case _:
+                continue
+        name = _names(target)
+        if name is not None:
+            found.update((_span(part), name) for part in spans)
+    return found
+
+
+def _names(target: ast.expr) -> str | tuple[object, ...] | None:
+    match target:
+        case ast.Name(id=name):
+            return name if name.strip("_") else None
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return tuple(_names(part) for part in parts)
+    return None
+
+
+def _span(node: ast.expr | ast.stmt) -> _Span:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset

@@ -1,0 +1,290 @@
+"""Write FX nodes for tensors that are known by identity."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from gemsc.errors import GemscError
+from gemsc.frontend.fake_copy import FakeCopy
+from gemsc.frontend.targets import Call
+from gemsc.frontend.user_code import UserLine
+from gemsc.frontend.values import Path, named_tuple, tensor_leaves
+from gemsc.ir import meta
+from gemsc.ir.meta import Region
+
+__all__ = ["CONSTANTS", "CachedTensorError", "GraphWriter"]
+
+CONSTANTS = "_constants"  # the path of tensors that are neither parameter nor buffer
+_LITERALS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(...),
+    range,
+    type,
+)
+
+
+class CachedTensorError(Exception):
+    """Forward used a tensor that it computed once, from constants, and kept."""
+
+
+class GraphWriter:
+    """A graph that grows while the model runs.
+
+    A tensor that was changed in place belongs to the node that changed it last.
+    `line` is where the user's code stands, `module_path` which module is running;
+    `earlier` is the writer of an earlier run on the same copy of the model.
+    """
+
+    def __init__(self, copied: FakeCopy, earlier: GraphWriter | None = None) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.line: UserLine | None = None
+        self.module_path = ""
+        self.on_node: Callable[[fx.Node], None] = lambda node: None
+        self._copied = copied
+        self._earlier = earlier
+        self._nodes: dict[int, fx.Node] = {}
+        self._parts: dict[int, tuple[fx.Node, Path, object]] = {}
+        self._kept: list[object] = []  # an id must not be used twice
+
+    def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
+        """Add an input."""
+        node = self.graph.placeholder(_identifier(name))
+        self._finish(node, value)
+        return node
+
+    def call(self, call: Call, result: Any) -> fx.Node:
+        """Add a node for a call and remember what it gave."""
+        op, target, args, kwargs = call
+        node_args = self._argument(args)
+        node_kwargs = {key: self._argument(value) for key, value in kwargs.items()}
+        name = self._node_name(call)
+        node = self.graph.create_node(op, target, node_args, node_kwargs, name=name)
+        self._finish(node, result)
+        return node
+
+    def assign_buffer(self, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Add `buffer.copy_(new)` for a buffer that forward replaced."""
+        source = self.node_of(new)
+        target = self._get_attr(name, old)
+        node = self.graph.call_method("copy_", (target, source))
+        self._finish(node, old, Region(grad=False))
+
+    def output(self, loss: torch.Tensor | None, outputs: list[fx.Node]) -> None:
+        """End the graph."""
+        loss_node = None if loss is None else self.node_of(loss)
+        self.graph.output((loss_node, tuple(outputs)))
+
+    def alias(self, result: torch.Tensor, source: torch.Tensor) -> None:
+        """Remember that `result` is the value of `source`."""
+        self._nodes[id(result)] = self.node_of(source)
+        self._kept.append(result)
+
+    def keep_value(self, node: fx.Node, value: torch.Tensor) -> None:
+        """Give a node a value that later in-place calls do not touch."""
+        if isinstance(meta.value(node), torch.Tensor):
+            self._kept.append(value)
+            meta.set_value(node, value)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has a node already."""
+        return id(tensor) in self._nodes or id(tensor) in self._parts
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """Return the node whose value this tensor is; adds parameters and constants."""
+        key = id(tensor)
+        if key in self._nodes:
+            return self._nodes[key]
+        if key in self._parts:
+            return self._part(tensor)
+        if key in self._copied.tensors:
+            return self._get_attr(self._copied.tensors[key], tensor)
+        return self._constant(tensor)
+
+    def _finish(self, node: fx.Node, value: Any, region: Region | None = None) -> None:
+        meta.set_traced(
+            node,
+            value=value,
+            location=self.line.location if self.line else None,
+            module_path=self.module_path,
+            region=region or _region(),
+        )
+        self._kept.append(value)
+        target = self.line.target if self.line else None
+        for path, tensor in tensor_leaves(value):
+            self._nodes.pop(id(tensor), None)
+            self._parts.pop(id(tensor), None)
+            if path:
+                self._parts[id(tensor)] = (node, path, target)
+            else:
+                self._nodes[id(tensor)] = node
+        self.on_node(node)
+
+    def _part(self, tensor: torch.Tensor) -> fx.Node:
+        """Return the node of one tensor of a tuple, made where the tuple was made."""
+        node, path, target = self._parts.pop(id(tensor))
+        value = meta.value(node)
+        for key in path:
+            value = value[key]
+            target = _part_name(target, key)
+            node = self._getitem(node, key, value, target)
+        self._nodes[id(tensor)] = node
+        return node
+
+    def _getitem(self, node: fx.Node, key: Any, value: Any, target: object) -> fx.Node:
+        made = [
+            user
+            for user in node.users
+            if user.target is operator.getitem and user.args[0] is node
+        ]
+        for user in made:
+            if user.args[1] == key:
+                return user
+        name = target if isinstance(target, str) else None
+        with self.graph.inserting_after(made[-1] if made else node):
+            item = self.graph.create_node(
+                "call_function", operator.getitem, (node, key), name=name
+            )
+        meta.copy_meta(node, item)
+        meta.set_value(item, value)
+        return item
+
+    def _get_attr(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FX: the graph has no root module yet
+            node = self.graph.get_attr(name)
+        self._finish(node, tensor, Region())
+        return node
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        name = "constant"
+        if id(tensor) in self._copied.constants:
+            name, real = self._copied.constants[id(tensor)]
+        elif not isinstance(tensor, FakeTensor):
+            real = tensor
+        elif tensor.constant is not None:
+            real = tensor.constant
+        else:
+            self._reject_unknown(tensor)
+        name = self._constant_name(_identifier(name), real)
+        self.constants[name] = real
+        return self._get_attr(f"{CONSTANTS}.{name}", tensor)
+
+    def _constant_name(self, base: str, real: torch.Tensor) -> str:
+        name, number = base, 0
+        while name in self.constants and self.constants[name] is not real:
+            number += 1
+            name = f"{base}_{number}"
+        return name
+
+    def _reject_unknown(self, tensor: torch.Tensor) -> NoReturn:
+        earlier = self._earlier
+        if earlier is None or not earlier.knows(tensor):
+            raise GemscError(
+                "a tensor comes from somewhere that gemsc cannot see",
+                help="make it from the inputs, or keep it with register_buffer",
+            )
+        if _is_constant(earlier.node_of(tensor)):
+            raise CachedTensorError
+        raise GemscError(
+            "forward uses a tensor that an earlier call of forward made",
+            help="keep it with register_buffer, or pass it as an input",
+        )
+
+    def _argument(self, value: Any) -> Any:
+        """Return what stands in the graph for an argument."""
+        if isinstance(value, torch.Tensor):
+            return self.node_of(value)
+        if isinstance(value, torch.Size):
+            return tuple(int(size) for size in value)
+        if isinstance(value, (tuple, list)):
+            items = [self._argument(item) for item in value]
+            return items if isinstance(value, list) else named_tuple(value, items)
+        if isinstance(value, dict):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return slice(*(self._argument(part) for part in parts))
+        return self._plain_argument(value)
+
+    def _plain_argument(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            with unset_fake_temporarily():
+                return self._constant(torch.from_numpy(value.copy()))
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, _LITERALS):
+            return value
+        raise GemscError(
+            f"an argument of type {type(value).__name__} cannot stand in a graph",
+            help="pass tensors, numbers and strings to torch functions",
+        )
+
+    def _node_name(self, call: Call) -> str | None:
+        op, target, args, _ = call
+        if self.line and isinstance(self.line.target, str):
+            return self.line.target
+        if op == "call_module":
+            return _identifier(str(target))
+        if target is getattr:
+            return _identifier(str(args[1]))
+        owner = getattr(target, "__self__", None)
+        if isinstance(owner, type):  # a custom autograd function
+            return _identifier(owner.__name__.lower())
+        name = target if op == "call_method" else getattr(target, "__name__", "")
+        return _identifier(str(name).split(".")[0].strip("_")) or None
+
+
+def _region() -> Region:
+    """Return the modes that are on now."""
+    autocast = None
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            autocast = (device, torch.get_autocast_dtype(device))
+            break
+    return Region(grad=torch.is_grad_enabled(), autocast=autocast)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Return whether a value depends on no input, parameter or random number."""
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        name = str(getattr(current.target, "__name__", current.target))
+        if current.op == "placeholder" or "rand" in name or "dropout" in name:
+            return False
+        if current.op == "get_attr" and not name.startswith(CONSTANTS):
+            return False
+        fresh = set(current.all_input_nodes) - seen
+        seen |= fresh
+        todo.extend(fresh)
+    return True
+
+
+def _part_name(target: object, key: str | int) -> object:
+    if isinstance(target, tuple) and isinstance(key, int) and key < len(target):
+        return target[key]
+    return None
+
+
+def _identifier(name: str) -> str:
+    text = "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
+    return f"_{text}" if text[:1].isdigit() else text

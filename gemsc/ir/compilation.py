@@ -1,0 +1,50 @@
+"""Compilation: everything that is decided before text is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from gemsc.ir.flow import StageFlow, flow, owned_tensors, shared_parameters
+from gemsc.ir.program import Program
+from gemsc.plan import Plan
+from gemsc.schedules.loops import Step
+
+__all__ = ["Compilation"]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A program with its evaluation, its schedule and its plan.
+
+    `twins` maps each node to its like in the graph traced in evaluation mode; None where
+    the two graphs differ in more than constants. `steps` are each rank's actions of one
+    training step, with their loops found.
+    """
+
+    program: Program
+    evaluation: Program
+    twins: dict[fx.Node, fx.Node] | None
+    steps: tuple[tuple[Step, ...], ...]
+    plan: Plan
+    user_path: str
+
+    @property
+    def owned(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters and buffers of each stage."""
+        others = () if self.twins is not None else (self.evaluation,)
+        return owned_tensors(self.program, *others)
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Trained parameters that several stages hold, and those stages."""
+        return shared_parameters(self.program, self.owned)
+
+    def flow(self, stage: int) -> StageFlow:
+        """Return a stage as a function, for training (and evaluation if twins)."""
+        return flow(self.program, stage, with_outputs=self.twins is not None)
+
+    def evaluation_flow(self, stage: int) -> StageFlow:
+        """Return a stage as a function for evaluation."""
+        return flow(self.evaluation, stage, with_outputs=True)

@@ -1,0 +1,36 @@
+"""Copies of modules and tensors that have shapes but no memory."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+__all__ = ["fake_copy", "fake_like"]
+
+
+def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Return a deep copy of the module's layers whose tensors are fake.
+
+    The module itself, its parameters and its buffers stay as they are.
+    """
+    holder = nn.Module()
+    holder.training = module.training
+    for name, child in module.named_children():
+        holder.add_module(name, child)
+    for name, parameter in module.named_parameters(recurse=False):
+        holder.register_parameter(name, parameter)
+    for name, buffer in module.named_buffers(recurse=False):
+        holder.register_buffer(name, buffer)
+    with FakeCopyMode(mode):
+        return copy.deepcopy(holder)
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Return a fresh fake leaf with the tensor's shape, dtype and device."""
+    with mode:
+        return torch.empty(
+            tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device
+        )

@@ -1,0 +1,154 @@
+"""What flows into and out of each stage, and which tensors each stage owns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.program import Program, Transfer
+
+__all__ = [
+    "StageFlow",
+    "base_name",
+    "flow",
+    "has_random",
+    "owned_tensors",
+    "shared_parameters",
+    "value_names",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFlow:
+    """One stage as a function.
+
+    It takes what the `incoming` transfers bring and the batch `inputs` it uses, and
+    gives `gives`: the values of its `outgoing` transfers, the loss and the outputs
+    that it computes, in the order in which it computes them.
+    """
+
+    index: int
+    nodes: tuple[fx.Node, ...]
+    incoming: tuple[Transfer, ...]
+    inputs: tuple[fx.Node, ...]
+    outgoing: tuple[Transfer, ...]
+    gives: tuple[fx.Node, ...]
+
+    @property
+    def takes(self) -> tuple[fx.Node, ...]:
+        """What the stage takes, in the order of its arguments, without repeats."""
+        values = [value for transfer in self.incoming for value in transfer.values]
+        used = {source for node in self.nodes for source in node.all_input_nodes}
+        return (*(value for value in values if value in used), *self.inputs)
+
+
+def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
+    """Return stage `index` as a function; with the model's outputs for evaluation."""
+    stage = program.require_stages()[index]
+    transfers = program.transfers or ()
+    incoming = tuple(t for t in transfers if t.dest == index)
+    outgoing = tuple(t for t in transfers if t.source == index)
+    nodes = stage.nodes
+    used = {source for node in nodes for source in node.all_input_nodes}
+    wanted = {value for transfer in outgoing for value in transfer.values}
+    wanted.add(program.loss or program.output)
+    if with_outputs and index == program.home:
+        wanted.update(program.outputs)
+    inputs = tuple(
+        node
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node in used
+    )
+    gives = tuple(node for node in nodes if node in wanted)
+    return StageFlow(index, nodes, incoming, inputs, outgoing, gives)
+
+
+def value_names(
+    transfers: tuple[Transfer, ...], *programs: Program
+) -> dict[fx.Node, str]:
+    """Return a name for each value that travels, the same on every rank.
+
+    It is the user's variable; where two values share it, the block's name is added.
+    """
+    values = list(dict.fromkeys(v for t in transfers for v in t.values))
+    count = Counter(base_name(value) for value in values)
+    block_of = {
+        node: block.name
+        for program in programs
+        for block in program.blocks or ()
+        for node in block.nodes
+    }
+    names: dict[fx.Node, str] = {}
+    for value in values:
+        name = base_name(value)
+        if count[name] > 1 or name in names.values():
+            block = re.sub(r"\W+", "_", block_of[value]).strip("_")
+            name = f"{name}_{block}"
+        while name in names.values():
+            name += "_"
+        names[value] = name
+    return names
+
+
+def base_name(node: fx.Node) -> str:
+    """Return the node's name without the number that FX added."""
+    return re.sub(r"_\d+$", "", node.name) or node.name
+
+
+def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], ...]:
+    """Return, for each stage, the names of the parameters and buffers it needs.
+
+    `others` are further programs with the same stages (evaluation). Tensors that no
+    node uses stay with the first stage, so that checkpoints are whole. A parameter
+    that several stages use is named by each.
+    """
+    stages = range(len(program.require_stages()))
+    names: list[list[str]] = [[] for _ in stages]
+    all_names = _tensor_names(program.module)
+    for each in (program, *others):
+        for index, stage in enumerate(each.require_stages()):
+            for node in stage.nodes:
+                names[index] += _uses(each, node)
+    used = {program.aliases.get(name, name) for stage in names for name in stage}
+    names[0] += [name for name in all_names if name not in used]
+    order = {name: position for position, name in enumerate(all_names)}
+    return tuple(
+        tuple(sorted({program.aliases.get(n, n) for n in stage}, key=order.__getitem__))
+        for stage in names
+    )
+
+
+def shared_parameters(
+    program: Program, owned: tuple[tuple[str, ...], ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the trained parameters that several stages hold, and those stages."""
+    parameters = dict(program.module.named_parameters())
+    holders: dict[str, list[int]] = {}
+    for index, names in enumerate(owned):
+        for name in names:
+            if name in parameters and parameters[name].requires_grad:
+                holders.setdefault(name, []).append(index)
+    return {name: tuple(held) for name, held in holders.items() if len(held) > 1}
+
+
+def _tensor_names(module: torch.nn.Module) -> list[str]:
+    return [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+
+
+def _uses(program: Program, node: fx.Node) -> list[str]:
+    names = [str(s.target) for s in node.all_input_nodes if s.op == "get_attr"]
+    if node.op == "call_module":
+        path = str(node.target)
+        layer = program.module.get_submodule(path)
+        names += [f"{path}.{name}" for name in _tensor_names(layer)]
+    return names
+
+
+def has_random(nodes: tuple[fx.Node, ...]) -> bool:
+    """Whether any node draws random numbers."""
+    return any(meta.facts(node).random for node in nodes)

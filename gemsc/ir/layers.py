@@ -1,0 +1,239 @@
+"""Write a torch.nn layer as the constructor expression that makes it."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import re
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import container
+from torch.nn.parameter import is_lazy
+
+__all__ = ["layer_source"]
+
+_INTERNAL = frozenset(vars(nn.Module())) - {"_non_persistent_buffers_set"}
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_CONTAINERS = tuple(getattr(container, name) for name in container.__all__)
+_MAX_POSITIONAL = 2  # nn.Conv2d(32, 64, kernel_size=3)
+_MISSING = object()
+
+
+class _UnwritableError(Exception):
+    """A value that has no exact literal."""
+
+
+def layer_source(module: nn.Module) -> str | None:
+    """Return for example `nn.Conv2d(32, 64, kernel_size=3, padding=1)`.
+
+    The expression is evaluated on the meta device and compared with `module`: class,
+    names, shapes and dtypes of all tensors, all settings. None if no expression gives
+    the same layer: classes from elsewhere, containers, layers with children or hooks.
+    Values of parameters and buffers are not part of it: they are loaded afterwards.
+    """
+    if not _is_plain(module):
+        return None
+    for short in (True, False):
+        try:
+            positional, keywords = _arguments(module, short=short)
+        except _UnwritableError:
+            return None
+        if _gives_same(_call(module, positional, keywords), module):
+            return _shortest(module, positional, keywords)
+    return None
+
+
+def _shortest(module: nn.Module, positional: list[str], keywords: list[str]) -> str:
+    """Drop the keywords that make no difference."""
+    for keyword in list(keywords):
+        fewer = [other for other in keywords if other != keyword]
+        if _gives_same(_call(module, positional, fewer), module):
+            keywords = fewer
+    return _call(module, positional, keywords)
+
+
+def _call(module: nn.Module, positional: list[str], keywords: list[str]) -> str:
+    return f"nn.{type(module).__name__}({', '.join(positional + keywords)})"
+
+
+def _is_plain(module: nn.Module) -> bool:
+    cls = type(module)
+    return (
+        cls.__module__.startswith("torch.nn.modules.")
+        and getattr(nn, cls.__name__, None) is cls
+        and not isinstance(module, _CONTAINERS)
+        and not any(True for _ in module.children())
+        and not any(vars(module).get(name) for name in _HOOKS)
+        and not any(is_lazy(parameter) for parameter in module.parameters())
+        and not _shadowed(module)
+    )
+
+
+def _shadowed(module: nn.Module) -> bool:
+    """Return whether the object replaces a method of its class."""
+    names = set(vars(module)) - _INTERNAL
+    return any(callable(getattr(type(module), name, None)) for name in names)
+
+
+def _arguments(module: nn.Module, *, short: bool) -> tuple[list[str], list[str]]:
+    positional: list[str] = []
+    keywords: list[str] = []
+    cls: Any = type(module)
+    for parameter in _parameters(cls):
+        value = _setting(module, parameter.name)
+        if value is _MISSING or _same(value, parameter.default):
+            continue
+        text = _literal(_shorten(value) if short else value)
+        required = parameter.default is inspect.Parameter.empty
+        if required and not keywords and len(positional) < _MAX_POSITIONAL:
+            positional.append(text)
+        else:
+            keywords.append(f"{parameter.name}={text}")
+    return positional, keywords
+
+
+@cache
+def _parameters(cls: Any) -> tuple[inspect.Parameter, ...]:
+    if issubclass(cls, nn.RNNBase):  # RNNBase hides its signature behind *args
+        return tuple(_recurrent_parameters(cls))
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return tuple(p for p in list(parameters)[1:] if p.kind not in variadic)
+
+
+def _recurrent_parameters(cls: type) -> Iterator[inspect.Parameter]:
+    settings: dict[str, Any] = {
+        "input_size": inspect.Parameter.empty,
+        "hidden_size": inspect.Parameter.empty,
+        "num_layers": 1,
+        "bias": True,
+        "batch_first": False,
+        "dropout": 0.0,
+        "bidirectional": False,
+        "dtype": None,
+    }
+    if cls is nn.LSTM:
+        settings["proj_size"] = 0
+    if cls is nn.RNN:
+        settings["nonlinearity"] = "tanh"
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for name, default in settings.items():
+        yield inspect.Parameter(name, kind, default=default)
+
+
+def _setting(module: nn.Module, name: str) -> Any:
+    """Return the value of a constructor parameter, as the layer still knows it."""
+    if name == "dtype":
+        return _dtype(module)
+    if name == "device" or name.startswith("_"):
+        return _MISSING
+    value = getattr(module, name, _MISSING)
+    if name == "bias" and (value is None or isinstance(value, torch.Tensor)):
+        return value is not None
+    return value
+
+
+def _dtype(module: nn.Module) -> Any:
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return _MISSING if tensor.dtype is torch.float32 else tensor.dtype
+    return _MISSING
+
+
+def _shorten(value: Any) -> Any:
+    """Return 3 for (3, 3)."""
+    if isinstance(value, tuple) and value and all(v == value[0] for v in value):
+        return value[0]
+    return value
+
+
+def _literal(value: object) -> str:
+    """Return Python text of a constant; no other object's `repr` ever gets in."""
+    if value is None or isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, numbers.Integral):
+        return repr(int(value))
+    if isinstance(value, float):
+        text = float.__repr__(value)
+        return text if re.fullmatch(r"[-+.e\d]+", text) else f'float("{text}")'
+    if isinstance(value, (str, torch.dtype)):
+        return _word(value)
+    if isinstance(value, (tuple, list)):
+        return _sequence(value)
+    if isinstance(value, torch.Tensor):
+        dtype = "" if value.dtype is torch.float32 else f", dtype={value.dtype}"
+        shape = ", ".join(str(int(size)) for size in value.shape) or "()"
+        return f"torch.empty({shape}{dtype})"
+    raise _UnwritableError
+
+
+def _word(value: str | torch.dtype) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if not re.fullmatch(r"[A-Za-z0-9_-]*", value):
+        raise _UnwritableError
+    return f'"{value}"'
+
+
+def _sequence(value: tuple[Any, ...] | list[Any]) -> str:
+    items = ", ".join(_literal(item) for item in value)
+    if isinstance(value, list):
+        return f"[{items}]"
+    return f"({items},)" if len(value) == 1 else f"({items})"
+
+
+def _gives_same(source: str, module: nn.Module) -> bool:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user has seen them
+            # Safe: `_literal` wrote every part of the text.
+            made = eval(source, {"nn": nn, "torch": torch, "float": float})
+    except (TypeError, ValueError, RuntimeError, AssertionError):
+        return False
+    finally:
+        torch.set_default_dtype(default)
+    return (
+        type(made) is type(module)
+        and _tensors(made._parameters) == _tensors(module._parameters)
+        and _tensors(made._buffers) == _tensors(module._buffers)
+        and _same_settings(made, module)
+    )
+
+
+def _tensors(named: dict[str, Any]) -> list[object]:
+    return [
+        (name, None if t is None else (tuple(t.shape), t.dtype))
+        for name, t in named.items()
+    ]
+
+
+def _same_settings(made: nn.Module, module: nn.Module) -> bool:
+    """Compare what the constructor sets; extra attributes are never read by torch."""
+    ours = vars(module)
+    names = set(vars(made)) - _INTERNAL
+    return all(name in ours and _same(vars(made)[name], ours[name]) for name in names)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return both and a.shape == b.shape and a.dtype == b.dtype
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if type(a).__name__ == type(b).__name__ == "ReferenceType":
+        return True  # an LSTM's weak references to its own weights
+    if (isinstance(a, float) and a != a) or (isinstance(b, float) and b != b):
+        return a is not None and b is not None and a != a and b != b
+    return bool(a == b)

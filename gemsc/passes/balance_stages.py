@@ -1,0 +1,169 @@
+"""Balance stages: consecutive blocks become stages of about equal weight.
+
+Example, five blocks of 1, 1, 2, 2 and 4 ms on three stages:
+    [1 1 2] [2] [4]   # the least possible time of the slowest stage is 4 ms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import ClassVar
+
+from gemsc.errors import GemscError
+from gemsc.ir import meta
+from gemsc.ir.program import Block, Program, Stage
+from gemsc.passes.base import Pass
+from gemsc.planner.partition import partition
+
+__all__ = ["BalanceStages"]
+
+
+@dataclass(frozen=True)
+class BalanceStages(Pass):
+    """Choose the cuts.
+
+    kind: "compute", "memory" or "explicit", as in `CompileOptions`.
+    live: how many micro-batches each stage holds at most under the schedule, which
+        weighs the saved activations for "memory".
+    parameter_copies: weights, gradients and optimizer state, in copies of the weights.
+    """
+
+    name: ClassVar[str] = "balance-stages"
+    requires: ClassVar[tuple[str, ...]] = ("blocks",)
+    provides: ClassVar[tuple[str, ...]] = ("stages",)
+
+    num_stages: int = 1
+    kind: str = "compute"
+    blocks: tuple[int, ...] = ()
+    cuts: tuple[str, ...] = ()
+    live: tuple[int, ...] = ()
+    parameter_copies: int = 3
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with its stages.
+
+        Raises:
+            GemscError: fewer blocks than stages, or an explicit split that does not
+                add up or names a module that is not there.
+        """
+        blocks = program.blocks or ()
+        if len(blocks) < self.num_stages:
+            raise GemscError(
+                f"{self.num_stages} stages need at least {self.num_stages} blocks, "
+                f"{program.name} has {len(blocks)}: "
+                + ", ".join(block.name for block in blocks),
+                help=f"use --ranks {len(blocks)} or fewer",
+            )
+        if self.kind == "explicit":
+            starts = self._explicit(blocks)
+        else:
+            starts = self._balanced(blocks, _crossing(program, blocks))
+        edges = [0, *starts, len(blocks)]
+        stages = tuple(
+            Stage(index, blocks[a:b])
+            for index, (a, b) in enumerate(zip(edges, edges[1:], strict=False))
+        )
+        return replace(program, stages=stages)
+
+    def _balanced(self, blocks: Sequence[Block], crossing: list[float]) -> list[int]:
+        if self.kind == "compute":
+            row = [_seconds(block) for block in blocks]
+            return partition([row] * self.num_stages, cut_costs=crossing)
+        live = self.live or (1,) * self.num_stages
+        rows = [
+            [
+                self.parameter_copies * block.total("parameter_bytes")
+                + held * block.total("saved_bytes")
+                for block in blocks
+            ]
+            for held in live
+        ]
+        return partition(rows, cut_costs=crossing)
+
+    def _explicit(self, blocks: Sequence[Block]) -> list[int]:
+        if self.cuts:
+            return self._from_cuts(blocks)
+        if len(self.blocks) != self.num_stages or min(self.blocks) < 1:
+            raise GemscError(
+                f"--blocks {_join(self.blocks)} gives {len(self.blocks)} stages, "
+                f"{self.num_stages} are needed, each of at least one block",
+                help="give one number of blocks for each stage",
+            )
+        if sum(self.blocks) != len(blocks):
+            raise GemscError(
+                f"--blocks {_join(self.blocks)} adds up to {sum(self.blocks)} blocks, "
+                f"the model has {len(blocks)}: "
+                + ", ".join(block.name for block in blocks),
+                help=f"make the numbers add up to {len(blocks)}",
+            )
+        return [sum(self.blocks[: i + 1]) for i in range(self.num_stages - 1)]
+
+    def _from_cuts(self, blocks: Sequence[Block]) -> list[int]:
+        if len(self.cuts) != self.num_stages - 1:
+            raise GemscError(
+                f"--cuts {_join(self.cuts)} makes {len(self.cuts) + 1} stages, "
+                f"{self.num_stages} are needed",
+                help=f"name {self.num_stages - 1} modules",
+            )
+        starts = [_block_that_begins(blocks, cut) for cut in self.cuts]
+        if starts != sorted(set(starts)) or 0 in starts:
+            raise GemscError(
+                f"--cuts {_join(self.cuts)} are not in the order of the model",
+                help="order: " + ", ".join(block.name for block in blocks[1:]),
+            )
+        return starts
+
+
+def _join(values: Sequence[object]) -> str:
+    return ",".join(map(str, values))
+
+
+def _seconds(block: Block) -> float:
+    total: Callable[[str], float] = block.total
+    return total("forward_seconds") + total("backward_seconds")
+
+
+def _crossing(program: Program, blocks: Sequence[Block]) -> list[float]:
+    """Return the bytes of the values that cross each gap between two blocks."""
+    block_of = {node: block.index for block in blocks for node in block.nodes}
+    bytes_at = [0.0] * (len(blocks) - 1)
+    for node, index in block_of.items():
+        last = max((block_of[u] for u in node.users if u in block_of), default=index)
+        for gap in range(index, last):
+            bytes_at[gap] += meta.facts(node).output_bytes
+    return bytes_at
+
+
+def _block_that_begins(blocks: Sequence[Block], path: str) -> int:
+    """Return the first block that lies in module `path`."""
+    for block in blocks:
+        inside = [_is_inside(node_path, path) for node_path in _paths(block)]
+        if not any(inside):
+            continue
+        if not inside[0]:
+            raise GemscError(
+                f"--cuts {path}: module '{path}' begins inside block '{block.name}', "
+                "which must stay together",
+                help=f"cut at '{block.name}' or after it",
+            )
+        return block.index
+    names = [block.name for block in blocks]
+    close = get_close_matches(path, names, n=3, cutoff=0.4)
+    raise GemscError(
+        f"--cuts {path}: no block lies in a module '{path}'",
+        help="blocks: " + ", ".join(close or names),
+    )
+
+
+def _paths(block: Block) -> list[str]:
+    heavy = [n for n in block.nodes if meta.facts(n).heavy] or list(block.nodes)
+    return [
+        str(node.target) if node.op == "call_module" else meta.module_path(node)
+        for node in heavy
+    ] + [block.name]
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(module + ".")

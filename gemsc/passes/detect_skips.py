@@ -1,0 +1,86 @@
+"""Detect skips: values that are needed again after other layers have run.
+
+Example, a residual block inside a U-Net level:
+    e1 = conv(x); h = conv(e1); r = h + e1; p = pool(r); m = mid(p); cat([up(m), r])
+    # e1 is a short skip (joined within a few layers), r a long one
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.program import Program, Skip
+from gemsc.passes.base import Pass
+
+__all__ = ["DetectSkips"]
+
+
+@dataclass(frozen=True)
+class DetectSkips(Pass):
+    """Find the values that skip over heavy nodes and tell short from long.
+
+    A skip is short, so that no cut should fall inside it, if it spans at most
+    `short_layers` heavy nodes or `short_share` of the predicted time. It is long
+    whatever its span if it jumps over a change of resolution and back (an encoder level
+    that its mirror in the decoder joins), unless what it jumps over costs next to
+    nothing (squeeze and excitation).
+    """
+
+    name: ClassVar[str] = "detect-skips"
+    provides: ClassVar[tuple[str, ...]] = ("skips",)
+
+    short_layers: int = 4
+    short_share: float = 1 / 8
+    negligible_share: float = 1 / 50
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with its skips, in the order of their values."""
+        order = {node: i for i, node in enumerate(program.compute_nodes)}
+        seconds = [_seconds(node) for node in order]
+        total = sum(seconds)
+        nodes = tuple(order)
+        skips = []
+        for node in nodes:
+            uses = sorted(order[user] for user in node.users if user in order)
+            if not uses:
+                continue
+            span = nodes[order[node] + 1 : uses[-1]]
+            heavy = [other for other in span if meta.facts(other).heavy]
+            if not heavy:
+                continue
+            share = sum(_seconds(other) for other in span) / total
+            last = nodes[uses[-1]]
+            short = len(heavy) <= self.short_layers or share <= self.short_share
+            if share > self.negligible_share and _hourglass(node, span, last):
+                short = False
+            size = meta.facts(node).output_bytes
+            skips.append(Skip(node, last, num_bytes=size, long=not short))
+        return replace(program, skips=tuple(skips))
+
+
+def _seconds(node: fx.Node) -> float:
+    facts = meta.facts(node)
+    return facts.forward_seconds + facts.backward_seconds
+
+
+def _hourglass(value: fx.Node, span: tuple[fx.Node, ...], last: fx.Node) -> bool:
+    """Whether the resolution falls below the value's and is back at the last use."""
+    ends = _resolution(value), _resolution(last)
+    between = [r for r in map(_resolution, span) if r is not None]
+    if None in ends or not between:
+        return False
+    low, high = min(between), min(end for end in ends if end is not None)
+    return low < high
+
+
+def _resolution(node: fx.Node) -> int | None:
+    """Return the number of pixels (voxels, steps), None for what is no image."""
+    fake = meta.value(node)
+    if not isinstance(fake, torch.Tensor) or fake.dim() < 4:
+        return None
+    return int(torch.Size(fake.shape[2:]).numel())

@@ -1,0 +1,125 @@
+"""Follow stages: the graph for evaluation is cut where the one for training is.
+
+Example: a layer that training holds on stage 2 runs on stage 2 in evaluation too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from gemsc.errors import GemscError
+from gemsc.ir import meta
+from gemsc.ir.program import Block, Program, Stage
+from gemsc.passes.base import Pass
+
+__all__ = ["FollowStages", "find_twins"]
+
+
+@dataclass(frozen=True)
+class FollowStages(Pass):
+    """Give each node of an evaluation graph the stage that owns its parameters.
+
+    A node without parameters runs where the last of its inputs is. The nodes are put
+    in the order of their stages. `owned` are the tensors of each training stage.
+    """
+
+    name: ClassVar[str] = "follow-stages"
+    provides: ClassVar[tuple[str, ...]] = ("blocks", "stages", "placement")
+
+    training: Program
+    owned: tuple[tuple[str, ...], ...]
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with the training program's stages.
+
+        Raises:
+            GemscError: evaluation needs a layer earlier than training's order allows.
+        """
+        owner = {name: index for index, names in enumerate(self.owned) for name in names}
+        stage_of: dict[fx.Node, int] = {}
+        for node in program.compute_nodes:
+            inputs = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
+            earliest = max(inputs, default=0)
+            homes = [owner[name] for name in self._tensors(program, node) if name in owner]
+            stage_of[node] = max([earliest, *homes])
+            if homes and max(homes) < earliest:
+                raise GemscError(
+                    f"in evaluation '{node.target}' runs after layers of stage "
+                    f"{earliest}, but in training it is on stage {max(homes)}",
+                    at=meta.location(node),
+                    help="let evaluation use the layers in the order of training",
+                )
+        graph, mapping = _reordered(program, stage_of)
+        module = fx.GraphModule(program.module, graph, program.name)
+        moved = program.with_module(module)
+        groups: list[list[fx.Node]] = [[] for _ in self.training.require_stages()]
+        for node in program.compute_nodes:
+            groups[stage_of[node]].append(mapping[node])
+        return _with_stages(moved, self.training, groups)
+
+    def _tensors(self, program: Program, node: fx.Node) -> list[str]:
+        names = [str(s.target) for s in node.all_input_nodes if s.op == "get_attr"]
+        if node.op == "call_module":
+            layer = program.module.get_submodule(str(node.target))
+            tensors = (*layer.named_parameters(), *layer.named_buffers())
+            names += [f"{node.target}.{name}" for name, _ in tensors]
+        return [program.aliases.get(name, name) for name in names]
+
+
+def find_twins(training: Program, evaluation: Program) -> dict[fx.Node, fx.Node] | None:
+    """Match the nodes of two graphs that differ in constants only; None if they do not."""
+    ours, theirs = list(training.graph.nodes), list(evaluation.graph.nodes)
+    if len(ours) != len(theirs):
+        return None
+    twins: dict[fx.Node, fx.Node] = {}
+    for a, b in zip(ours, theirs, strict=True):
+        if a.op != b.op or a.target != b.target:
+            return None
+        if not _alike((a.args, dict(a.kwargs)), (b.args, dict(b.kwargs)), twins):
+            return None
+        if meta.region(a) != meta.region(b):
+            return None
+        twins[a] = b
+    same = training.structure == evaluation.structure
+    return twins if same else None
+
+
+def _alike(a: Any, b: Any, twins: dict[fx.Node, fx.Node]) -> bool:
+    if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+        return twins.get(a) is b if isinstance(a, fx.Node) else False
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(_alike(x, y, twins) for x, y in pairs)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[k], b[k], twins) for k in a)
+    if isinstance(a, slice) and isinstance(b, slice):
+        parts = ("start", "stop", "step")
+        return all(_alike(getattr(a, p), getattr(b, p), twins) for p in parts)
+    return type(a) is type(b)
+
+
+def _reordered(
+    program: Program, stage_of: dict[fx.Node, int]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Copy the graph with its nodes in the order of their stages."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    passive = [n for n in program.graph.nodes if n.op in ("placeholder", "get_attr")]
+    active = sorted(program.compute_nodes, key=stage_of.__getitem__)
+    for node in (*passive, *active, program.output):
+        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        meta.copy_meta(node, mapping[node])
+    return graph, mapping
+
+
+def _with_stages(
+    program: Program, training: Program, groups: list[list[fx.Node]]
+) -> Program:
+    blocks = tuple(
+        Block(index, f"stage{index}", tuple(nodes)) for index, nodes in enumerate(groups)
+    )
+    stages = tuple(Stage(block.index, (block,)) for block in blocks)
+    return replace(program, blocks=blocks, stages=stages, placement=training.placement)

@@ -1,0 +1,188 @@
+"""Group blocks: nodes that stay together; cuts fall only between blocks.
+
+Example, a residual network (one line a block):
+    stem      conv1 bn1 relu maxpool
+    layer1.0  conv1 bn1 relu conv2 bn2 add relu        # its short skip is inside
+    layer1.1  ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.program import Block, Program
+from gemsc.passes.base import Pass
+
+__all__ = ["GroupBlocks"]
+
+
+@dataclass(frozen=True)
+class GroupBlocks(Pass):
+    """Cut the row of nodes into blocks.
+
+    1. A cut may not fall inside a short skip, inside nodes glued by canonicalize,
+       between two calls of a layer with running statistics, or where something that is
+       no tensor would cross. Overlapping short skips share a block only while the block
+       stays short itself, so that densely connected networks can be cut.
+    2. Between two heavy nodes one cut is enough: where the fewest bytes cross, the
+       later one of equals, so that normalisation and activation follow their layer.
+    """
+
+    name: ClassVar[str] = "group-blocks"
+    requires: ClassVar[tuple[str, ...]] = ("skips",)
+    provides: ClassVar[tuple[str, ...]] = ("blocks",)
+
+    short_layers: int = 4
+    short_share: float = 1 / 8
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with its blocks."""
+        nodes = program.compute_nodes
+        order = {node: i for i, node in enumerate(nodes)}
+        allowed = [True] * (len(nodes) + 1)
+        for first, last in _indivisible(program, order):
+            _forbid(allowed, first, last)
+        self._keep_short_skips(program, order, allowed)
+        cuts = _choose_cuts(nodes, order, allowed)
+        edges = [0, *cuts, len(nodes)]
+        groups = [nodes[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+        names = _unique(_block_name(group) for group in groups)
+        blocks = tuple(
+            Block(index, name, group)
+            for index, (name, group) in enumerate(zip(names, groups, strict=True))
+        )
+        return replace(program, blocks=blocks)
+
+    def _keep_short_skips(
+        self, program: Program, order: dict[fx.Node, int], allowed: list[bool]
+    ) -> None:
+        nodes = tuple(order)
+        seconds = [_seconds(node) for node in nodes]
+        limit = self.short_share * sum(seconds)
+        spans = []
+        for skip in program.skips or ():
+            if not skip.long:
+                first = _start_of_span(skip.value, order)
+                spans.append((first, order[skip.last_use]))
+        for first, last in sorted(spans, key=lambda span: (span[1] - span[0], span)):
+            low, high = _joined(allowed, first, last)
+            heavy = sum(meta.facts(node).heavy for node in nodes[low : high + 1])
+            cost = sum(seconds[low : high + 1])
+            if heavy <= self.short_layers or cost <= limit:
+                _forbid(allowed, first, last)
+
+
+def _seconds(node: fx.Node) -> float:
+    facts = meta.facts(node)
+    return facts.forward_seconds + facts.backward_seconds
+
+
+def _forbid(allowed: list[bool], first: int, last: int) -> None:
+    """Keep nodes first..last together: no cut before any of first+1..last."""
+    for position in range(first + 1, last + 1):
+        allowed[position] = False
+
+
+def _joined(allowed: list[bool], first: int, last: int) -> tuple[int, int]:
+    """Return the run of nodes that first..last would belong to."""
+    while first > 0 and not allowed[first]:
+        first -= 1
+    while last + 1 < len(allowed) and not allowed[last + 1]:
+        last += 1
+    return first, last
+
+
+def _start_of_span(value: fx.Node, order: dict[fx.Node, int]) -> int:
+    """Return the node from which on a cut would carry the value and something else.
+
+    The block that uses the value begins at its first use; if other layers run before
+    that (a branch that waits for the others), the value's own node is the start.
+    """
+    nodes = tuple(order)
+    start = order[value]
+    first_use = min(order[user] for user in value.users if user in order)
+    if any(meta.facts(node).heavy for node in nodes[start + 1 : first_use]):
+        return start
+    return first_use
+
+
+def _indivisible(
+    program: Program, order: dict[fx.Node, int]
+) -> Iterable[tuple[int, int]]:
+    """Yield the runs of nodes that no cut may ever divide."""
+    glued: dict[object, list[int]] = {}
+    for node, index in order.items():
+        group = meta.glue(node)
+        if group is not None:
+            glued.setdefault(("glue", group), []).append(index)
+        if node.op == "call_module":
+            layer = program.module.get_submodule(str(node.target))
+            if any(True for _ in layer.buffers()):
+                glued.setdefault(("layer", node.target), []).append(index)
+        if not isinstance(meta.value(node), torch.Tensor):
+            uses = [order[user] for user in node.users if user in order]
+            yield index, max(uses, default=index)
+    for members in glued.values():
+        yield min(members), max(members)
+
+
+def _choose_cuts(
+    nodes: tuple[fx.Node, ...], order: dict[fx.Node, int], allowed: list[bool]
+) -> list[int]:
+    crossing = _crossing_bytes(nodes, order)
+    heavy = [i for i, node in enumerate(nodes) if meta.facts(node).heavy]
+    cuts = []
+    for before, after in zip(heavy, heavy[1:], strict=False):
+        options = [p for p in range(before + 1, after + 1) if allowed[p]]
+        if options:
+            cuts.append(min(options, key=lambda p: (crossing[p], -p)))
+    return cuts
+
+
+def _crossing_bytes(nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> list[int]:
+    """Return, for each position, the bytes of the values that a cut there carries."""
+    change = [0] * (len(nodes) + 2)
+    for node in nodes:
+        uses = [order[user] for user in node.users if user in order]
+        if uses:
+            change[order[node] + 1] += meta.facts(node).output_bytes
+            change[max(uses) + 1] -= meta.facts(node).output_bytes
+    total, crossing = 0, []
+    for step in change:
+        total += step
+        crossing.append(total)
+    return crossing
+
+
+def _block_name(nodes: tuple[fx.Node, ...]) -> str:
+    """Return the module path that the block's layers share, else its first layer's."""
+    heavy = [node for node in nodes if meta.facts(node).heavy] or list(nodes[:1])
+    paths = [_path(node).split(".") for node in heavy]
+    common = os.path.commonprefix(paths)
+    return ".".join(common or paths[0])
+
+
+def _path(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            return str(source.target)
+    return meta.module_path(node) or node.name
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    """Number the second and further ones of equal names."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result

@@ -1,0 +1,1 @@
+"""Cost models and exact algorithms that decide where a model is cut."""

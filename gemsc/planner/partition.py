@@ -1,0 +1,82 @@
+"""Exact least-maximum partition of a row of weights into contiguous parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["partition"]
+
+Array = npt.NDArray[np.float64]
+
+
+def partition(
+    weights: Sequence[Sequence[float]],
+    *,
+    cut_costs: Sequence[float] | None = None,
+    slack: float = 0.02,
+) -> list[int]:
+    """Split `n` items into `k` contiguous, non-empty parts.
+
+    Args:
+        weights: `k` rows of `n` weights; row `p` holds what each item weighs in part
+            `p` (the rows differ where, say, earlier pipeline stages hold more
+            micro-batches; they are all the same row otherwise).
+        cut_costs: `n - 1` costs; `cut_costs[i]` is paid for a cut after item `i`.
+        slack: among the partitions whose largest part is within this fraction of the
+            least possible, the one with the least sum of cut costs is taken.
+
+    Returns:
+        The `k - 1` positions at which parts 1, 2, ... begin.
+
+    Dynamic programming in O(k n^2): best[p][j], the least maximum of the first `j`
+    items in `p` parts, is the minimum over i of max(best[p-1][i], weight of i..j).
+    """
+    rows = np.asarray(weights, dtype=np.float64)
+    parts, items = rows.shape
+    if parts > items:
+        raise ValueError(f"cannot split {items} items into {parts} parts")
+    sums = np.concatenate([np.zeros((parts, 1)), np.cumsum(rows, axis=1)], axis=1)
+    least, cuts = _dynamic_program(sums, lambda before, part: np.maximum(before, part))
+    if cut_costs is None:
+        return cuts
+    bound = least * (1.0 + slack)
+    price = np.concatenate([[0.0], np.asarray(cut_costs, dtype=np.float64)])
+
+    def add_cut_price(before: Array, part: Array) -> Array:
+        cost = before + price[: len(before)]
+        return np.where(part <= bound, cost, np.inf)
+
+    _, cuts = _dynamic_program(sums, add_cut_price)
+    return cuts
+
+
+def _dynamic_program(
+    sums: Array, combine: Callable[[Array, Array], Array]
+) -> tuple[float, list[int]]:
+    """Return the best value and the cuts.
+
+    `combine(before, part)` values, for each start `i` of the last part, the best of
+    the first `i` items together with the weight of the part from `i` on.
+    """
+    parts, items = sums.shape[0], sums.shape[1] - 1
+    best = np.full(items + 1, np.inf)
+    best[0] = 0.0
+    starts = np.zeros((parts, items + 1), dtype=np.int64)
+    for part in range(parts):
+        row = np.full(items + 1, np.inf)
+        for end in range(part + 1, items + 1):
+            weight = sums[part, end] - sums[part, :end]
+            options = combine(best[:end], weight)
+            start = int(np.argmin(options))
+            row[end] = options[start]
+            starts[part, end] = start
+        best = row
+    cuts: list[int] = []
+    end = items
+    for part in range(parts - 1, 0, -1):
+        end = int(starts[part, end])
+        cuts.append(end)
+    return float(best[items]), cuts[::-1]

@@ -1,0 +1,180 @@
+"""From a program with stages to the scheduler's task, and from its answer to a plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from gemsc.fingerprint import fingerprint, source_fingerprints
+from gemsc.ir import meta
+from gemsc.ir.dump import dump
+from gemsc.ir.flow import flow
+from gemsc.ir.program import Program, Transfer
+from gemsc.options import CompileOptions
+from gemsc.plan import Plan, PlannedStage, PlannedTransfer
+from gemsc.planner.device import LINK
+from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, Timeline, run
+
+__all__ = ["live_micro_batches", "make_plan", "saved_bytes", "schedule_task"]
+
+PARAMETER_COPIES = 2  # weights and gradients; optimizers may add one or two more
+
+
+def live_micro_batches(options: CompileOptions) -> tuple[int, ...]:
+    """Return how many micro-batches equal stages would hold under the schedule."""
+    stages = [StageCost(1.0, 2.0)] * options.ranks
+    task = Task.chain(stages, [options.micro_batches])
+    return run(task, SCHEDULES[options.schedule].policy).peak_live
+
+
+def saved_bytes(program: Program, index: int) -> int:
+    """Return the bytes that a stage keeps of a micro-batch, each storage once.
+
+    That is what autograd saves (exact) and the values received from other stages.
+    """
+    stage = flow(program, index, with_outputs=False)
+    storages: dict[int, int] = {}
+    for node in stage.takes:
+        facts = meta.facts(node)
+        storages.update(dict.fromkeys(facts.storages, facts.output_bytes))
+    for node in stage.nodes:
+        storages.update(meta.facts(node).saved)
+    return sum(storages.values())
+
+
+def schedule_task(program: Program, options: CompileOptions) -> Task:
+    """Return what the schedule engine needs to know of the program."""
+    stages = tuple(
+        StageCost(
+            forward=stage.total("forward_seconds"),
+            backward=stage.total("backward_seconds"),
+            saved_bytes=saved_bytes(program, stage.index),
+            resident_bytes=PARAMETER_COPIES * stage.total("parameter_bytes"),
+        )
+        for stage in program.require_stages()
+    )
+    edges = tuple(
+        Edge(
+            t.source,
+            t.dest,
+            seconds=LINK.seconds(num_bytes(t)),
+            num_bytes=num_bytes(t),
+            gradient=has_gradient(t),
+        )
+        for t in program.transfers or ()
+    )
+    placement = program.placement
+    assert placement is not None
+    ranks = tuple(
+        tuple(placement.rank(replica, stage.index) for stage in program.require_stages())
+        for replica in range(placement.num_replicas)
+    )
+    return Task(
+        stages,
+        edges,
+        ranks,
+        (options.micro_batches,) * placement.num_replicas,
+        has_backward=program.loss is not None,
+        memory_cap=options.device_memory,
+    )
+
+
+def num_bytes(transfer: Transfer) -> int:
+    """Return the bytes of a transfer's values."""
+    return sum(meta.spec(value).num_bytes for value in transfer.values)
+
+
+def has_gradient(transfer: Transfer) -> bool:
+    """Whether any gradient travels back."""
+    return any(meta.needs_gradient(value) for value in transfer.values)
+
+
+def make_plan(
+    program: Program,
+    task: Task,
+    timeline: Timeline,
+    options: CompileOptions,
+    source: Path | None,
+) -> Plan:
+    """Return every decision as plain data."""
+    placement = program.placement
+    assert placement is not None
+    stages = [
+        PlannedStage(
+            index=stage.index,
+            ranks=sorted({r for rep in placement.ranks for r in rep[stage.index]}),
+            blocks=[block.name for block in stage.blocks],
+            flops=stage.total("flops"),
+            parameter_bytes=stage.total("parameter_bytes"),
+            saved_bytes=task.stages[stage.index].saved_bytes,
+            forward_seconds=task.stages[stage.index].forward,
+            backward_seconds=task.stages[stage.index].backward,
+        )
+        for stage in program.require_stages()
+    ]
+    transfers = [
+        PlannedTransfer(
+            index=t.index,
+            source=t.source,
+            dest=t.dest,
+            values=[value.name for value in t.values],
+            num_bytes=num_bytes(t),
+            gradient=has_gradient(t),
+        )
+        for t in program.transfers or ()
+    ]
+    shown = os.path.relpath(source) if source else program.name
+    chosen = {key: value for key, value in asdict(options).items() if value is not None}
+    return Plan(
+        gemsc=version("gemsc"),
+        torch=torch.__version__,
+        command=f"gemsc compile {shown} {options.command_line()}",
+        model=program.name,
+        spec=str(source.resolve()) if source else "",
+        graph=fingerprint(dump(program)),
+        ranks=placement.num_ranks,
+        schedule=options.schedule,
+        placement=placement.name,
+        micro_batches=options.micro_batches,
+        step_seconds=timeline.makespan,
+        bubble=timeline.bubble,
+        peak_bytes=list(timeline.peak_bytes),
+        stages=stages,
+        transfers=transfers,
+        skips=_skips(program),
+        order=[" ".join(map(str, order)) for order in timeline.orders],
+        options={k: list(v) if isinstance(v, tuple) else v for k, v in chosen.items()},
+        sources={
+            str(Path(file).resolve()): source_fingerprints(Path(file))
+            for file in program.sources
+        },
+    )
+
+
+def _skips(program: Program) -> list[dict[str, object]]:
+    """Return the skips that jump over blocks."""
+    block_of = {node: b for b in program.blocks or () for node in b.nodes}
+    stage_of = {
+        block.index: stage.index
+        for stage in program.require_stages()
+        for block in stage.blocks
+    }
+    found: list[dict[str, object]] = []
+    for skip in program.skips or ():
+        source, dest = block_of[skip.value], block_of[skip.last_use]
+        if dest.index - source.index > 1:
+            local = stage_of[source.index] == stage_of[dest.index]
+            found.append(
+                {
+                    "value": skip.value.name,
+                    "source": source.name,
+                    "dest": dest.name,
+                    "num_bytes": skip.num_bytes,
+                    "kind": "stays on its rank" if local else "sent once",
+                }
+            )
+    return found

@@ -1,0 +1,173 @@
+"""Messages between devices: the transport, with the copies that a device needs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gemsc.runtime.streams import HostCopy, Streams
+from gemsc.runtime.transport import Group, Request, Transport, wait_politely
+
+__all__ = ["Incoming", "Link"]
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+class _Deferred:
+    """An operation that starts once its data has come to where the library reads it."""
+
+    __slots__ = ("_finish", "_link", "_request", "copy", "start")
+
+    def __init__(
+        self,
+        link: Link,
+        copy: HostCopy,
+        start: Callable[[], Request],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.copy = copy
+        self.start = start
+        self._link = link
+        self._finish = finish
+        self._request: Request | None = None
+
+    def begin(self) -> None:
+        self._request = self.start()
+
+    def done(self) -> bool:
+        self._link.advance()
+        if self._request is None or not self._request.done():
+            return False
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return True
+
+
+class Incoming:
+    """A message on its way to this rank."""
+
+    __slots__ = ("_buffer", "_link", "_request", "_staged")
+
+    def __init__(
+        self, link: Link, request: Request, buffer: Tensor, *, staged: bool
+    ) -> None:
+        self._link = link
+        self._request = request
+        self._buffer = buffer
+        self._staged = staged
+
+    def done(self) -> bool:
+        """Give the library a turn; True once the message is here."""
+        self._link.advance()
+        return self._request.done()
+
+    def take(self) -> Tensor:
+        """Wait politely; return the tensor on the device. Call it once.
+
+        On CUDA the tensor can be used at once on the current stream, which waits for
+        the copy where it must.
+        """
+        self._link.wait(self)
+        streams = self._link.streams
+        if self._staged:
+            return streams.to_device(self._buffer)
+        return streams.use(self._buffer)
+
+
+class Link:
+    """What a rank sends and receives with: tensors of its device, on any transport.
+
+    Where the library cannot read the device, or the device is not done with a tensor, a
+    send is deferred: it starts at a later call of this link, in order.
+    """
+
+    def __init__(self, transport: Transport, streams: Streams) -> None:
+        self.transport = transport
+        self.streams = streams
+        self._direct = streams.device.type == "cpu" or transport.cuda_aware
+        self._deferred: deque[_Deferred] = deque()
+        self._free: dict[Kind, list[Tensor]] = {}
+
+    def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
+        """Start to send; the tensor must not change in place until that is done."""
+        tensor = tensor.detach().contiguous()
+        if self.streams.in_order:
+            return self.transport.send(tensor, dest, tag)
+        streams = self.streams
+        copy = streams.in_place(tensor) if self._direct else streams.to_host(tensor)
+        return self._defer(copy, lambda: self.transport.send(copy.buffer, dest, tag))
+
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
+    ) -> Incoming:
+        """Start to receive into a free buffer: one given back, or a new one."""
+        free = self._free.get((shape, dtype))
+        if free:
+            buffer = free.pop()
+        elif self._direct:
+            buffer = self.streams.device_buffer(shape, dtype)
+        else:
+            buffer = self.streams.host_buffer(shape, dtype)
+        request = self.transport.receive(buffer, source, tag)
+        return Incoming(self, request, buffer, staged=not self._direct)
+
+    def release(self, tensor: Tensor) -> None:
+        """Give a received tensor back for the next receive; nobody may read it later.
+
+        On CUDA that is left to PyTorch's allocators, who know when its work is done.
+        """
+        if not self.streams.in_order:
+            return
+        tensor = tensor.detach()
+        free = self._free.setdefault((tuple(tensor.shape), tensor.dtype), [])
+        if all(other.data_ptr() != tensor.data_ptr() for other in free):
+            free.append(tensor)
+
+    def all_reduce(self, group: Group, tensor: Tensor) -> Request:
+        """Start the sum over a group, in place; on CUDA it goes through the host.
+
+        On CUDA the sum is in the tensor for what is computed after `done()` was True.
+        """
+        if self.streams.in_order:
+            return group.all_reduce(tensor)
+        tensor = tensor.detach()
+        copy = self.streams.to_host(tensor)
+        return self._defer(
+            copy,
+            lambda: group.all_reduce(copy.buffer),
+            lambda: self.streams.copy_back(copy.buffer, tensor),
+        )
+
+    def _defer(
+        self,
+        copy: HostCopy,
+        start: Callable[[], Request],
+        finish: Callable[[], None] | None = None,
+    ) -> Request:
+        deferred = _Deferred(self, copy, start, finish)
+        self._deferred.append(deferred)
+        self.advance()
+        return deferred
+
+    def advance(self) -> None:
+        """Start what is ready. In order: messages and sums must not overtake."""
+        while self._deferred and self._deferred[0].copy.ready():
+            self._deferred.popleft().begin()
+
+    def wait(self, *requests: Request) -> None:
+        """Return when all are complete; what was deferred starts meanwhile."""
+        if self._deferred:
+            wait_politely(requests)
+            return
+        self.transport.wait(
+            *(r._request if isinstance(r, Incoming) else r for r in requests)
+        )
+
+    def progress(self) -> None:
+        """Give the library one cheap turn, between two layers for instance."""
+        self.advance()
+        self.transport.progress()

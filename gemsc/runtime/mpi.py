@@ -1,0 +1,311 @@
+"""The transport of real jobs: MPI, through mpi4py."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy
+import torch
+from torch import Tensor
+
+from gemsc.errors import GemscError, InternalError
+from gemsc.runtime.transport import (
+    Request,
+    check_message,
+    check_sum,
+    describe,
+    wait_politely,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiTransport"]
+
+CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
+NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.runtime.launch
+
+
+def _import_mpi() -> Any:  # the module, which starts MPI when it is first imported
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise GemscError(
+            f"no MPI library for Python: {error}", help="pip install 'gemsc[mpi]'"
+        ) from error
+    return MPI
+
+
+class _MessageRequest:
+    """A send or a receive; keeps the tensor alive until it is complete."""
+
+    __slots__ = ("_expected", "_mpi", "_request", "_status", "_tensor", "_text")
+
+    def __init__(
+        self, mpi: Any, request: MPI.Request, tensor: Tensor, text: str, expected: int
+    ) -> None:
+        self._mpi = mpi
+        self._request: MPI.Request | None = request
+        self._status = mpi.Status() if expected >= 0 else None
+        self._tensor: Tensor | None = tensor
+        self._text = text
+        self._expected = expected  # bytes, or -1 for a send
+
+    def done(self) -> bool:
+        if self._request is None:
+            return True
+        try:
+            complete = self._request.Test(self._status)
+        except self._mpi.Exception as error:
+            raise InternalError(f"{self._text}: {error}") from error
+        if complete:
+            self._request = None
+            self._check_size()
+            self._tensor = None
+        return complete
+
+    def _check_size(self) -> None:
+        """MPI itself complains of a longer message only."""
+        if self._status is None:
+            return
+        count = self._status.Get_count(self._mpi.BYTE)
+        if count != self._expected:
+            raise InternalError(
+                f"{self._text}: {count} bytes came instead of {self._expected}"
+            )
+
+
+class _SumRequest:
+    """A sum in flight, perhaps in a float32 copy that is put back at the end."""
+
+    __slots__ = ("_request", "_staged", "_tensor")
+
+    def __init__(
+        self, request: MPI.Request | None, tensor: Tensor, staged: Tensor
+    ) -> None:
+        self._request = request
+        self._tensor = tensor
+        self._staged = staged
+
+    def done(self) -> bool:
+        if self._request is None:
+            return True
+        if not self._request.Test():
+            return False
+        self._request = None
+        if self._staged is not self._tensor:
+            self._tensor.copy_(self._staged)
+        return True
+
+
+class _TestRequest:
+    """Any other operation."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: MPI.Request) -> None:
+        self._request = request
+
+    def done(self) -> bool:
+        return self._request.Test()
+
+
+class MpiGroup:
+    """Some of the ranks, with a communicator of their own."""
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self._mpi = mpi
+        self._comm = comm
+        self._types: dict[torch.dtype, MPI.Datatype] = {
+            torch.float32: mpi.FLOAT,
+            torch.float64: mpi.DOUBLE,
+            torch.uint8: mpi.UINT8_T,
+            torch.int8: mpi.INT8_T,
+            torch.int16: mpi.INT16_T,
+            torch.int32: mpi.INT32_T,
+            torch.int64: mpi.INT64_T,
+        }
+
+    def all_reduce(self, tensor: Tensor) -> Request:
+        """Start the sum; 16 bit floats travel and are added as float32."""
+        check_sum(tensor)
+        tensor = tensor.detach()
+        if len(self.ranks) == 1:
+            return _SumRequest(None, tensor, tensor)
+        half = tensor.dtype in (torch.bfloat16, torch.float16)
+        staged = tensor.to(torch.float32) if half else tensor
+        if staged.dtype not in self._types:
+            raise InternalError(f"no sum over ranks for {describe(tensor)}")
+        buffer = self._mpi.buffer.fromaddress(staged.data_ptr(), staged.nbytes)
+        request = self._comm.Iallreduce(
+            self._mpi.IN_PLACE, [buffer, self._types[staged.dtype]], self._mpi.SUM
+        )
+        return _SumRequest(request, tensor, staged)
+
+    def free(self) -> None:
+        """Give the communicator back."""
+        if len(self.ranks) > 1:
+            self._comm.Free()
+
+
+class MpiTransport:
+    """One rank's end of the messages.
+
+    Messages, control data and every group have a communicator of their own, apart from
+    whatever else uses MPI in this process.
+    """
+
+    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        self._mpi = _import_mpi()
+        world: MPI.Intracomm = comm if comm is not None else self._mpi.COMM_WORLD
+        self.rank = world.Get_rank()
+        self.size = world.Get_size()
+        self._check_launcher(whole_world=comm is None)
+        self._messages = world.Dup()
+        self._control = world.Dup()
+        self._groups: dict[tuple[int, ...], MpiGroup] = {}
+
+    def _check_launcher(self, *, whole_world: bool) -> None:
+        """Find an mpirun and an mpi4py of different MPI libraries: all are rank 0."""
+        expected = os.environ.get(NUM_RANKS_VARIABLE, "")
+        if whole_world and expected.isdecimal() and int(expected) != self.size:
+            library = self._mpi.Get_library_version().strip("\0").split(",")[0]
+            raise GemscError(
+                f"{expected} ranks were started, but MPI counts {self.size}",
+                help=f"mpi4py uses {library}: start the ranks with its own mpirun",
+            )
+
+    @cached_property
+    def local_rank(self) -> int:
+        """Its number among the ranks of one machine; all ranks ask together."""
+        machine = self._control.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
+        try:
+            return machine.Get_rank()
+        finally:
+            machine.Free()
+
+    @cached_property
+    def cuda_aware(self) -> bool:
+        """What the library says, or GEMSC_CUDA_AWARE=0 or 1."""
+        if not torch.cuda.is_available():
+            return False
+        setting = os.environ.get(CUDA_AWARE_VARIABLE, "")
+        if setting not in ("", "0", "1"):
+            raise GemscError(f"{CUDA_AWARE_VARIABLE} is {setting!r}, not 0 or 1")
+        return setting == "1" if setting else _library_takes_cuda()
+
+    def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
+        """Start to send the tensor's bytes."""
+        return self._post(self._messages.Isend, tensor, dest, tag, is_send=True)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
+        """Start to receive into the tensor's bytes."""
+        return self._post(self._messages.Irecv, tensor, source, tag, is_send=False)
+
+    def _post(
+        self,
+        start: Callable[..., MPI.Request],
+        tensor: Tensor,
+        peer: int,
+        tag: int,
+        *,
+        is_send: bool,
+    ) -> Request:
+        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
+        buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        request = start([buffer, self._mpi.BYTE], peer, tag)
+        towards = "send to" if is_send else "receive from"
+        text = f"rank {self.rank}: {towards} rank {peer} with tag {tag}"
+        expected = -1 if is_send else tensor.nbytes
+        return _MessageRequest(self._mpi, request, tensor, text, expected)
+
+    def wait(self, *requests: Request) -> None:
+        """Return when all requests are complete; sleeps between turns."""
+        wait_politely(requests)
+
+    def progress(self) -> None:
+        """Give the library one turn: about 1 us, more if data is there to be moved."""
+        self._control.Iprobe()  # no message ever comes here, only collectives
+
+    def group(self, ranks: tuple[int, ...]) -> MpiGroup:
+        """Return the group of these ranks."""
+        ranks = tuple(sorted(set(ranks)))
+        if self.rank not in ranks:
+            raise InternalError(f"rank {self.rank} is not in the group {ranks}")
+        if ranks not in self._groups:
+            comm = self._mpi.COMM_SELF
+            if len(ranks) > 1:
+                members = self._control.Get_group().Incl(ranks)
+                comm = self._control.Create_group(members)
+            self._groups[ranks] = MpiGroup(self._mpi, comm, ranks)
+        return self._groups[ranks]
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Return every rank's value, by rank."""
+        data = numpy.frombuffer(bytearray(pickle.dumps(value)), numpy.uint8)
+        sizes = numpy.zeros(self.size, numpy.int64)
+        self._finish(self._control.Iallgather(numpy.array([data.size]), sizes))
+        everything = numpy.empty(sizes.sum(), numpy.uint8)
+        self._finish(self._control.Iallgatherv(data, [everything, sizes]))
+        parts = numpy.split(everything, numpy.cumsum(sizes)[:-1])
+        return [pickle.loads(part.tobytes()) for part in parts]
+
+    def broadcast_object(self, value: object, root: int = 0) -> object:
+        """Return the root's value on every rank."""
+        data = numpy.frombuffer(bytearray(pickle.dumps(value)), numpy.uint8)
+        size = numpy.array([data.size])
+        self._finish(self._control.Ibcast(size, root))
+        if self.rank != root:
+            data = numpy.empty(size[0], numpy.uint8)
+        self._finish(self._control.Ibcast(data, root))
+        return pickle.loads(data.tobytes())
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self._finish(self._control.Ibarrier())
+
+    def _finish(self, request: MPI.Request) -> None:
+        wait_politely([_TestRequest(request)])
+
+    def abort(self, code: int) -> NoReturn:
+        """End all ranks of the job with this exit code; what was printed is kept."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+        raise SystemExit(code)
+
+    def close(self) -> None:
+        """Wait for the others politely, so that MPI's own end need not."""
+        self.barrier()
+        for group in self._groups.values():
+            group.free()
+        self._groups.clear()
+        self._messages.Free()
+        self._control.Free()
+
+
+def _library_takes_cuda() -> bool:
+    """Ask the MPI library in this process; Open MPI and MPICH have this function."""
+    for path in _loaded_libraries("libmpi"):
+        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False
+
+
+def _loaded_libraries(prefix: str) -> list[str]:
+    """Paths of the shared libraries in this process whose file name starts so."""
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not Linux: no CUDA either
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in maps if "/" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(prefix))

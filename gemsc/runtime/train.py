@@ -1,0 +1,254 @@
+"""The main program of every rank: data, steps, evaluation, checkpoints, failures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemsc.errors import GemscError
+from gemsc.fingerprint import changed_definitions
+from gemsc.plan import Plan
+from gemsc.runtime.data import Batches
+from gemsc.runtime.failure import install_hooks, stop_all
+from gemsc.runtime.mpi import MpiTransport
+from gemsc.runtime.progress import ProgressBar, Status
+from gemsc.runtime.trainer import Trainer, choose_device
+from gemsc.runtime.transport import Transport
+from gemsc.runtime.verification import run_recorded_steps
+from gemsc.user_model import UserModel, load_user_model
+
+__all__ = ["check_program", "main", "train"]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def main(directory: Path, arguments: list[str] | None = None) -> int:
+    """Run this rank under mpirun; return the exit code."""
+    options = _parse(arguments)
+    transport = MpiTransport()
+    try:
+        refusal = transport.broadcast_object(
+            _refusal(directory, transport) if transport.rank == 0 else None
+        )
+        if refusal is not None:
+            if transport.rank == 0:
+                print(refusal, file=sys.stderr, flush=True)  # noqa: T201
+            transport.close()
+            return 1
+        _share_cores(transport)
+        install_hooks(transport, None)
+        if options.verify_into is not None:
+            run_recorded_steps(
+                directory, transport, options.verify_into, DTYPES[options.dtype]
+            )
+        else:
+            train(directory, transport, options)
+        transport.close()
+    except BaseException as error:
+        stop_all(error, transport, Status.current)
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="mpirun -n RANKS python PROGRAM",
+        description="Train a program that gemsc compiled.",
+    )
+    parser.add_argument("--epochs", type=int, default=1, help="times through the data")
+    parser.add_argument("--steps", type=int, help="stop after this many steps")
+    parser.add_argument("--seed", type=int, default=0, help="order, crops, dropout")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints, each epoch")
+    parser.add_argument(
+        "--resume", type=Path, help="folder of a checkpoint to go on from"
+    )
+    parser.add_argument("--workers", type=int, default=0, help="data loader processes")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _refusal(directory: Path, transport: Transport) -> str | None:
+    """Return why the program cannot run, before anything was done."""
+    try:
+        check_program(directory, transport.size)
+    except GemscError as error:
+        return str(error)
+    return None
+
+
+def check_program(directory: Path, num_ranks: int) -> Plan:
+    """Read the plan and make sure that it still fits its sources and the launch.
+
+    Raises:
+        GemscError: another number of ranks, or the model's file was edited since.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    if num_ranks != plan.ranks:
+        raise GemscError(
+            f"{directory} was compiled for {plan.ranks} ranks, mpirun started "
+            f"{num_ranks}",
+            help=f"use mpirun -n {plan.ranks}, or `gemsc run {directory}`",
+        )
+    sources = {str(directory / file): found for file, found in plan.sources.items()}
+    changes = changed_definitions(sources)
+    if changes:
+        raise GemscError(
+            f"{directory} was compiled from other code: " + "; ".join(changes),
+            help=f"compile again: {plan.command}",
+        )
+    return plan
+
+
+def _share_cores(transport: Transport) -> None:
+    """Give each rank its share of the machine's cores, unless the user chose."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = (
+            len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        )
+        torch.set_num_threads(max(1, (cores or 1) // transport.size))
+
+
+def train(directory: Path, transport: Transport, options: argparse.Namespace) -> None:
+    """Train for the epochs or steps asked for, evaluating after each epoch."""
+    plan = Plan.read(directory / "plan.toml")
+    if not plan.spec:
+        raise GemscError(
+            f"{directory} was compiled from Python and has no dataset",
+            help="call gemsc.load() and trainer.step() in your own loop",
+        )
+    user = load_user_model(str(directory / plan.spec))
+    if user.dataset is None:
+        raise GemscError(
+            f"{user.path} has no dataset()",
+            help="add dataset() -> map-style Dataset of (input, target)",
+        )
+    device = None if options.device == "auto" else torch.device(options.device)
+    if options.device == "cuda":
+        device = choose_device(transport)
+    trainer = Trainer(
+        directory,
+        transport,
+        optimizer=user.optimizer,
+        device=device,
+        dtype=None if options.dtype == "float32" else DTYPES[options.dtype],
+        seed=options.seed,
+    )
+    if options.resume is not None:
+        trainer.resume(options.resume)
+    _Training(trainer, user, options).run()
+
+
+@dataclass
+class _Training:
+    """The loop over epochs and steps on one rank."""
+
+    trainer: Trainer
+    user: UserModel
+    options: argparse.Namespace
+
+    def __post_init__(self) -> None:
+        self.transport = self.trainer.transport
+        self.talks = self.transport.rank == 0
+        self.batches = self._batches(self.user.dataset, shuffle=True)
+        self.eval_batches = self._batches(self.user.eval_dataset, shuffle=False)
+
+    def _batches(
+        self, dataset: Callable[[], Any] | Any, *, shuffle: bool
+    ) -> Batches | None:
+        if dataset is None:
+            return None
+        items = dataset() if callable(dataset) else dataset
+        worker = self.trainer.worker
+        sizes = [item.shape[0] for item in worker.inputs.values() if item.shape]
+        known = self.transport.all_gather_object(sizes[0] if sizes else 0)
+        size = max(int(str(s)) for s in known) * worker.num_micro_batches
+        batches = Batches(
+            items,
+            size,
+            seed=self.options.seed,
+            shuffle=shuffle,
+            workers=self.options.workers,
+        )
+        if len(batches) == 0:
+            raise GemscError(
+                f"the dataset has {batches.num_samples} samples, one step takes {size}",
+                help="compile with fewer --micro-batches, or give more data",
+            )
+        return batches
+
+    def run(self) -> None:
+        assert self.batches is not None
+        limit = self.options.steps
+        epochs = self.options.epochs
+        if limit is not None:
+            epochs = -(-limit // len(self.batches))
+        done = 0
+        for epoch in range(epochs):
+            steps = len(self.batches)
+            if limit is not None:
+                steps = min(steps, limit - done)
+            self._train_epoch(epoch, epochs, steps)
+            done += steps
+            self._evaluate(epoch)
+            if self.options.save is not None:
+                self.trainer.save(self.options.save)
+        if self.options.save is not None:
+            self._say(f"saved {self.options.save / 'model.safetensors'}")
+
+    def _train_epoch(self, epoch: int, epochs: int, steps: int) -> None:
+        assert self.batches is not None
+        title = f"epoch {epoch + 1}/{epochs}"
+        bar = ProgressBar(steps, title, silent=not self.talks)
+        reads = bool(self.trainer.worker.inputs)
+        source = self.batches.epoch(epoch) if reads else None
+        for _ in range(steps):
+            input, target = next(source)[0] if source is not None else (None, None)
+            loss = self.trainer.step(input, target)
+            bar.step(loss, self.batches.size)
+        bar.close()
+
+    def _evaluate(self, epoch: int) -> None:
+        """Print the loss and the user's metrics, means over the samples."""
+        if self.eval_batches is None:
+            return
+        sums: dict[str, float] = {}
+        count = 0
+        for (input, target), real in self.eval_batches.epoch(0):
+            result = self.trainer.evaluate(input, target)
+            count += real
+            if result.loss is not None and real == self.eval_batches.size:
+                sums["loss"] = sums.get("loss", 0.0) + result.loss * real
+            if result.output is not None and self.user.metrics is not None:
+                cut = [_first(value, real) for value in (result.output, target)]
+                for name, value in self.user.metrics(*cut).items():
+                    sums[name] = sums.get(name, 0.0) + float(value) * real
+        found = self.transport.all_gather_object(sums)
+        merged: dict[str, float] = {}
+        for each in found:
+            merged.update(each if isinstance(each, dict) else {})
+        means = "  ".join(
+            f"{name} {value / count:.4f}" for name, value in merged.items()
+        )
+        self._say(f"held-out after epoch {epoch + 1}: {means}")
+
+    def _say(self, text: str) -> None:
+        if self.talks:
+            print(text, flush=True)  # noqa: T201
+
+
+def _first(value: Any, count: int) -> Any:
+    """Return the first `count` samples of every tensor in a structure."""
+    return torch.utils._pytree.tree_map(
+        lambda leaf: (
+            leaf[:count] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+        ),
+        value,
+    )

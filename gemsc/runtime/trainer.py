@@ -1,0 +1,281 @@
+"""Trainer: one rank of a program, for the generated main loop and for people's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.errors import GemscError
+from gemsc.runtime.link import Link
+from gemsc.runtime.progress import Status
+from gemsc.runtime.streams import streams_for
+from gemsc.runtime.transport import Transport
+from gemsc.runtime.weights import fill, read_tensors, stage_tensors, write_tensors
+from gemsc.runtime.worker import Worker
+
+__all__ = ["Evaluation", "Trainer", "choose_device", "load_rank_module"]
+
+Parameters = Iterable[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation step gives.
+
+    loss: mean over the batch, on every rank; None for a program without a loss.
+    output: what the model returns for the whole batch, on the rank that has it (the one
+        of the loss); None elsewhere.
+    """
+
+    loss: float | None
+    output: Any
+
+
+class Trainer:
+    """One rank of a compiled program."""
+
+    def __init__(
+        self,
+        directory: Path,
+        transport: Transport,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Load this rank's module and its weights.
+
+        `optimizer` gets (name, parameter) pairs of this rank; the default is SGD with a
+        learning rate of 0.01. `dtype` runs the program in another floating-point type.
+        """
+        self.directory = directory
+        self.transport = transport
+        self.device = device or choose_device(transport)
+        self.module = load_rank_module(directory, transport.rank)
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        stages = {key: self._build(key, dtype) for key in self.module.STAGES}
+        self.worker = Worker(
+            Link(transport, streams_for(self.device)),
+            stages,
+            self.module.INPUTS,
+            self.module.NUM_MICRO_BATCHES,
+            seed=seed,
+            float_dtype=dtype,
+            status=Status(transport.rank),
+        )
+        self.has_loss = hasattr(self.module, "train_step")
+        if self.has_loss:
+            self.worker.optimizer = _make_optimizer(optimizer, self.worker)
+
+    def _build(self, key: str, dtype: torch.dtype | None) -> nn.Module:
+        with torch.device("meta"):
+            stage: nn.Module = self.module.STAGES[key]()
+        index = key.removeprefix("stage").split("_")[0]
+        path = self.directory / "weights" / f"stage{index}.safetensors"
+        fill(stage, read_tensors(path), self.device)
+        return stage.to(dtype) if dtype is not None else stage
+
+    @property
+    def stages(self) -> dict[str, nn.Module]:
+        """This rank's stages, by name."""
+        return self.worker.stages
+
+    def step(self, input: Any, target: Any = None) -> float:
+        """Train on one batch; return its mean loss, the same on every rank.
+
+        Every rank gives the same batch, or None for what it does not use. `input` is a
+        tensor, a tuple or a dict like `example_inputs()`, `target` what the loss takes.
+        The batch holds all micro-batches, one after the other, in dimension 0.
+
+        Raises:
+            GemscError: the batch does not fit the program.
+        """
+        if not self.has_loss:
+            raise GemscError(
+                "this program cannot train: it was compiled without a loss",
+                help="add loss(output, target) to the model's file and compile again",
+            )
+        worker = self.worker
+        sources = {"input": as_structure(input), "target": target}
+        worker.begin(worker.bind_batch(sources), training=True)
+        self._set_mode(training=True)
+        self.module.train_step(worker)
+        worker.end()
+        return self._mean_loss()
+
+    def evaluate(self, input: Any, target: Any = None) -> Evaluation:
+        """Run one batch in evaluation mode; see `step` for the arguments."""
+        worker = self.worker
+        sources = {"input": as_structure(input), "target": target}
+        worker.begin(worker.bind_batch(sources), training=False)
+        self._set_mode(training=False)
+        self.module.eval_step(worker)
+        worker.end()
+        results = worker.results
+        losses = [loss for loss, _ in results if loss is not None]
+        for loss in losses:
+            worker.add_loss(loss)
+        mean = self._mean_loss() if self.has_loss else None
+        output = _concatenate([out for _, out in results]) if results else None
+        return Evaluation(mean, output)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers under the user's names."""
+        tensors: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            tensors.update(stage.state_dict())
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Return also the buffers that are in no state_dict."""
+        tensors: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            tensors.update(stage_tensors(stage))
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def save(self, directory: Path) -> None:
+        """Write `model.safetensors` (the whole model) and each rank's optimizer state.
+
+        Each rank writes its part; rank 0 joins them under the user's names, so that
+        `model.load_state_dict(safetensors.torch.load_file(path))` takes the file.
+        """
+        rank = self.transport.rank
+        part = directory / f".part{rank}.safetensors"
+        write_tensors(part, self.state_dict())
+        if self.worker.optimizer is not None:
+            state = {
+                "steps": self.worker.steps_done,
+                "optimizer": self.worker.optimizer.state_dict(),
+            }
+            target = directory / f"optimizer-rank{rank}.pt"
+            torch.save(state, target.with_suffix(".new"))
+            target.with_suffix(".new").replace(target)
+        self.transport.barrier()
+        if rank == 0:
+            whole: dict[str, Tensor] = {}
+            parts = [
+                directory / f".part{other}.safetensors"
+                for other in range(self.transport.size)
+            ]
+            for path in parts:
+                whole.update(read_tensors(path))
+            write_tensors(directory / "model.safetensors", whole)
+            for path in parts:
+                path.unlink()
+        self.transport.barrier()
+
+    def resume(self, directory: Path) -> None:
+        """Go on from what `save` wrote.
+
+        Raises:
+            GemscError: the folder holds no checkpoint of this program.
+        """
+        whole = read_tensors(directory / "model.safetensors")
+        for stage in self.stages.values():
+            mine = {
+                name: whole.get(name, t) for name, t in stage_tensors(stage).items()
+            }
+            missing = [name for name in stage.state_dict() if name not in whole]
+            if missing:
+                raise GemscError(
+                    f"{directory} has no '{missing[0]}'",
+                    help="give a checkpoint of this model",
+                )
+            with torch.no_grad():
+                for name, tensor in stage_tensors(stage).items():
+                    _copy_checked(tensor, mine[name], name, directory)
+        path = directory / f"optimizer-rank{self.transport.rank}.pt"
+        if self.worker.optimizer is not None and path.exists():
+            state = torch.load(path, weights_only=True, map_location=self.device)
+            self.worker.optimizer.load_state_dict(state["optimizer"])
+            self.worker.steps_done = state["steps"]
+
+    def _set_mode(self, *, training: bool) -> None:
+        for stage in self.stages.values():
+            if stage.training != training:
+                stage.train(training)
+                for path in getattr(stage, "frozen", ()):
+                    stage.get_submodule(path).eval()
+
+    def _mean_loss(self) -> float:
+        transport = self.transport
+        total = self.worker.loss_sum()
+        group = transport.group(tuple(range(transport.size)))
+        transport.wait(group.all_reduce(total))
+        return float(total) / self.worker.num_micro_batches
+
+
+def choose_device(transport: Transport) -> torch.device:
+    """Return the CUDA device of this rank's number on its machine, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", transport.local_rank % torch.cuda.device_count())
+
+
+def load_rank_module(directory: Path, rank: int) -> ModuleType:
+    """Import `rankN.py` of a program directory."""
+    path = directory / f"rank{rank}.py"
+    if not path.exists():
+        raise GemscError(
+            f"{directory} has no {path.name}",
+            help="start as many ranks as the program has: `gemsc run` does",
+        )
+    name = f"gemsc_program_{abs(hash(str(directory)))}_rank{rank}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def as_structure(value: Any) -> Any:
+    """Return inputs as a tuple or dict: a lone tensor is the only positional input."""
+    return value if isinstance(value, tuple | list | Mapping) else (value,)
+
+
+def _make_optimizer(
+    factory: OptimizerFactory | None, worker: Worker
+) -> torch.optim.Optimizer | None:
+    named = worker.named_parameters()
+    if not named:
+        return None
+    if factory is None:
+        return torch.optim.SGD(named.items(), lr=0.01)
+    return factory(named.items())
+
+
+def _copy_checked(target: Tensor, value: Tensor, name: str, where: Path) -> None:
+    if target.shape != value.shape:
+        raise GemscError(
+            f"{where}: '{name}' has shape {list(value.shape)}, the program needs "
+            f"{list(target.shape)}",
+            help="give a checkpoint of this model",
+        )
+    target.copy_(value)
+
+
+def _concatenate(outputs: list[Any]) -> Any:
+    """Join the micro-batches' outputs in dimension 0 (scalars are stacked)."""
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        if parts[0].dim() == 0:
+            return torch.stack(parts)
+        return torch.cat(parts)
+
+    return pytree.tree_map(join, outputs[0], *outputs[1:])

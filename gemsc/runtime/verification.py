@@ -1,0 +1,57 @@
+"""Run given batches and write down losses, gradients, buffers: for `gemsc verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from gemsc.runtime.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.transport import Transport
+from gemsc.runtime.weights import write_tensors
+
+__all__ = ["record_steps", "run_recorded_steps"]
+
+
+def run_recorded_steps(
+    directory: Path, transport: Transport, folder: Path, dtype: torch.dtype
+) -> None:
+    """Train on the batches in `folder` (batches.pt) and leave this rank's record."""
+    batches = torch.load(folder / "batches.pt", weights_only=True)
+    record_steps(directory, transport, folder, batches, dtype)
+
+
+def record_steps(
+    directory: Path,
+    transport: Transport,
+    folder: Path,
+    batches: list[tuple[object, object]],
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory | None = None,
+) -> list[float]:
+    """Train on `batches`; write gradients of the first step, and what there is after all.
+
+    Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors` and
+    `losses{rank}.json`.
+    """
+    trainer = Trainer(
+        directory,
+        transport,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        optimizer=optimizer,
+    )
+    rank = transport.rank
+
+    def write_gradients() -> None:
+        named = trainer.worker.named_parameters()
+        gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
+        write_tensors(folder / f"gradients{rank}.safetensors", gradients)
+        trainer.worker.before_update = None
+
+    trainer.worker.before_update = write_gradients
+    losses = [trainer.step(input, target) for input, target in batches]
+    write_tensors(folder / f"state{rank}.safetensors", trainer.all_tensors())
+    (folder / f"losses{rank}.json").write_text(json.dumps(losses))
+    return losses

@@ -1,0 +1,79 @@
+"""Weights on disk: safetensors files under the user's own names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError, InternalError
+
+__all__ = ["fill", "read_tensors", "stage_tensors", "write_tensors"]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file beside `path`, then rename it, so that nothing is ever half there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    plain = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    save_file(plain, beside)
+    beside.replace(path)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a file.
+
+    Raises:
+        GemscError: it is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise GemscError(
+            f"{path} is missing", help="compile again to write it anew"
+        ) from None
+    except (SafetensorError, OSError) as error:
+        raise GemscError(
+            f"{path} is damaged: {error}", help="compile again to write it anew"
+        ) from None
+
+
+def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and all buffers, persistent or not, under the user's names."""
+    return dict([*stage.named_parameters(), *stage.named_buffers()])
+
+
+def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give a stage that was built without memory its tensors.
+
+    Raises:
+        GemscError: a tensor is missing or has another shape.
+    """
+    for name, empty in stage_tensors(stage).items():
+        if name not in tensors:
+            raise GemscError(f"the weights have no '{name}'", help="compile again")
+        tensor = tensors[name]
+        if tensor.shape != empty.shape:
+            raise GemscError(
+                f"weights '{name}' have shape {list(tensor.shape)}, the program needs "
+                f"{list(empty.shape)}",
+                help="take weights of this model, or compile again",
+            )
+        owner, _, last = name.rpartition(".")
+        module = stage.get_submodule(owner)
+        value = tensor.to(device)
+        if isinstance(empty, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=empty.requires_grad)
+            module._parameters[last] = value
+        elif last in module._buffers:
+            module._buffers[last] = value
+        else:
+            raise InternalError(f"'{name}' is neither parameter nor buffer")

@@ -1,0 +1,356 @@
+"""Worker: what a rank has (stages, link, batch) and what its generated file calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gemsc.errors import GemscError
+from gemsc.runtime.link import Incoming, Link
+from gemsc.runtime.message import Input, Message
+from gemsc.runtime.progress import Status
+from gemsc.runtime.transport import Request
+
+__all__ = ["Worker"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[GradientEdge | None, ...]
+    buffers: list[Tensor]
+
+
+@dataclass
+class Worker:
+    """One rank at work.
+
+    Receives are posted one micro-batch ahead, sends never block, and a received buffer
+    is used again only when nothing refers to its memory any more.
+    """
+
+    link: Link
+    stages: dict[str, nn.Module]
+    inputs: Mapping[str, Input]
+    num_micro_batches: int
+    seed: int = 0
+    first_rank: int = 0  # of this copy of the model
+    float_dtype: torch.dtype | None = None
+    status: Status = field(default_factory=Status)
+    optimizer: torch.optim.Optimizer | None = None
+    before_update: Callable[[], None] | None = None
+    steps_done: int = 0
+
+    def __post_init__(self) -> None:
+        self._batch: dict[str, Tensor] = {}
+        self._in_flight: dict[tuple[str, int], _InFlight] = {}
+        self._taken: list[Tensor] = []
+        self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._posted: dict[Message, Incoming] = {}
+        self._habit: dict[bool, dict[Message, None]] = {True: {}, False: {}}
+        self._sends: list[Request] = []
+        self._losses: list[Tensor] = []
+        self._results: list[tuple[Tensor | None, Any]] = []
+        self._training = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.link.streams.device
+
+    @property
+    def rank(self) -> int:
+        """This rank among those of its copy of the model."""
+        return self.link.transport.rank - self.first_rank
+
+    # ------------------------------------------------------- one step
+
+    def begin(self, batch: dict[str, Tensor], *, training: bool) -> None:
+        """Take this step's batch (see `bind_batch`) and post the first receives."""
+        self._batch = batch
+        self._training = training
+        self._losses.clear()
+        self._results.clear()
+        self.status.step = self.steps_done
+        for message in self._habit[training]:
+            self._post(message)
+
+    def end(self) -> None:
+        """Wait until all that this rank sent has arrived."""
+        self.link.wait(*self._sends)
+        self._sends.clear()
+        self._batch = {}
+        self.status.idle()
+        if self._training:
+            self.steps_done += 1
+
+    def loss_sum(self) -> Tensor:
+        """Return the sum of this step's losses on this rank, as a float64 scalar."""
+        if not self._losses:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(self._losses).sum(dtype=torch.float64).cpu()
+
+    @property
+    def results(self) -> list[tuple[Tensor | None, Any]]:
+        """(loss, output) of each micro-batch of an evaluation step."""
+        return self._results
+
+    # ------------------------------------- what generated files call
+
+    def input(self, name: str, m: int) -> Tensor:
+        """Return this micro-batch's part of a tensor of the batch."""
+        tensor, size = self._batch[name], self.inputs[name].shape
+        if tuple(tensor.shape) != size:
+            tensor = tensor[m * size[0] : (m + 1) * size[0]]
+        return tensor.to(self.device, non_blocking=True)
+
+    def receive(self, message: Message, m: int) -> Any:
+        """Return the message's value (a tuple if it has several), waiting politely."""
+        if message.source == message.dest:
+            return _single(self._local.pop((message.tag, m)))
+        if message not in self._posted:
+            self._post(message)
+            self._habit[self._training][message] = None
+        buffer = self._posted.pop(message).take()
+        if m + 1 < self.num_micro_batches:
+            self._post(message)
+        self._taken.append(buffer)
+        tensors = message.unpack(buffer, self._dtypes(message))
+        if self._training and not message.is_gradient:
+            for tensor, value in zip(tensors, message.values, strict=True):
+                tensor.requires_grad_(value.gradient)
+        return _single(tuple(tensors))
+
+    def send(self, message: Message, m: int, *tensors: Tensor) -> None:
+        """Start to send; never blocks."""
+        if message.source == message.dest:
+            values = zip(tensors, message.values, strict=True)
+            self._local[message.tag, m] = tuple(
+                tensor.detach().requires_grad_(
+                    value.gradient and self._training and not message.is_gradient
+                )
+                for tensor, value in values
+            )
+            return
+        packed = message.pack(tensors)
+        dest = message.dest + self.first_rank
+        self._sends = [request for request in self._sends if not request.done()]
+        self._sends.append(self.link.send(packed, dest, message.tag))
+
+    def run(self, stage: str, m: int, *inputs: Tensor) -> Any:
+        """Run a stage forward and keep what its backward needs."""
+        self.status.enter("forward", stage, m)
+        module = self.stages[stage]
+        if getattr(module, "draws_random_numbers", False):
+            torch.manual_seed(_mix(self.seed, self.steps_done, stage, m))
+        result = module(*inputs)
+        outputs = result if isinstance(result, tuple) else (result,)
+        self._in_flight[stage, m] = _InFlight(
+            tuple(tensor for tensor in inputs if tensor.requires_grad),
+            tuple(_edge(tensor) for tensor in outputs),
+            self._taken,
+        )
+        self._taken = []
+        return result
+
+    def backward(
+        self, stage: str, m: int, *gradients: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Run a stage backward; return the gradients of its inputs.
+
+        `gradients` belong to the stage's outputs, in order; None where none flows back.
+        """
+        self.status.enter("backward", stage, m)
+        kept = self._in_flight.pop((stage, m))
+        pairs = [
+            (edge, gradient)
+            for edge, gradient in zip(kept.outputs, gradients, strict=True)
+            if edge is not None and gradient is not None
+        ]
+        if pairs:
+            edges, flowing = zip(*pairs, strict=True)
+            torch.autograd.backward(edges, flowing)
+        result = tuple(
+            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            for tensor in kept.inputs
+        )
+        buffers = kept.buffers + self._taken
+        self._taken = []
+        del kept, pairs
+        for buffer in buffers:
+            self._recycle(buffer)
+        return result
+
+    @property
+    def loss_gradient(self) -> Tensor:
+        """What each micro-batch's loss weighs in the mean over the batch."""
+        loss = self._losses[-1]
+        return torch.full_like(loss, 1.0 / self.num_micro_batches)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Book the loss of a micro-batch."""
+        self._losses.append(loss.detach())
+
+    def evaluate(self, stage: str, m: int, *inputs: Tensor) -> Any:
+        """Run a stage in evaluation mode, without gradients."""
+        self.status.enter("evaluation", stage, m)
+        self._taken = []
+        with torch.no_grad():
+            return self.stages[stage](*inputs)
+
+    def evaluate_apart(self, stage: str, m: int, *inputs: Tensor) -> Any:
+        """Run a stage whose evaluation differs from its training in more than modes."""
+        self.status.enter("evaluation", stage, m)
+        self._taken = []
+        with torch.no_grad():
+            return self.stages[stage].forward_eval(*inputs)  # type: ignore[operator]
+
+    def add_result(self, m: int, loss: Tensor | None, output: Any) -> None:
+        """Keep what the model returned for a micro-batch."""
+        self._results.append((loss, output))
+
+    def reduce_gradients(self, shared: Mapping[str, tuple[int, ...]]) -> None:
+        """Add up the gradients of parameters that several ranks hold."""
+        self.status.enter("gradient reduction")
+        named = self.named_parameters()
+        waits = []
+        for name, ranks in shared.items():
+            parameter = named[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            members = tuple(rank + self.first_rank for rank in ranks)
+            group = self.link.transport.group(members)
+            waits.append(self.link.all_reduce(group, parameter.grad))
+        self.link.wait(*waits)
+
+    def update(self) -> None:
+        """Let the optimizer make its step and drop the gradients."""
+        self.status.enter("optimizer step")
+        if self.before_update is not None:
+            self.before_update()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        else:
+            for parameter in self.named_parameters().values():
+                parameter.grad = None
+
+    # -------------------------------------------------------- helpers
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters under the user's names."""
+        return {
+            name: parameter
+            for stage in self.stages.values()
+            for name, parameter in stage.named_parameters()
+        }
+
+    def bind_batch(self, sources: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Pick this rank's tensors out of a batch and check them.
+
+        `sources` holds "input" and "target" as the user gave them.
+
+        Raises:
+            GemscError: a tensor is missing, or its shape or dtype does not fit.
+        """
+        return {
+            name: self._check_input(item, _pick(sources, item))
+            for name, item in self.inputs.items()
+        }
+
+    def _check_input(self, item: Input, tensor: Tensor) -> Tensor:
+        shape, count = item.shape, self.num_micro_batches
+        whole = (count * shape[0], *shape[1:]) if shape else shape
+        if tuple(tensor.shape) not in (whole, shape):
+            raise GemscError(
+                f"{item.name} has shape {list(tensor.shape)}, this program takes "
+                f"{list(whole)}: {count} micro-batches of {list(shape)}",
+                help=f"give batches of {whole[0] if whole else 1}, or compile again "
+                "with another --micro-batches or other example_inputs()",
+            )
+        dtype = self._dtype(item.dtype)
+        if tensor.dtype != dtype and not (
+            tensor.is_floating_point() and dtype.is_floating_point
+        ):
+            raise GemscError(
+                f"{item.name} has dtype {tensor.dtype}, this program takes {dtype}",
+                help="convert it, or compile again with such example_inputs()",
+            )
+        return tensor.to(dtype)
+
+    def _post(self, message: Message) -> None:
+        """Post the receive of a message's next micro-batch."""
+        shape, dtype = message.buffer(self._dtypes(message))
+        source = message.source + self.first_rank
+        self._posted[message] = self.link.receive(shape, dtype, source, message.tag)
+
+    def _recycle(self, buffer: Tensor) -> None:
+        """Give a buffer back unless something still refers to its memory.
+
+        A gradient may have been handed on without a copy, for example to a parameter.
+        """
+        buffer = buffer.detach()
+        if _storage_users(buffer) <= _ALONE:
+            self.link.release(buffer)
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if self.float_dtype is not None and dtype.is_floating_point:
+            return self.float_dtype
+        return dtype
+
+    def _dtypes(self, message: Message) -> tuple[torch.dtype, ...]:
+        return tuple(self._dtype(value.dtype) for value in message.values)
+
+
+def _single(tensors: tuple[Tensor, ...]) -> Any:
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _edge(tensor: Any) -> GradientEdge | None:
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        return get_gradient_edge(tensor)
+    return None
+
+
+def _storage_users(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def _count_alone() -> int:
+    """Return the users of a storage that only a buffer and its detached view have."""
+    buffer = torch.empty(1)
+    return _storage_users(buffer.detach())
+
+
+_ALONE = _count_alone()
+
+
+def _mix(seed: int, step: int, stage: str, m: int) -> int:
+    """Return a seed of 63 bits for one stage, step and micro-batch (FNV-1a)."""
+    value = 0xCBF29CE484222325
+    for byte in f"{seed}/{step}/{stage}/{m}".encode():
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
+    return value >> 1
+
+
+def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
+    value: Any = sources
+    for part in item.path:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            raise GemscError(
+                f"the batch has no {item.name}",
+                help="give it the structure of example_inputs() and of the target",
+            ) from None
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value)
+    return value

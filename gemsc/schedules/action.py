@@ -1,0 +1,249 @@
+"""What a schedule is made of: actions, the task to be scheduled, the timeline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from gemsc.errors import InternalError
+
+__all__ = ["Action", "Edge", "Kind", "StageCost", "Task", "Timed", "Timeline"]
+
+_MARK = "'"
+_TEXT = re.compile(r"(\d+)([FBW])(\d+)('*)")
+
+
+class Kind(StrEnum):
+    """What an action computes.
+
+    BACKWARD is the whole backward, or the part that gives the gradients of the inputs
+    where the schedule splits it; WEIGHT is then the rest.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One stage's work on one micro-batch of one replica.
+
+    As text: `2F0` is the forward of stage 2 on micro-batch 0; each ' after it counts
+    one replica up: `2F0'` is the same in replica 1.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    replica: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}{_MARK * self.replica}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action that `str()` wrote as `text`.
+
+        Raises:
+            ValueError: the text is no action.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"'{text}' is no action; one looks like 2F0")
+        stage, kind, micro_batch, marks = match.groups()
+        return cls(Kind(kind), int(stage), int(micro_batch), len(marks))
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Seconds and bytes of one stage for one micro-batch.
+
+    `backward` is the whole backward; `weight` is the part of it that can wait, the
+    gradients of the weights. `saved_bytes` are kept from the beginning of the forward
+    to the end of the backward; `resident_bytes` are there all the time.
+    """
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+    saved_bytes: int = 1
+    resident_bytes: int = 0
+
+    def seconds(self, kind: Kind, *, split: bool = False) -> float:
+        """Return how long an action takes; `split` if weight gradients are apart."""
+        if kind is Kind.FORWARD:
+            return self.forward
+        if kind is Kind.WEIGHT:
+            return self.weight
+        return self.backward - self.weight if split else self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Stage `dest` uses values of stage `source`; `seconds` if their ranks differ."""
+
+    source: int
+    dest: int
+    seconds: float = 0.0
+    num_bytes: int = 0
+    gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one training step has to do, and where.
+
+    `placement[replica][stage]` is a rank, `micro_batches[replica]` their number.
+    `memory_cap` bounds the bytes of each rank: resident ones of all its stages, and
+    saved ones of what is in flight. Without backward nothing stays in flight.
+    """
+
+    stages: tuple[StageCost, ...]
+    edges: tuple[Edge, ...]
+    placement: tuple[tuple[int, ...], ...]
+    micro_batches: tuple[int, ...]
+    has_backward: bool = True
+    memory_cap: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.placement) != len(self.micro_batches):
+            raise InternalError("the replicas of placement and micro_batches differ")
+        if any(len(ranks) != len(self.stages) for ranks in self.placement):
+            raise InternalError("the placement has not one rank for each stage")
+        for edge in self.edges:
+            if not 0 <= edge.source < edge.dest < len(self.stages):
+                raise InternalError(f"{edge} does not lead to a later stage")
+
+    @classmethod
+    def chain(
+        cls,
+        stages: Sequence[StageCost],
+        micro_batches: Sequence[int],
+        *,
+        placement: Sequence[Sequence[int]] | None = None,
+        seconds: float = 0.0,
+        skips: Sequence[Edge] = (),
+        has_backward: bool = True,
+        memory_cap: int | None = None,
+    ) -> Task:
+        """Return the task of a row of stages, by default each on a rank of its own."""
+        links = [Edge(s, s + 1, seconds) for s in range(len(stages) - 1)]
+        ranks = placement or [range(len(stages))] * len(micro_batches)
+        return cls(
+            tuple(stages),
+            (*links, *skips),
+            tuple(tuple(replica) for replica in ranks),
+            tuple(micro_batches),
+            has_backward,
+            memory_cap,
+        )
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return 1 + max(rank for replica in self.placement for rank in replica)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each rank the (replica, stage) pairs that it runs."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
+        for replica, ranks in enumerate(self.placement):
+            for stage, rank in enumerate(ranks):
+                found[rank].append((replica, stage))
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[Edge, ...], ...]:
+        """For each stage the edges that lead to it."""
+        return tuple(
+            tuple(e for e in self.edges if e.dest == s) for s in range(len(self.stages))
+        )
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[Edge, ...], ...]:
+        """For each stage the edges that begin there."""
+        return tuple(
+            tuple(e for e in self.edges if e.source == s)
+            for s in range(len(self.stages))
+        )
+
+    @cached_property
+    def stages_to_end(self) -> tuple[int, ...]:
+        """For each stage the stages on the longest path from it to an end, with it."""
+        length = [1] * len(self.stages)
+        for stage in reversed(range(len(self.stages))):
+            for edge in self.outputs[stage]:
+                length[stage] = max(length[stage], 1 + length[edge.dest])
+        return tuple(length)
+
+    def resident_bytes(self, rank: int) -> int:
+        """Return the bytes that are on a rank all the time."""
+        return sum(self.stages[stage].resident_bytes for _, stage in self.lanes[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action with its predicted begin and end in seconds."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What each rank does and when, as predicted.
+
+    `peak_bytes` are resident and saved bytes, `peak_live` counts the forwards of any
+    stage whose backward is not yet done: both the largest at any time, for each rank.
+    """
+
+    ranks: tuple[tuple[Timed, ...], ...]
+    makespan: float
+    peak_bytes: tuple[int, ...]
+    peak_live: tuple[int, ...]
+
+    def order(self, rank: int) -> tuple[Action, ...]:
+        """Return the actions of one rank, in order."""
+        return tuple(timed.action for timed in self.ranks[rank])
+
+    @property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of all ranks, in order."""
+        return tuple(self.order(rank) for rank in range(len(self.ranks)))
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time, 0 to 1, in which they have nothing to do."""
+        total = self.makespan * len(self.ranks)
+        busy = sum(timed.end - timed.start for rank in self.ranks for timed in rank)
+        return 1.0 - busy / total if total else 0.0
+
+    def grid(self, unit: float | None = None) -> str:
+        """Return a picture: a row for each rank, a column for each unit of time.
+
+        Without a unit it is the shortest action. `--` goes on with the action before,
+        `.` is idle time:
+
+            rank 0  0F0 0F1 .   .   0B0 --
+            rank 1  .   1F0 1B0 --  1F1 1B1
+        """
+        lengths = [t.end - t.start for rank in self.ranks for t in rank]
+        unit = unit or min((s for s in lengths if s > 0), default=1.0)
+        columns = max(1, round(self.makespan / unit))
+        rows = [[""] * columns for _ in self.ranks]
+        for row, rank in zip(rows, self.ranks, strict=True):
+            for timed in rank:
+                first = min(columns - 1, round(timed.start / unit))
+                last = min(columns, max(first + 1, round(timed.end / unit)))
+                row[first:last] = [str(timed.action), *["--"] * (last - first - 1)]
+        width = max(len(cell) for row in rows for cell in row)
+        return "\n".join(
+            f"rank {rank}  "
+            + " ".join((cell or ".").ljust(width) for cell in row).rstrip()
+            for rank, row in enumerate(rows)
+        )

@@ -1,0 +1,153 @@
+"""Find the loops in a list of actions, so that it can be written as a person would.
+
+Example, 1F1B on rank 1 of 4 with 8 micro-batches:
+    F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7    ->
+    for m in range(0, 2): F(m)
+    for m in range(2, 8): F(m), B(m - 2)
+    for m in range(6, 8): B(m)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gemsc.schedules.action import Action, Kind
+
+__all__ = ["Loop", "Step", "expand", "find_loops", "num_lines"]
+
+# The longest loop body that is looked for; and how much shorter than possible a loop
+# may be, so that its body can begin with a forward.
+_LONGEST_BODY = 128
+_SHORTER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """`for m in range(first, last_exclusive, step)`: actions on micro-batch m + offset.
+
+    The actions of `body` have micro-batch 0; the first forward among them, or the first
+    action if there is none, has offset 0.
+    """
+
+    first: int
+    last_exclusive: int
+    body: tuple[tuple[Action, int], ...]
+    step: int = 1
+
+    def __iter__(self) -> Iterator[Action]:
+        for m in range(self.first, self.last_exclusive, self.step):
+            for action, offset in self.body:
+                yield replace(action, micro_batch=m + offset)
+
+    def __str__(self) -> str:
+        bounds = f"{self.first}, {self.last_exclusive}"
+        if self.step != 1:
+            bounds += f", {self.step}"
+        names = [
+            str(action).replace(
+                f"{action.kind}0",
+                f"{action.kind}(m{f'{offset:+}' if offset else ''})",
+                1,
+            )
+            for action, offset in self.body
+        ]
+        return f"for m in range({bounds}): {' '.join(names)}"
+
+
+Step = Action | Loop
+
+
+def expand(steps: Sequence[Step]) -> tuple[Action, ...]:
+    """Return the actions that the steps stand for."""
+    actions: list[Action] = []
+    for step in steps:
+        actions.extend(step if isinstance(step, Loop) else (step,))
+    return tuple(actions)
+
+
+def num_lines(steps: Sequence[Step]) -> int:
+    """Return the lines that the steps take: one for each action and each `for`."""
+    return sum(1 + len(s.body) if isinstance(s, Loop) else 1 for s in steps)
+
+
+def find_loops(actions: Sequence[Action]) -> tuple[Step, ...]:
+    """Return the shortest steps that stand for the actions, in their order.
+
+    Dynamic programming from the end: the best way to write what begins at a position is
+    one action, or a loop, and the best way to write the rest. Among texts with as many
+    lines the one with fewer steps is taken, then the one whose loops begin with their
+    forwards.
+    """
+    total = len(actions)
+    longest = min(_LONGEST_BODY, total // 2)
+    runs = [_runs(actions, length) for length in range(1, longest + 1)]
+    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (total + 1)
+    choice: list[tuple[int, int]] = [(1, 1)] * total
+    for start in reversed(range(total)):
+        after = best[start + 1]
+        best[start] = (after[0] + 1, after[1] + 1, after[2])
+        for length, run in enumerate(runs, start=1):
+            most = 1 + run[start] // length
+            for repeats in range(most, max(1, most - _SHORTER), -1):
+                after = best[start + length * repeats]
+                late = _late_forwards(actions, start, length)
+                cost = (after[0] + 1 + length, after[1] + 1, after[2] + late)
+                if cost < best[start]:
+                    best[start], choice[start] = cost, (length, repeats)
+    steps: list[Step] = []
+    start = 0
+    while start < total:
+        length, repeats = choice[start]
+        steps.append(_step(actions, start, length, repeats))
+        start += length * repeats
+    return tuple(steps)
+
+
+def _runs(actions: Sequence[Action], length: int) -> list[int]:
+    """Return, for each position, how long the actions repeat those `length` later.
+
+    They repeat while they differ in the micro-batch alone, and always by as much.
+    """
+    total = len(actions)
+    runs = [0] * total
+    next_step: int | None = None
+    for position in reversed(range(total - length)):
+        here, there = actions[position], actions[position + length]
+        if (here.kind, here.stage, here.replica) != (
+            there.kind,
+            there.stage,
+            there.replica,
+        ):
+            next_step = None
+            continue
+        step = there.micro_batch - here.micro_batch
+        if step:
+            runs[position] = 1 + (runs[position + 1] if step == next_step else 0)
+        next_step = step or None
+    return runs
+
+
+def _late_forwards(actions: Sequence[Action], start: int, length: int) -> int:
+    """Return 1 if a loop body has a forward but does not begin with one."""
+    if actions[start].kind is Kind.FORWARD:
+        return 0
+    body = actions[start + 1 : start + length]
+    return int(any(action.kind is Kind.FORWARD for action in body))
+
+
+def _step(actions: Sequence[Action], start: int, length: int, repeats: int) -> Step:
+    """Return one action or loop of the text."""
+    if repeats == 1:
+        return actions[start]
+    body = actions[start : start + length]
+    forwards = [action for action in body if action.kind is Kind.FORWARD]
+    first = (forwards or body)[0].micro_batch
+    step = actions[start + length].micro_batch - actions[start].micro_batch
+    last = first + (repeats - 1) * step
+    return Loop(
+        first,
+        last + (1 if step > 0 else -1),
+        tuple((replace(a, micro_batch=0), a.micro_batch - first) for a in body),
+        step,
+    )

@@ -1,0 +1,118 @@
+"""The schedules: each a few settings of the one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemsc.schedules.action import Action, Kind, Task
+from gemsc.schedules.engine import Policy
+
+__all__ = [
+    "BASIC",
+    "BIDIRECTIONAL",
+    "CHIMERA",
+    "GPIPE",
+    "INTERLEAVED",
+    "MASTER",
+    "ONE_FORWARD_ONE_BACKWARD",
+    "ZB_H1",
+    "Schedule",
+    "place",
+]
+
+_FORWARD_FIRST = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """An entry of `SCHEDULES`: a policy, and the placement that it is made for."""
+
+    policy: Policy
+    description: str
+    placement: str = "linear"
+    num_replicas: int = 1
+
+
+def place(
+    kind: str, num_stages: int, num_ranks: int, num_replicas: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """Return `ranks[replica][stage]`.
+
+    linear    consecutive stages share a rank
+    looped    stage s on rank s mod ranks
+    folded    0 1 2 2 1 0: the stages go up the ranks and come back
+    mirrored  odd replicas go the other way
+    """
+    if kind == "looped":
+        row = [stage % num_ranks for stage in range(num_stages)]
+    elif kind == "folded":
+        turn = [*range(num_ranks), *reversed(range(num_ranks))]
+        row = [turn[stage % len(turn)] for stage in range(num_stages)]
+    else:
+        row = [stage * num_ranks // num_stages for stage in range(num_stages)]
+    mirrored = [num_ranks - 1 - rank for rank in row]
+    return tuple(
+        tuple(mirrored if kind == "mirrored" and replica % 2 else row)
+        for replica in range(num_replicas)
+    )
+
+
+def one(task: Task, replica: int, stage: int) -> int:
+    """One at a time."""
+    return 1
+
+
+def stages_to_end(task: Task, replica: int, stage: int) -> int:
+    """As many as there are stages from here to the end, over those that share a rank.
+
+    That is how many micro-batches enter while one goes to the end and comes back; one
+    more where ranks have several stages, whose turns do not always fit.
+    """
+    ranks = task.placement[replica]
+    share = max(ranks.count(rank) for rank in ranks)
+    return -(-task.stages_to_end[stage] // share) + (share > 1)
+
+
+def all_stages(task: Task, replica: int, stage: int) -> int:
+    """As many as the longest path has stages."""
+    return max(task.stages_to_end)
+
+
+def half_the_ranks(task: Task, replica: int, stage: int) -> int:
+    """Half as many as there are ranks: the other half comes from the other end."""
+    return max(1, task.num_ranks // 2)
+
+
+def in_groups(task: Task, action: Action) -> tuple[int, ...]:
+    """As many micro-batches as there are ranks go through one chunk, then the next."""
+    group = task.num_ranks
+    lanes = [s for r, s in task.lanes[_rank(task, action)] if r == action.replica]
+    chunk = lanes.index(action.stage)
+    if action.kind is not Kind.FORWARD:
+        chunk = -chunk
+    return action.micro_batch // group, chunk, action.micro_batch, action.replica
+
+
+def interleaved_live(task: Task, rank: int) -> int:
+    """2 (N - 1 - rank) + (chunks - 1) N + 1: what keeps all N ranks busy."""
+    chunks = len(task.lanes[rank])
+    return 2 * (task.num_ranks - 1 - rank) + (chunks - 1) * task.num_ranks + 1
+
+
+def _rank(task: Task, action: Action) -> int:
+    return task.placement[action.replica][action.stage]
+
+
+BASIC = Policy(in_flight=one)
+GPIPE = Policy(kinds=_FORWARD_FIRST, flush=True)
+ONE_FORWARD_ONE_BACKWARD = Policy(in_flight=stages_to_end)
+INTERLEAVED = Policy(
+    kinds=_FORWARD_FIRST,
+    key=in_groups,
+    rank_live=interleaved_live,
+    strict_forward=True,
+)
+MASTER = Policy(live_runs=1)
+BIDIRECTIONAL = Policy(in_flight=one)
+CHIMERA = Policy(kinds=_FORWARD_FIRST, in_flight=half_the_ranks)
+ZB_H1 = Policy(in_flight=all_stages, held=all_stages, split_backward=True)

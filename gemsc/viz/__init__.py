@@ -1,0 +1,1 @@
+"""Pictures and tables of a compiled program."""

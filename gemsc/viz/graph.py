@@ -1,0 +1,145 @@
+"""The graph as a picture: stages as coloured clusters of blocks, skips drawn apart."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import graphviz
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.program import Block, Program
+from gemsc.units import show_bytes, show_flops
+
+__all__ = ["draw", "render"]
+
+FILLS = ("#dbe9f6", "#fde5cf", "#dff0d8", "#f6dbe9", "#e9e3f5", "#fdf3c7", "#d7f0ef")
+LINES = ("#2f6ea8", "#c26a12", "#3d8b37", "#a8326e", "#6a4fa3", "#a08a00", "#1d8a86")
+SKIP = "#c0392b"
+DOT_SECONDS = 60
+
+
+def draw(program: Program) -> str:
+    """Return the DOT text of a program with stages and transfers."""
+    picture = graphviz.Digraph(program.name)
+    picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.25", ranksep="0.3")
+    picture.attr("node", shape="box", style="filled,rounded", fontname="Helvetica")
+    picture.attr("node", fontsize="10", fillcolor="white", color="#888888")
+    picture.attr("edge", fontname="Helvetica", fontsize="9", color="#555555")
+    for item in program.inputs:
+        label = f"{item.name}\n{item.spec}"
+        picture.node(_id(item.name), label, shape="ellipse", style="solid")
+    for stage in program.require_stages():
+        colour = stage.index % len(FILLS)
+        with picture.subgraph(name=f"cluster_stage{stage.index}") as cluster:
+            cluster.attr(
+                label=_stage_label(program, stage.index),
+                style="filled,rounded",
+                fillcolor=FILLS[colour],
+                color=LINES[colour],
+                fontsize="12",
+            )
+            for block in stage.blocks:
+                cluster.node(_id(block.index), _block_label(block))
+    _draw_edges(picture, program)
+    return str(picture.source)
+
+
+def render(dot: str, path: Path) -> str | None:
+    """Write `path` (.svg) from DOT text; return why not, if it cannot be drawn.
+
+    The DOT text is left beside it in any case.
+    """
+    source = path.with_suffix(".dot")
+    source.write_text(dot, encoding="utf-8")
+    program = shutil.which("dot")
+    if program is None:
+        return (
+            f"{path.name} needs Graphviz' program `dot`, which is not installed "
+            f"(apt-get install graphviz); {source} is there: dot -Tsvg -O {source}"
+        )
+    beside = path.with_name(f".{path.name}")
+    command = [program, "-Tsvg", "-o", str(beside), str(source)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=DOT_SECONDS)
+    except (subprocess.SubprocessError, OSError) as error:
+        beside.unlink(missing_ok=True)
+        return (
+            f"`dot` could not draw {path.name} ({type(error).__name__}): see {source}"
+        )
+    beside.replace(path)
+    return None
+
+
+def _stage_label(program: Program, index: int) -> str:
+    stage = program.require_stages()[index]
+    label = f"stage {index}"
+    if program.placement is not None:
+        ranks = sorted({r for rep in program.placement.ranks for r in rep[index]})
+        word = "rank" if len(ranks) == 1 else "ranks"
+        label += f"  -  {word} {', '.join(map(str, ranks))}"
+    return (
+        f"{label}\n{show_flops(stage.total('flops'))}, "
+        f"{show_bytes(stage.total('parameter_bytes'))} parameters, "
+        f"{show_bytes(stage.total('saved_bytes'))} saved"
+    )
+
+
+def _block_label(block: Block) -> str:
+    last = block.nodes[-1]
+    shape = ""
+    if meta.tensors(last):
+        shape = f"\n{list(meta.tensors(last)[0].shape)}"
+    heavy = sum(meta.facts(node).heavy for node in block.nodes)
+    work = (
+        f"{len(block.nodes)} nodes, {heavy} heavy, {show_flops(block.total('flops'))}"
+    )
+    return f"{block.name}\n{work}{shape}"
+
+
+def _draw_edges(picture: graphviz.Digraph, program: Program) -> None:
+    """Draw one arrow for each pair of blocks; red and dashed where it jumps a block."""
+    block_of: dict[fx.Node, Block] = {
+        node: block for block in program.blocks or () for node in block.nodes
+    }
+    stage_of = {
+        block.index: stage.index
+        for stage in program.require_stages()
+        for block in stage.blocks
+    }
+    values: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
+    kinds: dict[tuple[str, str], str] = {}
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            continue
+        source = block_of.get(node)
+        for user in node.users:
+            dest = block_of.get(user)
+            if dest is None or dest is source:
+                continue
+            tail = _id(source.index if source else node.name)
+            key = (tail, _id(dest.index))
+            if node not in values[key]:
+                values[key].append(node)
+            jump = dest.index - source.index if source else 1
+            crosses = source and stage_of[source.index] != stage_of[dest.index]
+            kinds[key] = "skip" if jump > 1 else "cut" if crosses else "plain"
+    for (tail, head), nodes in values.items():
+        size = show_bytes(sum(meta.facts(node).output_bytes for node in nodes))
+        kind = kinds[tail, head]
+        if kind == "skip":
+            picture.edge(
+                tail, head, label=f" {size}", color=SKIP, fontcolor=SKIP,
+                style="dashed", constraint="false",
+            )  # fmt: skip
+        elif kind == "cut":
+            picture.edge(tail, head, label=f" {size}", penwidth="2")
+        else:
+            picture.edge(tail, head)
+
+
+def _id(key: str | int) -> str:
+    return f"block{key}" if isinstance(key, int) else f"input_{key}"

@@ -1,0 +1,125 @@
+"""`gemsc show`: a plan as tables on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gemsc.plan import Plan
+from gemsc.units import show_bytes, show_flops, show_seconds
+
+__all__ = ["show"]
+
+BAR = 40
+ACTIONS = 24
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print stages, skips, transfers, memory and the order of each rank."""
+    console.print(_summary(plan))
+    parts = (_stages(plan), _skips(plan), _transfers(plan), _memory(plan), _order(plan))
+    for part in parts:
+        console.print()
+        console.print(part)
+
+
+def _summary(plan: Plan) -> RenderableType:
+    return Group(
+        Text(f"{plan.model}: {plan.ranks} ranks, {plan.schedule}, "
+             f"{plan.micro_batches} micro-batches, placement {plan.placement}",
+             style="bold"),
+        Text(plan.command, style="dim"),
+        Text(
+            f"predicted: {show_seconds(plan.step_seconds)} a step, "
+            f"{plan.bubble:.0%} of the ranks' time idle"
+        ),
+    )  # fmt: skip
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        numeric = index > 0 and column not in ("blocks", "to", "value", "values")
+        table.add_column(column, justify="right" if numeric else "left")
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    table = _table(
+        "stages (one micro-batch)",
+        "stage", "blocks", "ranks", "work", "parameters", "kept", "forward", "backward",
+        "share",
+    )  # fmt: skip
+    total = sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
+    for stage in plan.stages:
+        names = stage.blocks
+        shown = ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
+        seconds = stage.forward_seconds + stage.backward_seconds
+        table.add_row(
+            str(stage.index),
+            f"{shown} ({len(names)})",
+            ", ".join(map(str, stage.ranks)),
+            show_flops(stage.flops),
+            show_bytes(stage.parameter_bytes),
+            show_bytes(stage.saved_bytes),
+            show_seconds(stage.forward_seconds),
+            show_seconds(stage.backward_seconds),
+            f"{seconds / total:.0%}",
+        )
+    return table
+
+
+def _skips(plan: Plan) -> RenderableType:
+    if not plan.skips:
+        return Text("no skip jumps over a block")
+    table = _table("skips over blocks", "value", "from", "to", "bytes", "kind")
+    for skip in plan.skips:
+        table.add_row(
+            skip["value"],
+            skip["source"],
+            skip["dest"],
+            show_bytes(skip["num_bytes"]),
+            skip["kind"],
+        )
+    return table
+
+
+def _transfers(plan: Plan) -> RenderableType:
+    if not plan.transfers:
+        return Text("nothing travels between ranks")
+    table = _table(
+        "transfers (each micro-batch)", "from stage", "to", "values", "bytes", "back"
+    )
+    for transfer in plan.transfers:
+        table.add_row(
+            str(transfer.source),
+            str(transfer.dest),
+            ", ".join(transfer.values),
+            show_bytes(transfer.num_bytes),
+            "gradient" if transfer.gradient else "-",
+        )
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = _table("predicted peak memory", "rank", "bytes", "of the fullest")
+    fullest = max(plan.peak_bytes, default=1) or 1
+    for rank, size in enumerate(plan.peak_bytes):
+        bar = "#" * max(1, round(BAR * size / fullest))
+        table.add_row(str(rank), show_bytes(size), Text(bar.ljust(BAR)))
+    return table
+
+
+def _order(plan: Plan) -> Table:
+    table = _table(
+        "order of one step (2F0: stage 2, forward, micro-batch 0)", "rank", ""
+    )
+    table.columns[1].justify = "left"
+    for rank, text in enumerate(plan.order):
+        actions = text.split(" ")
+        shown = " ".join(actions[:ACTIONS])
+        if len(actions) > ACTIONS:
+            shown += f" ... {len(actions) - ACTIONS} more"
+        table.add_row(str(rank), shown)
+    return table

@@ -1,0 +1,308 @@
+"""What every transport must do: cases for threads and, run as a program, for MPI.
+
+mpirun -n 2 python mpi_transport_program.py [case ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gemsc.errors import InternalError
+from gemsc.runtime.link import Link
+from gemsc.runtime.streams import NullStreams
+from gemsc.runtime.transport import Request, Transport
+
+Case = Callable[[Transport], None]
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+
+
+def random_bits(dtype: torch.dtype, num_values: int, seed: int) -> Tensor:
+    """Return values of all kinds, not-a-number included: equality is of bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(num_values, generator=generator) < 0.5
+    num_bytes = num_values * dtype.itemsize
+    bits = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.view(torch.uint8))
+
+
+def neighbours(transport: Transport) -> tuple[int, int]:
+    return (
+        (transport.rank - 1) % transport.size,
+        (transport.rank + 1) % transport.size,
+    )
+
+
+def every_dtype_arrives_bit_for_bit(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    requests: list[Request] = []
+    pairs = []
+    for tag, dtype in enumerate(DTYPES):
+        received = torch.zeros(1000, dtype=dtype)
+        pairs.append((received, random_bits(dtype, 1000, seed=100 * before + tag)))
+        requests.append(transport.receive(received, before, tag))
+        sent = random_bits(dtype, 1000, seed=100 * transport.rank + tag)
+        requests.append(transport.send(sent, after, tag))
+    transport.wait(*requests)
+    assert all(request.done() for request in requests)
+    assert all(same_bits(received, expected) for received, expected in pairs)
+
+
+def messages_with_one_tag_keep_their_order(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    sizes = (3, 3, 70_000, 3, 1, 70_000)  # eager and rendezvous mixed
+    received = [torch.empty(size) for size in sizes]
+    requests = [
+        transport.send(torch.full((size,), float(number)), after, 7)
+        for number, size in enumerate(sizes)
+    ]
+    requests += [transport.receive(buffer, before, 7) for buffer in received]
+    transport.wait(*requests)
+    assert [buffer[0].item() for buffer in received] == [0, 1, 2, 3, 4, 5]
+
+
+def tags_keep_messages_apart(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    first, second = torch.empty(5), torch.empty(5)
+    requests = [transport.receive(second, before, 32767)]
+    requests += [transport.send(torch.ones(5), after, 0)]
+    requests += [transport.send(torch.full((5,), 2.0), after, 32767)]
+    requests += [transport.receive(first, before, 0)]
+    transport.wait(*requests)
+    assert first.tolist() == [1.0] * 5
+    assert second.tolist() == [2.0] * 5
+
+
+def many_messages_cross_without_a_deadlock(transport: Transport) -> None:
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    sends = [
+        transport.send(torch.full((40_000,), 10.0 * transport.rank + n), other, n)
+        for n in range(20)
+        for other in others
+    ]
+    for n in reversed(range(20)):
+        for other in others:
+            buffer = torch.empty(40_000)
+            transport.wait(transport.receive(buffer, other, n))
+            assert buffer.eq(10.0 * other + n).all()
+    transport.wait(*sends)
+
+
+def a_message_of_32_mib_arrives(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    pattern = torch.arange(256, dtype=torch.uint8).repeat(2**17)
+    received = torch.empty_like(pattern)
+    request = transport.receive(received, before, 1)
+    transport.wait(transport.send(pattern + transport.rank, after, 1), request)
+    assert same_bits(received, pattern + before)
+
+
+def empty_and_scalar_tensors_arrive(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    empty, scalar = torch.empty(0, 3), torch.empty(())
+    transport.wait(
+        transport.receive(empty, before, 1),
+        transport.receive(scalar, before, 2),
+        transport.send(torch.empty(0, 3), after, 1),
+        transport.send(torch.tensor(4.0), after, 2),
+    )
+    assert scalar.item() == 4
+
+
+def a_rank_can_send_to_itself(transport: Transport) -> None:
+    received = torch.empty(100_000)
+    request = transport.receive(received, transport.rank, 1)
+    transport.wait(transport.send(torch.ones(100_000), transport.rank, 1), request)
+    assert received.eq(1).all()
+
+
+def a_posted_receive_completes_by_turns_alone(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    received = torch.zeros(100_000)
+    requests = [transport.receive(received, before, 1)]
+    requests += [transport.send(torch.ones(100_000), after, 1)]
+    deadline = time.monotonic() + 20
+    while not all(request.done() for request in requests):
+        assert time.monotonic() < deadline
+        transport.progress()
+    assert received.eq(1).all()
+
+
+def what_cannot_be_sent_is_refused(transport: Transport) -> None:
+    for tensor, peer, tag in (
+        (torch.ones(4, 4).t(), 0, 1),
+        (torch.ones(4), transport.size, 1),
+        (torch.ones(4), 0, 32768),
+        (torch.ones(4, device="meta"), 0, 1),
+    ):
+        try:
+            transport.send(tensor, peer, tag)
+        except InternalError:
+            continue
+        raise AssertionError(f"{tensor.shape} to {peer} with tag {tag} was sent")
+
+
+def sums_have_the_same_bits_on_all_ranks(transport: Transport) -> None:
+    everyone = tuple(range(transport.size))
+    group = transport.group(everyone)
+    assert transport.group(everyone) is group
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+    for dtype in dtypes:
+        for size in (1, 1000, 300_000):
+            parts = []
+            for rank in everyone:
+                generator = torch.Generator().manual_seed(rank)
+                part = torch.randn(size, generator=generator, dtype=torch.float64)
+                parts.append((part * 1000).to(dtype))
+            tensor = parts[transport.rank]
+            exact = torch.stack([part.double() for part in parts]).sum(0)
+            transport.wait(group.all_reduce(tensor))
+            error = (tensor.double() - exact).abs().max()
+            roundings = 1 if dtype in (torch.bfloat16, torch.float16) else len(parts)
+            eps = 0 if dtype == torch.int64 else torch.finfo(dtype).eps
+            assert error <= 0.51 * roundings * eps * exact.abs().max()
+            texts = transport.all_gather_object(tensor.double().sum().item().hex())
+            assert len(set(texts)) == 1
+
+
+def sums_over_overlapping_groups_are_in_flight_together(transport: Transport) -> None:
+    rank, size = transport.rank, transport.size
+    everyone = transport.group(tuple(range(size)))
+    pairs = [(first, (first + 1) % size) for first in range(size)] if size > 2 else []
+    groups = [transport.group(pair) for pair in pairs if rank in pair]
+    tensors = [torch.full((1000,), float(rank)) for _ in range(2 + len(groups))]
+    requests = [
+        group.all_reduce(tensor)
+        for group, tensor in zip([everyone, everyone, *groups], tensors, strict=True)
+    ]
+    alone = torch.ones(3)
+    requests.append(transport.group((rank,)).all_reduce(alone))
+    transport.wait(*requests)
+    total = sum(range(size))
+    expected = [total, total, *(sum(group.ranks) for group in groups)]
+    assert [tensor[0].item() for tensor in tensors] == expected
+    assert alone.tolist() == [1, 1, 1]
+
+
+def objects_reach_all_ranks(transport: Transport) -> None:
+    rank, size = transport.rank, transport.size
+    value = {"rank": rank, "text": "x" * 1000 * rank}
+    gathered = transport.all_gather_object(value)
+    assert gathered == [{"rank": n, "text": "x" * 1000 * n} for n in range(size)]
+    for root in range(size):
+        assert transport.broadcast_object((rank, [root]), root) == (root, [root])
+    transport.barrier()
+    assert 0 <= transport.local_rank < size
+
+
+def a_link_uses_its_buffers_again(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    link = Link(transport, NullStreams())
+    addresses = set()
+    for step in range(3):
+        incoming = link.receive((4, 6), torch.float32, before, 3)
+        weights = torch.full((6, 4), float(step), requires_grad=True)
+        sent = link.send(weights.t(), after, 3)
+        tensor = incoming.take()
+        assert tensor.tolist() == [[step] * 6] * 4
+        addresses.add(tensor.data_ptr())
+        link.release(tensor)
+        link.wait(sent)
+        link.progress()
+        transport.barrier()
+    assert len(addresses) == 1
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        every_dtype_arrives_bit_for_bit,
+        messages_with_one_tag_keep_their_order,
+        tags_keep_messages_apart,
+        many_messages_cross_without_a_deadlock,
+        a_message_of_32_mib_arrives,
+        empty_and_scalar_tensors_arrive,
+        a_rank_can_send_to_itself,
+        a_posted_receive_completes_by_turns_alone,
+        what_cannot_be_sent_is_refused,
+        sums_have_the_same_bits_on_all_ranks,
+        sums_over_overlapping_groups_are_in_flight_together,
+        objects_reach_all_ranks,
+        a_link_uses_its_buffers_again,
+    )
+}
+
+
+def a_rank_that_raises(transport: Transport) -> None:
+    if transport.rank == 1:
+        raise ValueError("an error on rank 1")
+    transport.wait(transport.receive(torch.empty(1), 1, 1))
+
+
+def a_message_that_is_too_short(transport: Transport) -> None:
+    if transport.rank == 1:
+        transport.wait(transport.send(torch.ones(2), 0, 1))
+        transport.barrier()
+    transport.wait(transport.receive(torch.empty(3), 1, 1))
+
+
+def a_long_wait(transport: Transport) -> None:
+    transport.barrier()
+    if transport.rank == 1:
+        time.sleep(1)
+        transport.wait(transport.send(torch.ones(2), 0, 1))
+        return
+    started = time.process_time()
+    transport.wait(transport.receive(torch.empty(2), 1, 1))
+    sys.stdout.write(f"cpu seconds {time.process_time() - started:.3f}\n")
+
+
+FAILING: dict[str, Case] = {
+    case.__name__: case
+    for case in (a_rank_that_raises, a_message_that_is_too_short, a_long_wait)
+}
+
+
+def main(names: list[str]) -> None:
+    from gemsc.runtime.mpi import MpiTransport
+
+    torch.set_num_threads(1)
+    transport = MpiTransport()
+    try:
+        for name in names or CASES:
+            (CASES | FAILING)[name](transport)
+            transport.barrier()
+            if transport.rank == 0:
+                sys.stdout.write(f"passed {name}\n")
+                sys.stdout.flush()
+        transport.close()
+    except BaseException:
+        traceback.print_exc()
+        transport.abort(3)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

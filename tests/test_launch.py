@@ -1,0 +1,247 @@
+"""Starting ranks: the command, its environment, output, signals and exit codes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gemsc.errors import GemscError
+from gemsc.runtime import launch as launching
+from gemsc.runtime.launch import (
+    TIMED_OUT,
+    ParagraphFilter,
+    find_mpirun,
+    launch,
+    mpirun_command,
+)
+
+RULE = b"-" * 74 + b"\n"
+ABORT = (
+    RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n"
+    b"  Proc: [[46500,1],1]\n  Errorcode: 1\n\nNOTE: invoking MPI_ABORT causes\n" + RULE
+)
+KILLED = (
+    RULE + b"prterun noticed that process rank 1 with PID 3960 on node vm exited on\n"
+    b"signal 9 (Killed).\n" + RULE
+)
+EXIT_CODE = (
+    RULE + b"prterun detected that one or more processes exited with non-zero status,\n"
+    b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    b"   Process name: [prterun-vm-3970@1,1]\n   Exit code:    3\n" + RULE
+)
+
+
+def fake_mpirun(folder: Path, version: str) -> Path:
+    path = folder / "mpirun"
+    path.write_text(f'#!/bin/sh\necho "{version}"\n')
+    path.chmod(0o755)
+    return path
+
+
+def use_mpirun(monkeypatch, folder: Path, version: str) -> Path:
+    path = fake_mpirun(folder, version)
+    monkeypatch.setattr(launching, "find_mpirun", lambda: path)
+    return path
+
+
+def filtered(text: bytes) -> bytes:
+    paragraphs = ParagraphFilter()
+    lines = text.splitlines(keepends=True)
+    return b"".join(map(paragraphs.feed, lines)) + paragraphs.close()
+
+
+# finding and asking mpirun
+
+
+def test_the_mpirun_beside_this_python_comes_before_the_path(tmp_path, monkeypatch):
+    beside, path = tmp_path / "beside", tmp_path / "path"
+    beside.mkdir()
+    path.mkdir()
+    fake_mpirun(path, "Open MPI")
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("PATH", str(path))
+    assert find_mpirun() == path / "mpirun"
+    fake_mpirun(beside, "Open MPI")
+    assert find_mpirun() == beside / "mpirun"
+
+
+def test_no_mpirun_is_told_with_advice(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(GemscError, match=r"help: pip install 'gemsc\[mpi\]'"):
+        find_mpirun()
+
+
+def test_open_mpi_gets_its_settings(tmp_path, monkeypatch):
+    path = use_mpirun(monkeypatch, tmp_path, "mpirun (Open MPI) 5.0.11")
+    command, env = mpirun_command(4, ["python", "x.py"], scratch=tmp_path)
+    assert command == [
+        *(str(path), "-n", "4", "--host", "localhost:4", "--bind-to", "none"),
+        *("python", "x.py"),
+    ]
+    assert env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert env["PRTE_MCA_prte_tmpdir_base"] == str(tmp_path)
+    assert env["GEMSC_NUM_RANKS"] == "4"
+
+
+def test_hydra_gets_its_own_options(tmp_path, monkeypatch):
+    path = use_mpirun(monkeypatch, tmp_path, "HYDRA build details:")
+    command, env = mpirun_command(2, ["python"])
+    assert command == [
+        *(str(path), "-n", "2", "-launcher", "fork", "-bind-to", "none", "python")
+    ]
+    assert not any(name.startswith("PRTE_MCA_prte") for name in env)
+
+
+def test_settings_of_the_user_win(tmp_path, monkeypatch):
+    use_mpirun(monkeypatch, tmp_path, "mpirun (Open MPI) 5.0.11")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert mpirun_command(2, ["python"])[1]["OMP_NUM_THREADS"] == "7"
+
+
+# what mpirun says
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (ABORT, b""),
+        (KILLED, b"rank 1 was ended by signal 9 (Killed)\n"),
+        (EXIT_CODE, b"rank 1 ended with exit code 3\n"),
+        (
+            b"a\n" + ABORT + KILLED + b"\0",
+            b"a\nrank 1 was ended by signal 9 (Killed)\n",
+        ),
+        (RULE + b"a table\n" + RULE, RULE + b"a table\n" + RULE),
+        (RULE + RULE + b"a\n", RULE + RULE + b"a\n"),
+        (RULE, RULE),
+        (KILLED[:-80], KILLED[:-80]),
+    ],
+)
+def test_only_paragraphs_of_mpirun_itself_are_summarized(text, shown):
+    assert filtered(text) == shown
+
+
+# with a program in the part of mpirun: `-n 2 --host ... --bind-to none` come first
+
+
+@pytest.fixture
+def shell_mpirun(tmp_path, monkeypatch):
+    """An mpirun that runs the command once."""
+    path = tmp_path / "mpirun"
+    path.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "Open MPI" && exit\n'
+        'shift 6\nexec "$@"\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setattr(launching, "find_mpirun", lambda: path)
+    return path
+
+
+def run(script: str, folder: Path, **options) -> tuple[int, str]:
+    with (folder / "stderr").open("w+", newline="") as stderr:
+        code = launch(2, ["sh", "-c", script], stderr=stderr, **options)
+        stderr.seek(0)
+        return code, stderr.read()
+
+
+def test_exit_code_folder_and_environment_are_passed_on(shell_mpirun, tmp_path):
+    code, text = run(
+        "pwd >&2; echo $ADDED >&2; exit 7", tmp_path, cwd=tmp_path, env={"ADDED": "yes"}
+    )
+    assert (code, text) == (7, f"{tmp_path}\nyes\n")
+
+
+def test_a_signal_that_ends_mpirun_is_an_exit_code(shell_mpirun, tmp_path):
+    assert run("kill -9 $$", tmp_path)[0] == 137
+
+
+def test_a_line_without_an_end_is_shown_as_it_comes(shell_mpirun, tmp_path):
+    _, text = run("printf '50%%\\r' >&2; printf '100%%' >&2", tmp_path)
+    assert text == "50%\r100%"
+
+
+def test_all_is_shown_on_demand(shell_mpirun, tmp_path):
+    (tmp_path / "text").write_bytes(KILLED)
+    script = f"cat {tmp_path}/text >&2"
+    assert run(script, tmp_path)[1] == "rank 1 was ended by signal 9 (Killed)\n"
+    assert run(script, tmp_path, show_all=True)[1] == KILLED.decode()
+
+
+def test_a_job_that_takes_too_long_is_ended(shell_mpirun, tmp_path):
+    started = time.monotonic()
+    assert run("sleep 30", tmp_path, timeout=0.3)[0] == TIMED_OUT
+    assert time.monotonic() - started < 5
+
+
+def test_the_scratch_folder_is_gone_after_the_job(shell_mpirun, tmp_path):
+    _, text = run("echo $PRTE_MCA_prte_tmpdir_base >&2", tmp_path)
+    folder = Path(text.strip())
+    assert folder.name.startswith("gemsc-")
+    assert len(str(folder)) < 30
+    assert not folder.exists()
+
+
+# real jobs
+
+SLEEPER = """
+import sys, time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+print("ready", MPI.COMM_WORLD.Get_size(), file=sys.stderr)
+time.sleep(60)
+"""
+
+STARTER = """
+import sys
+from gemsc.runtime.launch import launch
+sys.exit(launch(2, [sys.executable, "-c", sys.argv[1]]))
+"""
+
+
+def needs_mpirun() -> None:
+    pytest.importorskip("mpi4py")
+    try:
+        find_mpirun()
+    except GemscError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks(number):
+    needs_mpirun()
+    before = set(Path("/dev/shm").glob("gemsc-*"))
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, SLEEPER], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "ready 2\n"
+        os.kill(process.pid, number)
+        assert process.wait(20) == 128 + number
+    assert set(Path("/dev/shm").glob("gemsc-*")) <= before
+
+
+@pytest.mark.mpi
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path, monkeypatch):
+    needs_mpirun()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 30)))
+    program = SLEEPER.replace(
+        "time.sleep(60)",
+        "import os\nif MPI.COMM_WORLD.Get_rank(): os.kill(os.getpid(), 9)\n"
+        "time.sleep(60)",
+    )
+    with (tmp_path / "stderr").open("w+") as stderr:
+        code = launch(2, [sys.executable, "-c", program], stderr=stderr, timeout=30)
+        stderr.seek(0)
+        lines = stderr.read().splitlines()
+    assert code == 137
+    assert lines.count("ready 2") >= 1
+    assert "rank 1 was ended by signal 9 (Killed)" in lines
+    assert not any("prterun" in line for line in lines)
