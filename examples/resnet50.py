@@ -30,7 +30,7 @@ def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:
 
 
 def optimizer(params) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.005, momentum=0.9, weight_decay=1e-4)
+    return torch.optim.SGD(params, lr=0.002, momentum=0.9, weight_decay=1e-4)
 
 
 def dataset() -> Dataset:

@@ -29,7 +29,8 @@ from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.plan import Plan
 from gemsc.planner.predict import live_micro_batches, make_plan, schedule_task
-from gemsc.schedules import SCHEDULES, Timeline, run
+from gemsc.planner.prove import prove
+from gemsc.schedules import SCHEDULES, run
 from gemsc.schedules.loops import find_loops
 from gemsc.viz.graph import draw, render
 
@@ -104,7 +105,7 @@ def compile(
 
     task = schedule_task(program, options)
     timeline = run(task, schedule.policy)
-    prove(program, timeline, options)
+    prove(program, task, timeline)
     plan = make_plan(program, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
     user_path = str(source.resolve()) if source else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,7 @@ class _RankWriter:
         head.line('"""')
         head.line()
         self._write_imports(head, body)
-        return head.text() + body
+        return head.text() + "\n" + body
 
     def _body(self) -> str:
         for run in self.text.runs:
@@ -104,26 +105,21 @@ class _RankWriter:
     # ------------------------------------------------------------ head
 
     def _write_imports(self, head: Writer, body: str) -> None:
-        if "operator." in body:
+        if _uses(body, "operator"):
             head.line("import operator")
             head.line()
-        if "torch." in body:
-            head.line("import torch")
-        names = [n for n in ("Tensor", "nn") if f"{n}." in body or f": {n}" in body]
-        if "-> Tensor" in body and "Tensor" not in names:
-            names.insert(0, "Tensor")
-        if names:
-            head.line(f"from torch import {', '.join(names)}")
-        if "F." in body:
+        head.line("import torch")
+        names = [name for name in ("Tensor", "nn") if _uses(body, name)]
+        head.line(f"from torch import {', '.join(names)}")
+        if _uses(body, "F"):
             head.line("from torch.nn import functional as F")
         head.line()
-        names = [n for n in ("Input", "Message", "Value") if f"{n}(" in body]
+        names = [name for name in ("Input", "Message", "Value") if _uses(body, name)]
         if self.user_objects:
             names.append("user_object")
         names.append("Worker")
         names.sort(key=lambda name: (name.islower(), name))
         head.line(f"from gemsc.runtime import {', '.join(names)}")
-        head.line()
         for item, name in self.user_objects.items():
             arguments = [quoted(self.text.user_path), quoted(item.module)]
             head.call(f"{name} = user_object(", [*arguments, quoted(item.qualname)])
@@ -196,26 +192,21 @@ class _RankWriter:
         ranks = placement.ranks[run.replica]
         (source,), (dest,) = ranks[transfer.source], ranks[transfer.dest]
         tag = self.tag(run.replica, transfer.index)
-        with self.writer.block(f"{self.messages[run.replica, transfer.index]} = Message("):
-            self.writer.line(f"tag={tag},")
-            self.writer.line(f"source={source},")
-            self.writer.line(f"dest={dest},")
-            with self.writer.block("values=("):
-                for value in transfer.values:
-                    self._write_value(value)
-            self.writer.line("),")
-        self.writer.line(")")
+        values = [self._value(value) for value in transfer.values]
+        packed = f"({', '.join(values)}{',' if len(values) == 1 else ''})"
+        if len(f"values={packed},") > self.writer.room - 4:
+            inside = "".join(f"    {value},\n" for value in values)
+            packed = f"(\n{inside})"
+        name = self.messages[run.replica, transfer.index]
+        arguments = [f"tag={tag}", f"source={source}", f"dest={dest}"]
+        self.writer.call(f"{name} = Message(", [*arguments, f"values={packed}"])
 
-    def _write_value(self, value: fx.Node) -> None:
+    def _value(self, value: fx.Node) -> str:
         spec = meta.spec(value)
         arguments = [quoted(self.text.names[value]), _tuple(spec.shape), str(spec.dtype)]
         if meta.needs_gradient(value):
             arguments.append("gradient=True")
-        one = f"Value({', '.join(arguments)}),"
-        if len(one) <= self.writer.room:
-            self.writer.line(one)
-        else:
-            self.writer.call("Value(", arguments, "),")
+        return f"Value({', '.join(arguments)})"
 
     def tag(self, replica: int, index: int) -> int:
         """Return the MPI tag of a transfer's values; its gradients have the next one."""
@@ -280,8 +271,10 @@ class _RankWriter:
         for node in flow.inputs:
             local[node] = names.unique(base_name(node))
             self.writer.line(f"{local[node]} = worker.input({quoted(node.name)}, m)")
+        losses = (self.text.program.loss, self.text.evaluation.loss)
         for node in flow.gives:
-            local[node] = names.unique(self.text.names.get(node, base_name(node)))
+            wish = "loss" if node in losses else base_name(node)
+            local[node] = names.unique(self.text.names.get(node, wish))
         return local
 
     def _write_run(
@@ -457,6 +450,12 @@ def _loop_head(loop: Loop, count: int) -> str:
     if loop.step != 1:
         bounds = f"{start}, {stop}, {loop.step}"
     return f"for m in range({bounds}):"
+
+
+def _uses(body: str, name: str) -> bool:
+    """Whether code outside comments mentions a name."""
+    code = "\n".join(line.split("  #")[0] for line in body.splitlines() if "# " != line.strip()[:2])
+    return re.search(rf"(?<![\w.]){name}\b", code) is not None
 
 
 def _tuple(values: Sequence[object]) -> str:

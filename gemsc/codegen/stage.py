@@ -20,6 +20,7 @@ from gemsc.ir.program import Program
 
 __all__ = ["StageText", "write_stage"]
 
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 RESERVED = ("self", "torch", "nn", "F", "Tensor", "operator", "device", "user")
 
 
@@ -89,18 +90,19 @@ def _base(stage: StageText) -> str:
 
 
 def _paths(stage: StageText) -> dict[str, None]:
-    """Return the paths of the layers and lone tensors of the stage, in model order."""
+    """Return the paths of the stage's lone tensors and of its layers, in model order.
+
+    Tensors come first, so that a tied parameter is found under its first name.
+    """
     flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
     nodes = [node for each in flows for node in each.nodes]
     called = {str(node.target) for node in nodes if node.op == "call_module"}
-    paths: dict[str, None] = {}
-    for path, _ in stage.program.module.named_modules():
-        if path in called:
-            paths[path] = None
-    for name in stage.owned:
-        if not any(name.startswith(path + ".") for path in called):
-            paths[name] = None
-    return paths
+    layers = {name.rpartition(".")[0] for name in stage.owned} & called
+    paths = dict.fromkeys(
+        name for name in stage.owned if name.rpartition(".")[0] not in layers
+    )
+    modules = (path for path, _ in stage.program.module.named_modules())
+    return paths | dict.fromkeys(path for path in modules if path in called)
 
 
 def _write_layers(writer: Writer, stage: StageText) -> None:
@@ -126,6 +128,9 @@ def _write_layers(writer: Writer, stage: StageText) -> None:
             _write_tensor(writer, path, tensors[path], stage.program.module)
         else:
             _write_layer(writer, path, stage.program.module.get_submodule(path))
+    for alias, first in stage.program.aliases.items():
+        if alias.rpartition(".")[0] in paths and first in stage.owned:
+            writer.line(f"{access('self', alias)} = {access('self', first)}  # tied")
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -228,6 +233,7 @@ class _Body:
         self.last_use = self._last_uses()
         self.pending: tuple[fx.Node, tuple[str, int]] | None = None
         self.shown: SourceLocation | None = None
+        self.shown_path = ""
         self.region = meta.Region()
 
     def _last_uses(self) -> dict[fx.Node, int]:
@@ -288,6 +294,8 @@ class _Body:
     def _wish(self, node: fx.Node) -> str:
         if node in self.flow.gives and node in self.stage.names:
             return self.stage.names[node]
+        if node is self.stage.program.loss:
+            return "loss"
         return base_name(node)
 
     def _flush(self) -> None:
@@ -312,12 +320,33 @@ class _Body:
         head, arguments, tail = split_arguments(text)
         self.writer.call(head, arguments, tail)
 
+    def _caller(self, node: fx.Node) -> str:
+        """Return the path of the user's module that ran the node, not of a container."""
+        path = meta.module_path(node)
+        while path and isinstance(self._submodule(path), CONTAINERS):
+            path = path.rpartition(".")[0]
+        return path
+
+    def _submodule(self, path: str) -> nn.Module | None:
+        try:
+            return self.stage.program.module.get_submodule(path)
+        except AttributeError:
+            return None
+
     def _write_comment(self, node: fx.Node) -> None:
-        where = meta.location(node)
-        if where is not None and where != self.shown:
-            self.shown = where
-            text = f"{where.short}  {where.text}".rstrip()
-            self.writer.line(comment(text, self.writer.room))
+        """Write the user's line when it, or the module that runs it, changes."""
+        where, path = meta.location(node), self._caller(node)
+        same_call = _is_inside(path, self.shown_path) or _is_inside(self.shown_path, path)
+        if where is None or (where == self.shown and same_call):
+            return
+        self.shown, self.shown_path = where, path
+        module = f" in {path}" if path else ""
+        text = f"{where.short}{module}  {where.text}".rstrip()
+        self.writer.line(comment(text, self.writer.room))
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return path == module or not module or path.startswith(module + ".")
 
 
 def _argument_count(consumer: fx.Node, node: fx.Node) -> int:

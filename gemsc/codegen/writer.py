@@ -73,7 +73,7 @@ class Writer:
             self.line(inside)
         else:
             for argument in arguments:
-                self.line(f"{argument},")
+                self.lines(f"{argument},")
         self._level -= 1
         self.line(tail.lstrip())
 

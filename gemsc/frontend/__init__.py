@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gemsc.frontend.export import export
 from gemsc.frontend.record import record
 
-__all__ = ["FRONTENDS", "record"]
+__all__ = ["FRONTENDS", "export", "record"]
 
-FRONTENDS = {"record": record}
+FRONTENDS = {"record": record, "export": export}

@@ -13,17 +13,14 @@ import torch
 from torch import fx, nn
 
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.fake_copy import LOSS, preserve_rng
+from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.user_code import failing_line
-from gemsc.frontend.values import (
-    map_tensors,
-    normalize_inputs,
-    output_structure,
-    tensor_leaves,
-)
+from gemsc.frontend.values import output_structure
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import location
 from gemsc.ir.program import Program
+from gemsc.nests import map_tensors, normalize_inputs, tensor_leaves
+from gemsc.rng import preserve_rng
 
 __all__ = ["check_against_eager"]
 

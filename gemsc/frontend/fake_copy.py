@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from gemsc.errors import GemscError
-from gemsc.frontend.values import Path, tensor_leaves
 from gemsc.ir.layers import layer_source
+from gemsc.nests import Path, tensor_leaves
 
 __all__ = [
     "LOSS",
     "FakeCopy",
     "copy_on_fakes",
     "fake_like",
-    "preserve_rng",
     "reject_unsupported",
 ]
 
@@ -175,20 +171,3 @@ def fake_like(tensor: torch.Tensor, fake: FakeTensorMode, path: Path) -> torch.T
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
     return copied.requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def preserve_rng() -> Iterator[None]:
-    """Put the generators of torch, Python and NumPy back as they were."""
-    torch_state = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda._initialized else None
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

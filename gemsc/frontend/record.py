@@ -18,21 +18,15 @@ from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
     fake_like,
-    preserve_rng,
     reject_unsupported,
 )
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
-from gemsc.frontend.values import (
-    Inputs,
-    Path,
-    input_names,
-    map_tensors,
-    normalize_inputs,
-    output_structure,
-)
+from gemsc.frontend.values import input_names, output_structure
 from gemsc.frontend.writer import CONSTANTS, CachedTensorError, GraphWriter
 from gemsc.ir.meta import TensorSpec, location, region
 from gemsc.ir.program import Input, Program
+from gemsc.nests import Inputs, Path, map_tensors, normalize_inputs
+from gemsc.rng import preserve_rng
 
 __all__ = ["make_root", "record"]
 

@@ -21,9 +21,9 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.targets import Call, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, failing_line, user_line
-from gemsc.frontend.values import tensor_leaves
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.mutation import call_mutates
+from gemsc.nests import tensor_leaves
 
 __all__ = ["Tracer", "TracerFakeMode"]
 

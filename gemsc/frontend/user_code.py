@@ -19,7 +19,7 @@ import torch
 import gemsc
 from gemsc.errors import SourceLocation
 
-__all__ = ["UserLine", "failing_line", "user_line"]
+__all__ = ["UserLine", "failing_line", "is_user_file", "user_line"]
 
 _SKIPPED = tuple(str(Path(str(m.__file__)).parent) + "/" for m in (torch, gemsc))
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
@@ -44,7 +44,7 @@ def user_line(boundary: CodeType) -> UserLine | None:
     """Return the innermost line of the user's code below the frame of `boundary`."""
     direct = True
     for frame in _frames(boundary):
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return _read(frame, direct=direct)
         if frame.f_code.co_name == "forward":
             direct = False  # a module of torch called the layer, not the line itself
@@ -61,7 +61,7 @@ def failing_line(
         code = trace.tb_frame.f_code
         if code is boundary:
             below, found = True, None
-        elif below and _is_user_file(code.co_filename):
+        elif below and is_user_file(code.co_filename):
             found = SourceLocation(code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
@@ -75,7 +75,8 @@ def _frames(boundary: CodeType) -> Iterator[FrameType]:
 
 
 @cache
-def _is_user_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
+    """Return whether a file belongs neither to torch, Python, einops nor gemsc."""
     if file.startswith("<ipython"):
         return True
     if file.startswith("<") or file.startswith(_SKIPPED) or "/einops/" in file:

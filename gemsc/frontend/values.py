@@ -1,10 +1,10 @@
-"""Nests of tensors: what goes into a model and what comes out of it."""
+"""Names for what goes into a model, and the structure of what comes out."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,20 +12,10 @@ from torch import nn
 
 from gemsc.errors import GemscError
 from gemsc.ir.program import DataclassValue, Slot
+from gemsc.nests import Inputs, Path, named_tuple
 
-__all__ = [
-    "Inputs",
-    "Path",
-    "input_names",
-    "map_tensors",
-    "named_tuple",
-    "normalize_inputs",
-    "output_structure",
-    "tensor_leaves",
-]
+__all__ = ["input_names", "output_structure"]
 
-Path = tuple[str | int, ...]
-Inputs = tuple[Any, ...] | dict[str, Any]
 _CONSTANTS = (
     type(None),
     bool,
@@ -37,72 +27,6 @@ _CONSTANTS = (
     torch.device,
     torch.Size,
 )
-
-
-def normalize_inputs(inputs: object) -> Inputs:
-    """Return a tuple of positional or a dict of keyword inputs, checked."""
-    if isinstance(inputs, torch.Tensor):
-        inputs = (inputs,)
-    if isinstance(inputs, Mapping):
-        inputs = dict(inputs)
-    if isinstance(inputs, list):
-        inputs = tuple(inputs)
-    if not isinstance(inputs, (tuple, dict)):
-        raise GemscError(
-            f"example_inputs is of type {type(inputs).__name__}",
-            help="return a tuple of positional or a dict of keyword inputs",
-        )
-    if not any(True for _ in tensor_leaves(inputs)):
-        raise GemscError(
-            "example_inputs holds no tensor",
-            help="return the tensors of one micro-batch, as forward takes them",
-        )
-    return inputs
-
-
-def tensor_leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, tensor) for each tensor of a nest, in order."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from tensor_leaves(item, (*path, index))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensor_leaves(item, (*path, _key(key)))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensor_leaves(getattr(value, field.name), (*path, field.name))
-
-
-def map_tensors(
-    value: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()
-) -> Any:
-    """Return the nest with `change(path, tensor)` in place of each tensor."""
-    if isinstance(value, torch.Tensor):
-        return change(path, value)
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        items = [map_tensors(v, change, (*path, i)) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else named_tuple(value, items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value)]
-        changed = {
-            f: map_tensors(getattr(value, f), change, (*path, f)) for f in fields
-        }
-        return dataclasses.replace(value, **changed)
-    if isinstance(value, Mapping):
-        return {
-            key: map_tensors(item, change, (*path, _key(key)))
-            for key, item in value.items()
-        }
-    return value
-
-
-def named_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Return the items as a tuple, a named one if `like` is."""
-    if hasattr(like, "_fields"):
-        return type(like)(*items)
-    return tuple(items)
 
 
 def input_names(model: nn.Module, inputs: Inputs) -> Callable[[Path], str]:
@@ -157,7 +81,3 @@ def _structure(value: Any, tensors: list[torch.Tensor]) -> Any:
         f"the model returns an object of type {type(value).__name__}",
         help="return tensors in tuples, lists, dicts or dataclasses",
     )
-
-
-def _key(key: object) -> str | int:
-    return key if isinstance(key, (str, int)) else str(key)

@@ -16,9 +16,9 @@ from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.targets import Call
 from gemsc.frontend.user_code import UserLine
-from gemsc.frontend.values import Path, named_tuple, tensor_leaves
 from gemsc.ir import meta
 from gemsc.ir.meta import Region
+from gemsc.nests import Path, named_tuple, tensor_leaves
 
 __all__ = ["CONSTANTS", "CachedTensorError", "GraphWriter"]
 

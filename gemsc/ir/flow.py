@@ -73,22 +73,18 @@ def value_names(
 ) -> dict[fx.Node, str]:
     """Return a name for each value that travels, the same on every rank.
 
-    It is the user's variable; where two values share it, the block's name is added.
+    It is the user's variable where only one value has it; else as much of the path of
+    the module that computed it as tells it from the others.
     """
     values = list(dict.fromkeys(v for t in transfers for v in t.values))
     count = Counter(base_name(value) for value in values)
-    block_of = {
-        node: block.name
-        for program in programs
-        for block in program.blocks or ()
-        for node in block.nodes
-    }
+    heads = Counter(head for value in values for head in _heads(value))
     names: dict[fx.Node, str] = {}
     for value in values:
         name = base_name(value)
-        if count[name] > 1 or name in names.values():
-            block = re.sub(r"\W+", "_", block_of[value]).strip("_")
-            name = f"{name}_{block}"
+        if _is_path(value) or count[name] > 1:
+            paths = [head for head in _heads(value) if heads[head] == 1]
+            name = paths[0] if paths else value.name
         while name in names.values():
             name += "_"
         names[value] = name
@@ -96,8 +92,32 @@ def value_names(
 
 
 def base_name(node: fx.Node) -> str:
-    """Return the node's name without the number that FX added."""
+    """Return what a person would call the node's value.
+
+    That is the user's variable, without the number that FX may have added, or the last
+    word of the layer's path.
+    """
+    if _is_path(node):
+        words = [word for word in _parts(node) if not word.isdigit()]
+        return words[-1] if words else "x"
     return re.sub(r"_\d+$", "", node.name) or node.name
+
+
+def _parts(node: fx.Node) -> list[str]:
+    path = str(node.target) if node.op == "call_module" else meta.module_path(node)
+    return path.split(".") if path else []
+
+
+def _is_path(node: fx.Node) -> bool:
+    """Whether the node is named after its layer and not after a variable."""
+    name = re.sub(r"_\d+$", "", node.name)
+    return node.op == "call_module" and "_".join(_parts(node)).startswith(name)
+
+
+def _heads(node: fx.Node) -> list[str]:
+    """Return the first words of the node's path, short ones first."""
+    parts = _parts(node)
+    return ["_".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], ...]:

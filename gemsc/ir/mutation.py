@@ -29,9 +29,22 @@ FUNCTIONAL: dict[Any, Any] = {
 }
 """Operators that change their first operand, and the same without the change."""
 
-_NORMS: dict[Any, str] = {
-    functional.batch_norm: "training",
-    functional.instance_norm: "use_input_stats",
+# Where they take the running statistics and the flag that they update them.
+_STATISTICS = ("running_mean", "running_var")
+_NORMS: dict[Any, tuple[str, ...]] = {
+    functional.batch_norm: ("input", *_STATISTICS, "weight", "bias", "training"),
+    functional.instance_norm: (
+        *("input", *_STATISTICS, "weight", "bias"),
+        "use_input_stats",
+    ),
+    torch.ops.aten.batch_norm.default: (
+        *("input", "weight", "bias", *_STATISTICS),
+        "training",
+    ),
+    torch.ops.aten.instance_norm.default: (
+        *("input", "weight", "bias", *_STATISTICS),
+        "use_input_stats",
+    ),
 }
 # They end with an underscore but leave the elements as they are.
 _HARMLESS = frozenset({"requires_grad_", "retain_grad_"})
@@ -45,12 +58,12 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
         return _nodes(_first(node)) if changed else ()
     if node.op not in ("call_function", "call_method"):
         return ()
+    if node.target in _NORMS:
+        return _running_statistics(node)
     if isinstance(node.target, torch._ops.OpOverload):
         return _written(node, node.target)
     if node.kwargs.get("out") is not None:
         return _nodes(node.kwargs["out"])
-    if node.target in _NORMS:
-        return _running_statistics(node)
     changed = call_mutates(node.op, node.target, node.kwargs)
     return _nodes(_first(node)) if changed else ()
 
@@ -90,10 +103,9 @@ def _written(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...
 
 
 def _running_statistics(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the statistics that F.batch_norm and F.instance_norm update."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "flag")
+    """Return the statistics that a normalization updates."""
+    names = _NORMS[node.target]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    flag = given.get("flag", given.get(_NORMS[node.target]))
-    if flag is False or (flag is None and node.target is functional.batch_norm):
+    if not given.get(names[-1], node.target is functional.instance_norm):
         return ()
-    return _nodes((given.get("running_mean"), given.get("running_var")))
+    return _nodes(tuple(given.get(name) for name in _STATISTICS))

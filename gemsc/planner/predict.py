@@ -70,7 +70,9 @@ def schedule_task(program: Program, options: CompileOptions) -> Task:
     placement = program.placement
     assert placement is not None
     ranks = tuple(
-        tuple(placement.rank(replica, stage.index) for stage in program.require_stages())
+        tuple(
+            placement.rank(replica, stage.index) for stage in program.require_stages()
+        )
         for replica in range(placement.num_replicas)
     )
     return Task(

@@ -15,9 +15,9 @@ from gemsc.errors import GemscError
 from gemsc.runtime.progress import STATUS_VARIABLE, Status
 from gemsc.runtime.transport import Transport
 
-__all__ = ["describe_failure", "install_hooks", "stop_all"]
+__all__ = ["describe_failure", "install_hooks", "named_locations", "stop_all"]
 
-LOCATION = re.compile(r"^\s*# (\S+\.py:\d+)  (.*)$")
+LOCATION = re.compile(r"^\s*# (\S+\.py:\d+(?: in \S+)?)  (.*)$")
 
 
 def describe_failure(error: BaseException, rank: int, status: Status | None) -> str:
@@ -56,11 +56,20 @@ def _user_lines(trace: TracebackType | None) -> list[str]:
             return [f"{found[1]}: {found[2]}", f"generated: {path}:{number}"]
         if line.startswith(("class ", "def ")):
             break
-    named = [found[1] for found in map(LOCATION.match, source) if found]
+    named = named_locations(path)
     if not named:
         return [f"generated: {path}:{number}"]
     span = f"{named[0]} to {named[-1]}"
     return [f"this rank computes {span}", f"generated: {path}:{number}"]
+
+
+def named_locations(path: Path) -> list[str]:
+    """Return the user's lines that a rank's file names, in order."""
+    try:
+        source = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [found[1] for found in map(LOCATION.match, source) if found]
 
 
 def stop_all(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,8 @@ from gemsc.errors import GemscError
 __all__ = ["TIMED_OUT", "find_mpirun", "launch", "mpirun_command"]
 
 TIMED_OUT = 124  # exit code, the same as that of timeout(1)
+Explain = Callable[[int], str | None]
+
 GRACE_SECONDS = 10.0  # from asking mpirun to end to killing it
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open MPI's
@@ -140,10 +142,12 @@ def launch(
     stdout: int | IO[str] | None = None,
     stderr: int | IO[str] | None = None,
     show_all: bool = False,
+    explain: Explain = lambda rank: None,
 ) -> int:
     """Start `argv` on every rank, pass its output on, and return the exit code.
 
-    mpirun's own paragraphs about a failed rank become one line, unless `show_all`.
+    mpirun's own paragraphs about a failed rank become one line, unless `show_all`;
+    `explain(rank)` may add a line about a rank that was killed.
     SIGINT and SIGTERM end the ranks first. `env` adds to the environment; `stdout` and
     `stderr` are as for `subprocess.Popen`, less PIPE. The exit code is 124 after
     `timeout` seconds, and 128 + n after signal n.
@@ -159,7 +163,7 @@ def launch(
             stderr=stderr if show_all else subprocess.PIPE,
             start_new_session=True,  # a signal for the group goes to mpirun alone
         )
-        reader = _start_reader(process, stderr)
+        reader = _start_reader(process, stderr, explain)
         with _forwarded_signals(process) as seen:
             code = _wait(process, timeout)
         if reader is not None:
@@ -216,7 +220,9 @@ def _forwarded_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _start_reader(
-    process: subprocess.Popen[bytes], stderr: int | IO[str] | None
+    process: subprocess.Popen[bytes],
+    stderr: int | IO[str] | None,
+    explain: Explain,
 ) -> threading.Thread | None:
     """Copy the ranks' stderr through the filter, in a thread."""
     pipe = process.stderr
@@ -227,7 +233,9 @@ def _start_reader(
         target = 2
     else:
         target = stderr if isinstance(stderr, int) else stderr.fileno()
-    thread = threading.Thread(target=_copy_filtered, args=(pipe, target), daemon=True)
+    thread = threading.Thread(
+        target=_copy_filtered, args=(pipe, target, explain), daemon=True
+    )
     thread.start()
     return thread
 
@@ -248,10 +256,15 @@ _SIGNAL = re.compile(
 _EXIT_CODE = re.compile(rb"Process name: \[[^\]]*,(\d+)\]\s+Exit code: +(\d+)")
 
 
-def summarize(paragraph: bytes) -> bytes:
-    """Return the one line that stands for a paragraph of mpirun's; may be empty."""
+def summarize(paragraph: bytes, explain: Explain = lambda rank: None) -> bytes:
+    """Return the line that stands for a paragraph of mpirun's; may be empty.
+
+    A rank that was killed could not say what it did: `explain` may know.
+    """
     if match := _SIGNAL.search(paragraph):
-        return b"rank %b was ended by signal %b\n" % match.groups()
+        more = (explain(int(match[1])) or "").encode()
+        line = b"rank %b was ended by signal %b\n" % match.groups()
+        return line + (more + b"\n" if more else b"")
     if match := _EXIT_CODE.search(paragraph):
         return b"rank %b ended with exit code %b\n" % match.groups()
     return b""
@@ -265,7 +278,8 @@ class ParagraphFilter:
     known text > kept until the closing rule, then summarized
     """
 
-    def __init__(self) -> None:
+    def __init__(self, explain: Explain = lambda rank: None) -> None:
+        self._explain = explain
         self._held = b""
         self._inside = False
         self._after = False
@@ -278,7 +292,7 @@ class ParagraphFilter:
                 return b""
             paragraph, self._held = self._held, b""
             self._inside, self._after = False, True
-            return summarize(paragraph)
+            return summarize(paragraph, self._explain)
         if self._held:
             if _KNOWN.match(line):
                 self._inside = True
@@ -306,9 +320,9 @@ class ParagraphFilter:
         return held
 
 
-def _copy_filtered(pipe: IO[bytes], target: int) -> None:
+def _copy_filtered(pipe: IO[bytes], target: int, explain: Explain) -> None:
     """Copy as it comes; only a line that starts with a dash waits for its end."""
-    paragraphs = ParagraphFilter()
+    paragraphs = ParagraphFilter(explain)
     line = b""  # the start of a line, not printed yet
     mid_line = False  # the start of the line was printed
     while data := os.read(pipe.fileno(), 65536):

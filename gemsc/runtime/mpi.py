@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiTransport"]
 
 CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
+LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.runtime.launch
 
 
@@ -46,40 +47,44 @@ def _import_mpi() -> Any:  # the module, which starts MPI when it is first impor
 class _MessageRequest:
     """A send or a receive; keeps the tensor alive until it is complete."""
 
-    __slots__ = ("_expected", "_mpi", "_request", "_status", "_tensor", "_text")
+    __slots__ = ("_mpi", "_pieces", "_status", "_tensor", "_text")
 
     def __init__(
-        self, mpi: Any, request: MPI.Request, tensor: Tensor, text: str, expected: int
+        self,
+        mpi: Any,
+        pieces: list[tuple[MPI.Request, int]],
+        tensor: Tensor,
+        text: str,
+        *,
+        is_send: bool,
     ) -> None:
         self._mpi = mpi
-        self._request: MPI.Request | None = request
-        self._status = mpi.Status() if expected >= 0 else None
+        self._pieces = pieces  # requests, and the bytes of each
+        self._status = None if is_send else mpi.Status()
         self._tensor: Tensor | None = tensor
         self._text = text
-        self._expected = expected  # bytes, or -1 for a send
 
     def done(self) -> bool:
-        if self._request is None:
-            return True
-        try:
-            complete = self._request.Test(self._status)
-        except self._mpi.Exception as error:
-            raise InternalError(f"{self._text}: {error}") from error
-        if complete:
-            self._request = None
-            self._check_size()
-            self._tensor = None
-        return complete
+        while self._pieces:
+            request, num_bytes = self._pieces[0]
+            try:
+                complete = request.Test(self._status)
+            except self._mpi.Exception as error:
+                raise InternalError(f"{self._text}: {error}") from error
+            if not complete:
+                return False
+            del self._pieces[0]
+            self._check_size(num_bytes)
+        self._tensor = None
+        return True
 
-    def _check_size(self) -> None:
+    def _check_size(self, expected: int) -> None:
         """MPI itself complains of a longer message only."""
         if self._status is None:
             return
         count = self._status.Get_count(self._mpi.BYTE)
-        if count != self._expected:
-            raise InternalError(
-                f"{self._text}: {count} bytes came instead of {self._expected}"
-            )
+        if count != expected:
+            raise InternalError(f"{self._text}: {count} bytes came, not {expected}")
 
 
 class _SumRequest:
@@ -220,12 +225,18 @@ class MpiTransport:
         is_send: bool,
     ) -> Request:
         check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
-        buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        request = start([buffer, self._mpi.BYTE], peer, tag)
+        address, left = tensor.data_ptr(), tensor.nbytes
+        pieces: list[tuple[MPI.Request, int]] = []
+        while left or not pieces:
+            num_bytes = min(left, LARGEST_PIECE)
+            buffer = self._mpi.buffer.fromaddress(address, num_bytes)
+            request = start([buffer, self._mpi.BYTE], peer, tag)
+            pieces.append((request, num_bytes))
+            address += num_bytes
+            left -= num_bytes
         towards = "send to" if is_send else "receive from"
         text = f"rank {self.rank}: {towards} rank {peer} with tag {tag}"
-        expected = -1 if is_send else tensor.nbytes
-        return _MessageRequest(self._mpi, request, tensor, text, expected)
+        return _MessageRequest(self._mpi, pieces, tensor, text, is_send=is_send)
 
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; sleeps between turns."""

@@ -24,7 +24,7 @@ from gemsc.runtime.transport import Transport
 from gemsc.runtime.verification import run_recorded_steps
 from gemsc.user_model import UserModel, load_user_model
 
-__all__ = ["check_program", "main", "train"]
+__all__ = ["check_program", "main", "share_cores", "train"]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -42,7 +42,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
                 print(refusal, file=sys.stderr, flush=True)  # noqa: T201
             transport.close()
             return 1
-        _share_cores(transport)
+        share_cores(transport)
         install_hooks(transport, None)
         if options.verify_into is not None:
             run_recorded_steps(
@@ -107,7 +107,7 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     return plan
 
 
-def _share_cores(transport: Transport) -> None:
+def share_cores(transport: Transport) -> None:
     """Give each rank its share of the machine's cores, unless the user chose."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = (

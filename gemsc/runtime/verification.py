@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 
+from gemsc.dropout import dropout_off
+from gemsc.plan import Plan
 from gemsc.runtime.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.weights import write_tensors
+from gemsc.user_model import load_user_model
 
 __all__ = ["record_steps", "run_recorded_steps"]
 
@@ -19,7 +22,10 @@ def run_recorded_steps(
 ) -> None:
     """Train on the batches in `folder` (batches.pt) and leave this rank's record."""
     batches = torch.load(folder / "batches.pt", weights_only=True)
-    record_steps(directory, transport, folder, batches, dtype)
+    plan = Plan.read(directory / "plan.toml")
+    optimizer = load_user_model(plan.spec).optimizer if plan.spec else None
+    with dropout_off():
+        record_steps(directory, transport, folder, batches, dtype, optimizer)
 
 
 def record_steps(

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import GemscError
 
 __all__ = ["fill", "read_tensors", "stage_tensors", "write_tensors"]
 
@@ -57,6 +57,7 @@ def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) 
     Raises:
         GemscError: a tensor is missing or has another shape.
     """
+    filled: dict[int, Tensor] = {}
     for name, empty in stage_tensors(stage).items():
         if name not in tensors:
             raise GemscError(f"the weights have no '{name}'", help="compile again")
@@ -67,13 +68,12 @@ def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) 
                 f"{list(empty.shape)}",
                 help="take weights of this model, or compile again",
             )
-        owner, _, last = name.rpartition(".")
-        module = stage.get_submodule(owner)
         value = tensor.to(device)
         if isinstance(empty, nn.Parameter):
             value = nn.Parameter(value, requires_grad=empty.requires_grad)
-            module._parameters[last] = value
-        elif last in module._buffers:
-            module._buffers[last] = value
-        else:
-            raise InternalError(f"'{name}' is neither parameter nor buffer")
+        filled[id(empty)] = value
+    for module in stage.modules():  # a tied tensor has several places
+        for slots in (module._parameters, module._buffers):
+            for name, old in slots.items():
+                if old is not None:
+                    slots[name] = filled[id(old)]

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from gemsc.errors import InternalError
@@ -186,17 +187,12 @@ class _Proof:
     issued: tuple[tuple[tuple[str, int], ...], ...]
     user_lines: Callable[[int], str] | None
 
-    def __post_init__(self) -> None:
-        positions = {
-            action: position
-            for order in self.orders
-            for position, action in enumerate(order)
-        }
-        object.__setattr__(self, "position", positions)
-
-    position: dict[Action, int] = None  # type: ignore[assignment]
-
     # -- small questions ---------------------------------------------------------------
+
+    @cached_property
+    def position(self) -> dict[Action, int]:
+        """Where each action stands on its rank."""
+        return {a: place for order in self.orders for place, a in enumerate(order)}
 
     def wrong(self, action: Action, text: str) -> InternalError:
         """Return the error that names the action's stage, micro-batch and code."""
@@ -292,11 +288,11 @@ class _Proof:
         """Both ends of each channel agree on peer, tag and signature."""
         sent = Counter(c for c in self.channels if self.travels(c))
         received = Counter(c for c in self.receiving if self.travels(c))
-        for channel in (sent - received).keys():
+        for channel in sent - received:
             raise InternalError(
                 f"wrong schedule: sent and not received: {channel} {channel.signature}"
             )
-        for channel in (received - sent).keys():
+        for channel in received - sent:
             raise InternalError(
                 f"wrong schedule: received and not sent: {channel} {channel.signature}"
             )
@@ -325,7 +321,7 @@ class _Proof:
                 source = Action(c.kind, c.source, m, c.replica)
                 dest = Action(c.kind, c.dest, m, c.replica)
                 if self.position[source] > self.position[dest]:
-                    raise self.wrong(dest, f"an action stands before {source}")
+                    raise self.wrong(dest, f"an action before its {source}")
                 end = Action(Kind.BACKWARD, c.source, m, c.replica)
                 if (
                     not c.gradient

@@ -126,9 +126,17 @@ def _equalised(task: Task) -> Task:
 
 
 def _orders(task: Task, policy: Policy) -> Orders:
-    """Schedule; loosen the limit per rank where it leaves no way to go on."""
-    for slack in range(1 + sum(task.micro_batches) * len(task.stages)):
-        orders = _Scheduler(task, policy, slack).run()
+    """Schedule; drop wishes that leave no way to go on, as they may under a cap.
+
+    What remains never blocks: the oldest micro-batch may always go on.
+    """
+    tries = (
+        policy,
+        replace(policy, strict_forward=False),
+        replace(policy, strict_forward=False, rank_live=_no_rank_limit),
+    )
+    for attempt in tries:
+        orders = _Scheduler(task, attempt).run()
         if orders is not None:
             return orders
     raise InternalError("the schedule policy leaves no action to go on with")
@@ -276,7 +284,7 @@ class _Clock:
 class _Scheduler:
     """One list scheduling: a rank that is free begins the first action it may."""
 
-    def __init__(self, task: Task, policy: Policy, slack: int) -> None:
+    def __init__(self, task: Task, policy: Policy) -> None:
         self.task = task
         self.policy = policy
         self.clock = _Clock(task, split=_split(task, policy))
@@ -285,9 +293,7 @@ class _Scheduler:
         self.in_flight = {lane: max(1, policy.in_flight(task, *lane)) for lane in lanes}
         self.held = {lane: max(1, policy.held(task, *lane)) for lane in lanes}
         ranks = range(task.num_ranks)
-        self.rank_live = [
-            max(1, policy.rank_live(task, rank)) + slack for rank in ranks
-        ]
+        self.rank_live = [max(1, policy.rank_live(task, rank)) for rank in ranks]
         self.room = [_Room(task, policy, self.clock, rank) for rank in ranks]
         self.group = _group(task)
 

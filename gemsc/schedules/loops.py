@@ -82,6 +82,7 @@ def find_loops(actions: Sequence[Action]) -> tuple[Step, ...]:
     total = len(actions)
     longest = min(_LONGEST_BODY, total // 2)
     runs = [_runs(actions, length) for length in range(1, longest + 1)]
+    forward_at = _next_forwards(actions)
     best: list[tuple[int, int, int]] = [(0, 0, 0)] * (total + 1)
     choice: list[tuple[int, int]] = [(1, 1)] * total
     for start in reversed(range(total)):
@@ -91,7 +92,7 @@ def find_loops(actions: Sequence[Action]) -> tuple[Step, ...]:
             most = 1 + run[start] // length
             for repeats in range(most, max(1, most - _SHORTER), -1):
                 after = best[start + length * repeats]
-                late = _late_forwards(actions, start, length)
+                late = start < forward_at[start] < start + length
                 cost = (after[0] + 1 + length, after[1] + 1, after[2] + late)
                 if cost < best[start]:
                     best[start], choice[start] = cost, (length, repeats)
@@ -128,12 +129,15 @@ def _runs(actions: Sequence[Action], length: int) -> list[int]:
     return runs
 
 
-def _late_forwards(actions: Sequence[Action], start: int, length: int) -> int:
-    """Return 1 if a loop body has a forward but does not begin with one."""
-    if actions[start].kind is Kind.FORWARD:
-        return 0
-    body = actions[start + 1 : start + length]
-    return int(any(action.kind is Kind.FORWARD for action in body))
+def _next_forwards(actions: Sequence[Action]) -> list[int]:
+    """Return, for each position, that of the first forward from there on."""
+    following = len(actions)
+    found = [following] * len(actions)
+    for position in reversed(range(len(actions))):
+        if actions[position].kind is Kind.FORWARD:
+            following = position
+        found[position] = following
+    return found
 
 
 def _step(actions: Sequence[Action], start: int, length: int, repeats: int) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from gemsc.schedules.action import Action, Kind, Task
 from gemsc.schedules.engine import Policy
@@ -66,11 +67,12 @@ def stages_to_end(task: Task, replica: int, stage: int) -> int:
     """As many as there are stages from here to the end, over those that share a rank.
 
     That is how many micro-batches enter while one goes to the end and comes back; one
-    more where ranks have several stages, whose turns do not always fit.
+    more where it comes back to a rank on its way, since turns do not always fit.
     """
     ranks = task.placement[replica]
     share = max(ranks.count(rank) for rank in ranks)
-    return -(-task.stages_to_end[stage] // share) + (share > 1)
+    visits = sum(1 for _ in groupby(ranks))
+    return -(-task.stages_to_end[stage] // share) + (visits > len(set(ranks)))
 
 
 def all_stages(task: Task, replica: int, stage: int) -> int:
@@ -105,7 +107,7 @@ def _rank(task: Task, action: Action) -> int:
 
 BASIC = Policy(in_flight=one)
 GPIPE = Policy(kinds=_FORWARD_FIRST, flush=True)
-ONE_FORWARD_ONE_BACKWARD = Policy(in_flight=stages_to_end)
+ONE_FORWARD_ONE_BACKWARD = Policy(kinds=_FORWARD_FIRST, in_flight=stages_to_end)
 INTERLEAVED = Policy(
     kinds=_FORWARD_FIRST,
     key=in_groups,
@@ -115,4 +117,9 @@ INTERLEAVED = Policy(
 MASTER = Policy(live_runs=1)
 BIDIRECTIONAL = Policy(in_flight=one)
 CHIMERA = Policy(kinds=_FORWARD_FIRST, in_flight=half_the_ranks)
-ZB_H1 = Policy(in_flight=all_stages, held=all_stages, split_backward=True)
+ZB_H1 = Policy(
+    kinds=_FORWARD_FIRST,
+    in_flight=stages_to_end,
+    held=all_stages,
+    split_backward=True,
+)

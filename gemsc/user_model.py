@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import random
 import sys
 import traceback
 from collections.abc import Iterator
@@ -16,14 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.fake_copy import preserve_rng
-from gemsc.frontend.values import Inputs, normalize_inputs, tensor_leaves
+from gemsc.nests import Inputs, normalize_inputs, tensor_leaves
+from gemsc.rng import seeded
 
 __all__ = ["UserModel", "load_user_model"]
 
@@ -144,7 +141,7 @@ class UserModel:
         if not is_factory:
             return value
         try:
-            with _seeded(seed):
+            with seeded(seed):
                 return value()
         except Exception as error:
             at = self.line_of(name)
@@ -162,7 +159,7 @@ def load_user_model(spec: str, *, seed: int = 0) -> UserModel:
         GemscError: with the line, for whatever is missing or fails.
     """
     place, name = _split(spec)
-    with _seeded(seed):
+    with seeded(seed):
         if place.endswith(".py") or "/" in place:
             path, module = _import_file(Path(place))
         else:
@@ -332,12 +329,3 @@ def _on_path(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(entry)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with preserve_rng():
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        yield

@@ -1,0 +1,257 @@
+"""The `gemsc` command: arguments and exit codes, nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gemsc.compiler import CompiledProgram, compile
+from gemsc.errors import GemscError, InternalError
+from gemsc.ir.dump import dump
+from gemsc.ir.program import Program
+from gemsc.options import CompileOptions
+from gemsc.passes.base import Pass
+from gemsc.plan import Plan
+from gemsc.runtime.start import start
+from gemsc.units import parse_bytes
+from gemsc.user_model import UserModel, load_user_model
+from gemsc.verify import TOLERANCE, Comparison, verify_program
+from gemsc.viz.graph import render
+from gemsc.viz.tables import show as show_plan
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Split a PyTorch model over MPI ranks and train it exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+DEFAULTS = CompileOptions()
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+Spec = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
+Directory = Annotated[Path, typer.Argument(help="what `gemsc compile -o` wrote")]
+Ranks = Annotated[int, typer.Option(help="processes that share the model")]
+Schedule = Annotated[str, typer.Option(help="basic, gpipe, 1f1b")]
+MicroBatches = Annotated[int, typer.Option(help="example_inputs() in one step")]
+Balance = Annotated[str, typer.Option(help="compute, memory or explicit")]
+Blocks = Annotated[str, typer.Option(help="explicit: blocks of each stage, 3,4,4,5")]
+Cuts = Annotated[
+    str, typer.Option(help="explicit: modules that later stages begin with")
+]
+Placement = Annotated[str, typer.Option(help="linear")]
+Frontend = Annotated[str, typer.Option(help="record or export")]
+Memory = Annotated[str | None, typer.Option(help="cap of a rank, for example 16GiB")]
+Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
+
+
+@app.command("compile")
+def compile_command(
+    model: Spec,
+    output: Annotated[Path, typer.Option("-o", "--output")] = Path("build/program"),
+    ranks: Ranks = DEFAULTS.ranks,
+    schedule: Schedule = DEFAULTS.schedule,
+    micro_batches: MicroBatches = DEFAULTS.micro_batches,
+    balance: Balance = DEFAULTS.balance,
+    blocks: Blocks = "",
+    cuts: Cuts = "",
+    placement: Placement = DEFAULTS.placement,
+    frontend: Frontend = DEFAULTS.frontend,
+    device_memory: Memory = None,
+    check: Check = DEFAULTS.check,
+    print_after: Annotated[
+        str, typer.Option(help="print the program after this pass, or after `all`")
+    ] = "",
+    time_passes: Annotated[
+        bool, typer.Option(help="print each pass's seconds")
+    ] = False,
+) -> None:
+    """Compile a model into a program directory."""
+    options = CompileOptions(
+        ranks=ranks,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        balance="explicit" if blocks or cuts else balance,
+        blocks=_numbers(blocks),
+        cuts=tuple(filter(None, cuts.split(","))),
+        placement=placement,
+        frontend=frontend,
+        device_memory=parse_bytes(device_memory) if device_memory else None,
+        check=check,
+    )
+    watch = _Watch(print_after, time_passes)
+    program = _compile(load_user_model(model), options, watch)
+    watch.finish()
+    note = program.write(output)
+    stages = ", ".join(f"{len(stage.blocks)}" for stage in program.plan.stages)
+    console.print(
+        f"{program.plan.model}: {ranks} ranks, stages of {stages} blocks, {schedule}, "
+        f"{micro_batches} micro-batches -> {output}",
+        highlight=False,
+    )
+    if note:
+        console.print(f"note: {note}", highlight=False)
+
+
+@app.command("run", context_settings={"ignore_unknown_options": True})
+def run_command(
+    directory: Directory,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="--epochs, --steps, --save, ...")
+    ] = None,
+) -> None:
+    """Train: mpirun with the right flags for this machine."""
+    raise typer.Exit(start(directory, arguments or []))
+
+
+@app.command("verify")
+def verify_command(
+    directory: Directory,
+    steps: Annotated[int, typer.Option(help="training steps to compare")] = 2,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or both")] = "both",
+) -> None:
+    """Compare the ranks with one process: loss, gradients, parameters, buffers."""
+    names = list(DTYPES) if dtype == "both" else [dtype]
+    if not set(names) <= set(DTYPES):
+        raise GemscError(f"unknown dtype '{dtype}'", help="float64, float32 or both")
+    table = Table(
+        title=f"{directory} against one process, {steps} steps: relative error"
+    )
+    for column in ("dtype", "loss", "gradients", "parameters", "buffers", "equal bits"):
+        table.add_column(column)
+    worst_of_all = []
+    for name in names:
+        found = verify_program(directory, dtype=DTYPES[name], num_steps=steps)
+        worst_of_all.append((found, TOLERANCE[DTYPES[name]], name))
+        table.add_row(name, *_row(found))
+    console.print(table)
+    failed = [(f, t, n) for f, t, n in worst_of_all if not f.worst <= t]
+    for found, tolerance, name in worst_of_all:
+        verdict = "exact" if found.worst <= tolerance else "NOT EXACT"
+        console.print(
+            f"{name}: worst {found.worst:.1e}, allowed {tolerance:.0e}: {verdict}",
+            highlight=False,
+        )
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command("show")
+def show_command(directory: Directory) -> None:
+    """Print stages, skips, transfers, memory and order of a program."""
+    show_plan(Plan.read(directory / "plan.toml"), console)
+
+
+@app.command("graph")
+def graph_command(
+    target: Annotated[str, typer.Argument(help="a model, or a program directory")],
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    ranks: Ranks = DEFAULTS.ranks,
+) -> None:
+    """Draw the graph: stages as clusters of blocks, skips apart."""
+    if Path(target).is_dir():
+        plan = Path(target) / "plan.toml"
+        Plan.read(plan)
+        path = output or Path(target) / "graph.svg"
+        dot = (Path(target) / "graph.dot").read_text(encoding="utf-8")
+    else:
+        options = CompileOptions(ranks=ranks, check=False)
+        program = _compile(load_user_model(target), options, None)
+        path = output or Path("graph.svg")
+        dot = program.graph()
+    if path.suffix != ".svg":
+        raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note = render(dot, path)
+    console.print(f"note: {note}" if note else f"wrote {path}", highlight=False)
+
+
+def main() -> None:
+    """Run the command: exit code 1 for the user's errors, 70 for ours."""
+    try:
+        app()
+    except GemscError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+    except InternalError as error:
+        notes = "".join(f"\nnote: {note}" for note in getattr(error, "__notes__", ()))
+        print(f"internal error: {error}{notes}", file=sys.stderr)  # noqa: T201
+        print("help: this is a fault of gemsc; please report it", file=sys.stderr)  # noqa: T201
+        sys.exit(70)
+
+
+@dataclass
+class _Watch:
+    """Prints programs and times after passes, to stderr."""
+
+    print_after: str
+    time_passes: bool
+    times: list[tuple[str, float]] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+    def __call__(self, step: Pass, program: Program, seconds: float) -> None:
+        self.times.append((step.name, seconds))
+        self.seen.add(step.name)
+        if self.print_after in (step.name, "all"):
+            print(f"--- after {step.name}", file=sys.stderr)  # noqa: T201
+            print(dump(program), file=sys.stderr)  # noqa: T201
+
+    def finish(self) -> None:
+        if self.print_after and self.print_after not in {*self.seen, "all"}:
+            raise GemscError(
+                f"--print-after {self.print_after}: there is no such pass",
+                help=f"one of {', '.join(sorted(self.seen))}, or all",
+            )
+        if self.time_passes:
+            for name, seconds in self.times:
+                print(f"{seconds * 1e3:8.1f} ms  {name}", file=sys.stderr)  # noqa: T201
+
+
+Hook = Callable[[Pass, Program, float], None]
+
+
+def _compile(
+    user: UserModel, options: CompileOptions, watch: Hook | None
+) -> CompiledProgram:
+    inputs = user.make_inputs()
+    return compile(
+        user.make_model(),
+        inputs,
+        loss=user.make_loss() if user.loss is not None else None,
+        example_target=user.make_target(inputs),
+        options=options,
+        source=user.path,
+        after_each=watch,
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise GemscError(
+            f"--blocks {text} is no list of numbers", help="write --blocks 3,4,4,5"
+        ) from None
+
+
+def _row(found: Comparison) -> list[str]:
+    def with_name(pair: tuple[float, str]) -> str:
+        error, name = pair
+        return f"{error:.1e} {name}" if name else f"{error:.1e}"
+
+    return [
+        f"{found.loss:.1e}",
+        with_name(found.gradient),
+        with_name(found.parameter),
+        with_name(found.buffer),
+        f"{found.equal} of {found.total}",
+    ]

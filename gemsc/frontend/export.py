@@ -1,0 +1,287 @@
+"""Trace a model with torch.export: ATen operators, no layers."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.fake_copy import LOSS, fake_like, reject_unsupported
+from gemsc.frontend.record import make_root
+from gemsc.frontend.user_code import failing_line, is_user_file
+from gemsc.frontend.values import input_names, output_structure
+from gemsc.frontend.writer import CONSTANTS
+from gemsc.ir import meta
+from gemsc.ir.fake import fake_copy
+from gemsc.ir.interpret import run_node
+from gemsc.ir.meta import Region, TensorSpec
+from gemsc.ir.program import Input, Program
+from gemsc.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
+from gemsc.rng import preserve_rng
+
+__all__ = ["export"]
+
+_MODEL = "gemsc_model"
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def export(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    loss: Any = None,
+    target: Any = None,
+    training: bool = True,
+    name: str | None = None,
+) -> Program:
+    """Return the program of `loss(model(*inputs), target)`, or of the model alone.
+
+    The second way to trace, for models that `record` cannot: its nodes are ATen
+    operators, and custom autograd functions lose their backward.
+
+    Raises:
+        GemscError: at the user's line if torch.export gives one.
+    """
+    given = normalize_inputs(inputs)
+    reject_unsupported(model)
+    with preserve_rng():
+        wrapper = _Wrapper(model, loss, training, given, target)
+        traced = _export(wrapper)
+    writer = _Writer(traced, frozenset(_tensor_names(model, loss)))
+    writer.run(wrapper, input_names(model, given))
+    root, aliases = make_root(model, loss, writer.constants)
+    root.graph = writer.graph
+    _attach_values(root, tuple(tensor for _, tensor in wrapper.leaves))
+    lines = (meta.location(node) for node in root.graph.nodes)
+    return Program(
+        name=name or type(model).__name__,
+        module=root,
+        inputs=tuple(writer.inputs),
+        structure=wrapper.structure,
+        sources=tuple(sorted({line.file for line in lines if line is not None})),
+        aliases=aliases,
+    )
+
+
+def _tensor_names(model: nn.Module, loss: Any) -> Iterator[str]:
+    owners = [(model, "")] + ([(loss, LOSS)] if isinstance(loss, nn.Module) else [])
+    for owner, prefix in owners:
+        for named in (owner.named_parameters, owner.named_buffers):
+            for name, _ in named(prefix=prefix, remove_duplicate=False):
+                yield name
+
+
+class _Wrapper(nn.Module):
+    """Takes the tensors of inputs and target, gives the loss and the outputs."""
+
+    def __init__(
+        self, model: nn.Module, loss: Any, training: bool, inputs: Inputs, target: Any
+    ) -> None:
+        super().__init__()
+        copied, self.loss = copy.deepcopy((model, loss))
+        self.add_module(_MODEL, copied)
+        if not training:
+            copied.eval()
+        elif not copied.training:
+            copied.train()
+        if isinstance(self.loss, nn.Module):
+            self.loss.train(training)
+        self.given = {"input": inputs, "target": target}
+        self.leaves = tuple(tensor_leaves(self.given))
+        self.structure: Any = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return (loss, *outputs), or the outputs alone without a loss."""
+        source = iter(tensors)
+        values = map_tensors(self.given, lambda path, tensor: next(source))
+        model = self.get_submodule(_MODEL)
+        inputs = values["input"]
+        by_name = isinstance(inputs, dict)
+        output = model(**inputs) if by_name else model(*inputs)
+        self.structure, outputs = output_structure(output)
+        if self.loss is None:
+            return outputs
+        target = values["target"]
+        loss = self.loss(output) if target is None else self.loss(output, target)
+        return (loss, *outputs)
+
+
+def _export(wrapper: _Wrapper) -> fx.GraphModule:
+    tensors = tuple(tensor for _, tensor in wrapper.leaves)
+    try:
+        program = torch.export.export(wrapper, tensors, strict=False)
+    except GemscError:
+        raise
+    except Exception as error:
+        at = failing_line(error.__traceback__, _export.__code__)
+        text = str(error).strip().partition("\n")[0]
+        raise GemscError(
+            f"torch.export cannot trace the model: {text}",
+            at=at,
+            help="try --frontend record",
+        ) from error
+    module: Any = program.module(check_guards=False)
+    return cast("fx.GraphModule", module)
+
+
+@dataclass
+class _Writer:
+    """Copies torch.export's graph into one with the user's names.
+
+    Regions without gradient and with autocast are submodules there and become facts
+    of the nodes here; parameters stand where they are first used.
+    """
+
+    traced: fx.GraphModule
+    names: frozenset[str]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    inputs: list[Input] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    attributes: dict[str, fx.Node] = field(default_factory=dict)
+
+    def run(self, wrapper: _Wrapper, name_of: Callable[[Path], str]) -> None:
+        """Copy everything."""
+        found = [n for n in self.traced.graph.nodes if n.op == "placeholder"]
+        values: dict[fx.Node, Any] = {}
+        for node, (path, tensor) in zip(found, wrapper.leaves, strict=True):
+            copied = self.graph.placeholder(name_of(path))
+            _describe(node, copied, Region())
+            spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            self.inputs.append(Input(copied.name, path, spec))
+            values[node] = copied
+        results = tuple(self._copy(self.traced, values, Region()))
+        loss, outputs = None, results
+        if wrapper.loss is not None:
+            loss, *rest = results
+            outputs = tuple(rest)
+        self.graph.output((loss, outputs))
+
+    def _copy(
+        self, module: fx.GraphModule, values: dict[fx.Node, Any], region: Region
+    ) -> Any:
+        """Copy the nodes of one graph and return its results."""
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                values[node] = str(node.target)
+            elif node.op == "output":
+                return self._arguments(node.args[0], values)
+            elif node.op == "call_function":
+                self._call(module, node, values, region)
+        return ()
+
+    def _call(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        values: dict[fx.Node, Any],
+        region: Region,
+    ) -> None:
+        name = str(getattr(node.target, "__name__", node.target))
+        if name in _REGIONS:
+            values[node] = self._inline(module, node, values, region)
+            return
+        args = self._arguments(node.args, values)
+        if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+            values[node] = args[0][args[1]]
+        elif not name.startswith("_assert"):
+            kwargs = self._arguments(node.kwargs, values)
+            copied = self.graph.create_node(
+                node.op, node.target, args, kwargs, name=node.name
+            )
+            _describe(node, copied, region)
+            values[node] = copied
+
+    def _inline(
+        self,
+        module: fx.GraphModule,
+        node: fx.Node,
+        values: dict[fx.Node, Any],
+        region: Region,
+    ) -> Any:
+        """Copy the submodule of a region."""
+        args = list(node.args)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            inner = replace(region, grad=bool(args.pop(0)))
+        else:
+            device, dtype, enabled, _ = (args.pop(0) for _ in range(4))
+            dtype = dtype or torch.get_autocast_dtype(device)
+            inner = replace(region, autocast=(device, dtype) if enabled else None)
+        holder: Any = args.pop(0)
+        submodule: Any = module.get_submodule(str(holder.target))
+        inputs = (n for n in submodule.graph.nodes if n.op == "placeholder")
+        given: dict[fx.Node, Any] = {}
+        for placeholder, argument in zip(inputs, args, strict=True):
+            given[placeholder] = values.get(argument, argument)  # type: ignore[call-overload]
+        return self._copy(submodule, given, inner)
+
+    def _arguments(self, arguments: Any, values: dict[fx.Node, Any]) -> Any:
+        def value(node: fx.Node) -> Any:
+            found = values[node]
+            return self._attribute(found) if isinstance(found, str) else found
+
+        return fx.node.map_arg(arguments, value)
+
+    def _attribute(self, path: str) -> fx.Node:
+        """Return the node of a parameter, buffer or constant of torch.export's."""
+        if path not in self.attributes:
+            prefix, _, rest = path.partition(".")
+            name = {_MODEL: rest, "loss": f"{LOSS}.{rest}"}.get(prefix, path)
+            if name not in self.names:
+                constant = re.sub(r"\W", "_", name)
+                self.constants[constant] = operator.attrgetter(path)(self.traced)
+                name = f"{CONSTANTS}.{constant}"
+            self.attributes[path] = node = self.graph.create_node("get_attr", name)
+            meta.set_traced(
+                node, value=None, location=None, module_path="", region=Region()
+            )
+        return self.attributes[path]
+
+
+def _describe(source: fx.Node, copied: fx.Node, region: Region) -> None:
+    stack = source.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    path = paths[-1] if paths else ""
+    meta.set_traced(
+        copied,
+        value=None,
+        location=_location(source.meta.get("stack_trace") or ""),
+        module_path=path.removeprefix(_MODEL).removeprefix("."),
+        region=region,
+    )
+
+
+def _location(trace: str) -> SourceLocation | None:
+    """Return the user's innermost line in a printed traceback."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    for file, line in reversed(frames):
+        if is_user_file(file):
+            return SourceLocation(file, int(line))
+    return None
+
+
+def _attach_values(root: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Run the graph on fake tensors and keep each value as it was when it was made."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module = fake_copy(root, mode)
+    given = iter(inputs)
+    values: dict[fx.Node, Any] = {}
+    with mode:
+        for node in root.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = fake_like(next(given), mode, (node.name,))
+            elif node.op != "output":
+                values[node] = run_node(node, values, module)
+            if node.op != "output":
+                meta.set_value(node, map_tensors(values[node], _snapshot))
+
+
+def _snapshot(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,93 @@
+"""Nests of tensors: tuples, lists, dicts and dataclasses of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gemsc.errors import GemscError
+
+__all__ = [
+    "Inputs",
+    "Path",
+    "map_tensors",
+    "named_tuple",
+    "normalize_inputs",
+    "tensor_leaves",
+]
+
+Path = tuple[str | int, ...]
+Inputs = tuple[Any, ...] | dict[str, Any]
+
+
+def normalize_inputs(inputs: object) -> Inputs:
+    """Return a tuple of positional or a dict of keyword inputs, checked."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    if isinstance(inputs, list):
+        inputs = tuple(inputs)
+    if not isinstance(inputs, (tuple, dict)):
+        raise GemscError(
+            f"example_inputs is of type {type(inputs).__name__}",
+            help="return a tuple of positional or a dict of keyword inputs",
+        )
+    if not any(True for _ in tensor_leaves(inputs)):
+        raise GemscError(
+            "example_inputs holds no tensor",
+            help="return the tensors of one micro-batch, as forward takes them",
+        )
+    return inputs
+
+
+def tensor_leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, tensor) for each tensor of a nest, in order."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensor_leaves(item, (*path, index))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensor_leaves(item, (*path, _key(key)))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensor_leaves(getattr(value, field.name), (*path, field.name))
+
+
+def map_tensors(
+    value: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()
+) -> Any:
+    """Return the nest with `change(path, tensor)` in place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return change(path, value)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        items = [map_tensors(v, change, (*path, i)) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else named_tuple(value, items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value)]
+        changed = {
+            f: map_tensors(getattr(value, f), change, (*path, f)) for f in fields
+        }
+        return dataclasses.replace(value, **changed)
+    if isinstance(value, Mapping):
+        return {
+            key: map_tensors(item, change, (*path, _key(key)))
+            for key, item in value.items()
+        }
+    return value
+
+
+def named_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Return the items as a tuple, a named one if `like` is."""
+    if hasattr(like, "_fields"):
+        return type(like)(*items)
+    return tuple(items)
+
+
+def _key(key: object) -> str | int:
+    return key if isinstance(key, (str, int)) else str(key)

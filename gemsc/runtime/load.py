@@ -1,0 +1,38 @@
+"""Load a program under mpirun, for people who keep their own training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gemsc.runtime.failure import install_hooks
+from gemsc.runtime.mpi import MpiTransport
+from gemsc.runtime.train import check_program, share_cores
+from gemsc.runtime.trainer import OptimizerFactory, Trainer
+
+__all__ = ["load"]
+
+
+def load(
+    directory: str | Path,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> Trainer:
+    """Return this rank's trainer; call it on every rank, started with mpirun.
+
+    `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
+    learning rate of 0.01. From here on an uncaught exception on any rank ends all.
+
+    Raises:
+        GemscError: no program directory, another number of ranks, or stale sources.
+    """
+    folder = Path(directory)
+    transport = MpiTransport()
+    check_program(folder, transport.size)
+    share_cores(transport)
+    trainer = Trainer(folder, transport, optimizer=optimizer, device=device, seed=seed)
+    install_hooks(transport, trainer.worker.status)
+    return trainer

@@ -1,0 +1,57 @@
+"""Start a program's ranks on this machine: what `gemsc run` does."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from gemsc.plan import Plan
+from gemsc.runtime.failure import named_locations
+from gemsc.runtime.launch import launch
+from gemsc.runtime.progress import BAR_VARIABLE, STATUS_VARIABLE, read_status
+from gemsc.runtime.train import check_program
+
+__all__ = ["start"]
+
+
+def start(
+    directory: Path, arguments: Sequence[str], *, timeout: float | None = None
+) -> int:
+    """Run the program under mpirun and return the exit code.
+
+    If a rank is killed, what it was doing is added to the report: every rank notes that
+    in a file that outlives it.
+
+    Raises:
+        GemscError: the program cannot run; nothing has been started.
+    """
+    plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
+    with tempfile.TemporaryDirectory(prefix="gemsc-status-") as name:
+        folder = Path(name)
+
+        def explain(rank: int) -> str | None:
+            doing = read_status(folder, rank)
+            if doing is None or (folder / "reported").exists():
+                return None
+            return f"error: rank {rank} was killed in {doing}{_lines(directory, rank)}"
+
+        environment = {STATUS_VARIABLE: name}
+        if sys.stdout.isatty():
+            environment[BAR_VARIABLE] = "1"
+            environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
+        return launch(
+            plan.ranks,
+            [sys.executable, str(directory), *arguments],
+            env=environment,
+            timeout=timeout,
+            explain=explain,
+        )
+
+
+def _lines(directory: Path, rank: int) -> str:
+    """Return which of the user's lines a rank computes."""
+    named = named_locations(directory / f"rank{rank}.py")
+    return f"\nthis rank computes {named[0]} to {named[-1]}" if named else ""

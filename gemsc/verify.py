@@ -1,0 +1,283 @@
+"""Compare N ranks with one process: loss, every gradient, every buffer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.dropout import dropout_off
+from gemsc.errors import GemscError
+from gemsc.nests import tensor_leaves
+from gemsc.plan import Plan
+from gemsc.runtime.data import Batches
+from gemsc.runtime.launch import launch
+from gemsc.runtime.train import check_program
+from gemsc.runtime.trainer import OptimizerFactory, as_structure
+from gemsc.runtime.weights import read_tensors
+from gemsc.user_model import UserModel, load_user_model
+
+__all__ = [
+    "TOLERANCE",
+    "Comparison",
+    "StepRecord",
+    "compare",
+    "read_record",
+    "reference_steps",
+    "verify_program",
+]
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+# A gradient that is zero but for rounding (a bias before BatchNorm) has no relative
+# error worth the name: errors are taken relative to at least this share of the largest.
+NEGLIGIBLE = 1e-3
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Losses of some steps, gradients of the first, parameters and buffers after all."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The worst relative errors; each with the name of the tensor that has it.
+
+    `equal` counts the tensors that are bit for bit equal, of `total`.
+    """
+
+    loss: float
+    gradient: tuple[float, str]
+    parameter: tuple[float, str]
+    buffer: tuple[float, str]
+    equal: int
+    total: int
+
+    @property
+    def worst(self) -> float:
+        """The worst of all."""
+        return max(self.loss, self.gradient[0], self.parameter[0], self.buffer[0])
+
+
+def reference_steps(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batches: list[tuple[Any, Any]],
+    num_micro_batches: int,
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory | None = None,
+) -> StepRecord:
+    """Train a copy of the user's model in this process, over the same micro-batches.
+
+    Each batch is cut into micro-batches in dimension 0; the loss of the step is the
+    mean of theirs.
+    """
+    model = copy.deepcopy(model).to(dtype)
+    if not model.training:
+        model.train()
+    loss = copy.deepcopy(loss)
+    if isinstance(loss, nn.Module):
+        loss.to(dtype)
+    pairs = [(n, p) for n, p in model.named_parameters()]
+    update = (optimizer or _default_optimizer)(pairs)
+    losses, gradients = [], {}
+    for step, (input, target) in enumerate(batches):
+        total = 0.0
+        for m in range(num_micro_batches):
+            given = _micro_batch(_cast(input, dtype), m, num_micro_batches)
+            wanted = _micro_batch(_cast(target, dtype), m, num_micro_batches)
+            output = model(**given) if isinstance(given, Mapping) else model(*given)
+            value = loss(output, wanted)
+            (value / num_micro_batches).backward()
+            total += float(value.detach().double())
+        losses.append(total / num_micro_batches)
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in pairs if p.grad is not None}
+        update.step()
+        update.zero_grad(set_to_none=True)
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    return StepRecord(losses, gradients, {n: t.detach() for n, t in state.items()})
+
+
+def read_record(folder: Path, num_ranks: int) -> StepRecord:
+    """Join what the ranks wrote (gemsc.runtime.verification)."""
+    record = StepRecord([], {}, {})
+    for rank in range(num_ranks):
+        record.losses[:] = json.loads((folder / f"losses{rank}.json").read_text())
+        gradients = read_tensors(folder / f"gradients{rank}.safetensors")
+        record.gradients.update(gradients)
+        record.state.update(read_tensors(folder / f"state{rank}.safetensors"))
+    return record
+
+
+def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
+    """Return the worst errors of what N ranks did against what one process did."""
+    pairs = zip(actual.losses, expected.losses, strict=True)
+    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    parameters = {n for n, t in expected.state.items() if n in expected.gradients}
+    others = {n for n in expected.state if n not in parameters}
+    known = {n: t for n, t in actual.state.items()}
+    equal = total = 0
+    for mine, theirs in (
+        (actual.gradients, expected.gradients),
+        (known, expected.state),
+    ):
+        for name, tensor in theirs.items():
+            total += 1
+            equal += name in mine and torch.equal(mine[name], tensor)
+    return Comparison(
+        loss,
+        _worst(actual.gradients, expected.gradients, set(expected.gradients)),
+        _worst(known, expected.state, parameters),
+        _worst(known, expected.state, others),
+        equal,
+        total,
+    )
+
+
+def _worst(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: set[str]
+) -> tuple[float, str]:
+    largest = max((_size(expected[name]) for name in names), default=0.0)
+    worst = (0.0, "")
+    for name in sorted(names):
+        if name not in actual or actual[name].shape != expected[name].shape:
+            return float("inf"), name
+        difference = _size(actual[name].double() - expected[name].double())
+        scale = max(_size(expected[name]), NEGLIGIBLE * largest)
+        error = difference / scale if difference else 0.0
+        if error > worst[0] or difference != difference:
+            worst = (error if error == error else float("inf"), name)
+    return worst
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+
+
+def _default_optimizer(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pairs, lr=0.01)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floating else leaf
+
+    return pytree.tree_map(cast, value)
+
+
+def _micro_batch(value: Any, m: int, count: int) -> Any:
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] % count:
+            return leaf
+        size = leaf.shape[0] // count
+        return leaf[m * size : (m + 1) * size]
+
+    return pytree.tree_map(cut, value)
+
+
+def verify_program(
+    directory: Path, *, dtype: torch.dtype, num_steps: int = 2, seed: int = 0
+) -> Comparison:
+    """Run a program under mpirun and the user's model here, on the same batches.
+
+    Both start from the program's weights, with dropout off.
+
+    Raises:
+        GemscError: the program is stale, has no source file or no loss, or a rank fails.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    check_program(directory, plan.ranks)
+    user = _user_model(directory, plan)
+    model = user.make_model()
+    _load_weights(model, directory)
+    batches = _batches(user, plan.micro_batches, num_steps, seed)
+    with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
+        folder = Path(name)
+        torch.save(batches, folder / "batches.pt")
+        words = ["--verify-into", name, "--dtype", str(dtype).removeprefix("torch.")]
+        code = launch(plan.ranks, [sys.executable, str(directory), *words])
+        if code != 0:
+            raise GemscError(
+                f"the ranks ended with exit code {code} in {dtype}",
+                help="see the report above",
+            )
+        actual = read_record(folder, plan.ranks)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // plan.ranks))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with dropout_off():
+            expected = reference_steps(
+                model,
+                user.make_loss(),
+                batches,
+                plan.micro_batches,
+                dtype,
+                user.optimizer,
+            )
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(default)
+    return compare(actual, expected)
+
+
+def _user_model(directory: Path, plan: Plan) -> UserModel:
+    if not plan.spec:
+        raise GemscError(
+            f"{directory} was compiled from Python: its model is in no file",
+            help="compile it from a file with model() to verify it",
+        )
+    user = load_user_model(plan.spec)
+    if user.loss is None:
+        raise GemscError(
+            f"{user.path} has no loss(), so there are no gradients to compare",
+            help="add loss(output, target) and compile again",
+        )
+    return user
+
+
+def _load_weights(model: nn.Module, directory: Path) -> None:
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    with torch.no_grad():
+        for path in sorted((directory / "weights").glob("*.safetensors")):
+            for name, tensor in read_tensors(path).items():
+                if name in own:
+                    own[name].copy_(tensor)
+
+
+def _batches(
+    user: UserModel, num_micro_batches: int, num_steps: int, seed: int
+) -> list[tuple[Any, Any]]:
+    """Return batches of the dataset, or the example inputs again and again."""
+    inputs = user.make_inputs()
+    target = user.make_target(inputs)
+    size = next(leaf.shape[0] for _, leaf in tensor_leaves(inputs) if leaf.dim())
+    if user.dataset is not None:
+        data = user.dataset() if callable(user.dataset) else user.dataset
+        batches = Batches(data, size * num_micro_batches, seed=seed, shuffle=True)
+        if len(batches) >= num_steps:
+            epoch = batches.epoch(0)
+            pairs = [next(epoch)[0] for _ in range(num_steps)]
+            return [(as_structure(input), target) for input, target in pairs]
+
+    def repeat(leaf: Any) -> Any:
+        many = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
+        return torch.cat([leaf] * num_micro_batches) if many else leaf
+
+    return [pytree.tree_map(repeat, (inputs, target))] * num_steps
