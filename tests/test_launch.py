@@ -188,6 +188,21 @@ def test_the_scratch_folder_is_gone_after_the_job(shell_mpirun, tmp_path):
     assert not folder.exists()
 
 
+def test_the_folder_of_a_killed_job_is_removed_by_the_next(shell_mpirun, tmp_path):
+    program = (
+        "import os\nfrom gemsc.runtime.launch import _scratch_folder\n"
+        "with _scratch_folder(2) as folder:\n"
+        "    print(folder, flush=True)\n    os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False
+    )
+    left = Path(killed.stdout.strip())
+    assert left.is_dir()
+    run("exit", tmp_path)
+    assert not left.exists()
+
+
 # real jobs
 
 SLEEPER = """
@@ -222,8 +237,9 @@ def test_a_signal_ends_all_ranks(number):
         [sys.executable, "-c", STARTER, SLEEPER], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "ready 2\n"
+        line = process.stderr.readline()
         os.kill(process.pid, number)
+        assert line == "ready 2\n", line + process.stderr.read()
         assert process.wait(20) == 128 + number
     assert set(Path("/dev/shm").glob("gemsc-*")) <= before
 

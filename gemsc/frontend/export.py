@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -117,7 +118,9 @@ class _Wrapper(nn.Module):
 def _export(wrapper: _Wrapper) -> fx.GraphModule:
     tensors = tuple(tensor for _, tensor in wrapper.leaves)
     try:
-        program = torch.export.export(wrapper, tensors, strict=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of the copy's own attributes
+            program = torch.export.export(wrapper, tensors, strict=False)
     except GemscError:
         raise
     except Exception as error:
@@ -207,19 +210,19 @@ class _Writer:
         region: Region,
     ) -> Any:
         """Copy the submodule of a region."""
-        args = list(node.args)
+        args: list[Any] = list(node.args)
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             inner = replace(region, grad=bool(args.pop(0)))
         else:
             device, dtype, enabled, _ = (args.pop(0) for _ in range(4))
             dtype = dtype or torch.get_autocast_dtype(device)
             inner = replace(region, autocast=(device, dtype) if enabled else None)
-        holder: Any = args.pop(0)
-        submodule: Any = module.get_submodule(str(holder.target))
+        submodule: Any = module.get_submodule(str(args.pop(0).target))
         inputs = (n for n in submodule.graph.nodes if n.op == "placeholder")
-        given: dict[fx.Node, Any] = {}
-        for placeholder, argument in zip(inputs, args, strict=True):
-            given[placeholder] = values.get(argument, argument)  # type: ignore[call-overload]
+        given = {
+            placeholder: values.get(argument, argument)
+            for placeholder, argument in zip(inputs, args, strict=True)
+        }
         return self._copy(submodule, given, inner)
 
     def _arguments(self, arguments: Any, values: dict[fx.Node, Any]) -> Any:

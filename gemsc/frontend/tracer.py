@@ -21,7 +21,7 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.targets import Call, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, failing_line, user_line
-from gemsc.frontend.writer import GraphWriter
+from gemsc.frontend.writer import CachedTensorError, GraphWriter
 from gemsc.ir.mutation import call_mutates
 from gemsc.nests import tensor_leaves
 
@@ -86,6 +86,8 @@ class Tracer(TorchFunctionMode):
                 result = function(**args) if by_name else function(*args)
         except GemscError as error:
             raise (self._error or error) from error.__cause__
+        except CachedTensorError:
+            raise
         except Exception as error:
             raise self._user_error(what, error) from error
         finally:
@@ -142,8 +144,8 @@ class Tracer(TorchFunctionMode):
         apply = MethodType(original, cls)
         if self.paused:
             return apply(*args, **kwargs)
-        if cls is CheckpointFunction:  # computes the same as the function it wraps
-            return args[0](*args[2:])
+        if cls is CheckpointFunction:
+            return _without_checkpoint(args)
         call = ("call_function", apply, args, kwargs)
         with self._at_user_line():
             return self._record(call, apply, args, kwargs)
@@ -201,6 +203,14 @@ class Tracer(TorchFunctionMode):
         return GemscError(f"{what}: {type(error).__name__}: {text}", at=at)
 
 
+def _without_checkpoint(args: _Args) -> Any:
+    """Compute what a reentrant checkpoint computes, and what it lets gradients do."""
+    function, _, *inputs = args
+    learns = any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor))
+    with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+        return function(*inputs)
+
+
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as it is now: in-place calls may change shape and gradient."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -244,7 +254,8 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     module.__call__ = traced_call
     function.apply = classmethod(traced_apply)
     try:
-        yield
+        with torch.jit.optimized_execution(False):  # scripts run the same each time
+            yield
     finally:
         module.__call__ = call
         function.apply = apply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ Explain = Callable[[int], str | None]
 
 GRACE_SECONDS = 10.0  # from asking mpirun to end to killing it
 SHARED_MEMORY = Path("/dev/shm")
+LOCK = "lock"  # file in a scratch folder, locked while its job runs
 SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open MPI's
 
 
@@ -125,11 +127,22 @@ def _scratch_folder(num_ranks: int) -> Iterator[Path]:
         and shutil.disk_usage(SHARED_MEMORY).free > num_ranks * SEGMENT_BYTES
     ):
         parent = SHARED_MEMORY
+    _remove_stale_folders(parent)
     folder = Path(tempfile.mkdtemp(prefix="gemsc-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale_folders(parent: Path) -> None:
+    """Remove what killed jobs have left: nobody holds the lock of their folders."""
+    for path in parent.glob(f"gemsc-*/{LOCK}"):
+        with contextlib.suppress(OSError), path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def launch(

@@ -129,8 +129,14 @@ class ProgressBar:
 
 
 def wants_bar(stream: TextIO) -> bool:
-    """Whether rank 0 draws a bar: on a terminal, or if the launcher has one."""
-    return os.environ.get(BAR_VARIABLE) == "1" or stream.isatty()
+    """Whether rank 0 draws a bar: if it, or the launcher, writes to a terminal.
+
+    mpirun gives ranks a terminal of its own even where its output goes to a file.
+    """
+    by_mpirun = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"} & os.environ.keys()
+    if by_mpirun:
+        return os.environ.get(BAR_VARIABLE) == "1"
+    return stream.isatty()
 
 
 def _width() -> int:

@@ -1,7 +1,8 @@
 """Schedules: which rank does what, when; `SCHEDULES` maps a name to its policy."""
 
 from gemsc.schedules.action import Action, Edge, Kind, StageCost, Task, Timed, Timeline
-from gemsc.schedules.engine import Policy, replay, run
+from gemsc.schedules.clock import replay
+from gemsc.schedules.engine import Policy, run
 from gemsc.schedules.policies import (
     BASIC,
     BIDIRECTIONAL,

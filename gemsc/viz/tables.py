@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -41,7 +41,8 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         numeric = index > 0 and column not in ("blocks", "to", "value", "values")
-        table.add_column(column, justify="right" if numeric else "left")
+        justify: JustifyMethod = "right" if numeric else "left"
+        table.add_column(column, justify=justify, no_wrap=numeric)
     return table
 
 
