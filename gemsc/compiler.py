@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx, nn
 
@@ -34,7 +34,9 @@ from gemsc.schedules import SCHEDULES, run
 from gemsc.schedules.loops import find_loops
 from gemsc.viz.graph import draw, render
 
-__all__ = ["CompiledProgram", "compile"]
+__all__ = ["CompiledProgram", "Traced", "compile", "lower", "trace"]
+
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True)
@@ -83,26 +85,72 @@ def compile(
     The model's parameters, buffers and the random generators stay as they are.
 
     Raises:
-        GemscError: the model or an option cannot be compiled; says where and what to do.
+        GemscError: the model or an option cannot be compiled; says where and why.
     """
     options = replace(options or CompileOptions(), **choices)
-    schedule = SCHEDULES.get(options.schedule)
-    if schedule is None:
-        raise GemscError(
-            f"unknown schedule '{options.schedule}'",
-            help=f"choose one of {', '.join(SCHEDULES)}",
-        )
-    trace = FRONTENDS[options.frontend]
-    feed = {"loss": loss, "target": example_target}
-    program = trace(model, example_inputs, training=loss is not None, **feed)
-    program = run_passes(program, training_passes(options), after_each=after_each)
-    if options.check:
-        check_against_eager(
-            program, model, example_inputs, **feed, training=loss is not None
-        )
-    evaluation = trace(model, example_inputs, training=False, **feed)
-    evaluation, twins = follow(program, evaluation, after_each)
+    traced = trace(
+        model,
+        example_inputs,
+        loss=loss,
+        example_target=example_target,
+        frontend=options.frontend,
+        check=options.check,
+        after_each=after_each,
+    )
+    return lower(traced, options, source=source, after_each=after_each)
 
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a graph cut into blocks, for any number of ranks.
+
+    `evaluation` is the graph in evaluation mode; `twins` maps nodes of the one to nodes
+    of the other if they differ in constants only.
+    """
+
+    program: Program
+    evaluation: Program
+    twins: dict[fx.Node, fx.Node] | None
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    example_target: Any = None,
+    frontend: str = "record",
+    check: bool = True,
+    after_each: Observer | None = None,
+) -> Traced:
+    """Trace a model in both modes and find its blocks: what no option changes."""
+    record = _choose("frontend", frontend, FRONTENDS)
+    feed = {"loss": loss, "target": example_target}
+    trains = loss is not None
+    program = record(model, example_inputs, training=trains, **feed)
+    program = run_passes(program, GRAPH_PASSES, after_each=after_each)
+    if check:
+        check_against_eager(program, model, example_inputs, **feed, training=trains)
+    evaluation = record(model, example_inputs, training=False, **feed)
+    evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
+    return Traced(program, evaluation, find_twins(program, evaluation))
+
+
+def lower(
+    traced: Traced,
+    options: CompileOptions,
+    *,
+    source: Path | None = None,
+    after_each: Observer | None = None,
+) -> CompiledProgram:
+    """Cut a traced model into stages, schedule them, prove the schedule."""
+    schedule = _choose("schedule", options.schedule, SCHEDULES)
+    program = run_passes(traced.program, stage_passes(options), after_each=after_each)
+    evaluation = run_passes(
+        program if traced.twins is not None else traced.evaluation,
+        evaluation_passes(program, twins=traced.twins is not None),
+        after_each=after_each,
+    )
     task = schedule_task(program, options)
     timeline = run(task, schedule.policy)
     prove(program, task, timeline)
@@ -110,17 +158,21 @@ def compile(
     steps = tuple(find_loops(order) for order in timeline.orders)
     user_path = str(source.resolve()) if source else ""
     return CompiledProgram(
-        Compilation(program, evaluation, twins, steps, plan, user_path)
+        Compilation(program, evaluation, traced.twins, steps, plan, user_path)
     )
 
 
-def training_passes(options: CompileOptions) -> tuple[Pass, ...]:
-    """Return the passes for the training graph, in order."""
+GRAPH_PASSES: tuple[Pass, ...] = (
+    Canonicalize(),
+    Annotate(),
+    DetectSkips(),
+    GroupBlocks(),
+)
+
+
+def stage_passes(options: CompileOptions) -> tuple[Pass, ...]:
+    """Return the passes that turn blocks into stages that talk to each other."""
     return (
-        Canonicalize(),
-        Annotate(),
-        DetectSkips(),
-        GroupBlocks(),
         BalanceStages(
             num_stages=options.ranks,
             kind=options.balance,
@@ -133,23 +185,24 @@ def training_passes(options: CompileOptions) -> tuple[Pass, ...]:
     )
 
 
-def follow(
-    program: Program, evaluation: Program, after_each: Observer | None
-) -> tuple[Program, dict[fx.Node, fx.Node] | None]:
-    """Cut the evaluation graph where the training graph is cut.
+def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
+    """Return the passes that cut evaluation where training is cut.
 
-    If the two graphs differ in constants only (the usual case) they share one text and
-    most transfers; the twins of the training graph's nodes are returned too.
+    Twins share everything but the outputs, which travel in evaluation only.
     """
-    evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
-    known = program.transfers or ()
-    twins = find_twins(program, evaluation)
-    if twins is not None:
-        comms = InsertComms(outputs=True, known=known)
-        return run_passes(program, (comms,), after_each=after_each), twins
-    passes = (
+    known = training.transfers or ()
+    if twins:
+        return (InsertComms(outputs=True, known=known),)
+    return (
         Annotate(training=False),
-        FollowStages(program, owned_tensors(program)),
+        FollowStages(training, owned_tensors(training)),
         InsertComms(outputs=True, first_index=len(known)),
     )
-    return run_passes(evaluation, passes, after_each=after_each), None
+
+
+def _choose(what: str, name: str, table: Mapping[str, Choice]) -> Choice:
+    if name not in table:
+        raise GemscError(
+            f"unknown {what} '{name}'", help=f"choose one of {', '.join(table)}"
+        )
+    return table[name]

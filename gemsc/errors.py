@@ -17,7 +17,7 @@ class SourceLocation:
     line: int
 
     def __str__(self) -> str:
-        """Return `file:line`, the file relative to the working directory if below it."""
+        """Return `file:line`, the file relative to the working directory if in it."""
         path = Path(self.file)
         try:
             shown = path.relative_to(Path.cwd())

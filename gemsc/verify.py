@@ -45,7 +45,7 @@ NEGLIGIBLE = 1e-3
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Losses of some steps, gradients of the first, parameters and buffers after all."""
+    """Losses of some steps, gradients of the first, tensors after the last."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -101,7 +101,7 @@ def reference_steps(
             wanted = _micro_batch(_cast(target, dtype), m, num_micro_batches)
             output = model(**given) if isinstance(given, Mapping) else model(*given)
             value = loss(output, wanted)
-            (value / num_micro_batches).backward()
+            torch.autograd.backward(value / num_micro_batches)
             total += float(value.detach().double())
         losses.append(total / num_micro_batches)
         if step == 0:
@@ -198,7 +198,7 @@ def verify_program(
     Both start from the program's weights, with dropout off.
 
     Raises:
-        GemscError: the program is stale, has no source file or no loss, or a rank fails.
+        GemscError: the program is stale, has no source or no loss, or a rank fails.
     """
     plan = Plan.read(directory / "plan.toml")
     check_program(directory, plan.ranks)

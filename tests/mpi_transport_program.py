@@ -275,6 +275,7 @@ def a_long_wait(transport: Transport) -> None:
     if transport.rank == 1:
         time.sleep(1)
         transport.wait(transport.send(torch.ones(2), 0, 1))
+    if transport.rank != 0:
         return
     started = time.process_time()
     transport.wait(transport.receive(torch.empty(2), 1, 1))

@@ -377,7 +377,11 @@ def test_scripted_functions_are_recorded() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_looked_into(reentrant: bool) -> None:
-    checked(Model(lambda self, x: checkpoint(self.fc, x, use_reentrant=reentrant)))
+    def forward(self: Any, x: Any) -> Any:
+        return checkpoint(self.fc, self.fc2(x), use_reentrant=reentrant)
+
+    program = checked(Model(forward))
+    assert "fc" in targets(program)
 
 
 def test_dropout_and_random_functions_draw_the_same_numbers() -> None:

@@ -56,7 +56,8 @@ def mpi_output(tmp_path_factory):
 
     @functools.cache
     def run(num_ranks: int) -> str:
-        return run_mpi(num_ranks, tmp_path_factory.mktemp("mpi"))[1]
+        code, output = run_mpi(num_ranks, tmp_path_factory.mktemp("mpi"))
+        return f"{output}\nexit code {code}\n"
 
     return run
 
@@ -174,6 +175,12 @@ def test_ranks_in_different_collectives_are_an_error():
 
 
 # MPI
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_end_after_they_closed_the_transport(num_ranks, mpi_output):
+    assert "\nexit code 0\n" in mpi_output(num_ranks)
 
 
 @pytest.mark.mpi

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -254,7 +255,7 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     module.__call__ = traced_call
     function.apply = classmethod(traced_apply)
     try:
-        with torch.jit.optimized_execution(False):  # scripts run the same each time
+        with optimized_execution(False):  # scripts run the same each time
             yield
     finally:
         module.__call__ = call

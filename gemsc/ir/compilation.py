@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -18,7 +19,7 @@ __all__ = ["Compilation"]
 class Compilation:
     """A program with its evaluation, its schedule and its plan.
 
-    `twins` maps each node to its like in the graph traced in evaluation mode; None where
+    `twins` maps each node to its like in the graph traced in evaluation mode; None if
     the two graphs differ in more than constants. `steps` are each rank's actions of one
     training step, with their loops found.
     """
@@ -30,13 +31,13 @@ class Compilation:
     plan: Plan
     user_path: str
 
-    @property
+    @cached_property
     def owned(self) -> tuple[tuple[str, ...], ...]:
         """The parameters and buffers of each stage."""
         others = () if self.twins is not None else (self.evaluation,)
         return owned_tensors(self.program, *others)
 
-    @property
+    @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Trained parameters that several stages hold, and those stages."""
         return shared_parameters(self.program, self.owned)

@@ -1,4 +1,4 @@
-"""Program -> text, for --print-after and golden files; the same input, the same bytes."""
+"""Program -> text, for --print-after and golden files; always the same bytes."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def location(node: fx.Node) -> SourceLocation | None:
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the path of the innermost user module whose forward ran ('' = the model)."""
+    """Return the path of the innermost user module that ran ('' is the model)."""
     return cast("str", node.meta.get("gemsc_module_path", ""))
 
 

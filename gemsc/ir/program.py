@@ -142,8 +142,8 @@ class Program:
     tensors that the model returned. `structure` is what the model returned (tuples,
     lists, dicts, `DataclassValue`, constants) with a `Slot` for each tensor.
     `module` holds the user's own layers, parameters and buffers (the same objects, not
-    copies) under the user's names; a loss that is a module stands under `_loss`, tensors
-    that are neither parameter nor buffer under `_constants`.
+    copies) under the user's names; a loss that is a module stands under `_loss`,
+    tensors that are neither parameter nor buffer under `_constants`.
     `aliases` maps each further name of a tied parameter to its first name.
     `frozen` are the paths of layers that stay in eval mode while the model trains.
     """
@@ -175,7 +175,8 @@ class Program:
     @property
     def output(self) -> fx.Node:
         """The output node."""
-        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        nodes: list[fx.Node] = [n for n in self.graph.nodes if n.op == "output"]
+        return nodes[-1]
 
     @property
     def loss(self) -> fx.Node | None:
@@ -202,7 +203,7 @@ class Program:
         return stages[-1].index
 
     def with_module(self, module: fx.GraphModule) -> Program:
-        """Return the program on another graph; what was known of the old one is gone."""
+        """Return the program on another graph, of which nothing is known yet."""
         return replace(
             self,
             module=module,

@@ -96,11 +96,11 @@ class _Count:
     saved: dict[int, int] = field(default_factory=dict)
 
 
-class _Ledger(TorchDispatchMode):
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Book every ATen operator and every saved tensor on the node that is running."""
 
     def __init__(self, device: Device, persistent: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.persistent = persistent
         self.counts: dict[fx.Node | None, _Count] = defaultdict(_Count)

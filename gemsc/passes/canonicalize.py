@@ -15,6 +15,7 @@ from torch.nn import functional
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_node
+from gemsc.ir.meta import Region
 from gemsc.ir.mutation import FUNCTIONAL, mutated_inputs
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
@@ -259,8 +260,13 @@ class _Rewriter:
     def _clone(self, source: fx.Node, *, before: fx.Node) -> fx.Node:
         with self.module.graph.inserting_before(before):
             clone = self.module.graph.call_method("clone", (source,))
-        meta.copy_meta(before, clone)
-        meta.set_value(clone, meta.value(source))
+        meta.set_traced(
+            clone,
+            value=meta.value(source),
+            location=meta.location(before),
+            module_path=meta.module_path(before),
+            region=Region(),  # under no_grad, too, the change lets gradients through
+        )
         self.order[clone] = self.order[before] - 0.5
         return clone
 
@@ -274,7 +280,14 @@ class _Rewriter:
                 (source,) = mutated_inputs(node, self.module)
                 members = [m for k in self.storage[source] for m in self.members[k]]
                 state = any(member.op == "get_attr" for member in members)
-                fits = not state and not self._others_used_later(node, source, members)
+                blocks_gradient = (
+                    meta.value(source).requires_grad and not meta.region(node).grad
+                )
+                fits = not (
+                    state
+                    or blocks_gradient
+                    or self._others_used_later(node, source, members)
+                )
                 path = str(node.target)
                 paths[path] = paths.get(path, True) and fits
         return {path for path, fits in paths.items() if fits}
@@ -361,7 +374,8 @@ def _gives_same(node: fx.Node, module: nn.Module) -> bool:
     except Exception:
         return False  # then it stays in place, on a clone
     return isinstance(made, torch.Tensor) and (
-        (made.shape, made.dtype) == (old.shape, old.dtype)
+        (made.shape, made.dtype, made.requires_grad)
+        == (old.shape, old.dtype, old.requires_grad)
     )
 
 

@@ -28,7 +28,8 @@ class DetectSkips(Pass):
     `short_layers` heavy nodes or `short_share` of the predicted time. It is long
     whatever its span if it jumps over a change of resolution and back (an encoder level
     that its mirror in the decoder joins), unless what it jumps over costs next to
-    nothing (squeeze and excitation).
+    nothing (squeeze and excitation), or if several layers further on join it, each
+    anew (dense connections).
     """
 
     name: ClassVar[str] = "detect-skips"
@@ -58,6 +59,8 @@ class DetectSkips(Pass):
             short = len(heavy) <= self.short_layers or share <= self.short_share
             if share > self.negligible_share and _hourglass(node, span, last):
                 short = False
+            if _is_joined_again_and_again(node, nodes, uses):
+                short = False
             size = meta.facts(node).output_bytes
             skips.append(Skip(node, last, num_bytes=size, long=not short))
         return replace(program, skips=tuple(skips))
@@ -76,6 +79,21 @@ def _hourglass(value: fx.Node, span: tuple[fx.Node, ...], last: fx.Node) -> bool
         return False
     low, high = min(between), min(end for end in ends if end is not None)
     return low < high
+
+
+def _is_joined_again_and_again(
+    value: fx.Node, nodes: tuple[fx.Node, ...], uses: list[int]
+) -> bool:
+    """Whether two joins of the value with others have a heavy node between them."""
+    joins = [use for use in uses if _num_values(nodes[use]) > 1]
+    if len(joins) < 2:
+        return False
+    between = nodes[joins[0] + 1 : joins[-1]]
+    return any(meta.facts(other).heavy for other in between)
+
+
+def _num_values(node: fx.Node) -> int:
+    return sum(source.op != "get_attr" for source in node.all_input_nodes)
 
 
 def _resolution(node: fx.Node) -> int | None:

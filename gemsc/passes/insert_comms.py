@@ -63,5 +63,5 @@ class InsertComms(Pass):
 
     def _pack(self, values: list[fx.Node]) -> list[tuple[fx.Node, ...]]:
         small = tuple(v for v in values if meta.spec(v).num_bytes < self.pack_bytes)
-        large = [(v,) for v in values if meta.spec(v).num_bytes >= self.pack_bytes]
+        large: list[tuple[fx.Node, ...]] = [(v,) for v in values if meta.spec(v).num_bytes >= self.pack_bytes]
         return [*large, small] if small else large

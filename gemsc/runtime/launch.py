@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -134,15 +135,29 @@ def _scratch_folder(num_ranks: int) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder; try again if a rank that is being ended still writes there."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
 
 
 def _remove_stale_folders(parent: Path) -> None:
     """Remove what killed jobs have left: nobody holds the lock of their folders."""
-    for path in parent.glob(f"gemsc-*/{LOCK}"):
-        with contextlib.suppress(OSError), path.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.parent, ignore_errors=True)
+    for folder in parent.glob("gemsc-*"):
+        with contextlib.suppress(OSError):
+            if not (folder / LOCK).exists():
+                if time.time() - folder.stat().st_mtime > 60:
+                    folder.rmdir()
+                continue
+            with (folder / LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
 
 
 def launch(

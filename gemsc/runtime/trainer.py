@@ -89,7 +89,7 @@ class Trainer:
 
     @property
     def stages(self) -> dict[str, nn.Module]:
-        """This rank's stages, by name."""
+        """The stages of this rank, by name."""
         return self.worker.stages
 
     def step(self, input: Any, target: Any = None) -> float:

@@ -36,7 +36,7 @@ def record_steps(
     dtype: torch.dtype,
     optimizer: OptimizerFactory | None = None,
 ) -> list[float]:
-    """Train on `batches`; write gradients of the first step, and what there is after all.
+    """Train on `batches`; write gradients of the first step and the last state.
 
     Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors` and
     `losses{rank}.json`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +18,7 @@ __all__ = ["fill", "read_tensors", "stage_tensors", "write_tensors"]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file beside `path`, then rename it, so that nothing is ever half there."""
+    """Write a file beside `path`, then rename it: nothing is ever half there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     plain = {
@@ -57,7 +58,7 @@ def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) 
     Raises:
         GemscError: a tensor is missing or has another shape.
     """
-    filled: dict[int, Tensor] = {}
+    filled: dict[int, Any] = {}
     for name, empty in stage_tensors(stage).items():
         if name not in tensors:
             raise GemscError(f"the weights have no '{name}'", help="compile again")
@@ -68,11 +69,12 @@ def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) 
                 f"{list(empty.shape)}",
                 help="take weights of this model, or compile again",
             )
-        value = tensor.to(device)
+        value: Any = tensor.to(device)
         if isinstance(empty, nn.Parameter):
             value = nn.Parameter(value, requires_grad=empty.requires_grad)
         filled[id(empty)] = value
     for module in stage.modules():  # a tied tensor has several places
+        slots: dict[str, Any]
         for slots in (module._parameters, module._buffers):
             for name, old in slots.items():
                 if old is not None:

@@ -67,7 +67,7 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """This rank among those of its copy of the model."""
+        """The number of this rank among those of its copy of the model."""
         return self.link.transport.rank - self.first_rank
 
     # ------------------------------------------------------- one step
@@ -351,6 +351,4 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
                 f"the batch has no {item.name}",
                 help="give it the structure of example_inputs() and of the target",
             ) from None
-    if not isinstance(value, Tensor):
-        value = torch.as_tensor(value)
-    return value
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)

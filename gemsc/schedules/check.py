@@ -298,6 +298,12 @@ class _Proof:
         for group, number in groups.items():
             if number > 1:
                 raise InternalError(f"wrong schedule: two reductions of '{group}'")
+        for rank, issued in enumerate(self.issued):
+            for group, _ in issued:
+                if group not in groups:
+                    raise InternalError(
+                        f"wrong schedule: rank {rank} reduces an unknown '{group}'"
+                    )
         for reduction in self.reductions:
             ranks = {self.rank(*lane) for lane in reduction.stages}
             if ranks != reduction.ranks:
@@ -335,8 +341,11 @@ class _Proof:
         stuck = events.find_cycle()
         if stuck:
             actions = [event[1] for event in stuck if isinstance(event[1], Action)]
-            chain = " <- ".join(map(str, dict.fromkeys(actions)))
-            raise self.wrong(actions[0], f"ranks wait for each other ({chain})")
+            names = [str(e[1]) for e in stuck if isinstance(e[1], Action | str)]
+            text = f"ranks wait for each other ({' <- '.join(dict.fromkeys(names))})"
+            if actions:
+                raise self.wrong(actions[0], text)
+            raise InternalError(f"wrong schedule: {text}")
 
     def _add_actions(self, events: Events, rank: int, order: Sequence[Action]) -> None:
         previous: Event = ("begin", rank)

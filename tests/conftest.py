@@ -1,0 +1,82 @@
+"""What all tests share: markers that skip with a reason, and golden texts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
+
+import pytest
+import torch
+
+from gemsc.errors import GemscError
+from gemsc.runtime.launch import find_mpirun
+
+torch.set_num_threads(1)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the texts that golden tests see; look at `git diff` afterwards",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, missing in (("mpi", mpi_is_missing), ("gpu", gpu_is_missing)):
+        if item.get_closest_marker(name) and (reason := missing()):
+            pytest.skip(reason)
+
+
+@functools.cache
+def mpi_is_missing() -> str:
+    """Return why no mpirun test can run here, '' if all is there."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    try:
+        find_mpirun()
+    except GemscError as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def gpu_is_missing() -> str:
+    """Return why no test for CUDA can run here, '' if one can."""
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with tests/golden/<test file>/<name>: `golden(text, "a.txt")`.
+
+    `pytest --update-golden` writes the file instead.
+    """
+    folder = GOLDEN / request.path.stem.removeprefix("test_")
+    update = bool(request.config.getoption("--update-golden"))
+
+    def compare(text: str, name: str) -> None:
+        path = folder / name
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        shown = path.relative_to(GOLDEN.parent.parent)
+        advice = "if it is right, run pytest --update-golden and look at git diff"
+        if not path.is_file():
+            pytest.fail(f"there is no {shown}; {advice}", pytrace=False)
+        wanted = path.read_text(encoding="utf-8")
+        if text != wanted:
+            lines = wanted.splitlines(), text.splitlines()
+            diff = difflib.unified_diff(*lines, str(shown), "now", lineterm="")
+            pytest.fail("\n".join([*diff, advice]), pytrace=False)
+
+    return compare

@@ -1,0 +1,90 @@
+"""torch.export as the second way to trace gives the same step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gemsc.errors import GemscError
+from gemsc.frontend import FRONTENDS, export
+from gemsc.frontend.check import check_against_eager
+from gemsc.ir import meta
+from gemsc.passes.canonicalize import Canonicalize
+
+torch.set_num_threads(1)
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(True))
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(4, 4)
+        self.table = torch.arange(4.0)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> Any:
+        h = self.drop(self.body(x)) * self.table
+        self.count.add_(1)
+        with torch.no_grad():
+            m = h.mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.head(h)
+        y = y.float() + m + 0.5
+        y[:, 0] = 0
+        return {"y": y, "h": (h,)}
+
+
+def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output["y"], target)
+
+
+def test_an_exported_graph_is_the_model() -> None:
+    model = Net()
+    program = export(model, {"x": X}, loss=loss, target=X)
+    assert [item.name for item in program.inputs] == ["x", "target"]
+    check_against_eager(program, model, {"x": X}, loss, X)
+    check_against_eager(Canonicalize().apply(program), model, {"x": X}, loss, X)
+    assert int(model.count) == 0
+
+
+def test_nodes_have_the_users_lines_names_and_regions() -> None:
+    program = export(Net(), (X,), training=False)
+    nodes = {node.name: node for node in program.graph.nodes}
+    names = {str(n.target) for n in program.graph.nodes if n.op == "get_attr"}
+    assert {"body.0.weight", "head.bias", "count", "_constants.table"} <= names
+    assert program.sources == (__file__,)
+    assert meta.module_path(nodes["linear_1"]) == "head"
+    assert meta.region(nodes["linear_1"]).autocast == ("cpu", torch.bfloat16)
+    assert not meta.region(nodes["mean"]).grad
+
+
+def test_tied_parameters_and_a_loss_that_is_a_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    target = torch.tensor([0, 1, 3])
+    program = export(model, (X,), loss=criterion, target=target)
+    assert program.aliases == {"2.weight": "0.weight"}
+    check_against_eager(program, model, (X,), criterion, target)
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_branch_on_data_is_refused() -> None:
+    with pytest.raises(GemscError, match=r"torch\.export cannot trace") as caught:
+        export(Branch(), (X,))
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+
+
+def test_both_frontends_are_registered() -> None:
+    assert list(FRONTENDS) == ["record", "export"]

@@ -1,0 +1,119 @@
+"""N ranks against one process, on threads: every model, schedule, ranks, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from models import MODELS
+from support import run_on_threads
+
+from gemsc.codegen.package import write_directory
+from gemsc.compiler import Traced, lower, trace
+from gemsc.options import CompileOptions
+from gemsc.verify import StepRecord, compare, reference_steps
+
+FLOAT64 = 1e-9
+FLOAT32 = 1e-4
+
+
+@cache
+def traced(name: str) -> Traced:
+    case = MODELS[name]
+    return trace(
+        case.build(),
+        case.example_inputs,
+        loss=case.loss,
+        example_target=case.example_target,
+        check=False,
+    )
+
+
+@cache
+def reference(
+    name: str, micro_batches: int, dtype: torch.dtype, num_steps: int
+) -> StepRecord:
+    case = MODELS[name]
+    batches = [case.inputs(micro_batches, dtype)] * num_steps
+    return reference_steps(case.build(), case.loss, batches, micro_batches, dtype)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+def worst_error(
+    name: str,
+    options: CompileOptions,
+    directory: Path,
+    dtype: torch.dtype = torch.float64,
+    num_steps: int = 1,
+) -> float:
+    case = MODELS[name]
+    program = lower(traced(name), options)
+    write_directory(program.compilation, directory)
+    batches = [case.inputs(options.micro_batches, dtype)] * num_steps
+    record = run_on_threads(directory, options.ranks, batches, dtype=dtype)
+    expected = reference(name, options.micro_batches, dtype, num_steps)
+    return compare(record, expected).worst
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 4, 8])
+@pytest.mark.parametrize("schedule", ["basic", "gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_compute_what_one_process_does(
+    name: str, ranks: int, schedule: str, micro_batches: int, tmp_path: Path
+) -> None:
+    options = CompileOptions(
+        ranks=ranks, schedule=schedule, micro_batches=micro_batches
+    )
+    assert worst_error(name, options, tmp_path / "program") <= FLOAT64
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_and_several_steps(name: str, tmp_path: Path) -> None:
+    options = CompileOptions(ranks=4, micro_batches=4)
+    directory = tmp_path / "program"
+    assert worst_error(name, options, directory, torch.float32, 3) <= FLOAT32
+
+
+@pytest.mark.parametrize("name", ["resnet18", "unet", "densecnn"])
+def test_untied_models_are_equal_bit_for_bit(name: str, tmp_path: Path) -> None:
+    case = MODELS[name]
+    program = lower(traced(name), CompileOptions(ranks=3, micro_batches=4))
+    write_directory(program.compilation, tmp_path / "program")
+    batches = [case.inputs(4, torch.float64)] * 2
+    record = run_on_threads(tmp_path / "program", 3, batches)
+    found = compare(record, reference(name, 4, torch.float64, 2))
+    assert found.equal == found.total
+
+
+@pytest.mark.parametrize("kind", ["memory", "explicit"])
+def test_every_balance_is_exact(kind: str, tmp_path: Path) -> None:
+    blocks = ()
+    if kind == "explicit":
+        count = len(traced("unet").program.blocks or ())
+        blocks = (1, count - 3, 2)
+    options = CompileOptions(ranks=3, micro_batches=3, balance=kind, blocks=blocks)
+    assert worst_error("unet", options, tmp_path / "program") <= FLOAT64
+
+
+def test_the_comparison_notices_a_wrong_gradient(tmp_path: Path) -> None:
+    case = MODELS["unet"]
+    program = lower(traced("unet"), CompileOptions(ranks=2, micro_batches=2))
+    directory = tmp_path / "program"
+    write_directory(program.compilation, directory)
+    for rank in range(2):  # the loss is not divided by the number of micro-batches
+        path = directory / f"rank{rank}.py"
+        text = path.read_text().replace("worker.loss_gradient", "None")
+        path.write_text(text)
+    batches = [case.inputs(2, torch.float64)]
+    record = run_on_threads(directory, 2, batches)
+    assert compare(record, reference("unet", 2, torch.float64, 1)).worst > 0.1
