@@ -145,7 +145,7 @@ def test_two_replicas_that_block_each_other_are_found() -> None:
 
 
 def test_a_backward_that_waits_for_what_was_sent_can_block() -> None:
-    # Stage 0 sends a mask to stage 1. 0B1 waits until the second mask has left, so until
+    # Stage 0 sends a mask to stage 1. 0B1 waits until the second one has left, so until
     # its receive is posted, which 1F0 does; that stands behind 3F0, and so waits for
     # 2F0, which stands behind 0B1.
     edges = (Edge(0, 1, gradient=False), Edge(2, 3))
