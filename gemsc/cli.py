@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn, cast
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError, InternalError
+from gemsc.fingerprint import source_fingerprints
+from gemsc.frontend import FRONTENDS
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
-from gemsc.options import CompileOptions
+from gemsc.options import BALANCES, CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.plan import Plan
+from gemsc.planner.layout import PLACEMENTS
 from gemsc.runtime.start import start
+from gemsc.schedules import SCHEDULES
 from gemsc.units import parse_bytes
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify import TOLERANCE, Comparison, verify_program
@@ -31,26 +38,28 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Split a PyTorch model over MPI ranks and train it exactly.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
 DEFAULTS = CompileOptions()
+INTERRUPTED = 130  # exit code, as after any SIGINT
+# typer keeps click to itself: the base class of all errors in a command line
+UsageError = cast(type[Exception], typer.BadParameter.__base__)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 Spec = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
 Directory = Annotated[Path, typer.Argument(help="what `gemsc compile -o` wrote")]
 Ranks = Annotated[int, typer.Option(help="processes that share the model")]
-Schedule = Annotated[str, typer.Option(help="basic, gpipe, 1f1b")]
+Schedule = Annotated[str, typer.Option(help=", ".join(SCHEDULES))]
 MicroBatches = Annotated[int, typer.Option(help="example_inputs() in one step")]
-Balance = Annotated[str, typer.Option(help="compute, memory or explicit")]
+Balance = Annotated[str, typer.Option(help=", ".join(BALANCES))]
 Blocks = Annotated[str, typer.Option(help="explicit: blocks of each stage, 3,4,4,5")]
 Cuts = Annotated[
     str, typer.Option(help="explicit: modules that later stages begin with")
 ]
-Placement = Annotated[str, typer.Option(help="linear")]
-Frontend = Annotated[str, typer.Option(help="record or export")]
+Placement = Annotated[str, typer.Option(help=", ".join(("natural", *PLACEMENTS)))]
+Frontend = Annotated[str, typer.Option(help=", ".join(FRONTENDS))]
 Memory = Annotated[str | None, typer.Option(help="cap of a rank, for example 16GiB")]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
 
@@ -81,7 +90,7 @@ def compile_command(
         ranks=ranks,
         schedule=schedule,
         micro_batches=micro_batches,
-        balance="explicit" if blocks or cuts else balance,
+        balance=balance,
         blocks=_numbers(blocks),
         cuts=tuple(filter(None, cuts.split(","))),
         placement=placement,
@@ -89,6 +98,7 @@ def compile_command(
         device_memory=parse_bytes(device_memory) if device_memory else None,
         check=check,
     )
+    check_target(output)
     watch = _Watch(print_after, time_passes)
     program = _compile(load_user_model(model), options, watch)
     watch.finish()
@@ -103,11 +113,18 @@ def compile_command(
         console.print(f"note: {note}", highlight=False)
 
 
-@app.command("run", context_settings={"ignore_unknown_options": True})
+@app.command(
+    "run",
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,  # what follows the directory is the program's
+    },
+)
 def run_command(
     directory: Directory,
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="--epochs, --steps, --save, ...")
+        list[str] | None,
+        typer.Argument(help="--epochs, --steps, --save, ...; --help lists all"),
     ] = None,
 ) -> None:
     """Train: mpirun with the right flags for this machine."""
@@ -117,7 +134,7 @@ def run_command(
 @app.command("verify")
 def verify_command(
     directory: Directory,
-    steps: Annotated[int, typer.Option(help="training steps to compare")] = 2,
+    steps: Annotated[int, typer.Option(help="training steps to compare", min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="float64, float32 or both")] = "both",
 ) -> None:
     """Compare the ranks with one process: loss, gradients, parameters, buffers."""
@@ -159,10 +176,9 @@ def graph_command(
 ) -> None:
     """Draw the graph: stages as clusters of blocks, skips apart."""
     if Path(target).is_dir():
-        plan = Path(target) / "plan.toml"
-        Plan.read(plan)
+        Plan.read(Path(target) / "plan.toml")
         path = output or Path(target) / "graph.svg"
-        dot = (Path(target) / "graph.dot").read_text(encoding="utf-8")
+        dot = _read_dot(Path(target) / "graph.dot")
     else:
         options = CompileOptions(ranks=ranks, check=False)
         program = _compile(load_user_model(target), options, None)
@@ -177,16 +193,47 @@ def graph_command(
 
 def main() -> None:
     """Run the command: exit code 1 for the user's errors, 70 for ours."""
+    # torch would print a traceback of its own for every shape that does not fit
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(INTERRUPTED)
+    except UsageError as error:
+        _fail(_in_our_words(error))
     except GemscError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        sys.exit(1)
+        _fail(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        path, why = error.filename, (error.strerror or type(error).__name__).lower()
+        _fail(GemscError(f"{path}: {why}", help="give a path that can be used"))
     except InternalError as error:
         notes = "".join(f"\nnote: {note}" for note in getattr(error, "__notes__", ()))
-        print(f"internal error: {error}{notes}", file=sys.stderr)  # noqa: T201
-        print("help: this is a fault of gemsc; please report it", file=sys.stderr)  # noqa: T201
+        _say(f"internal error: {error}{notes}")
+        _say("help: this is a fault of gemsc; please report it")
         sys.exit(70)
+    except Exception:
+        _say(traceback.format_exc().rstrip())
+        _say("internal error: see above")
+        _say("help: this is a fault of gemsc; please report it")
+        sys.exit(70)
+
+
+def _fail(error: GemscError) -> NoReturn:
+    _say(str(error))
+    sys.exit(1)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201
+
+
+def _in_our_words(error: Any) -> GemscError:
+    """Return typer's error about the command line as one of ours."""
+    command = error.ctx.command_path if error.ctx else "gemsc"
+    message = error.format_message().rstrip(".")
+    return GemscError(message[:1].lower() + message[1:], help=f"see {command} --help")
 
 
 @dataclass
@@ -202,8 +249,8 @@ class _Watch:
         self.times.append((step.name, seconds))
         self.seen.add(step.name)
         if self.print_after in (step.name, "all"):
-            print(f"--- after {step.name}", file=sys.stderr)  # noqa: T201
-            print(dump(program), file=sys.stderr)  # noqa: T201
+            _say(f"--- after {step.name}")
+            _say(dump(program))
 
     def finish(self) -> None:
         if self.print_after and self.print_after not in {*self.seen, "all"}:
@@ -213,7 +260,7 @@ class _Watch:
             )
         if self.time_passes:
             for name, seconds in self.times:
-                print(f"{seconds * 1e3:8.1f} ms  {name}", file=sys.stderr)  # noqa: T201
+                _say(f"{seconds * 1e3:8.1f} ms  {name}")
 
 
 Hook = Callable[[Pass, Program, float], None]
@@ -223,7 +270,7 @@ def _compile(
     user: UserModel, options: CompileOptions, watch: Hook | None
 ) -> CompiledProgram:
     inputs = user.make_inputs()
-    return compile(
+    program = compile(
         user.make_model(),
         inputs,
         loss=user.make_loss() if user.loss is not None else None,
@@ -232,6 +279,16 @@ def _compile(
         source=user.path,
         after_each=watch,
     )
+    sources = {**program.plan.sources, str(user.path): source_fingerprints(user.path)}
+    plan = replace(program.plan, spec=user.spec, sources=sources)
+    return CompiledProgram(replace(program.compilation, plan=plan))
+
+
+def _read_dot(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise GemscError(f"there is no {path}", help="compile again") from None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.plan import Plan
-from gemsc.planner.predict import live_micro_batches, make_plan, schedule_task
+from gemsc.planner.layout import Layout, layout
+from gemsc.planner.predict import make_plan, schedule_task
 from gemsc.planner.prove import prove
 from gemsc.schedules import SCHEDULES, run
 from gemsc.schedules.loops import find_loops
@@ -145,13 +146,15 @@ def lower(
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, prove the schedule."""
     schedule = _choose("schedule", options.schedule, SCHEDULES)
-    program = run_passes(traced.program, stage_passes(options), after_each=after_each)
+    chosen = layout(options)
+    passes = stage_passes(options, chosen)
+    program = run_passes(traced.program, passes, after_each=after_each)
     evaluation = run_passes(
         program if traced.twins is not None else traced.evaluation,
         evaluation_passes(program, twins=traced.twins is not None),
         after_each=after_each,
     )
-    task = schedule_task(program, options)
+    task = schedule_task(program, chosen, options.device_memory)
     timeline = run(task, schedule.policy)
     prove(program, task, timeline)
     plan = make_plan(program, task, timeline, options, source)
@@ -170,17 +173,17 @@ GRAPH_PASSES: tuple[Pass, ...] = (
 )
 
 
-def stage_passes(options: CompileOptions) -> tuple[Pass, ...]:
+def stage_passes(options: CompileOptions, chosen: Layout) -> tuple[Pass, ...]:
     """Return the passes that turn blocks into stages that talk to each other."""
     return (
         BalanceStages(
-            num_stages=options.ranks,
+            num_stages=chosen.num_stages,
             kind=options.balance,
             blocks=options.blocks,
             cuts=options.cuts,
-            live=live_micro_batches(options),
+            live=chosen.live,
         ),
-        PlaceStages(kind=options.placement),
+        PlaceStages(chosen.placement, options.ranks, chosen.num_replicas),
         InsertComms(),
     )
 

@@ -17,16 +17,26 @@ class CompileOptions:
 
     `balance` is "compute" (least time of the slowest stage), "memory" (least memory of
     the fullest rank) or "explicit", in which case either `blocks` gives the number of
-    blocks of each stage or `cuts` the module path that each later stage begins with.
+    blocks of each stage or `cuts` the module path that each later stage begins with;
+    to give one of them is enough.
+
+    `ranks` share one copy of the model, `data` copies share the batch. `micro_batches`
+    counts those of one copy in one step; schedules with two replicas give each half of
+    them. `times` is the number of pairs of runs of `master`: 2 x times micro-batches.
+    `placement` "natural" is the one that the schedule is made for; `chunks` is the
+    number of stages on each rank under `looped` placement.
     """
 
     ranks: int = 2
+    data: int = 1
     schedule: str = "1f1b"
     micro_batches: int = 4
+    times: int | None = None
+    chunks: int = 2
     balance: str = "compute"
     blocks: tuple[int, ...] = ()
     cuts: tuple[str, ...] = ()
-    placement: str = "linear"
+    placement: str = "natural"
     frontend: str = "record"
     device_memory: int | None = None
     check: bool = True
@@ -37,8 +47,8 @@ class CompileOptions:
         Raises:
             GemscError: an option is out of its range, or two contradict each other.
         """
-        for name in ("ranks", "micro_batches"):
-            if getattr(self, name) < 1:
+        for name in ("ranks", "data", "micro_batches", "times", "chunks"):
+            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
                 flag = name.replace("_", "-")
                 raise GemscError(
                     f"--{flag} is {getattr(self, name)}",
@@ -49,11 +59,30 @@ class CompileOptions:
                 f"unknown balance '{self.balance}'",
                 help=f"choose one of {', '.join(BALANCES)}",
             )
+        if self.times is not None and self.schedule != "master":
+            raise GemscError(
+                f"--times {self.times} means nothing to --schedule {self.schedule}",
+                help="use --schedule master, or --micro-batches",
+            )
         if self.blocks and self.cuts:
             raise GemscError(
                 "both --blocks and --cuts are given", help="give only one of them"
             )
-        if self.balance == "explicit" and not (self.blocks or self.cuts):
+        if min(self.blocks, default=1) < 1:
+            numbers = ",".join(map(str, self.blocks))
+            raise GemscError(
+                f"--blocks {numbers} has a stage without blocks",
+                help="give each stage at least one block",
+            )
+        if self.blocks or self.cuts:
+            if self.balance == "memory":
+                raise GemscError(
+                    "--balance memory chooses the split, and "
+                    f"{'--blocks' if self.blocks else '--cuts'} gives one",
+                    help="leave out one of them",
+                )
+            object.__setattr__(self, "balance", "explicit")
+        elif self.balance == "explicit":
             raise GemscError(
                 "--balance explicit needs the split",
                 help="add --blocks 3,4,4,5 (blocks of each stage) or "

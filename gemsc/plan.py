@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 
 from gemsc.errors import GemscError
 
 __all__ = ["Plan", "PlannedStage", "PlannedTransfer"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,11 @@ class PlannedTransfer:
 class Plan:
     """What was decided and for what.
 
-    `sources` maps each of the user's files to the fingerprints of its definitions;
-    `graph` is the fingerprint of the traced graph. `order` holds, for each rank, its
-    actions of one step as text (`2F0` is the forward of stage 2 on micro-batch 0).
+    `ranks` counts those of all `data` copies of the model, `micro_batches` those of all
+    `replicas` of one copy; each has `micro_batch_size` samples. `sources` maps each of
+    the user's files to the fingerprints of its definitions; `graph` is the fingerprint
+    of the traced graph. `order` holds, for each rank of one copy, its actions of one
+    step as text (`2F0` is the forward of stage 2 on micro-batch 0).
     """
 
     gemsc: str
@@ -60,9 +66,12 @@ class Plan:
     spec: str
     graph: str
     ranks: int
+    data: int
+    replicas: int
     schedule: str
     placement: str
     micro_batches: int
+    micro_batch_size: int
     step_seconds: float
     bubble: float
     peak_bytes: list[int]
@@ -73,42 +82,100 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def to_toml(self) -> str:
-        """Return the text of plan.toml."""
+    def to_toml(self, directory: Path | None = None) -> str:
+        """Return the text of plan.toml.
+
+        The user's files are named relative to the program directory, so that both can
+        move together; files of installed packages stay where they are.
+        """
+        plan = self if directory is None else _map_files(self, _relative_to(directory))
         head = (
             "# Every decision of this compilation. Units: bytes, seconds.\n"
             "# `gemsc show` prints it as tables.\n\n"
         )
-        return head + tomli_w.dumps(_without_none(asdict(self)))
+        return head + tomli_w.dumps(_without_none(asdict(plan)))
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of one step, over all copies of the model."""
+        return self.data * self.micro_batches * self.micro_batch_size
+
+    @property
+    def copy_ranks(self) -> int:
+        """The ranks that share one copy of the model."""
+        return self.ranks // self.data
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Read plan.toml.
+        """Read plan.toml; the user's files are absolute paths.
 
         Raises:
             GemscError: the file is missing, no TOML, or lacks an entry.
         """
         help_text = "compile again to write it anew"
+        folder = path.parent.resolve()
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise GemscError(
                 f"{path.parent} is no program directory: it has no {path.name}",
                 help="give the folder that `gemsc compile -o` wrote",
             ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise GemscError(f"{path} is damaged: {error}", help=help_text) from None
-        known = {item.name for item in fields(cls)}
         try:
-            stages = [PlannedStage(**stage) for stage in data.pop("stages")]
-            transfers = [PlannedTransfer(**t) for t in data.pop("transfers")]
-            values = {key: value for key, value in data.items() if key in known}
-            return cls(stages=stages, transfers=transfers, **values)
-        except (KeyError, TypeError) as error:
+            data["stages"] = [_build(PlannedStage, s) for s in data["stages"]]
+            data["transfers"] = [_build(PlannedTransfer, t) for t in data["transfers"]]
+            plan = _build(cls, data)
+            return _map_files(plan, lambda file: os.path.normpath(folder / file))
+        except KeyError as error:
             raise GemscError(
-                f"{path} is damaged: {str(error).removeprefix('PlannedStage.')}",
-                help=help_text,
+                f"{path} is damaged: it has no entry {error}", help=help_text
             ) from None
+        except TypeError as error:
+            raise GemscError(f"{path} is damaged: {error}", help=help_text) from None
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "list": (list,),
+    "dict": (dict,),
+}
+
+
+def _build(kind: type[T], data: dict[str, Any]) -> T:
+    """Return the dataclass; entries that it does not know are left out.
+
+    Raises:
+        KeyError: an entry is missing.
+        TypeError: an entry is of another type.
+    """
+    values = {}
+    for item in fields(kind):  # type: ignore[arg-type]
+        if item.name not in data and item.default_factory is not MISSING:
+            continue
+        value = data[item.name]
+        wanted = _KINDS.get(str(item.type).split("[")[0])
+        if wanted is not None and not isinstance(value, wanted):
+            raise TypeError(f"{item.name} is {value!r}, which is no {item.type}")
+        values[item.name] = value
+    return kind(**values)
+
+
+def _map_files(plan: Plan, change: Callable[[str], str]) -> Plan:
+    sources = {change(file): found for file, found in plan.sources.items()}
+    return replace(plan, spec=plan.spec and change(plan.spec), sources=sources)
+
+
+def _relative_to(directory: Path) -> Callable[[str], str]:
+    folder = directory.resolve()
+
+    def change(file: str) -> str:
+        return file if "-packages" in file else os.path.relpath(file, folder)
+
+    return change
 
 
 def _without_none(data: dict[str, Any]) -> dict[str, Any]:

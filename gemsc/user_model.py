@@ -27,6 +27,7 @@ __all__ = ["UserModel", "load_user_model"]
 _OPTIONAL = (
     "loss",
     "optimizer",
+    "scheduler",
     "dataset",
     "example_target",
     "metrics",
@@ -48,10 +49,16 @@ class UserModel:
     example_inputs: Any
     loss: Any = None
     optimizer: Any = None
+    scheduler: Any = None
     dataset: Any = None
     example_target: Any = None
     metrics: Any = None
     eval_dataset: Any = None
+
+    @property
+    def spec(self) -> str:
+        """What `load_user_model` takes to find the same again."""
+        return str(self.path) if self.name == "model" else f"{self.path}:{self.name}"
 
     def make_model(self, *, seed: int = 0) -> nn.Module:
         """Return the model, made with all random generators seeded.
@@ -122,11 +129,16 @@ class UserModel:
 
     def _collate(self, data: Any, batch: int) -> Any:
         at = self.line_of("dataset")
+        advice = "dataset() needs len() and [index], and samples of equal shapes"
         try:
+            if len(data) == 0:
+                raise GemscError("the dataset is empty", at=at, help="give it samples")
             items = [data[index % len(data)] for index in range(batch)]
             collated = default_collate(items)
-        except Exception as error:
-            raise _failure("dataset fails", error, self.path, at) from error
+        except GemscError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _failure("dataset fails", error, self.path, at, advice) from error
         if not isinstance(collated, (tuple, list)) or len(collated) != 2:
             raise GemscError(
                 "dataset does not give (input, target) pairs",
@@ -143,9 +155,10 @@ class UserModel:
         try:
             with seeded(seed):
                 return value()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             at = self.line_of(name)
-            raise _failure(f"{name}() fails", error, self.path, at) from error
+            advice = f"{name}() must work when it is called alone, without arguments"
+            raise _failure(f"{name}() fails", error, self.path, at, advice) from error
 
 
 def load_user_model(spec: str, *, seed: int = 0) -> UserModel:
@@ -197,6 +210,8 @@ def _import_file(path: Path) -> tuple[Path, ModuleType]:
         raise GemscError(f"{path} is not a Python file", help="its name ends in .py")
     path = path.resolve()
     _check_syntax(path)
+    if (path.parent / "__init__.py").is_file():
+        return path, _import_of_package(path)
     spec = importlib.util.spec_from_file_location(_module_name(path), path)
     if spec is None or spec.loader is None:
         raise GemscError(f"{path} cannot be imported")
@@ -213,8 +228,21 @@ def _import_file(path: Path) -> tuple[Path, ModuleType]:
             sys.modules[spec.name] = previous
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise _failure(f"importing {path.name} fails", error, path) from error
+        advice = f"`python {path.name}` shows the whole traceback"
+        raise _failure(
+            f"importing {path.name} fails", error, path, advice=advice
+        ) from error
     return path, module
+
+
+def _import_of_package(path: Path) -> ModuleType:
+    """Import a file under its name in its package, for its relative imports."""
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    with _on_path(path.parent), _on_path(root):
+        return _import_named(name, path)
 
 
 def _module_name(path: Path) -> str:
@@ -239,10 +267,15 @@ def _import_module(name: str) -> tuple[Path, ModuleType]:
         path = Path(found.origin)
         if path.suffix == ".py":
             _check_syntax(path)
-        try:
-            return path, importlib.import_module(name)
-        except Exception as error:
-            raise _failure(f"importing {name} fails", error, path) from error
+        return path, _import_named(name, path)
+
+
+def _import_named(name: str, path: Path) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        advice = f"`python -m {name}` shows the whole traceback"
+        raise _failure(f"importing {name} fails", error, path, advice=advice) from error
 
 
 def _check_syntax(path: Path) -> None:
@@ -252,9 +285,12 @@ def _check_syntax(path: Path) -> None:
         raise GemscError(
             f"syntax error: {error.msg}",
             at=SourceLocation(str(path), error.lineno or 1),
+            help=f"`python {path.name}` must run",
         ) from error
     except ValueError as error:
-        raise GemscError(f"{path} is not Python: {error}") from error
+        raise GemscError(
+            f"{path} is not Python: {error}", help="give the path of a Python file"
+        ) from error
 
 
 def _no_model(path: Path, module: ModuleType, name: str) -> GemscError:
@@ -308,6 +344,7 @@ def _failure(
     error: BaseException,
     path: Path,
     at: SourceLocation | None = None,
+    advice: str | None = None,
 ) -> GemscError:
     """Return an error at the innermost line of the user's folder."""
     for frame in traceback.extract_tb(error.__traceback__):
@@ -315,10 +352,10 @@ def _failure(
         if file.parent == path.parent and frame.lineno is not None:
             at = SourceLocation(frame.filename, frame.lineno)
     text = " ".join(str(error).split())
-    advice = None
     if isinstance(error, ModuleNotFoundError):
         advice = f"install {error.name}, or start gemsc where it can be imported"
-    return GemscError(f"{what}: {type(error).__name__}: {text}", at=at, help=advice)
+    kind = type(error).__name__
+    return GemscError(f"{what}: {kind}{': ' * bool(text)}{text}", at=at, help=advice)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import sys
@@ -18,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from gemsc.dropout import dropout_off
 from gemsc.errors import GemscError
-from gemsc.nests import tensor_leaves
 from gemsc.plan import Plan
 from gemsc.runtime.data import Batches
 from gemsc.runtime.launch import launch
@@ -205,7 +205,7 @@ def verify_program(
     user = _user_model(directory, plan)
     model = user.make_model()
     _load_weights(model, directory)
-    batches = _batches(user, plan.micro_batches, num_steps, seed)
+    batches = _batches(user, plan, num_steps, seed)
     with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
         folder = Path(name)
         torch.save(batches, folder / "batches.pt")
@@ -227,7 +227,7 @@ def verify_program(
                 model,
                 user.make_loss(),
                 batches,
-                plan.micro_batches,
+                plan.data * plan.micro_batches,
                 dtype,
                 user.optimizer,
             )
@@ -262,22 +262,21 @@ def _load_weights(model: nn.Module, directory: Path) -> None:
 
 
 def _batches(
-    user: UserModel, num_micro_batches: int, num_steps: int, seed: int
+    user: UserModel, plan: Plan, num_steps: int, seed: int
 ) -> list[tuple[Any, Any]]:
     """Return batches of the dataset, or the example inputs again and again."""
     inputs = user.make_inputs()
     target = user.make_target(inputs)
-    size = next(leaf.shape[0] for _, leaf in tensor_leaves(inputs) if leaf.dim())
     if user.dataset is not None:
         data = user.dataset() if callable(user.dataset) else user.dataset
-        batches = Batches(data, size * num_micro_batches, seed=seed, shuffle=True)
+        batches = Batches(data, plan.batch_size, seed=seed, shuffle=True)
         if len(batches) >= num_steps:
-            epoch = batches.epoch(0)
-            pairs = [next(epoch)[0] for _ in range(num_steps)]
+            pairs = [b.data for b in itertools.islice(batches.epoch(0), num_steps)]
             return [(as_structure(input), target) for input, target in pairs]
+    size, count = plan.micro_batch_size, plan.data * plan.micro_batches
 
     def repeat(leaf: Any) -> Any:
         many = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
-        return torch.cat([leaf] * num_micro_batches) if many else leaf
+        return torch.cat([leaf] * count) if many else leaf
 
     return [pytree.tree_map(repeat, (inputs, target))] * num_steps

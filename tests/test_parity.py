@@ -58,9 +58,11 @@ def worst_error(
     case = MODELS[name]
     program = lower(traced(name), options)
     write_directory(program.compilation, directory)
-    batches = [case.inputs(options.micro_batches, dtype)] * num_steps
-    record = run_on_threads(directory, options.ranks, batches, dtype=dtype)
-    expected = reference(name, options.micro_batches, dtype, num_steps)
+    plan = program.plan
+    count = plan.data * plan.micro_batches
+    batches = [case.inputs(count, dtype)] * num_steps
+    record = run_on_threads(directory, plan.ranks, batches, dtype=dtype)
+    expected = reference(name, count, dtype, num_steps)
     return compare(record, expected).worst
 
 
@@ -75,6 +77,32 @@ def test_ranks_compute_what_one_process_does(
         ranks=ranks, schedule=schedule, micro_batches=micro_batches
     )
     assert worst_error(name, options, tmp_path / "program") <= FLOAT64
+
+
+TWO_REPLICAS = (
+    CompileOptions(ranks=4, schedule="mast"),
+    CompileOptions(ranks=2, schedule="master", times=2),
+    CompileOptions(ranks=4, schedule="master", times=2),
+    CompileOptions(ranks=3, schedule="master", times=3),
+    CompileOptions(ranks=4, schedule="bidirectional", micro_batches=4),
+    CompileOptions(ranks=4, schedule="chimera", micro_batches=8),
+    CompileOptions(ranks=2, schedule="1f1b", placement="folded"),
+    CompileOptions(ranks=4, schedule="interleaved", micro_batches=4, chunks=2),
+    CompileOptions(ranks=2, data=2, micro_batches=2),
+    CompileOptions(ranks=1, data=3, micro_batches=2),
+    CompileOptions(ranks=2, data=2, schedule="master", times=2),
+    CompileOptions(ranks=3, data=2, schedule="mast"),
+    CompileOptions(ranks=2, data=2, schedule="1f1b", placement="folded"),
+    CompileOptions(ranks=4, data=2, schedule="chimera", micro_batches=4),
+)
+
+
+@pytest.mark.parametrize("options", TWO_REPLICAS, ids=CompileOptions.command_line)
+@pytest.mark.parametrize("name", ["mlp", "resnet110v2", "unet", "densecnn", "encoder"])
+def test_replicas_copies_and_placements_are_exact(
+    name: str, options: CompileOptions, tmp_path: Path
+) -> None:
+    assert worst_error(name, options, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import fx
@@ -13,14 +13,15 @@ from gemsc.codegen.rank import RankText, Run, write_rank
 from gemsc.codegen.stage import StageText
 from gemsc.errors import GemscError
 from gemsc.ir.compilation import Compilation
-from gemsc.ir.flow import value_names
+from gemsc.ir.flow import reductions, value_names
 from gemsc.ir.program import DataclassValue, Slot, Stage
 from gemsc.runtime.weights import write_tensors
 from gemsc.units import show_bytes, show_flops
 
-__all__ = ["rank_modules", "write_directory"]
+__all__ = ["check_target", "rank_modules", "write_directory"]
 
-MAIN = '''"""Start this rank: `mpirun -n {ranks} python {name}`, or `gemsc run {name}`."""
+BESIDE = ".gemsc-"  # the folder in which a program is written
+MAIN = '''"""Start one rank: mpirun -n {ranks} python {name}, or gemsc run {name}."""
 
 import sys
 from pathlib import Path
@@ -45,65 +46,85 @@ def rank_modules(compilation: Compilation) -> dict[str, str]:
 def write_directory(compilation: Compilation, directory: Path) -> None:
     """Write the program; what else is in the directory stays.
 
-    Every file is written beside its place and renamed. The plan goes first and comes
-    last, so that a directory that is not whole has none and is refused.
+    All of it is written into a folder inside, then moved to its place: a program that
+    was there stays whole until the new one is. While files move there is no plan, and
+    a directory without one is refused.
 
     Raises:
         GemscError: the directory holds something that is no program of ours.
+        OSError: it cannot be written.
     """
-    _check_target(directory)
-    modules = rank_modules(compilation)
+    check_target(directory)
+    texts = rank_modules(compilation)
+    texts["__main__.py"] = MAIN.format(
+        ranks=compilation.plan.ranks, name=_clean(directory.resolve().name)
+    )
+    texts["plan.toml"] = compilation.plan.to_toml(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.toml").unlink(missing_ok=True)
-    weights = {
-        f"stage{index}.safetensors": names
-        for index, names in enumerate(compilation.owned)
-    }
-    _remove_stale(directory, "rank*.py", set(modules))
-    _remove_stale(directory / "weights", "stage*.safetensors", set(weights))
-    module = compilation.program.module
-    tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    for file, names in weights.items():
-        write_tensors(
-            directory / "weights" / file, {name: tensors[name] for name in names}
-        )
-    for name, text in modules.items():
-        _write(directory / name, text)
-    main = MAIN.format(ranks=compilation.plan.ranks, name=directory.name)
-    _write(directory / "__main__.py", main)
-    _write(directory / "plan.toml", compilation.plan.to_toml())
+    with TemporaryDirectory(prefix=BESIDE, dir=directory) as name:
+        new = Path(name)
+        _write_weights(compilation, new / "weights")
+        for file, text in texts.items():
+            (new / file).write_text(text, encoding="utf-8")
+        (directory / "plan.toml").unlink(missing_ok=True)
+        (directory / "weights").mkdir(exist_ok=True)
+        _remove(directory, "rank*.py")
+        _remove(directory / "weights", "stage*.safetensors")
+        for path in (new / "weights").iterdir():
+            path.replace(directory / "weights" / path.name)
+        for file in texts:  # the plan comes last
+            (new / file).replace(directory / file)
 
 
-def _check_target(directory: Path) -> None:
+def check_target(directory: Path) -> None:
+    """Make sure that writing a program into a directory overwrites nothing else.
+
+    Raises:
+        GemscError: it is a file, or holds something that is no program of ours.
+    """
     if directory.exists() and not directory.is_dir():
         raise GemscError(f"{directory} is a file", help="choose another folder with -o")
-    if not directory.exists() or (directory / "plan.toml").exists():
+    if not directory.exists() or _is_program(directory):
         return
     found = sorted(path.name for path in directory.iterdir())
-    if found and "__main__.py" not in found and "rank0.py" not in found:
+    found = [name for name in found if not name.startswith(BESIDE)]
+    if found:
+        names = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
         raise GemscError(
-            f"{directory} holds other files ({', '.join(found[:3])}, ...)",
+            f"{directory} holds other files ({names})",
             help="choose an empty or new folder with -o",
         )
 
 
-def _remove_stale(directory: Path, pattern: str, keep: set[str]) -> None:
+def _is_program(directory: Path) -> bool:
+    try:
+        text = (directory / "__main__.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return "from gemsc.runtime.train import main" in text
+
+
+def _write_weights(compilation: Compilation, folder: Path) -> None:
+    module = compilation.program.module
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    for index, names in enumerate(compilation.owned):
+        path = folder / f"stage{index}.safetensors"
+        write_tensors(path, {name: tensors[name] for name in names})
+
+
+def _remove(directory: Path, pattern: str) -> None:
     for path in directory.glob(pattern):
-        if path.name not in keep:
-            path.unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+        path.unlink()
 
 
 def _rank_text(compilation: Compilation, rank: int) -> RankText:
     program, plan = compilation.program, compilation.plan
     placement = program.placement
     assert placement is not None
-    all_transfers = (*(program.transfers or ()), *(compilation.evaluation.transfers or ()))
+    all_transfers = (
+        *(program.transfers or ()),
+        *(compilation.evaluation.transfers or ()),
+    )
     names = value_names(all_transfers, program, compilation.evaluation)
     runs = tuple(
         Run(replica, _stage_text(compilation, stage, names))
@@ -111,11 +132,11 @@ def _rank_text(compilation: Compilation, rank: int) -> RankText:
         for stage in program.require_stages()
         if rank in placement.ranks[replica][stage.index]
     )
-    shared = {}
-    for name, stages in compilation.shared.items():
-        ranks = sorted({r for s in stages for replica in placement.ranks for r in replica[s]})
-        if rank in ranks and len(ranks) > 1:
-            shared[name] = tuple(ranks)
+    sums = {}
+    for name, stages in reductions(program, compilation.owned).items():
+        places = {r for s in stages for row in placement.ranks for r in row[s]}
+        if rank in places and len(places) * plan.data > 1:
+            sums[name] = tuple(sorted(places))
     return RankText(
         rank=rank,
         num_ranks=placement.num_ranks,
@@ -125,8 +146,9 @@ def _rank_text(compilation: Compilation, rank: int) -> RankText:
         twin=compilation.twins is not None,
         runs=runs,
         steps=compilation.steps[rank],
-        num_micro_batches=plan.micro_batches,
-        shared=shared,
+        num_micro_batches=plan.micro_batches // plan.replicas,
+        num_replicas=plan.replicas,
+        reductions=sums,
         names=names,
         user_path=compilation.user_path,
     )
@@ -151,9 +173,7 @@ def _stage_text(
     )
 
 
-def _docstring(
-    compilation: Compilation, rank: int, runs: tuple[Run, ...]
-) -> list[str]:
+def _docstring(compilation: Compilation, rank: int, runs: tuple[Run, ...]) -> list[str]:
     plan = compilation.plan
     stages = ", ".join(str(run.stage.flow.index) for run in runs)
     word = "stage" if len(runs) == 1 else "stages"
@@ -196,7 +216,7 @@ def _clean(text: str) -> str:
 
 
 def _structure(compilation: Compilation) -> Any:
-    """Return a function from the texts of the outputs to the text of their structure."""
+    """Return a function from the outputs' texts to the text of their structure."""
     structure = compilation.evaluation.structure
 
     def show(value: Any, outputs: list[str]) -> str:
@@ -215,4 +235,3 @@ def _structure(compilation: Compilation) -> Any:
         return literal(value)
 
     return lambda outputs: show(structure, outputs)
-

@@ -47,7 +47,8 @@ class RankText:
     runs: tuple[Run, ...]
     steps: tuple[Step, ...]
     num_micro_batches: int
-    shared: dict[str, tuple[int, ...]]
+    num_replicas: int
+    reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
     user_path: str
 
@@ -61,7 +62,9 @@ class _RankWriter:
     def __init__(self, text: RankText) -> None:
         self.text = text
         self.writer = Writer()
-        self.constants = Names(["STAGES", "INPUTS", "SHARED", "NUM_MICRO_BATCHES"])
+        self.constants = Names(
+            ["STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES", "NUM_REPLICAS"]
+        )
         self.messages: dict[tuple[int, int], str] = {}
         self.user_objects: dict[UserObject, str] = {}
 
@@ -89,7 +92,8 @@ class _RankWriter:
             if self.text.program.loss is not None:
                 self._write_forward(run)
                 self._write_backward(run)
-            self._write_evaluate(run)
+            if run.replica == 0:
+                self._write_evaluate(run)
         if self.text.program.loss is not None:
             self._write_train_step()
         self._write_eval_step()
@@ -162,7 +166,10 @@ class _RankWriter:
 
     def _write_constants(self) -> None:
         line = self.writer.line
-        line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}")
+        replicas = self.text.num_replicas
+        each = "  # of each replica" if replicas > 1 else ""
+        line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
+        line(f"NUM_REPLICAS = {replicas}")
         line()
         if self.messages:
             line("# What comes in and goes out, for each micro-batch.")
@@ -174,15 +181,15 @@ class _RankWriter:
                     written.add(key)
                     self._write_message(run, transfer)
         self._write_inputs()
-        if self.text.shared:
-            line("# Parameters that several ranks hold: their gradients are added up.")
+        if self.text.reductions:
+            line("# Gradients are added up over the ranks that hold the same parameters.")
             pairs = [
-                f"{quoted(name)}: ({', '.join(map(str, ranks))})"
-                for name, ranks in self.text.shared.items()
+                f"{quoted(name)}: {_tuple(ranks)}"
+                for name, ranks in self.text.reductions.items()
             ]
-            self.writer.call("SHARED = {", pairs, "}")
+            self.writer.call("REDUCTIONS = {", pairs, "}")
         else:
-            line("SHARED: dict[str, tuple[int, ...]] = {}")
+            line("REDUCTIONS: dict[str, tuple[int, ...]] = {}")
         line()
         line()
 
@@ -270,7 +277,9 @@ class _RankWriter:
             )
         for node in flow.inputs:
             local[node] = names.unique(base_name(node))
-            self.writer.line(f"{local[node]} = worker.input({quoted(node.name)}, m)")
+            self.writer.line(
+                f"{local[node]} = worker.input({quoted(node.name)}, {_part(run)})"
+            )
         losses = (self.text.program.loss, self.text.evaluation.loss)
         for node in flow.gives:
             wish = "loss" if node in losses else base_name(node)
@@ -402,12 +411,30 @@ class _RankWriter:
     def _write_train_step(self) -> None:
         with self.writer.block("def train_step(worker: Worker) -> None:"):
             self.writer.line('"""Run this rank\'s part of one training step."""')
-            for step in self.text.steps:
+            last = self._last_backwards()
+            for index, step in enumerate(self.text.steps):
                 self._write_step(step)
-            self.writer.line("worker.reduce_gradients(SHARED)")
+                for stage in last.get(index, []):
+                    self.writer.line(f"worker.start_reduction({quoted(stage)})")
+            if self.text.reductions or self.text.num_replicas > 1:
+                self.writer.line("worker.finish_reductions()")
             self.writer.line("worker.update()")
         self.writer.line()
         self.writer.line()
+
+    def _last_backwards(self) -> dict[int, list[str]]:
+        """Return after which steps which stages have all their gradients."""
+        last: dict[str, int] = {}
+        for index, step in enumerate(self.text.steps):
+            body = [a for a, _ in step.body] if isinstance(step, Loop) else [step]
+            for action in body:
+                if action.kind is not Kind.FORWARD:
+                    last[f"stage{action.stage}"] = index
+        found: dict[int, list[str]] = {}
+        for stage, index in sorted(last.items()):
+            if stage in self.text.reductions:
+                found.setdefault(index, []).append(stage)
+        return found
 
     def _write_step(self, step: Step) -> None:
         if isinstance(step, Action):
@@ -430,10 +457,21 @@ class _RankWriter:
     def _write_eval_step(self) -> None:
         with self.writer.block("def eval_step(worker: Worker) -> None:"):
             self.writer.line('"""Run this rank\'s part of one evaluation step."""')
-            with self.writer.block("for m in range(NUM_MICRO_BATCHES):"):
+            count = "NUM_MICRO_BATCHES"
+            if self.text.num_replicas > 1:
+                count += " * NUM_REPLICAS"
+            with self.writer.block(f"for m in range({count}):"):
                 for run in self.text.runs:
                     if run.replica == 0:
                         self.writer.line(f"evaluate_{run.key}(worker, m)")
+
+
+def _part(run: Run) -> str:
+    """Return which part of the batch a run takes as its micro-batch m."""
+    if run.replica == 0:
+        return "m"
+    share = "NUM_MICRO_BATCHES" if run.replica == 1 else f"{run.replica} * NUM_MICRO_BATCHES"
+    return f"m + {share}"
 
 
 def _loop_head(loop: Loop, count: int) -> str:

@@ -18,6 +18,7 @@ __all__ = [
     "flow",
     "has_random",
     "owned_tensors",
+    "reductions",
     "shared_parameters",
     "value_names",
 ]
@@ -154,6 +155,19 @@ def shared_parameters(
             if name in parameters and parameters[name].requires_grad:
                 holders.setdefault(name, []).append(index)
     return {name: tuple(held) for name, held in holders.items() if len(held) > 1}
+
+
+def reductions(
+    program: Program, owned: tuple[tuple[str, ...], ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the sums of gradients: those of each stage, and of each tied parameter.
+
+    Maps `stage2`, or a parameter's name, to the stages whose ranks take part.
+    """
+    stages = {
+        f"stage{stage.index}": (stage.index,) for stage in program.require_stages()
+    }
+    return stages | shared_parameters(program, owned)
 
 
 def _tensor_names(module: torch.nn.Module) -> list[str]:

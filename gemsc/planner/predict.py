@@ -17,18 +17,12 @@ from gemsc.ir.program import Program, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
 from gemsc.planner.device import LINK
-from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, Timeline, run
+from gemsc.planner.layout import Layout
+from gemsc.schedules import Edge, StageCost, Task, Timeline
 
-__all__ = ["live_micro_batches", "make_plan", "saved_bytes", "schedule_task"]
+__all__ = ["make_plan", "saved_bytes", "schedule_task"]
 
 PARAMETER_COPIES = 2  # weights and gradients; optimizers may add one or two more
-
-
-def live_micro_batches(options: CompileOptions) -> tuple[int, ...]:
-    """Return how many micro-batches equal stages would hold under the schedule."""
-    stages = [StageCost(1.0, 2.0)] * options.ranks
-    task = Task.chain(stages, [options.micro_batches])
-    return run(task, SCHEDULES[options.schedule].policy).peak_live
 
 
 def saved_bytes(program: Program, index: int) -> int:
@@ -46,7 +40,7 @@ def saved_bytes(program: Program, index: int) -> int:
     return sum(storages.values())
 
 
-def schedule_task(program: Program, options: CompileOptions) -> Task:
+def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> Task:
     """Return what the schedule engine needs to know of the program."""
     stages = tuple(
         StageCost(
@@ -79,9 +73,9 @@ def schedule_task(program: Program, options: CompileOptions) -> Task:
         stages,
         edges,
         ranks,
-        (options.micro_batches,) * placement.num_replicas,
+        chosen.micro_batches,
         has_backward=program.loss is not None,
-        memory_cap=options.device_memory,
+        memory_cap=memory_cap,
     )
 
 
@@ -130,7 +124,7 @@ def make_plan(
         for t in program.transfers or ()
     ]
     shown = os.path.relpath(source) if source else program.name
-    chosen = {key: value for key, value in asdict(options).items() if value is not None}
+    given = {key: value for key, value in asdict(options).items() if value is not None}
     return Plan(
         gemsc=version("gemsc"),
         torch=torch.__version__,
@@ -138,10 +132,15 @@ def make_plan(
         model=program.name,
         spec=str(source.resolve()) if source else "",
         graph=fingerprint(dump(program)),
-        ranks=placement.num_ranks,
+        ranks=options.data * placement.num_ranks,
+        data=options.data,
+        replicas=placement.num_replicas,
         schedule=options.schedule,
         placement=placement.name,
-        micro_batches=options.micro_batches,
+        micro_batches=sum(task.micro_batches),
+        micro_batch_size=next(
+            (item.spec.shape[0] for item in program.inputs if item.spec.shape), 1
+        ),
         step_seconds=timeline.makespan,
         bubble=timeline.bubble,
         peak_bytes=list(timeline.peak_bytes),
@@ -149,7 +148,7 @@ def make_plan(
         transfers=transfers,
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
-        options={k: list(v) if isinstance(v, tuple) else v for k, v in chosen.items()},
+        options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
         sources={
             str(Path(file).resolve()): source_fingerprints(Path(file))
             for file in program.sources

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gemsc.ir import meta
-from gemsc.ir.flow import flow, owned_tensors, shared_parameters
+from gemsc.ir.flow import flow, owned_tensors, reductions
 from gemsc.ir.program import Program
 from gemsc.schedules import Task, Timeline
 from gemsc.schedules.check import Channel, Reduction, Report, check
@@ -56,9 +56,8 @@ def prove(program: Program, task: Task, timeline: Timeline) -> Report:
 
 
 def _reductions(program: Program, task: Task) -> list[Reduction]:
-    shared = shared_parameters(program, owned_tensors(program))
     found = []
-    for name, stages in shared.items():
+    for name, stages in reductions(program, owned_tensors(program)).items():
         pairs = tuple((r, s) for r in range(len(task.placement)) for s in stages)
         ranks = frozenset(task.placement[replica][stage] for replica, stage in pairs)
         if len(ranks) > 1:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Batches", "seed_of"]
+__all__ = ["Batch", "Batches", "seed_of"]
 
 
 def seed_of(*parts: int) -> int:
@@ -41,21 +42,44 @@ class _Reproducible(Dataset[Any]):
         return self.dataset[index]
 
 
+@dataclass(frozen=True)
+class Batch:
+    """One copy's part of a batch: `data` is collated, the first `real` samples count.
+
+    `is_full` says whether all samples of all parts count.
+    """
+
+    data: Any
+    real: int
+    is_full: bool
+
+
 class Batches:
     """Batches of `size` samples, shuffled anew each epoch or in order.
 
+    Copies of the model share a batch: each reads its own `part` of `num_parts`.
     A last batch that is not full is dropped in training (`shuffle`); in evaluation it
-    is filled up with its last sample, and `real` says how many samples count.
+    is filled up with its last sample.
     """
 
     def __init__(
-        self, dataset: Any, size: int, *, seed: int, shuffle: bool, workers: int = 0
+        self,
+        dataset: Any,
+        size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        workers: int = 0,
+        part: int = 0,
+        num_parts: int = 1,
     ) -> None:
         self.size = size
         self.seed = seed
         self.shuffle = shuffle
         self.workers = workers
         self.num_samples = len(dataset)
+        self._part_size = size // num_parts
+        self._start = part * self._part_size
         self._dataset = _Reproducible(dataset, seed)
 
     def __len__(self) -> int:
@@ -64,22 +88,17 @@ class Batches:
             return self.num_samples // self.size
         return -(-self.num_samples // self.size)
 
-    def epoch(self, number: int) -> Iterator[tuple[Any, int]]:
-        """Yield (collated batch, number of real samples)."""
-        keys = [[(number, i) for i in row] for row in self._indices(number)]
-        loader = DataLoader(self._dataset, batch_sampler=keys, num_workers=self.workers)
-        for row, batch in zip(self._indices(number), loader, strict=True):
-            yield batch, min(self.size, self.num_samples - self._place(row, number))
-
-    def _place(self, row: Sequence[int], number: int) -> int:
-        return 0 if self.shuffle else row[0]
-
-    def _indices(self, number: int) -> list[list[int]]:
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """Yield this part of each batch."""
         order = list(range(self.num_samples))
         if self.shuffle:
             generator = torch.Generator().manual_seed(seed_of(self.seed, number))
             order = torch.randperm(self.num_samples, generator=generator).tolist()
-        rows = [order[i : i + self.size] for i in range(0, len(order), self.size)]
-        if self.shuffle:
-            return [row for row in rows if len(row) == self.size]
-        return [row + row[-1:] * (self.size - len(row)) for row in rows]
+        rows = [order[i * self.size :][: self.size] for i in range(len(self))]
+        end = self._start + self._part_size
+        parts = [(row + row[-1:] * self.size)[self._start : end] for row in rows]
+        keys = [[(number, index) for index in part] for part in parts]
+        loader = DataLoader(self._dataset, batch_sampler=keys, num_workers=self.workers)
+        for row, data in zip(rows, loader, strict=True):
+            real = min(max(len(row) - self._start, 0), self._part_size)
+            yield Batch(data, real, len(row) == self.size)

@@ -30,6 +30,7 @@ __all__ = ["LocalTransport", "RankStoppedError", "run_local"]
 
 T = TypeVar("T")
 Key = tuple[int, int, int]  # source, destination, tag
+Place = tuple[tuple[int, ...], str, int]  # ranks, key of the group, number of the sum
 Combine = Callable[[dict[int, object]], None]
 
 GRACE_SECONDS = 5.0  # for threads to end after a failure
@@ -72,7 +73,7 @@ class _World:
         self.changed = threading.Condition()
         self.sends: dict[Key, deque[_LocalRequest]] = {}
         self.receives: dict[Key, deque[_LocalRequest]] = {}
-        self.collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
+        self.collectives: dict[Place, _Collective] = {}
         self.waiting: dict[int, tuple[_LocalRequest, ...]] = {}
         self.finished: set[int] = set()
         self.failure: tuple[int | None, BaseException] | None = None
@@ -112,14 +113,14 @@ class _World:
 
     def join(
         self,
-        key: tuple[tuple[int, ...], int],
+        key: Place,
         request: _LocalRequest,
         contribution: tuple[int, object],
         kind: str,
         combine: Combine | None,
     ) -> None:
         """Bring one rank's value; the last to come combines them, in rank order."""
-        ranks, _ = key
+        ranks, *_ = key
         with self.changed:
             self.check()
             operation = self.collectives.setdefault(key, _Collective(kind))
@@ -198,14 +199,20 @@ def _add_up(tensors: dict[int, object]) -> None:
 class LocalGroup:
     """Some of the threads."""
 
-    def __init__(self, transport: LocalTransport, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, transport: LocalTransport, ranks: tuple[int, ...], key: str
+    ) -> None:
         self.ranks = ranks
+        self._key = key
         self._transport = transport
 
     def all_reduce(self, tensor: Tensor) -> Request:
         """Start the sum, added in ascending rank order."""
         check_sum(tensor)
-        return self._transport.start("all_reduce", self.ranks, tensor.detach(), _add_up)
+        kind = f"all_reduce {self._key}".rstrip()
+        return self._transport.start(
+            kind, self.ranks, tensor.detach(), _add_up, key=self._key
+        )
 
 
 class LocalTransport:
@@ -217,8 +224,7 @@ class LocalTransport:
         self.local_rank = rank
         self.cuda_aware = cuda_aware
         self._world = world
-        self._groups: dict[tuple[int, ...], LocalGroup] = {}
-        self._num_collectives: dict[tuple[int, ...], int] = {}
+        self._num_collectives: dict[tuple[tuple[int, ...], str], int] = {}
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send; complete when the receive was posted and the data copied."""
@@ -261,21 +267,28 @@ class LocalTransport:
         with self._world.changed:
             self._world.check()
 
-    def group(self, ranks: tuple[int, ...]) -> LocalGroup:
+    def group(self, ranks: tuple[int, ...], key: str = "") -> LocalGroup:
         """Return the group of these ranks."""
         ranks = tuple(sorted(set(ranks)))
         if self.rank not in ranks:
             raise InternalError(f"rank {self.rank} is not in the group {ranks}")
-        return self._groups.setdefault(ranks, LocalGroup(self, ranks))
+        return LocalGroup(self, ranks, key)
 
     def start(
-        self, kind: str, ranks: tuple[int, ...], value: object, combine: Combine | None
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        value: object,
+        combine: Combine | None,
+        *,
+        key: str = "",
     ) -> Request:
         """Start a collective operation of these ranks."""
-        number = self._num_collectives.get(ranks, 0)
-        self._num_collectives[ranks] = number + 1
+        number = self._num_collectives.get((ranks, key), 0)
+        self._num_collectives[ranks, key] = number + 1
         request = _LocalRequest(self._world, f"{kind} of ranks {ranks}")
-        self._world.join((ranks, number), request, (self.rank, value), kind, combine)
+        place = (ranks, key, number)
+        self._world.join(place, request, (self.rank, value), kind, combine)
         return request
 
     def all_gather_object(self, value: object) -> list[object]:

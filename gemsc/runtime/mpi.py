@@ -176,7 +176,7 @@ class MpiTransport:
         self._check_launcher(whole_world=comm is None)
         self._messages = world.Dup()
         self._control = world.Dup()
-        self._groups: dict[tuple[int, ...], MpiGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
 
     def _check_launcher(self, *, whole_world: bool) -> None:
         """Find an mpirun and an mpi4py of different MPI libraries: all are rank 0."""
@@ -246,18 +246,18 @@ class MpiTransport:
         """Give the library one turn: about 1 us, more if data is there to be moved."""
         self._control.Iprobe()  # no message ever comes here, only collectives
 
-    def group(self, ranks: tuple[int, ...]) -> MpiGroup:
+    def group(self, ranks: tuple[int, ...], key: str = "") -> MpiGroup:
         """Return the group of these ranks."""
         ranks = tuple(sorted(set(ranks)))
         if self.rank not in ranks:
             raise InternalError(f"rank {self.rank} is not in the group {ranks}")
-        if ranks not in self._groups:
+        if (ranks, key) not in self._groups:
             comm = self._mpi.COMM_SELF
             if len(ranks) > 1:
                 members = self._control.Get_group().Incl(ranks)
                 comm = self._control.Create_group(members)
-            self._groups[ranks] = MpiGroup(self._mpi, comm, ranks)
-        return self._groups[ranks]
+            self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks)
+        return self._groups[ranks, key]
 
     def all_gather_object(self, value: object) -> list[object]:
         """Return every rank's value, by rank."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +26,8 @@ from gemsc.runtime.verification import run_recorded_steps
 from gemsc.user_model import UserModel, load_user_model
 
 __all__ = ["check_program", "main", "share_cores", "train"]
+
+Means = dict[str, float]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -71,6 +74,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="data loader processes")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, help="steps averaged for one update"
+    )
+    parser.add_argument("--clip-norm", type=float, help="bound of the gradients' norm")
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -140,10 +147,13 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
         device=device,
         dtype=None if options.dtype == "float32" else DTYPES[options.dtype],
         seed=options.seed,
+        scheduler=user.scheduler,
+        accumulate=options.accumulate,
+        clip_norm=options.clip_norm,
     )
     if options.resume is not None:
         trainer.resume(options.resume)
-    _Training(trainer, user, options).run()
+    _Training(trainer, user, plan, options).run()
 
 
 @dataclass
@@ -152,6 +162,7 @@ class _Training:
 
     trainer: Trainer
     user: UserModel
+    plan: Plan
     options: argparse.Namespace
 
     def __post_init__(self) -> None:
@@ -167,15 +178,14 @@ class _Training:
             return None
         items = dataset() if callable(dataset) else dataset
         worker = self.trainer.worker
-        sizes = [item.shape[0] for item in worker.inputs.values() if item.shape]
-        known = self.transport.all_gather_object(sizes[0] if sizes else 0)
-        size = max(int(str(s)) for s in known) * worker.num_micro_batches
         batches = Batches(
             items,
-            size,
+            size := self.plan.batch_size,
             seed=self.options.seed,
             shuffle=shuffle,
             workers=self.options.workers,
+            part=worker.copy,
+            num_parts=worker.num_copies,
         )
         if len(batches) == 0:
             raise GemscError(
@@ -210,7 +220,7 @@ class _Training:
         reads = bool(self.trainer.worker.inputs)
         source = self.batches.epoch(epoch) if reads else None
         for _ in range(steps):
-            input, target = next(source)[0] if source is not None else (None, None)
+            input, target = next(source).data if source is not None else (None, None)
             loss = self.trainer.step(input, target)
             bar.step(loss, self.batches.size)
         bar.close()
@@ -219,23 +229,29 @@ class _Training:
         """Print the loss and the user's metrics, means over the samples."""
         if self.eval_batches is None:
             return
-        sums: dict[str, float] = {}
-        count = 0
-        for (input, target), real in self.eval_batches.epoch(0):
+        sums: dict[str, float] = defaultdict(float)
+        counts: dict[str, float] = defaultdict(float)
+        for batch in self.eval_batches.epoch(0):
+            input, target = batch.data
             result = self.trainer.evaluate(input, target)
-            count += real
-            if result.loss is not None and real == self.eval_batches.size:
-                sums["loss"] = sums.get("loss", 0.0) + result.loss * real
-            if result.output is not None and self.user.metrics is not None:
-                cut = [_first(value, real) for value in (result.output, target)]
-                for name, value in self.user.metrics(*cut).items():
-                    sums[name] = sums.get(name, 0.0) + float(value) * real
-        found = self.transport.all_gather_object(sums)
-        merged: dict[str, float] = {}
-        for each in found:
-            merged.update(each if isinstance(each, dict) else {})
+            if result.loss is not None and batch.is_full and self.talks:
+                sums["loss"] += result.loss
+                counts["loss"] += 1
+            if result.output is None or self.user.metrics is None or not batch.real:
+                continue
+            cut = [_first(value, batch.real) for value in (result.output, target)]
+            for name, value in self.user.metrics(*cut).items():
+                sums[name] += float(value) * batch.real
+                counts[name] += batch.real
+        total: dict[str, float] = defaultdict(float)
+        number: dict[str, float] = defaultdict(float)
+        for found in self.transport.all_gather_object((dict(sums), dict(counts))):
+            their_sums, their_counts = cast("tuple[Means, Means]", found)
+            for name, value in their_sums.items():
+                total[name] += value
+                number[name] += their_counts[name]
         means = "  ".join(
-            f"{name} {value / count:.4f}" for name, value in merged.items()
+            f"{name} {value / number[name]:.4f}" for name, value in total.items()
         )
         self._say(f"held-out after epoch {epoch + 1}: {means}")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
+from gemsc.plan import Plan
 from gemsc.runtime.link import Link
 from gemsc.runtime.progress import Status
 from gemsc.runtime.streams import streams_for
@@ -25,6 +26,7 @@ from gemsc.runtime.worker import Worker
 __all__ = ["Evaluation", "Trainer", "choose_device", "load_rank_module"]
 
 Parameters = Iterable[tuple[str, nn.Parameter]]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
 
@@ -53,24 +55,38 @@ class Trainer:
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
+        scheduler: SchedulerFactory | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
     ) -> None:
         """Load this rank's module and its weights.
 
         `optimizer` gets (name, parameter) pairs of this rank; the default is SGD with a
-        learning rate of 0.01. `dtype` runs the program in another floating-point type.
+        learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
+        learning rate after each update. Gradients of `accumulate` steps are averaged
+        for one update; `clip_norm` bounds their norm over all ranks. `dtype` runs the
+        program in another floating-point type.
         """
         self.directory = directory
         self.transport = transport
         self.device = device or choose_device(transport)
-        self.module = load_rank_module(directory, transport.rank)
+        ranks = Plan.read(directory / "plan.toml").copy_ranks
+        self.module = load_rank_module(directory, transport.rank % ranks)
         if dtype is not None:
             torch.set_default_dtype(dtype)
         stages = {key: self._build(key, dtype) for key in self.module.STAGES}
+        _tie(stages)
         self.worker = Worker(
             Link(transport, streams_for(self.device)),
             stages,
             self.module.INPUTS,
             self.module.NUM_MICRO_BATCHES,
+            num_replicas=self.module.NUM_REPLICAS,
+            num_copies=transport.size // ranks,
+            copy_ranks=ranks,
+            reductions=self.module.REDUCTIONS,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
             seed=seed,
             float_dtype=dtype,
             status=Status(transport.rank),
@@ -78,6 +94,8 @@ class Trainer:
         self.has_loss = hasattr(self.module, "train_step")
         if self.has_loss:
             self.worker.optimizer = _make_optimizer(optimizer, self.worker)
+            if scheduler is not None and self.worker.optimizer is not None:
+                self.worker.scheduler = scheduler(self.worker.optimizer)
 
     def _build(self, key: str, dtype: torch.dtype | None) -> nn.Module:
         with torch.device("meta"):
@@ -214,7 +232,8 @@ class Trainer:
         total = self.worker.loss_sum()
         group = transport.group(tuple(range(transport.size)))
         transport.wait(group.all_reduce(total))
-        return float(total) / self.worker.num_micro_batches
+        worker = self.worker
+        return float(total) / (worker.copy_micro_batches * worker.num_copies)
 
 
 def choose_device(transport: Transport) -> torch.device:
@@ -240,6 +259,20 @@ def load_rank_module(directory: Path, rank: int) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _tie(stages: Mapping[str, nn.Module]) -> None:
+    """Let stages of one rank that hold the same parameter share it.
+
+    That is so for tied parameters, and for two replicas of a stage on one rank.
+    """
+    known: dict[str, nn.Parameter] = {}
+    for stage in stages.values():
+        own = {id(p): known.setdefault(n, p) for n, p in stage.named_parameters()}
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = own[id(parameter)]
 
 
 def as_structure(value: Any) -> Any:

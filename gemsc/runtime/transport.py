@@ -93,8 +93,12 @@ class Transport(Protocol):
         """Give the library one cheap turn, between two layers for instance."""
         ...
 
-    def group(self, ranks: tuple[int, ...]) -> Group:
-        """Return the group of these ranks, who all ask for it, in the same order."""
+    def group(self, ranks: tuple[int, ...], key: str = "") -> Group:
+        """Return the group of these ranks, who all ask for it, in the same order.
+
+        Sums of one group start in the same order on all its ranks; groups with
+        different keys do not wait for each other.
+        """
         ...
 
     def all_gather_object(self, value: object) -> list[object]:

@@ -14,9 +14,10 @@ from gemsc.errors import GemscError
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.message import Input, Message
 from gemsc.runtime.progress import Status
-from gemsc.runtime.transport import Request
+from gemsc.runtime.reduction import GradientSums, RunningStatistics
+from gemsc.runtime.transport import Group, Request
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "replica_of", "stage_of"]
 
 
 @dataclass(slots=True)
@@ -39,12 +40,18 @@ class Worker:
     link: Link
     stages: dict[str, nn.Module]
     inputs: Mapping[str, Input]
-    num_micro_batches: int
+    num_micro_batches: int  # of each replica
+    num_replicas: int = 1
+    num_copies: int = 1
+    copy_ranks: int = 1  # that share one copy of the model
+    reductions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    accumulate: int = 1  # steps whose gradients are added up before an update
+    clip_norm: float | None = None
     seed: int = 0
-    first_rank: int = 0  # of this copy of the model
     float_dtype: torch.dtype | None = None
     status: Status = field(default_factory=Status)
     optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None  # of the learning rate: one step after each update
     before_update: Callable[[], None] | None = None
     steps_done: int = 0
 
@@ -59,6 +66,25 @@ class Worker:
         self._losses: list[Tensor] = []
         self._results: list[tuple[Tensor | None, Any]] = []
         self._training = True
+        self._num_expected = self.num_micro_batches
+        self._sums = GradientSums(self.link)
+        self._statistics = self._running_statistics()
+        self._groups = {key: self._make_group(key) for key in sorted(self.reductions)}
+
+    @property
+    def copy(self) -> int:
+        """Which of the data-parallel copies this rank belongs to."""
+        return self.link.transport.rank // self.copy_ranks
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this copy of the model."""
+        return self.copy * self.copy_ranks
+
+    @property
+    def copy_micro_batches(self) -> int:
+        """The micro-batches of one copy in one step, over all replicas."""
+        return self.num_micro_batches * self.num_replicas
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +105,12 @@ class Worker:
         self._losses.clear()
         self._results.clear()
         self.status.step = self.steps_done
+        self._num_expected = (
+            self.num_micro_batches if training else self.copy_micro_batches
+        )
+        if training and self.steps_done % self.accumulate == 0:
+            for statistics in self._statistics.values():
+                statistics.remember()
         for message in self._habit[training]:
             self._post(message)
 
@@ -105,7 +137,7 @@ class Worker:
     # ------------------------------------- what generated files call
 
     def input(self, name: str, m: int) -> Tensor:
-        """Return this micro-batch's part of a tensor of the batch."""
+        """Return a micro-batch's part of a tensor of this copy's batch."""
         tensor, size = self._batch[name], self.inputs[name].shape
         if tuple(tensor.shape) != size:
             tensor = tensor[m * size[0] : (m + 1) * size[0]]
@@ -119,7 +151,7 @@ class Worker:
             self._post(message)
             self._habit[self._training][message] = None
         buffer = self._posted.pop(message).take()
-        if m + 1 < self.num_micro_batches:
+        if m + 1 < self._num_expected:
             self._post(message)
         self._taken.append(buffer)
         tensors = message.unpack(buffer, self._dtypes(message))
@@ -149,7 +181,7 @@ class Worker:
         self.status.enter("forward", stage, m)
         module = self.stages[stage]
         if getattr(module, "draws_random_numbers", False):
-            torch.manual_seed(_mix(self.seed, self.steps_done, stage, m))
+            torch.manual_seed(self._seed_of(stage, m))
         result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
@@ -191,8 +223,8 @@ class Worker:
     @property
     def loss_gradient(self) -> Tensor:
         """What each micro-batch's loss weighs in the mean over the batch."""
-        loss = self._losses[-1]
-        return torch.full_like(loss, 1.0 / self.num_micro_batches)
+        count = self.copy_micro_batches * self.num_copies * self.accumulate
+        return torch.full_like(self._losses[-1], 1.0 / count)
 
     def add_loss(self, loss: Tensor) -> None:
         """Book the loss of a micro-batch."""
@@ -216,33 +248,108 @@ class Worker:
         """Keep what the model returned for a micro-batch."""
         self._results.append((loss, output))
 
-    def reduce_gradients(self, shared: Mapping[str, tuple[int, ...]]) -> None:
-        """Add up the gradients of parameters that several ranks hold."""
+    def start_reduction(self, stage: str) -> None:
+        """Start to add up a stage's gradients over the ranks that hold it.
+
+        Called after the stage's last backward; what follows hides the communication.
+        """
+        if self._is_update:
+            self._sums.start(self._groups[stage], self._stage_parameters(stage))
+
+    def finish_reductions(self) -> None:
+        """Add up the gradients of tied parameters; wait for all sums of gradients."""
+        if not self._is_update:
+            return
         self.status.enter("gradient reduction")
         named = self.named_parameters()
-        waits = []
-        for name, ranks in shared.items():
-            parameter = named[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            members = tuple(rank + self.first_rank for rank in ranks)
-            group = self.link.transport.group(members)
-            waits.append(self.link.all_reduce(group, parameter.grad))
+        for name, group in self._groups.items():
+            if name in named:
+                parameter = named[name]
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._sums.start(group, [parameter])
+        waits = [
+            request
+            for key, statistics in self._statistics.items()
+            for request in statistics.start(self.link, self._groups.get(key))
+        ]
+        self._sums.finish()
         self.link.wait(*waits)
+        for statistics in self._statistics.values():
+            statistics.finish()
 
     def update(self) -> None:
         """Let the optimizer make its step and drop the gradients."""
+        if not self._is_update:
+            return
         self.status.enter("optimizer step")
+        if self.clip_norm is not None:
+            self._clip(self.clip_norm)
         if self.before_update is not None:
             self.before_update()
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        else:
-            for parameter in self.named_parameters().values():
-                parameter.grad = None
+        if self.scheduler is not None:
+            self.scheduler.step()
+        for parameter in self.named_parameters().values():
+            parameter.grad = None
 
     # -------------------------------------------------------- helpers
+
+    @property
+    def _is_update(self) -> bool:
+        """Whether this step ends with an update (see `accumulate`)."""
+        return (self.steps_done + 1) % self.accumulate == 0
+
+    def _make_group(self, key: str) -> Group:
+        members = tuple(
+            copy * self.copy_ranks + rank
+            for copy in range(self.num_copies)
+            for rank in self.reductions[key]
+        )
+        return self.link.transport.group(members, key)
+
+    def _stage_parameters(self, stage: str) -> list[nn.Parameter]:
+        """Return a stage's parameters, less the tied ones: those have their own sum."""
+        named = next(m for key, m in self.stages.items() if stage_of(key) == stage)
+        return [p for n, p in named.named_parameters() if n not in self._groups]
+
+    def _running_statistics(self) -> dict[str, RunningStatistics]:
+        num_runs = self.num_replicas * self.num_copies
+        if num_runs == 1:
+            return {}
+        runs: dict[str, dict[int, nn.Module]] = {}
+        for key, module in self.stages.items():
+            run = self.copy * self.num_replicas + replica_of(key)
+            runs.setdefault(stage_of(key), {})[run] = module
+        return {key: RunningStatistics(r, num_runs) for key, r in runs.items()}
+
+    def _clip(self, limit: float) -> None:
+        """Scale all gradients so that their norm over all ranks is at most `limit`."""
+        named = self.named_parameters()
+        square = torch.zeros((), dtype=torch.float64)
+        for key, module in self.stages.items():
+            for name, parameter in module.named_parameters():
+                members = self.reductions.get(name) or self.reductions.get(
+                    stage_of(key), (self.rank,)
+                )
+                if min(members) == self.rank and name in named:
+                    named.pop(name)  # each parameter counts once
+                    if parameter.grad is not None:
+                        square += parameter.grad.double().square().sum().cpu()
+        ranks = tuple(range(self.first_rank, self.first_rank + self.copy_ranks))
+        self.link.wait(self.link.transport.group(ranks, "norm").all_reduce(square))
+        scale = limit / (float(square.sqrt()) + 1e-6)
+        if scale < 1.0:
+            for parameter in self.named_parameters().values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+
+    def _seed_of(self, stage: str, m: int) -> int:
+        """Return a seed that depends on what is computed and not on where."""
+        run = self.copy * self.num_replicas + replica_of(stage)
+        number = run * self.num_micro_batches + m
+        return _mix(self.seed, self.steps_done, stage_of(stage), number)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters under the user's names."""
@@ -266,9 +373,11 @@ class Worker:
         }
 
     def _check_input(self, item: Input, tensor: Tensor) -> Tensor:
-        shape, count = item.shape, self.num_micro_batches
+        shape, count = item.shape, self.num_copies * self.copy_micro_batches
         whole = (count * shape[0], *shape[1:]) if shape else shape
-        if tuple(tensor.shape) not in (whole, shape):
+        size = self.copy_micro_batches * shape[0] if shape else 0
+        part = (size, *shape[1:]) if shape else shape
+        if tuple(tensor.shape) not in (whole, part, shape):
             raise GemscError(
                 f"{item.name} has shape {list(tensor.shape)}, this program takes "
                 f"{list(whole)}: {count} micro-batches of {list(shape)}",
@@ -283,6 +392,8 @@ class Worker:
                 f"{item.name} has dtype {tensor.dtype}, this program takes {dtype}",
                 help="convert it, or compile again with such example_inputs()",
             )
+        if tuple(tensor.shape) == whole and self.num_copies > 1:
+            tensor = tensor[self.copy * size : (self.copy + 1) * size]
         return tensor.to(dtype)
 
     def _post(self, message: Message) -> None:
@@ -307,6 +418,19 @@ class Worker:
 
     def _dtypes(self, message: Message) -> tuple[torch.dtype, ...]:
         return tuple(self._dtype(value.dtype) for value in message.values)
+
+
+def stage_of(key: str) -> str:
+    """Return `stage2` for the run `stage2_mirrored`."""
+    return key.split("_")[0]
+
+
+def replica_of(key: str) -> int:
+    """Return the replica of a run: 1 for `stage2_mirrored`, 0 for `stage2`."""
+    suffix = key.partition("_")[2]
+    if suffix.startswith("replica"):
+        return int(suffix.removeprefix("replica"))
+    return 1 if suffix else 0
 
 
 def _single(tensors: tuple[Tensor, ...]) -> Any:

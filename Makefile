@@ -1,0 +1,58 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11 or newer: they
+# make a virtual environment in .venv first, once. No MPI is needed: mpirun comes from
+# PyPI. CONSTRAINTS= installs the newest versions instead of the pinned ones.
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints-cpu.txt
+EPOCHS ?= 4
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+UNET := examples/unet_histology/model.py
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test format bench clean
+
+help:  ## say what the commands are
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(READY)  ## compile a U-Net for 4 ranks, train it, check it against one process
+	@echo "== a U-Net, cut into 4 stages for 4 processes"
+	$(BIN)/gemsc compile $(UNET) --ranks 4 --schedule 1f1b --micro-batches 8 -o build/unet
+	@echo "== train it to find the stain in a photograph of tissue"
+	$(BIN)/gemsc run build/unet --epochs $(EPOCHS) --save build/unet-trained
+	@echo "== compare with one process that trains the same model"
+	$(BIN)/gemsc verify build/unet
+	@echo "== look at"
+	@echo "  build/unet/rank0.py                       what the first of 4 processes runs"
+	@echo "  build/unet/graph.svg                      the stages and what they send"
+	@echo "  build/unet/plan.toml                      every decision; gemsc show build/unet"
+	@echo "  build/unet-trained/model.safetensors      the trained weights"
+	@test -e build/unet/graph.svg || echo "no graph.svg: install Graphviz and compile again"
+
+test: $(READY)  ## lint, types and all tests, with real mpirun jobs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(READY)  ## put all files into the one format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure: docs/benchmarks.md says what
+	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit; done
+
+clean:  ## remove what was built, not .venv
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find gemsc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "gemsc needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "== install into $(VENV): a minute or two, once"
+	@$(BIN)/pip install --quiet $(CONSTRAINTS:%=-c %) -e '.[mpi,examples,dev]'
+	@touch $@

@@ -1,0 +1,80 @@
+"""The models that the benchmarks run, with as much data as wanted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import encoder
+from encoder import Encoder
+from mlp import MLP
+from resnet import Bottleneck, ResNet, ResNetV2
+from unet_histology import model as unet
+
+__all__ = ["CASES", "Case"]
+
+Sample = tuple[tuple[Tensor, ...], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss, its data and the size of its batch: the same at every call."""
+
+    make: Callable[[], nn.Module]
+    sample: Callable[[int], Sample]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch: int
+
+    def build(self) -> nn.Module:
+        """Return the model, with the same weights every time."""
+        torch.manual_seed(0)
+        return self.make()
+
+    def data(self, size: int) -> Sample:
+        """Return (inputs, target) of `size` samples."""
+        torch.manual_seed(1)
+        return self.sample(size)
+
+
+def vectors(batch: int) -> Sample:
+    return (torch.randn(batch, 256),), torch.randint(2, (batch,))
+
+
+def pictures(size: int) -> Callable[[int], Sample]:
+    shape = (3, size, size)
+    return lambda batch: ((torch.randn(batch, *shape),), torch.randint(10, (batch,)))
+
+
+def masked_pictures(batch: int) -> Sample:
+    return (torch.randn(batch, 3, 128, 128),), torch.rand(batch, 1, 128, 128).round()
+
+
+def texts(batch: int) -> Sample:
+    length = encoder.LENGTH
+    real = torch.arange(length) < torch.randint(length // 2, length + 1, (batch, 1))
+    tokens = torch.randint(256, (batch, length)).where(real, encoder.PADDING)
+    target = torch.full((batch, length), encoder.IGNORED)
+    target[:, : encoder.NUM_HIDDEN] = tokens[:, : encoder.NUM_HIDDEN]
+    return (tokens, real), target
+
+
+CASES = {
+    "mlp": Case(
+        lambda: MLP(inputs=256, width=512, depth=8), vectors, F.cross_entropy, 64
+    ),
+    "resnet20v2": Case(lambda: ResNetV2(depth=20), pictures(64), F.cross_entropy, 8),
+    "resnet50": Case(
+        lambda: ResNet(Bottleneck, [3, 4, 6, 3]), pictures(64), F.cross_entropy, 16
+    ),
+    "unet": Case(lambda: unet.UNet(base=16), masked_pictures, unet.loss, 8),
+    # no dropout: then all contenders compute the same numbers, which is checked
+    "encoder": Case(lambda: Encoder(dropout=0.0), texts, encoder.loss, 32),
+}

@@ -1,0 +1,239 @@
+"""What the documentation shows is what happens."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gemsc.cli import app
+from gemsc.codegen.package import rank_modules
+from gemsc.compiler import CompiledProgram, compile
+from gemsc.ir.dump import dump
+from gemsc.runtime.launch import launch
+from gemsc.user_model import load_user_model
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+UNET = ROOT / "examples" / "unet_histology" / "model.py"
+# Places on the machines of those who wrote this; in brackets so as not to find itself.
+ELSEWHERE = re.compile(
+    r"/wor[k]/|/far[m]/|before-sto[p]|\.librar[y]\b|\.\./share[d]", re.ASCII
+)
+
+
+def blocks(path: Path, kind: str) -> list[str]:
+    """Return the fenced blocks of a kind."""
+    text = path.read_text(encoding="utf-8")
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def find_lines(shown: str, text: str) -> None:
+    """Look for lines in order; `...` stands for any lines, or for the rest of one."""
+    lines = iter(text.splitlines())
+    for wanted in shown.splitlines():
+        if wanted.strip() == "...":
+            continue
+        start = wanted.removesuffix("...") if wanted.endswith(" ...") else None
+        matches = (
+            line.strip() == wanted.strip()
+            if start is None
+            else line.strip().startswith(start.strip())
+            for line in lines
+        )
+        assert any(matches), f"not there, or not in this place: {wanted}"
+
+
+# links, commands, names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    files = [target for target in targets if "://" not in target]
+    assert not [file for file in files if not (page.parent / file).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_commands_that_are_named_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"\b((?:gemsc|tests|examples)/[\w/]+\.py)\b", text)
+    own = {"tests/test_count_heavy.py"}  # what the reader is to write
+    assert not [file for file in named if not (ROOT / file).exists() | (file in own)]
+    targets = re.findall(r"`make (\w+)`", text)
+    makefile = (ROOT / "Makefile").read_text()
+    assert not [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)]
+    commands = {command.name for command in app.registered_commands}
+    assert set(re.findall(r"`gemsc (\w+)[ `]", text)) <= commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_are_python(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+def test_every_page_can_be_found_from_the_readme():
+    found = {ROOT / "README.md"}
+    queue = list(found)
+    while queue:
+        page = queue.pop()
+        for target in re.findall(r"\]\(([^)#]+\.md)\)", page.read_text()):
+            path = (page.parent / target).resolve()
+            if path.exists() and path not in found:
+                found.add(path)
+                queue.append(path)
+    assert not set(PAGES) - found
+
+
+def test_all_commands_are_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    for command in app.registered_commands:
+        assert f"`gemsc {command.name} " in text
+
+
+def test_the_project_stands_alone():
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    wrong = []
+    for name in filter(None, listed):
+        path = ROOT / name
+        if not path.is_file():
+            continue
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        wrong += [f"{name}: {found[0]}" for found in ELSEWHERE.finditer(text)]
+    assert not wrong
+
+
+# the tour
+
+
+@pytest.fixture(scope="module")
+def unet_dumps() -> tuple[CompiledProgram, dict[str, str]]:
+    user = load_user_model(str(UNET))
+    dumps: dict[str, str] = {}
+
+    def keep(step, program, seconds):
+        dumps.setdefault(step.name, dump(program))
+
+    inputs = user.make_inputs()
+    program = compile(
+        user.make_model(),
+        inputs,
+        loss=user.make_loss(),
+        example_target=user.make_target(inputs),
+        source=user.path,
+        after_each=keep,
+        check=False,
+        ranks=4,
+        micro_batches=8,
+    )
+    return program, dumps
+
+
+def test_the_tour_shows_what_each_pass_gives(unet_dumps):
+    _, dumps = unet_dumps
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    shown = 0
+    for section in tour.split("\n## ")[1:]:
+        title = section.split(":")[0].split(", ")[-1]
+        for block in re.findall(r"^```dump\n(.*?)^```", section, re.M | re.S):
+            find_lines(block, dumps[title])
+            shown += 1
+    assert shown == 6
+
+
+def test_the_tour_shows_the_order_and_the_text_of_a_rank(unet_dumps):
+    program, _ = unet_dumps
+    (order,) = blocks(ROOT / "docs" / "tour.md", "plan")
+    assert order.splitlines() == program.plan.order
+    (text,) = blocks(ROOT / "docs" / "tour.md", "rank0")
+    find_lines(text, program.rank_modules()["rank0.py"])
+
+
+# the readme
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with the files of the readme."""
+    folder = tmp_path_factory.mktemp("readme")
+    model, first, second = blocks(ROOT / "README.md", "python")
+    (folder / "rings.py").write_text(model)
+    for text in (first, second):
+        name = text.splitlines()[0].removeprefix("# ")
+        (folder / name).write_text(text)
+    return folder
+
+
+def run(folder: Path, words: list[str]) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_readme_shows_the_generated_file(workplace):
+    user = load_user_model(str(workplace / "rings.py"))
+    inputs = user.make_inputs()
+    program = compile(
+        user.make_model(),
+        inputs,
+        loss=user.make_loss(),
+        example_target=user.make_target(inputs),
+        source=user.path,
+        ranks=2,
+    )
+    (shown,) = blocks(ROOT / "README.md", "generated")
+    find_lines(shown, rank_modules(program.compilation)["rank1.py"])
+
+
+@pytest.mark.mpi
+def test_the_commands_of_the_readme_work(workplace):
+    (commands,) = blocks(ROOT / "README.md", "sh")
+    for command in commands.splitlines():
+        text = run(workplace, shlex.split(command))
+        if "verify" in command:
+            assert text.count(": exact") == 2
+    assert (workplace / "build/rings-trained/model.safetensors").is_file()
+
+
+@pytest.mark.mpi
+def test_the_python_of_the_readme_works(workplace):
+    run(workplace, [sys.executable, "compile_rings.py"])
+    with (workplace / "output").open("w+") as output:
+        code = launch(
+            2,
+            [sys.executable, "train_rings.py"],
+            cwd=workplace,
+            stdout=output,
+            stderr=output,
+            timeout=120,
+        )
+        output.seek(0)
+        text = output.read()
+    assert code == 0, text
+    loss = re.search(r"^loss (\S+), evaluated \S+, \(64,\)$", text, re.MULTILINE)
+    assert loss, text
+    assert float(loss[1]) < 0.2
+    assert (workplace / "build/own-trained/model.safetensors").is_file()
