@@ -26,13 +26,18 @@ from gemsc.options import BALANCES, CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.plan import Plan
 from gemsc.planner.layout import PLACEMENTS
+from gemsc.runtime.measure import measure
 from gemsc.runtime.start import start
 from gemsc.schedules import SCHEDULES
 from gemsc.units import parse_bytes
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify import TOLERANCE, Comparison, verify_program
 from gemsc.viz.graph import render
+from gemsc.viz.shares import show_shares
 from gemsc.viz.tables import show as show_plan
+from gemsc.viz.tables import show_candidates
+from gemsc.viz.timeline import grid, panels_of, write_timeline
+from gemsc.viz.trace import trace_text
 
 __all__ = ["app", "main"]
 
@@ -51,14 +56,19 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 Spec = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
 Directory = Annotated[Path, typer.Argument(help="what `gemsc compile -o` wrote")]
 Ranks = Annotated[int, typer.Option(help="processes that share the model")]
-Schedule = Annotated[str, typer.Option(help=", ".join(SCHEDULES))]
+Schedule = Annotated[str, typer.Option(help=", ".join(("auto", *SCHEDULES)))]
+Data = Annotated[int, typer.Option(help="copies of the model that share the batch")]
+Times = Annotated[int | None, typer.Option(help="master: pairs of runs in one step")]
+Chunks = Annotated[int, typer.Option(help="looped placement: stages on each rank")]
 MicroBatches = Annotated[int, typer.Option(help="example_inputs() in one step")]
 Balance = Annotated[str, typer.Option(help=", ".join(BALANCES))]
 Blocks = Annotated[str, typer.Option(help="explicit: blocks of each stage, 3,4,4,5")]
 Cuts = Annotated[
     str, typer.Option(help="explicit: modules that later stages begin with")
 ]
-Placement = Annotated[str, typer.Option(help=", ".join(("natural", *PLACEMENTS)))]
+Placement = Annotated[
+    str, typer.Option(help=", ".join(("natural", "auto", *PLACEMENTS)))
+]
 Frontend = Annotated[str, typer.Option(help=", ".join(FRONTENDS))]
 Memory = Annotated[str | None, typer.Option(help="cap of a rank, for example 16GiB")]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
@@ -69,8 +79,11 @@ def compile_command(
     model: Spec,
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("build/program"),
     ranks: Ranks = DEFAULTS.ranks,
+    data: Data = DEFAULTS.data,
     schedule: Schedule = DEFAULTS.schedule,
     micro_batches: MicroBatches = DEFAULTS.micro_batches,
+    times: Times = DEFAULTS.times,
+    chunks: Chunks = DEFAULTS.chunks,
     balance: Balance = DEFAULTS.balance,
     blocks: Blocks = "",
     cuts: Cuts = "",
@@ -88,8 +101,11 @@ def compile_command(
     """Compile a model into a program directory."""
     options = CompileOptions(
         ranks=ranks,
+        data=data,
         schedule=schedule,
         micro_batches=micro_batches,
+        times=times,
+        chunks=chunks,
         balance=balance,
         blocks=_numbers(blocks),
         cuts=tuple(filter(None, cuts.split(","))),
@@ -102,11 +118,15 @@ def compile_command(
     watch = _Watch(print_after, time_passes)
     program = _compile(load_user_model(model), options, watch)
     watch.finish()
+    if program.candidates:
+        chosen = f"{program.plan.schedule}, {program.plan.placement}"
+        show_candidates(program.candidates, chosen, console)
     note = program.write(output)
-    stages = ", ".join(f"{len(stage.blocks)}" for stage in program.plan.stages)
+    plan = program.plan
+    stages = ", ".join(f"{len(stage.blocks)}" for stage in plan.stages)
     console.print(
-        f"{program.plan.model}: {ranks} ranks, stages of {stages} blocks, {schedule}, "
-        f"{micro_batches} micro-batches -> {output}",
+        f"{plan.model}: {plan.ranks} ranks, stages of {stages} blocks, "
+        f"{plan.schedule}, {plan.micro_batches} micro-batches -> {output}",
         highlight=False,
     )
     if note:
@@ -189,6 +209,36 @@ def graph_command(
     path.parent.mkdir(parents=True, exist_ok=True)
     note = render(dot, path)
     console.print(f"note: {note}" if note else f"wrote {path}", highlight=False)
+
+
+@app.command("timeline")
+def timeline_command(
+    directory: Directory,
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    text: Annotated[bool, typer.Option("--text", help="print it instead")] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="run some steps and draw them below")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="training steps to measure", min=1)] = 9,
+) -> None:
+    """Draw who does what when in one step, as predicted and as measured."""
+    plan = Plan.read(directory / "plan.toml")
+    if text:
+        typer.echo(grid(plan))
+        return
+    path = output or directory / "timeline.svg"
+    if path.suffix != ".svg":
+        raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
+    marks = measure(directory, steps) if measured else ()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_timeline(plan, path, marks)
+    console.print(f"wrote {path}", highlight=False)
+    if marks:
+        panels = panels_of(plan, marks)
+        trace = directory / "trace.json"
+        trace.write_text(trace_text(panels), encoding="utf-8")
+        console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
+        show_shares(*panels, console)
 
 
 def main() -> None:
@@ -281,7 +331,7 @@ def _compile(
     )
     sources = {**program.plan.sources, str(user.path): source_fingerprints(user.path)}
     plan = replace(program.plan, spec=user.spec, sources=sources)
-    return CompiledProgram(replace(program.compilation, plan=plan))
+    return replace(program, compilation=replace(program.compilation, plan=plan))
 
 
 def _read_dot(path: Path) -> str:

@@ -28,10 +28,17 @@ from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.plan import Plan
+from gemsc.planner.candidates import Candidate, alternatives, best, is_open
+from gemsc.planner.device import LINK
 from gemsc.planner.layout import Layout, layout
-from gemsc.planner.predict import make_plan, schedule_task
+from gemsc.planner.predict import (
+    make_plan,
+    reduced_bytes,
+    schedule_task,
+    sent_bytes,
+)
 from gemsc.planner.prove import prove
-from gemsc.schedules import SCHEDULES, run
+from gemsc.schedules import SCHEDULES, Task, Timeline, run
 from gemsc.schedules.loops import find_loops
 from gemsc.viz.graph import draw, render
 
@@ -42,9 +49,13 @@ Choice = TypeVar("Choice")
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What `compile` returns: look at it, then write it."""
+    """What `compile` returns: look at it, then write it.
+
+    `candidates` are what was compared where the schedule or placement was `auto`.
+    """
 
     compilation: Compilation
+    candidates: tuple[Candidate, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -145,23 +156,53 @@ def lower(
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, prove the schedule."""
-    schedule = _choose("schedule", options.schedule, SCHEDULES)
-    chosen = layout(options)
-    passes = stage_passes(options, chosen)
-    program = run_passes(traced.program, passes, after_each=after_each)
+    candidates: tuple[Candidate, ...] = ()
+    if is_open(options):
+        candidates = tuple(assess(traced, each) for each in alternatives(options))
+        options = best(candidates).options
+    program, task, timeline = schedule_stages(traced, options, after_each)
     evaluation = run_passes(
         program if traced.twins is not None else traced.evaluation,
         evaluation_passes(program, twins=traced.twins is not None),
         after_each=after_each,
     )
-    task = schedule_task(program, chosen, options.device_memory)
-    timeline = run(task, schedule.policy)
     prove(program, task, timeline)
     plan = make_plan(program, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
     user_path = str(source.resolve()) if source else ""
-    return CompiledProgram(
-        Compilation(program, evaluation, traced.twins, steps, plan, user_path)
+    compilation = Compilation(program, evaluation, traced.twins, steps, plan, user_path)
+    return CompiledProgram(compilation, candidates)
+
+
+def schedule_stages(
+    traced: Traced, options: CompileOptions, after_each: Observer | None = None
+) -> tuple[Program, Task, Timeline]:
+    """Cut, place and schedule: what the options decide, before any text."""
+    schedule = _choose("schedule", options.schedule, SCHEDULES)
+    chosen = layout(options)
+    passes = stage_passes(options, chosen)
+    program = run_passes(traced.program, passes, after_each=after_each)
+    task = schedule_task(program, chosen, options.device_memory)
+    return program, task, run(task, schedule.policy)
+
+
+def assess(traced: Traced, options: CompileOptions) -> Candidate:
+    """Return what is predicted for one choice of schedule and placement."""
+    uncapped = replace(options, device_memory=None)
+    try:
+        program, task, timeline = schedule_stages(traced, uncapped)
+        if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
+            # the engine may find an order that holds less at a time
+            program, task, timeline = schedule_stages(traced, options)
+    except GemscError as error:
+        return Candidate(options, problem=error.message)
+    sums = reduced_bytes(program, options.data)
+    return Candidate(
+        options,
+        seconds=timeline.makespan + LINK.seconds(2 * max(sums)),
+        peak_bytes=max(timeline.peak_bytes),
+        bubble=timeline.bubble,
+        sent_bytes=sent_bytes(program, task) + sum(sums),
     )
 
 

@@ -11,7 +11,7 @@ __all__ = ["changed_definitions", "fingerprint", "source_fingerprints"]
 
 # a program may run with other data, another optimizer and other metrics than at
 # compile time: none of them is compiled in
-RUNTIME_ONLY = {"dataset", "eval_dataset", "optimizer", "metrics"}
+RUNTIME_ONLY = {"dataset", "eval_dataset", "metrics", "optimizer", "scheduler"}
 REST = "(module)"
 UNREADABLE = "(unreadable)"
 

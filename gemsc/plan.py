@@ -23,7 +23,7 @@ class PlannedStage:
     """One stage: what it holds, where it runs, what it is predicted to take.
 
     Bytes and seconds are for one micro-batch; `saved_bytes` are kept from its forward
-    to the end of its backward.
+    to the end of its backward, `resident_bytes` are there all the time.
     """
 
     index: int
@@ -31,6 +31,7 @@ class PlannedStage:
     blocks: list[str]
     flops: int
     parameter_bytes: int
+    resident_bytes: int
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
@@ -38,13 +39,17 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """Values that travel from one stage to another for each micro-batch."""
+    """Values that travel from one stage to another for each micro-batch.
+
+    They take `seconds` if the stages are on different ranks.
+    """
 
     index: int
     source: int
     dest: int
     values: list[str]
     num_bytes: int
+    seconds: float
     gradient: bool
 
 
@@ -75,6 +80,7 @@ class Plan:
     step_seconds: float
     bubble: float
     peak_bytes: list[int]
+    activation_bytes: list[int]
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
     skips: list[dict[str, Any]] = field(default_factory=list)

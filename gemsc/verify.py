@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class StepRecord:
     losses: list[float]
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
+    activation_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
         gradients = read_tensors(folder / f"gradients{rank}.safetensors")
         record.gradients.update(gradients)
         record.state.update(read_tensors(folder / f"state{rank}.safetensors"))
+        peak = json.loads((folder / f"memory{rank}.json").read_text())
+        record.activation_bytes.append(peak)
     return record
 
 

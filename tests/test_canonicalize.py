@@ -125,6 +125,14 @@ def test_the_residual_after_a_relu_in_place_sees_the_new_value() -> None:
     assert [str(arg) for arg in add.args] == ["act_0", "act_0"]
 
 
+def test_a_backward_that_would_round_otherwise_stays_in_place_on_a_clone() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.fc2(F.elu(self.fc(x), inplace=True))
+
+    program = canonical(forward)
+    assert targets(program)[:3] == ["fc", "clone", F.elu]
+
+
 def test_dropout_in_place_draws_the_same_numbers() -> None:
     def forward(self: Any, x: Any) -> Any:
         return F.dropout(self.drop(self.fc(x)), 0.5, True, True)

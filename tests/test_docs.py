@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ from gemsc.cli import app
 from gemsc.codegen.package import rank_modules
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.ir.dump import dump
+from gemsc.options import CompileOptions
 from gemsc.runtime.launch import launch
-from gemsc.user_model import load_user_model
+from gemsc.runtime.train import parse_arguments
+from gemsc.schedules import SCHEDULES
+from gemsc.user_model import UserModel, load_user_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -92,10 +96,36 @@ def test_every_page_can_be_found_from_the_readme():
     assert not set(PAGES) - found
 
 
-def test_all_commands_are_in_the_readme():
+def test_all_commands_and_schedules_are_in_the_readme():
     text = (ROOT / "README.md").read_text()
     for command in app.registered_commands:
         assert f"`gemsc {command.name} " in text
+    for schedule in SCHEDULES:
+        assert f"\n| `{schedule}` |" in text
+
+
+def test_all_names_of_a_model_file_are_explained():
+    text = (ROOT / "docs" / "models.md").read_text()
+    names = {field.name for field in fields(UserModel)} - {
+        "path",
+        "module",
+        "name",
+        "spec",
+    }
+    assert not [name for name in names if not re.search(rf"\n\| `{name}\W", text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_that_are_named_exist(page, capsys):
+    known = {"--help", "--update-golden", "--check", "--force-exclude"}
+    known |= {"--extra-index-url", "--print-after", "--time-passes"}
+    known |= {f"--{f.name}".replace("_", "-") for f in fields(CompileOptions)}
+    known |= {f"--no-{f.name}" for f in fields(CompileOptions) if f.type == "bool"}
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    named = re.findall(r"(?<![\w|-])--[a-z][\w-]+", page.read_text(encoding="utf-8"))
+    assert set(named) <= known
 
 
 def test_the_project_stands_alone():

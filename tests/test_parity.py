@@ -105,6 +105,23 @@ def test_replicas_copies_and_placements_are_exact(
     assert worst_error(name, options, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
+@pytest.mark.parametrize("options", TWO_REPLICAS, ids=CompileOptions.command_line)
+@pytest.mark.parametrize("name", ["resnet18", "unet", "encoder"])
+def test_the_peak_of_live_activations_is_the_predicted_one(
+    name: str, options: CompileOptions, tmp_path: Path
+) -> None:
+    program = lower(traced(name), options)
+    write_directory(program.compilation, tmp_path / "program")
+    plan = program.plan
+    count = plan.data * plan.micro_batches
+    batches = [MODELS[name].inputs(count, torch.float32)]
+    record = run_on_threads(
+        tmp_path / "program", plan.ranks, batches, dtype=torch.float32
+    )
+    predicted = plan.activation_bytes * plan.data
+    assert record.activation_bytes == pytest.approx(predicted, rel=0.02)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_and_several_steps(name: str, tmp_path: Path) -> None:
     options = CompileOptions(ranks=4, micro_batches=4)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import keyword
 import math
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,18 @@ from torch.nn import functional as F
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 
-__all__ = ["UserObject", "access", "expression", "literal", "quoted"]
+__all__ = [
+    "UserObject",
+    "access",
+    "expression",
+    "is_attribute",
+    "literal",
+    "quoted",
+]
 
+PREFIXED = 7
+POWER = 8
+ATOM = 9
 INFIX: dict[Any, tuple[str, int]] = {
     operator.or_: ("|", 1),
     operator.xor: ("^", 2),
@@ -31,7 +42,7 @@ INFIX: dict[Any, tuple[str, int]] = {
     operator.floordiv: ("//", 6),
     operator.mod: ("%", 6),
     operator.matmul: ("@", 6),
-    operator.pow: ("**", 8),
+    operator.pow: ("**", POWER),
     operator.lt: ("<", 0),
     operator.le: ("<=", 0),
     operator.gt: (">", 0),
@@ -40,7 +51,10 @@ INFIX: dict[Any, tuple[str, int]] = {
     operator.ne: ("!=", 0),
 }
 PREFIX: dict[Any, str] = {operator.neg: "-", operator.invert: "~"}
-ATOM = 9
+# what a formatter calls simple: `x.y**2` and `x[a:-1]`, but `f(x) ** 2`, `x[a.b :]`
+NUMBER = r"-?[\d.]+(?:e[-+]?\d+)?"
+SIMPLE_OPERAND = re.compile(rf"[^\W\d][\w.]*|{NUMBER}")
+SIMPLE_BOUND = re.compile(rf"|\w+|{NUMBER}")
 NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("F", F),
     ("torch", torch),
@@ -102,11 +116,9 @@ def _function(
 ) -> Shown:
     target: Any = node.target
     if target in INFIX and len(args) == 2 and not kwargs:
-        sign, level = INFIX[target]
-        left = show.bound(args[0], level if level else 1)
-        return f"{left} {sign} {show.bound(args[1], level + 1)}", level
+        return _infix(*INFIX[target], args, show)
     if target in PREFIX:
-        return f"{PREFIX[target]}{show.bound(args[0], ATOM)}", 7
+        return f"{PREFIX[target]}{show.bound(args[0], ATOM)}", PREFIXED
     if target is operator.getitem:
         return f"{show.bound(args[0], ATOM)}[{show.index(args[1])}]", ATOM
     if target is operator.setitem:
@@ -119,6 +131,18 @@ def _function(
         text = user(UserObject(owner.__module__, owner.__qualname__))
         return _call(f"{text}.apply", args, kwargs, show), ATOM
     return _call(_public_name(node), args, kwargs, show), ATOM
+
+
+def _infix(sign: str, level: int, args: tuple[Any, ...], show: _Show) -> Shown:
+    if level == POWER:  # from right to left; a negative number may stand on the right
+        left, right = show.bound(args[0], ATOM), show.bound(args[1], ATOM)
+        if isinstance(args[1], int | float):
+            right = show(args[1])
+        if SIMPLE_OPERAND.fullmatch(left) and SIMPLE_OPERAND.fullmatch(right):
+            return f"{left}{sign}{right}", level
+        return f"{left} {sign} {right}", level
+    left = show.bound(args[0], level if level else 1)  # no chains of comparisons
+    return f"{left} {sign} {show.bound(args[1], level + 1)}", level
 
 
 def _public_name(node: fx.Node) -> str:
@@ -138,9 +162,7 @@ def _public_name(node: fx.Node) -> str:
     )
 
 
-def _call(
-    head: str, args: tuple[Any, ...], kwargs: dict[str, Any], show: _Show
-) -> str:
+def _call(head: str, args: tuple[Any, ...], kwargs: dict[str, Any], show: _Show) -> str:
     shown = [show(value) for value in args]
     shown += [f"{key}={show(value)}" for key, value in kwargs.items()]
     return f"{head}({', '.join(shown)})"
@@ -180,7 +202,7 @@ class _Show:
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(map(self, parts))})", ATOM
         text = literal(value)
-        return text, (7 if text.startswith("-") else ATOM)
+        return text, (PREFIXED if text.startswith("-") else ATOM)
 
     def index(self, value: Any) -> str:
         """Return what stands between the brackets of a subscript."""
@@ -192,10 +214,17 @@ class _Show:
     def _index_part(self, value: Any) -> str:
         if not isinstance(value, slice):
             return self(value)
-        start = "" if value.start is None else self(value.start)
-        stop = "" if value.stop is None else self(value.stop)
-        step = "" if value.step is None else f":{self(value.step)}"
-        return f"{start}:{stop}{step}"
+        bounds = (value.start, value.stop, value.step)
+        parts = ["" if bound is None else self(bound) for bound in bounds]
+        if value.step is None:
+            parts.pop()
+        if all(SIMPLE_BOUND.fullmatch(part) for part in parts):
+            return ":".join(parts)
+        text = parts[0]
+        for part in parts[1:]:
+            space = " " if text and not text.endswith(":") else ""
+            text += f"{space}: {part}" if part else f"{space}:"
+        return text
 
 
 def literal(value: object) -> str:
@@ -204,10 +233,13 @@ def literal(value: object) -> str:
     Raises:
         InternalError: the value has no exact text.
     """
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
         return repr(value)
+    if isinstance(value, int):  # of any subclass: an IntEnum, for example
+        return int.__repr__(value)
     if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else f'float("{value}")'
+        text = float.__repr__(value)
+        return text if math.isfinite(value) else f'float("{text}")'
     if isinstance(value, str):
         return quoted(value)
     if value is Ellipsis:
@@ -216,22 +248,30 @@ def literal(value: object) -> str:
         return str(value)
     if isinstance(value, torch.device):
         return "device"
-    if isinstance(value, torch.Size | range):
-        return f"({', '.join(map(literal, value))},)"
+    if isinstance(value, range):
+        return f"range({value.start}, {value.stop}, {value.step})"
     if isinstance(value, complex):
-        return f"complex({value.real!r}, {value.imag!r})"
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
     raise InternalError(f"no text for a constant of type {type(value).__name__}")
 
 
 def quoted(text: str) -> str:
-    """Return a string literal in double quotes that can hold any text."""
-    return json.dumps(text)
+    """Return a string literal, on one line, that can hold any text."""
+    inside = text.encode("unicode_escape").decode("ascii")
+    mark = '"' if inside.count('"') <= inside.count("'") else "'"
+    return mark + inside.replace(mark, f"\\{mark}") + mark
+
+
+def is_attribute(name: str) -> bool:
+    """Whether a name can stand behind `self.` as it is."""
+    mangled = name.startswith("__") and not name.endswith("__")
+    return name.isidentifier() and not keyword.iskeyword(name) and not mangled
 
 
 def access(owner: str, path: str) -> str:
     """Return `owner.layer1["0"].conv1` for the path `layer1.0.conv1`."""
     for part in path.split("."):
-        owner += f".{part}" if part.isidentifier() else f"[{quoted(part)}]"
+        owner += f".{part}" if is_attribute(part) else f"[{quoted(part)}]"
     return owner
 
 
@@ -250,12 +290,14 @@ def _choose(training: Any, evaluation: Any) -> Any:
         return training
     if isinstance(training, tuple | list):
         pairs = zip(training, evaluation, strict=True)
-        return type(training)(_choose(a, b) for a, b in pairs)
+        chosen = [_choose(a, b) for a, b in pairs]
+        return tuple(chosen) if isinstance(training, tuple) else chosen
     if isinstance(training, dict):
         return {key: _choose(v, evaluation[key]) for key, v in training.items()}
     if isinstance(training, slice):
-        parts = ((getattr(s, n) for n in ("start", "stop", "step")) for s in (training, evaluation))
-        return slice(*(_choose(a, b) for a, b in zip(*parts, strict=True)))
+        names = ("start", "stop", "step")
+        parts = [_choose(getattr(training, n), getattr(evaluation, n)) for n in names]
+        return slice(*parts)
     if training is evaluation or training == evaluation:
         return training
     return Choice(training, evaluation)

@@ -10,7 +10,13 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.codegen.expressions import UserObject, access, expression, quoted
+from gemsc.codegen.expressions import (
+    UserObject,
+    access,
+    expression,
+    is_attribute,
+    quoted,
+)
 from gemsc.codegen.writer import Names, Writer, comment, split_arguments
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
@@ -53,21 +59,22 @@ def write_stage(
     writer: Writer, stage: StageText, user: Callable[[UserObject], str]
 ) -> None:
     """Write the class; `user` names what must be imported from the user's code."""
-    with writer.block(f"class {stage.class_name}({_base(stage)}):"):
-        writer.line(f'"""{stage.docstring}"""')
+    base = _containers(stage)[""]
+    with writer.block(f"class {stage.class_name}({base}):"):
+        writer.line(_docstring(stage.docstring, writer.room))
         writer.line()
-        frozen = [p for p in sorted(stage.program.frozen) if _owns(stage, p)]
-        if frozen:
-            writer.line("# layers that the model keeps in evaluation mode")
-            writer.call("frozen = (", [*map(quoted, frozen), ""], ")")
         if has_random(stage.flow.nodes):
             writer.line("draws_random_numbers = True")
-        if frozen or has_random(stage.flow.nodes):
             writer.line()
+        frozen = [path for path in _paths(stage) if path in stage.program.frozen]
         with writer.block("def __init__(self) -> None:"):
             writer.line("super().__init__()")
             _write_layers(writer, stage)
+            if frozen:
+                writer.line("self.train()")
         writer.line()
+        if frozen:
+            _write_train(writer, frozen)
         _write_forward(writer, stage, "forward", stage.flow, user)
         if stage.apart:
             writer.line()
@@ -76,14 +83,24 @@ def write_stage(
     writer.line()
 
 
-def _owns(stage: StageText, path: str) -> bool:
-    return any(name.startswith(path + ".") for name in stage.owned)
+def _docstring(text: str, room: int) -> str:
+    limit = room - 6
+    return f'"""{text if len(text) <= limit else text[: limit - 4] + " ..."}"""'
 
 
-def _base(stage: StageText) -> str:
-    tops = {path.split(".")[0] for path in _paths(stage)}
-    numbered = any(not top.isidentifier() for top in tops)
-    return "nn.ModuleDict" if numbered else "nn.Module"
+def _write_train(writer: Writer, frozen: Sequence[str]) -> None:
+    with writer.block("def train(self, mode: bool = True) -> nn.Module:"):
+        writer.line('"""Keep in evaluation mode what the model keeps in it."""')
+        writer.line("super().train(mode)")
+        layers = [access("self", path) for path in frozen]
+        if len(layers) == 1:
+            writer.line(f"{layers[0]}.eval()")
+        else:
+            writer.items("for layer in (", layers, "):")
+            with writer.indented():
+                writer.line("layer.eval()")
+        writer.line("return self")
+    writer.line()
 
 
 # ------------------------------------------------------------------ layers
@@ -106,31 +123,55 @@ def _paths(stage: StageText) -> dict[str, None]:
 
 
 def _write_layers(writer: Writer, stage: StageText) -> None:
-    paths = _paths(stage)
-    children: dict[str, list[str]] = {}
-    for path in paths:
-        parts = path.split(".")
-        for depth in range(1, len(parts)):
-            siblings = children.setdefault(".".join(parts[:depth]), [])
-            siblings.append(parts[depth])
-    made: set[str] = set()
+    kinds = _containers(stage)
+    made = {""}
     tensors = _tensors(stage.program.module)
-    for path in paths:
+    for path in _paths(stage):
         parts = path.split(".")
         for depth in range(1, len(parts)):
             container = ".".join(parts[:depth])
             if container not in made:
                 made.add(container)
-                numbered = not all(map(str.isidentifier, children[container]))
-                kind = "nn.ModuleDict()" if numbered else "nn.Module()"
-                writer.line(f"{access('self', container)} = {kind}")
+                writer.line(f"{access('self', container)} = {kinds[container]}()")
         if path in tensors:
             _write_tensor(writer, path, tensors[path], stage.program.module)
         else:
             _write_layer(writer, path, stage.program.module.get_submodule(path))
+    paths = _paths(stage)
     for alias, first in stage.program.aliases.items():
         if alias.rpartition(".")[0] in paths and first in stage.owned:
             writer.line(f"{access('self', alias)} = {access('self', first)}  # tied")
+
+
+def _containers(stage: StageText) -> dict[str, str]:
+    """Return the class of each module that holds others; '' is the stage itself.
+
+    What has a name that cannot stand behind a dot is held as in a dictionary.
+
+    Raises:
+        GemscError: no class of torch.nn can hold all these names.
+    """
+    children: dict[str, dict[str, None]] = {"": {}}
+    for path in _paths(stage):
+        parts = path.split(".")
+        for depth in range(len(parts)):
+            names = children.setdefault(".".join(parts[:depth]), {})
+            names[parts[depth]] = None
+    parameters = dict(stage.program.module.named_parameters())
+    kinds = {}
+    for container, names in children.items():
+        odd = [name for name in names if not is_attribute(name)]
+        held = [".".join([container, name]).lstrip(".") in parameters for name in odd]
+        cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
+        kinds[container] = f"nn.{cls.__name__}"
+        clash = [n for n in names if is_attribute(n) and hasattr(cls, n)]
+        if clash or (any(held) and not all(held)):
+            raise GemscError(
+                f"no way is known to write module '{container or 'model'}', which "
+                f"holds {', '.join(names)}",
+                help=f"rename {', '.join(clash or odd)}",
+            )
+    return kinds
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -155,18 +196,18 @@ def _write_tensor(
     writer: Writer, path: str, tensor: torch.Tensor, module: nn.Module
 ) -> None:
     owner, _, name = path.rpartition(".")
-    holder = access("self", owner) if owner else "self"
     shape = [*map(str, tensor.shape)] or ["()"]
     if tensor.dtype != torch.float32:
         shape.append(f"dtype={tensor.dtype}")
     empty = f"torch.empty({', '.join(shape)})"
     if isinstance(tensor, nn.Parameter):
         fixed = [] if tensor.requires_grad else ["requires_grad=False"]
-        writer.call(f"{holder}.{name} = nn.Parameter(", [empty, *fixed])
+        writer.call(f"{access('self', path)} = nn.Parameter(", [empty, *fixed])
         return
     arguments = [quoted(name), empty]
     if name in module.get_submodule(owner)._non_persistent_buffers_set:
         arguments.append("persistent=False")
+    holder = access("self", owner) if owner else "self"
     writer.call(f"{holder}.register_buffer(", arguments)
 
 
@@ -184,20 +225,20 @@ def _write_forward(
     local: dict[fx.Node, str] = {}
     for node in flow.takes:
         local[node] = names.unique(stage.names.get(node, base_name(node)))
-    arguments = ["self", *(f"{local[node]}: {_annotation(node)}" for node in flow.takes)]
-    gives = [_annotation(node) for node in flow.gives]
-    result = gives[0] if len(gives) == 1 else f"tuple[{', '.join(gives)}]"
-    tail = f") -> {result if gives else 'None'}:"
-    writer.call(f"def {name}(", arguments, tail)
+    arguments = ["self", *(f"{local[node]}: Tensor" for node in flow.takes)]
+    writer.call(f"def {name}(", arguments, f") -> {_result(len(flow.gives))}:")
     with writer.indented():
         if _mentions_device(flow.nodes):
-            source = f"{local[flow.takes[0]]}" if flow.takes else "next(self.parameters())"
+            source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
             writer.line(f"device = {source}.device")
         _Body(writer, stage, flow, names, local, user).write()
 
 
-def _annotation(node: fx.Node) -> str:
-    return "Tensor" if isinstance(meta.value(node), torch.Tensor) else "tuple"
+def _result(count: int) -> str:
+    """Return the annotation of what a stage gives."""
+    if count < 2:
+        return "Tensor" if count else "None"
+    return f"tuple[{', '.join(['Tensor'] * count) if count < 5 else 'Tensor, ...'}]"
 
 
 def _mentions_device(nodes: Sequence[fx.Node]) -> bool:
@@ -234,7 +275,6 @@ class _Body:
         self.pending: tuple[fx.Node, tuple[str, int]] | None = None
         self.shown: SourceLocation | None = None
         self.shown_path = ""
-        self.region = meta.Region()
 
     def _last_uses(self) -> dict[fx.Node, int]:
         end = len(self.flow.nodes)
@@ -252,9 +292,13 @@ class _Body:
                 for node in nodes:
                     self._add(node)
                 self._flush()
-        gives = ", ".join(self.local[node] for node in self.flow.gives)
-        if gives:
-            self.writer.line(f"return {gives}")
+        gives = [self.local[node] for node in self.flow.gives]
+        if len(", ".join(gives)) > self.writer.room - len("return "):
+            self.writer.items("return (", gives, ")")
+        elif gives:
+            self.writer.line(f"return {', '.join(gives)}")
+        elif not self.flow.nodes:
+            self.writer.line("pass")
 
     def _add(self, node: fx.Node) -> None:
         if self.pending is not None and not self._may_nest(self.pending[0], node):
@@ -314,11 +358,16 @@ class _Body:
         self._write_statement(f"{self.local[node]} = {text}")
 
     def _write_statement(self, text: str) -> None:
-        if len(text) <= self.writer.room or not text.endswith(")"):
+        if len(text) <= self.writer.room:
             self.writer.line(text)
-            return
-        head, arguments, tail = split_arguments(text)
-        self.writer.call(head, arguments, tail)
+        elif text.endswith(")"):
+            self.writer.call(*split_arguments(text))
+        else:  # nothing to break inside: a long operator or subscript
+            head, _, value = text.rpartition(" = ")
+            self.writer.line(f"{head} = (" if head else "(")
+            with self.writer.indented():
+                self.writer.line(value)
+            self.writer.line(")")
 
     def _caller(self, node: fx.Node) -> str:
         """Return the path of the user's module that ran the node, not of a container."""
@@ -336,7 +385,9 @@ class _Body:
     def _write_comment(self, node: fx.Node) -> None:
         """Write the user's line when it, or the module that runs it, changes."""
         where, path = meta.location(node), self._caller(node)
-        same_call = _is_inside(path, self.shown_path) or _is_inside(self.shown_path, path)
+        same_call = _is_inside(path, self.shown_path) or _is_inside(
+            self.shown_path, path
+        )
         if where is None or (where == self.shown and same_call):
             return
         self.shown, self.shown_path = where, path
@@ -380,4 +431,3 @@ def _modes(writer: Writer, region: meta.Region) -> Iterator[None]:
         return
     with writer.block(f"with {', '.join(modes)}:"):
         yield
-

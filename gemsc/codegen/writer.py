@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -57,25 +58,50 @@ class Writer:
         One line if it fits; else the arguments on one line of their own; else one line
         each with a trailing comma. `note` is a trailing comment.
         """
-        one = head + ", ".join(arguments) + tail
-        if len(one) <= self.room or not arguments:
-            noted = f"{one}  # {note}" if note else one
-            if len(noted) <= self.room or not note:
-                self.line(noted)
-            else:
-                self.line(f"# {note}")
-                self.line(one)
+        if self._fits(head, arguments, tail, note):
             return
         self.line(f"{head}  # {note}" if note else head)
-        self._level += 1
-        inside = ", ".join(arguments)
-        if len(inside) <= self.room:
-            self.line(inside)
-        else:
-            for argument in arguments:
-                self.lines(f"{argument},")
-        self._level -= 1
+        with self.indented():
+            inside = ", ".join(arguments)
+            if len(inside) <= self.room:
+                self.line(inside)
+            else:
+                self._each(arguments)
         self.line(tail.lstrip())
+
+    def items(self, head: str, items: Sequence[str], tail: str) -> None:
+        """Add a tuple, list or dict: one line if it fits, else one line an item."""
+        if self._fits(head, items, tail):
+            return
+        self.line(head)
+        with self.indented():
+            self._each(items)
+        self.line(tail)
+
+    def _fits(self, head: str, parts: Sequence[str], tail: str, note: str = "") -> bool:
+        one = head + ", ".join(parts) + tail
+        if len(one) > self.room and parts:
+            return False
+        noted = f"{one}  # {note}" if note else one
+        if len(noted) <= self.room:
+            self.line(noted)
+        else:
+            if note:
+                self.line(f"# {note}")
+            self.line(one)
+        return True
+
+    def _each(self, parts: Sequence[str]) -> None:
+        """Add one line for each part, and break what is too long for its line."""
+        for part in parts:
+            if len(part) < self.room or "\n" in part or part[-1] not in ")]}":
+                self.lines(f"{part},")
+                continue
+            head, inside, tail = split_arguments(part)
+            if re.search(r"[\w)\]][(]$", head):
+                self.call(head, inside, f"{tail},")
+            else:
+                self.items(head, inside, f"{tail},")
 
     def text(self) -> str:
         """Return the file: no trailing blank lines, one newline at the end."""
@@ -106,33 +132,48 @@ class Names:
 
 def comment(text: str, room: int) -> str:
     """Return `# text`, cut to `room` columns, with nothing that could end the line."""
-    clean = "".join(c if c.isprintable() else " " for c in text)
-    line = f"# {clean}"
-    return line if len(line) <= room else line[: room - 4].rstrip() + " ..."
+    line = "# " + "".join(c if c.isprintable() else " " for c in text)
+    if _columns(line) <= room:
+        return line
+    while _columns(line) > room - len(" ..."):
+        line = line[:-1]
+    return f"{line.rstrip()} ..."
+
+
+def _columns(text: str) -> int:
+    """Return how wide an editor shows the text; Chinese, say, takes two columns."""
+    return len(text) + sum(unicodedata.east_asian_width(c) in "FW" for c in text)
 
 
 def split_arguments(source: str) -> tuple[str, list[str], str]:
     """Split `x.f(a, (b, c), d=1)` into `x.f(`, its arguments and `)`.
 
-    The call split is the last one, whose closing parenthesis ends the text.
+    The call split is the last one, whose closing parenthesis ends the text. It may be a
+    subscript, list, tuple or dict as well.
     """
-    start = len(source) - 1
+    code = _without_strings(source)
+    start = len(code) - 1
     depth = 1
     while depth:
         start -= 1
-        depth += (source[start] in ")]}") - (source[start] in "([{")
+        depth += (code[start] in ")]}") - (code[start] in "([{")
     start += 1
-    arguments, depth, last = [], 0, start
-    for index in range(start, len(source) - 1):
-        char = source[index]
-        if char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == "," and depth == 0:
+    arguments, last = [], start
+    for index in range(start, len(code) - 1):
+        depth += (code[index] in "([{") - (code[index] in ")]}")
+        if code[index] == "," and depth == 0:
             arguments.append(source[last:index].strip())
             last = index + 1
     final = source[last:-1].strip()
     if final:
         arguments.append(final)
     return source[:start], arguments, source[-1]
+
+
+def _without_strings(source: str) -> str:
+    """Return the text with as many spaces in place of each string literal."""
+    return re.sub(
+        r"""\"(?:[^"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'""",
+        lambda literal: " " * len(literal[0]),
+        source,
+    )

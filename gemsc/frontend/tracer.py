@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -254,9 +255,13 @@ def _patched(tracer: Tracer) -> Iterator[None]:
 
     module.__call__ = traced_call
     function.apply = classmethod(traced_apply)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it prints tracebacks of errors that we report
     try:
         with optimized_execution(False):  # scripts run the same each time
             yield
     finally:
+        log.setLevel(level)
         module.__call__ = call
         function.apply = apply

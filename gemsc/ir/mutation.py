@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-__all__ = ["FUNCTIONAL", "call_mutates", "mutated_inputs"]
+__all__ = ["call_mutates", "functional_twin", "layer_has_twin", "mutated_inputs"]
 
-FUNCTIONAL: dict[Any, Any] = {
+_OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
@@ -27,8 +27,13 @@ FUNCTIONAL: dict[Any, Any] = {
     operator.ilshift: operator.lshift,
     operator.irshift: operator.rshift,
 }
-"""Operators that change their first operand, and the same without the change."""
-
+# Without the change they draw other random numbers, or their backward rounds in
+# another way (the one in place computes from the result).
+_NO_TWIN = frozenset(
+    {"bernoulli", "random", "cauchy", "exponential", "geometric"}
+    | {"elu", "celu", "selu", "rrelu"}
+)
+_NO_TWIN_LAYERS = (torch.nn.ELU, torch.nn.CELU, torch.nn.SELU, torch.nn.RReLU)
 # Where they take the running statistics and the flag that they update them.
 _STATISTICS = ("running_mean", "running_var")
 _NORMS: dict[Any, tuple[str, ...]] = {
@@ -68,6 +73,44 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
     return _nodes(_first(node)) if changed else ()
 
 
+def functional_twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
+    """Return target and keyword arguments of the same call without the change."""
+    target: Any = node.target
+    name = str(getattr(target, "__name__", target))
+    if name.strip("_") in _NO_TWIN:
+        return None
+    kwargs = {key: v for key, v in node.kwargs.items() if key != "inplace"}
+    if len(kwargs) < len(node.kwargs):
+        return target, kwargs
+    if isinstance(target, torch._ops.OpOverload):
+        twin = _aten_twin(target)
+        return None if twin is None else (twin, kwargs)
+    if target in _OPERATORS:
+        return _OPERATORS[target], kwargs
+    if node.op == "call_method":
+        exists = name.endswith("_") and hasattr(torch.Tensor, name[:-1])
+        return (name[:-1], kwargs) if exists else None
+    for owner in (torch, functional):
+        twin = getattr(owner, name.removesuffix("_"), None)
+        if twin is not None and twin is not target:
+            return twin, kwargs
+    return None
+
+
+def layer_has_twin(layer: torch.nn.Module) -> bool:
+    """Return whether `inplace=False` gives the same numbers, backward too."""
+    return not isinstance(layer, _NO_TWIN_LAYERS)
+
+
+def _aten_twin(target: torch._ops.OpOverload) -> Any:
+    """Return aten.add.Tensor for aten.add_.Tensor."""
+    space, _, name = target._schema.name.partition("::")
+    if not name.endswith("_") or name.strip("_") in _NO_TWIN:
+        return None
+    packet = getattr(getattr(torch.ops, space), name[:-1], None)
+    return getattr(packet, target._overloadname, None)
+
+
 def call_mutates(op: str, target: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call changes its first argument (or `out=`) in place."""
     if op not in ("call_function", "call_method"):
@@ -76,7 +119,7 @@ def call_mutates(op: str, target: Any, kwargs: Mapping[str, Any]) -> bool:
         return True
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
-    if target is operator.setitem or target in FUNCTIONAL:
+    if target is operator.setitem or target in _OPERATORS:
         return True
     name = target if op == "call_method" else getattr(target, "__name__", "")
     return name.endswith("_") and not name.endswith("__") and name not in _HARMLESS

@@ -22,12 +22,24 @@ from torch.utils.flop_counter import flop_registry
 
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
+from gemsc.ir.holder import with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 from gemsc.planner.device import CPU_CORE, Device
 
 __all__ = ["Annotate"]
+
+_ATEN = torch.ops.aten
+_FREE = frozenset(
+    {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided}
+)
+# torch.utils.flop_counter knows the attention of CUDA only
+_SAME_FORMULA = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: (
+        _ATEN._scaled_dot_product_efficient_attention
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Annotate(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program with facts on every node (of a copied graph)."""
-        module = _with_copied_graph(program.module)
+        module = with_graph(program.module, _copied(program.graph))
         program = program.with_module(module)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = fake_copy(module, mode)
@@ -71,14 +83,13 @@ class Annotate(Pass):
         return program
 
 
-def _with_copied_graph(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(module.graph, mapping)
-    graph.output(output)
+    copied.output(copied.graph_copy(graph, mapping))
     for old, new in mapping.items():
         meta.copy_meta(old, new)
-    return fx.GraphModule(module, graph, module.__class__.__name__)
+    return copied
 
 
 def _storages(module: nn.Module) -> set[int]:
@@ -123,18 +134,19 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.node is not None and not _is_view(func):
+        if self.node is not None and _computes(func, result):
             self._book(func, args, kwargs or {}, result)
         return result
 
     def _book(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = self.counts[self.node]
-        formula = flop_registry.get(func._overloadpacket)
+        packet = func._overloadpacket
+        formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         leaves = pytree.tree_leaves((args, kwargs, result))
         moved = sum(t.nbytes for t in leaves if isinstance(t, Tensor))
         forward = self.device.seconds(flops, moved)
-        count.random |= torch.Tag.nondeterministic_seeded in func.tags
+        count.random |= _draws(func, args, kwargs)
         count.flops += flops
         count.moved_bytes += moved
         count.forward_seconds += forward
@@ -165,8 +177,19 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _is_view(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False))
+def _computes(func: Any, result: Any) -> bool:
+    """Whether an operator runs a kernel: views, allocations and queries do not."""
+    has_tensors = any(isinstance(t, Tensor) for t in pytree.tree_leaves(result))
+    return has_tensors and not func.is_view and func._overloadpacket not in _FREE
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:

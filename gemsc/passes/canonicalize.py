@@ -10,20 +10,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.nn import functional
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region
-from gemsc.ir.mutation import FUNCTIONAL, mutated_inputs
+from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
 __all__ = ["Canonicalize"]
 
-# No Tensor method draws the same numbers, or there is none.
-_NO_TWIN = ("bernoulli_", "random_", "cauchy_", "exponential_", "geometric_")
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial")
 
 
@@ -283,7 +280,8 @@ class _Rewriter:
                 blocks_gradient = (
                     meta.value(source).requires_grad and not meta.region(node).grad
                 )
-                fits = not (
+                layer = self.module.get_submodule(str(node.target))
+                fits = layer_has_twin(layer) and not (
                     state
                     or blocks_gradient
                     or self._others_used_later(node, source, members)
@@ -296,7 +294,7 @@ class _Rewriter:
         """Turn a call into its twin; False, and nothing done, where there is none."""
         if node.op == "call_module":
             return str(node.target) in plain_layers
-        twin = _twin(node)
+        twin = functional_twin(node)
         if twin is None:
             return False
         before = node.target, node.kwargs
@@ -326,33 +324,6 @@ class _Rewriter:
             end = max(end, last)
             for node in compute[first : end + 1]:
                 meta.set_glue(node, group)
-
-
-def _twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
-    """Return target and keyword arguments of the call that changes nothing."""
-    kwargs = {key: v for key, v in node.kwargs.items() if key != "inplace"}
-    if len(kwargs) < len(node.kwargs):
-        return node.target, kwargs
-    if node.target in FUNCTIONAL:
-        return FUNCTIONAL[node.target], kwargs
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _aten_twin(node.target), kwargs
-    name = str(getattr(node.target, "__name__", node.target))
-    if name in _NO_TWIN or not name.endswith("_"):
-        return None
-    owners = [torch.Tensor] if node.op == "call_method" else [torch, functional]
-    for owner in owners:
-        twin = getattr(owner, name[:-1], None)
-        if twin is not None:
-            return (name[:-1] if node.op == "call_method" else twin), kwargs
-    return None
-
-
-def _aten_twin(target: torch._ops.OpOverload) -> Any:
-    """Return aten.add.Tensor for aten.add_.Tensor; the same target if there is none."""
-    space, _, name = target._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, space), name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, target)
 
 
 def _returns_nothing(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from torch import fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
+from gemsc.ir.holder import with_graph
 from gemsc.ir.program import Block, Program, Stage
 from gemsc.passes.base import Pass
 
@@ -38,35 +39,46 @@ class FollowStages(Pass):
         Raises:
             GemscError: evaluation needs a layer earlier than training's order allows.
         """
-        owner = {name: index for index, names in enumerate(self.owned) for name in names}
+        training = self.training
+        used = {name for n in training.compute_nodes for name in _tensors(training, n)}
         stage_of: dict[fx.Node, int] = {}
         for node in program.compute_nodes:
             inputs = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
             earliest = max(inputs, default=0)
-            homes = [owner[name] for name in self._tensors(program, node) if name in owner]
-            stage_of[node] = max([earliest, *homes])
-            if homes and max(homes) < earliest:
-                raise GemscError(
-                    f"in evaluation '{node.target}' runs after layers of stage "
-                    f"{earliest}, but in training it is on stage {max(homes)}",
-                    at=meta.location(node),
-                    help="let evaluation use the layers in the order of training",
-                )
+            stage_of[node] = self._place(program, node, earliest, used)
         graph, mapping = _reordered(program, stage_of)
-        module = fx.GraphModule(program.module, graph, program.name)
-        moved = program.with_module(module)
+        moved = program.with_module(with_graph(program.module, graph))
         groups: list[list[fx.Node]] = [[] for _ in self.training.require_stages()]
         for node in program.compute_nodes:
             groups[stage_of[node]].append(mapping[node])
         return _with_stages(moved, self.training, groups)
 
-    def _tensors(self, program: Program, node: fx.Node) -> list[str]:
-        names = [str(s.target) for s in node.all_input_nodes if s.op == "get_attr"]
-        if node.op == "call_module":
-            layer = program.module.get_submodule(str(node.target))
-            tensors = (*layer.named_parameters(), *layer.named_buffers())
-            names += [f"{node.target}.{name}" for name, _ in tensors]
-        return [program.aliases.get(name, name) for name in names]
+    def _place(
+        self, program: Program, node: fx.Node, earliest: int, used: set[str]
+    ) -> int:
+        """Return the first stage from `earliest` on that has what the node needs."""
+        stage = earliest
+        for name in used.intersection(_tensors(program, node)):
+            homes = [i for i, names in enumerate(self.owned) if name in names]
+            stage = max(stage, min((h for h in homes if h >= earliest), default=-1))
+            if homes[-1] < earliest:
+                raise GemscError(
+                    f"in evaluation '{node.target}' runs after layers of stage "
+                    f"{earliest}, but in training it is on stage {homes[-1]}",
+                    at=meta.location(node),
+                    help="let evaluation use the layers in the order of training",
+                )
+        return stage
+
+
+def _tensors(program: Program, node: fx.Node) -> list[str]:
+    """Return the names of the parameters and buffers that a node uses."""
+    names = [str(s.target) for s in node.all_input_nodes if s.op == "get_attr"]
+    if node.op == "call_module":
+        layer = program.module.get_submodule(str(node.target))
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        names += [f"{node.target}.{name}" for name, _ in tensors]
+    return [program.aliases.get(name, name) for name in names]
 
 
 def find_twins(training: Program, evaluation: Program) -> dict[fx.Node, fx.Node] | None:
@@ -119,7 +131,8 @@ def _with_stages(
     program: Program, training: Program, groups: list[list[fx.Node]]
 ) -> Program:
     blocks = tuple(
-        Block(index, f"stage{index}", tuple(nodes)) for index, nodes in enumerate(groups)
+        Block(index, f"stage{index}", tuple(nodes))
+        for index, nodes in enumerate(groups)
     )
     stages = tuple(Stage(block.index, (block,)) for block in blocks)
     return replace(program, blocks=blocks, stages=stages, placement=training.placement)

@@ -45,9 +45,13 @@ class InsertComms(Pass):
         """Return the program with its transfers, in order of source and destination."""
         stages = program.require_stages()
         stage_of = {node: stage.index for stage in stages for node in stage.nodes}
-        users = {node: {stage_of[u] for u in node.users if u in stage_of} for node in stage_of}
+        users = {
+            node: {stage_of[u] for u in node.users if u in stage_of}
+            for node in stage_of
+        }
         for node in program.outputs if self.outputs else ():
-            users[node].add(program.home)
+            if node in users:  # inputs and parameters need no transfer
+                users[node].add(program.home)
         known = {(value, t.dest) for t in self.known for value in t.values}
         cut: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
         for node, source in stage_of.items():
@@ -62,6 +66,11 @@ class InsertComms(Pass):
         return replace(program, transfers=tuple(transfers))
 
     def _pack(self, values: list[fx.Node]) -> list[tuple[fx.Node, ...]]:
-        small = tuple(v for v in values if meta.spec(v).num_bytes < self.pack_bytes)
-        large: list[tuple[fx.Node, ...]] = [(v,) for v in values if meta.spec(v).num_bytes >= self.pack_bytes]
-        return [*large, small] if small else large
+        groups: list[tuple[fx.Node, ...]] = []
+        small: list[fx.Node] = []
+        for value in values:
+            if meta.spec(value).num_bytes < self.pack_bytes:
+                small.append(value)
+            else:
+                groups.append((value,))
+        return [*groups, tuple(small)] if small else groups

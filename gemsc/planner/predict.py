@@ -20,33 +20,63 @@ from gemsc.planner.device import LINK
 from gemsc.planner.layout import Layout
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
-__all__ = ["make_plan", "saved_bytes", "schedule_task"]
+__all__ = [
+    "make_plan",
+    "reduced_bytes",
+    "saved_bytes",
+    "schedule_task",
+    "sent_bytes",
+]
 
 PARAMETER_COPIES = 2  # weights and gradients; optimizers may add one or two more
 
 
-def saved_bytes(program: Program, index: int) -> int:
-    """Return the bytes that a stage keeps of a micro-batch, each storage once.
+def saved_storages(program: Program, index: int) -> dict[int, int]:
+    """Return the storages, with their bytes, that a stage keeps of a micro-batch.
 
-    That is what autograd saves (exact) and the values received from other stages.
+    That is what autograd saves (exact) and the received values whose gradient is
+    sent back.
     """
     stage = flow(program, index, with_outputs=False)
     storages: dict[int, int] = {}
     for node in stage.takes:
         facts = meta.facts(node)
-        storages.update(dict.fromkeys(facts.storages, facts.output_bytes))
+        if meta.needs_gradient(node):
+            storages.update(dict.fromkeys(facts.storages, facts.output_bytes))
     for node in stage.nodes:
         storages.update(meta.facts(node).saved)
-    return sum(storages.values())
+    return storages
+
+
+def saved_bytes(program: Program) -> list[int]:
+    """Return, for each stage, the bytes that it keeps of a micro-batch.
+
+    What an earlier stage on the same rank keeps already, longer, counts there only.
+    """
+    placement = program.placement
+    assert placement is not None
+    row = placement.ranks[0]
+    kept = [saved_storages(program, s.index) for s in program.require_stages()]
+    sizes = []
+    for index, storages in enumerate(kept):
+        known = {
+            storage
+            for earlier in range(index)
+            if row[earlier] == row[index]
+            for storage in kept[earlier]
+        }
+        sizes.append(sum(size for key, size in storages.items() if key not in known))
+    return sizes
 
 
 def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> Task:
     """Return what the schedule engine needs to know of the program."""
+    saved = saved_bytes(program)
     stages = tuple(
         StageCost(
             forward=stage.total("forward_seconds"),
             backward=stage.total("backward_seconds"),
-            saved_bytes=saved_bytes(program, stage.index),
+            saved_bytes=saved[stage.index],
             resident_bytes=PARAMETER_COPIES * stage.total("parameter_bytes"),
         )
         for stage in program.require_stages()
@@ -84,6 +114,30 @@ def num_bytes(transfer: Transfer) -> int:
     return sum(meta.spec(value).num_bytes for value in transfer.values)
 
 
+def sent_bytes(program: Program, task: Task) -> int:
+    """Return the bytes of values and gradients that ranks of one copy send a step."""
+    total = 0
+    for replica, count in enumerate(task.micro_batches):
+        ranks = task.placement[replica]
+        for transfer in program.transfers or ():
+            if ranks[transfer.source] != ranks[transfer.dest]:
+                both = 2 if has_gradient(transfer) else 1
+                total += both * count * num_bytes(transfer)
+    return total
+
+
+def reduced_bytes(program: Program, data: int) -> list[int]:
+    """Return, for each stage, the bytes of gradients that its ranks add up in a step."""
+    placement = program.placement
+    assert placement is not None
+    sums = []
+    for stage in program.require_stages():
+        ranks = {rank for row in placement.ranks for rank in row[stage.index]}
+        share = stage.total("parameter_bytes")
+        sums.append(share if len(ranks) * data > 1 else 0)
+    return sums
+
+
 def has_gradient(transfer: Transfer) -> bool:
     """Whether any gradient travels back."""
     return any(meta.needs_gradient(value) for value in transfer.values)
@@ -106,6 +160,7 @@ def make_plan(
             blocks=[block.name for block in stage.blocks],
             flops=stage.total("flops"),
             parameter_bytes=stage.total("parameter_bytes"),
+            resident_bytes=task.stages[stage.index].resident_bytes,
             saved_bytes=task.stages[stage.index].saved_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
@@ -119,6 +174,7 @@ def make_plan(
             dest=t.dest,
             values=[value.name for value in t.values],
             num_bytes=num_bytes(t),
+            seconds=LINK.seconds(num_bytes(t)),
             gradient=has_gradient(t),
         )
         for t in program.transfers or ()
@@ -144,6 +200,10 @@ def make_plan(
         step_seconds=timeline.makespan,
         bubble=timeline.bubble,
         peak_bytes=list(timeline.peak_bytes),
+        activation_bytes=[
+            peak - task.resident_bytes(rank)
+            for rank, peak in enumerate(timeline.peak_bytes)
+        ],
         stages=stages,
         transfers=transfers,
         skips=_skips(program),

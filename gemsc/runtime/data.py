@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from gemsc.errors import GemscError
 
 __all__ = ["Batch", "Batches", "seed_of"]
 
@@ -77,7 +79,7 @@ class Batches:
         self.seed = seed
         self.shuffle = shuffle
         self.workers = workers
-        self.num_samples = len(dataset)
+        self.num_samples = _length(dataset)
         self._part_size = size // num_parts
         self._start = part * self._part_size
         self._dataset = _Reproducible(dataset, seed)
@@ -88,17 +90,49 @@ class Batches:
             return self.num_samples // self.size
         return -(-self.num_samples // self.size)
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """Yield this part of each batch."""
+    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
+        """Yield this part of each batch, from the `first` one on."""
         order = list(range(self.num_samples))
         if self.shuffle:
             generator = torch.Generator().manual_seed(seed_of(self.seed, number))
             order = torch.randperm(self.num_samples, generator=generator).tolist()
-        rows = [order[i * self.size :][: self.size] for i in range(len(self))]
+        rows = [order[i * self.size :][: self.size] for i in range(first, len(self))]
         end = self._start + self._part_size
         parts = [(row + row[-1:] * self.size)[self._start : end] for row in rows]
         keys = [[(number, index) for index in part] for part in parts]
-        loader = DataLoader(self._dataset, batch_sampler=keys, num_workers=self.workers)
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=keys,
+            num_workers=self.workers,
+            collate_fn=_collate,
+        )
         for row, data in zip(rows, loader, strict=True):
             real = min(max(len(row) - self._start, 0), self._part_size)
             yield Batch(data, real, len(row) == self.size)
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError:
+        raise GemscError(
+            f"the dataset is of type {type(dataset).__name__}, which has no len()",
+            help="return a map-style Dataset: with len() and [index]",
+        ) from None
+
+
+def _collate(samples: list[Any]) -> tuple[Any, Any]:
+    """Join samples to a batch of inputs and one of targets."""
+    try:
+        batch = default_collate(samples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise GemscError(
+            f"samples of the dataset cannot be joined to a batch: {error}",
+            help="give samples of the same structure, shapes and dtypes",
+        ) from error
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise GemscError(
+            "the dataset does not give (input, target) pairs",
+            help="return a pair from __getitem__",
+        )
+    return batch[0], batch[1]

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
+import linecache
 import os
 import re
+import socket
 import sys
+import sysconfig
 import threading
+import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.progress import STATUS_VARIABLE, Status
 from gemsc.runtime.transport import Transport
 
-__all__ = ["describe_failure", "install_hooks", "named_locations", "stop_all"]
+__all__ = [
+    "describe_failure",
+    "install_hooks",
+    "named_locations",
+    "stop_all",
+    "watch_exit",
+]
+
+REPORT_SECONDS = 2.0  # for the first rank that fails, before another one ends it
+LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 LOCATION = re.compile(r"^\s*# (\S+\.py:\d+(?: in \S+)?)  (.*)$")
 
@@ -32,20 +46,37 @@ def describe_failure(error: BaseException, rank: int, status: Status | None) -> 
 
 
 def _user_lines(trace: TracebackType | None) -> list[str]:
-    """Return the user's line that a generated file names above the failing one.
+    """Return the innermost line of the user's, and the generated line that ran it.
 
-    In backward the failing line runs a whole stage: then the lines that the file names
-    first and last for that rank.
+    A generated file names the user's line above its own.
     """
-    place: tuple[Path, int] | None = None
+    own: list[str] = []
+    generated: list[str] = []
     while trace is not None:
-        path = Path(trace.tb_frame.f_code.co_filename)
+        path, number = Path(trace.tb_frame.f_code.co_filename), trace.tb_lineno
         if re.fullmatch(r"rank\d+\.py", path.name):
-            place = path, trace.tb_lineno
+            own, generated = [], _generated_lines(path, number)
+        elif _is_users(path):
+            text = linecache.getline(str(path), number).strip()
+            own = [f"{SourceLocation(str(path), number)}: {text}"]
         trace = trace.tb_next
-    if place is None:
-        return []
-    path, number = place
+    return own + [line for line in generated if line not in own]
+
+
+def _is_users(path: Path) -> bool:
+    """Whether a file is of neither Python, a package, gemsc nor a program's start."""
+    file = str(path)
+    if file.startswith("<") or "-packages" in file or path.name == "__main__.py":
+        return False
+    return not file.startswith(LIBRARIES)
+
+
+def _generated_lines(path: Path, number: int) -> list[str]:
+    """Return what a generated file says about one of its lines.
+
+    In backward the line runs a whole stage: then that is the user's first and last line
+    on that rank.
+    """
     try:
         source = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -76,25 +107,63 @@ def stop_all(
     error: BaseException, transport: Transport, status: Status | None
 ) -> NoReturn:
     """Print the report, unless another rank was first, and end every rank."""
-    if _is_first():
-        text = describe_failure(error, transport.rank, status)
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    text = describe_failure(error, transport.rank, status)
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    _report(text)
     transport.abort(1)
 
 
+def _report(text: str) -> None:
+    """Print the text if no other rank has printed one; else leave it the time to."""
+    if _is_first():
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    else:
+        time.sleep(REPORT_SECONDS)
+
+
 def _is_first() -> bool:
-    """Whether no other rank has reported (known only under `gemsc run`)."""
-    folder = os.environ.get(STATUS_VARIABLE)
-    if not folder:
-        return True
+    """Whether no other rank of this machine has reported."""
     try:
-        os.close(os.open(Path(folder) / "reported", os.O_CREAT | os.O_EXCL))
+        if folder := os.environ.get(STATUS_VARIABLE):
+            os.close(os.open(Path(folder) / "reported", os.O_CREAT | os.O_EXCL))
+        elif sys.platform == "linux":
+            # a plain mpirun has no folder of ours. All ranks are its children, a name
+            # in the abstract namespace has one owner, and goes with it
+            name = socket.socket(socket.AF_UNIX)
+            name.bind(f"\0gemsc-report-{os.getppid()}")
+            _kept.append(name)
     except OSError:
         return False
     return True
 
 
-def install_hooks(transport: Transport, status: Status | None) -> None:
+_kept: list[socket.socket] = []
+
+
+def watch_exit(transport: Transport) -> None:
+    """Let `sys.exit` with an error end all ranks, as an exception does.
+
+    No hook sees a SystemExit, so its code is noted on the way out. At the end MPI would
+    wait for ranks that wait for this one.
+    """
+    exit_ = sys.exit
+    codes: list[Any] = []
+
+    def noting_exit(code: Any = None) -> NoReturn:
+        codes[:] = [code]
+        exit_(code)
+
+    def at_end() -> None:
+        if codes and codes[0] not in (None, 0):
+            _report(f"error: rank {transport.rank} left with sys.exit({codes[0]!r})")
+            transport.abort(1)
+
+    sys.exit = noting_exit
+    atexit.register(at_end)
+
+
+def install_hooks(transport: Transport) -> None:
     """Make an uncaught exception in a thread or in the user's own loop stop all ranks.
 
     Without this, the other ranks wait for ever for a rank that has left.
@@ -103,11 +172,11 @@ def install_hooks(transport: Transport, status: Status | None) -> None:
     def in_main(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        stop_all(error.with_traceback(trace), transport, status)
+        stop_all(error.with_traceback(trace), transport, Status.current)
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None:
-            stop_all(args.exc_value, transport, status)
+            stop_all(args.exc_value, transport, Status.current)
 
     sys.excepthook = in_main
     threading.excepthook = in_thread

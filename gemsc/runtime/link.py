@@ -13,8 +13,6 @@ from gemsc.runtime.transport import Group, Request, Transport, wait_politely
 
 __all__ = ["Incoming", "Link"]
 
-Kind = tuple[tuple[int, ...], torch.dtype]
-
 
 class _Deferred:
     """An operation that starts once its data has come to where the library reads it."""
@@ -90,7 +88,6 @@ class Link:
         self.streams = streams
         self._direct = streams.device.type == "cpu" or transport.cuda_aware
         self._deferred: deque[_Deferred] = deque()
-        self._free: dict[Kind, list[Tensor]] = {}
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send; the tensor must not change in place until that is done."""
@@ -104,28 +101,13 @@ class Link:
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
     ) -> Incoming:
-        """Start to receive into a free buffer: one given back, or a new one."""
-        free = self._free.get((shape, dtype))
-        if free:
-            buffer = free.pop()
-        elif self._direct:
+        """Start to receive into a new buffer."""
+        if self._direct:
             buffer = self.streams.device_buffer(shape, dtype)
         else:
             buffer = self.streams.host_buffer(shape, dtype)
         request = self.transport.receive(buffer, source, tag)
         return Incoming(self, request, buffer, staged=not self._direct)
-
-    def release(self, tensor: Tensor) -> None:
-        """Give a received tensor back for the next receive; nobody may read it later.
-
-        On CUDA that is left to PyTorch's allocators, who know when its work is done.
-        """
-        if not self.streams.in_order:
-            return
-        tensor = tensor.detach()
-        free = self._free.setdefault((tuple(tensor.shape), tensor.dtype), [])
-        if all(other.data_ptr() != tensor.data_ptr() for other in free):
-            free.append(tensor)
 
     def all_reduce(self, group: Group, tensor: Tensor) -> Request:
         """Start the sum over a group, in place; on CUDA it goes through the host.

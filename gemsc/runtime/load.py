@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gemsc.runtime.failure import install_hooks
+from gemsc.runtime.failure import install_hooks, watch_exit
 from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.train import check_program, share_cores
 from gemsc.runtime.trainer import OptimizerFactory, Trainer
@@ -24,15 +24,16 @@ def load(
     """Return this rank's trainer; call it on every rank, started with mpirun.
 
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
-    learning rate of 0.01. From here on an uncaught exception on any rank ends all.
+    learning rate of 0.01. From here on an uncaught exception on any rank, or
+    `sys.exit` with an error, ends all.
 
     Raises:
         GemscError: no program directory, another number of ranks, or stale sources.
     """
     folder = Path(directory)
     transport = MpiTransport()
+    install_hooks(transport)
+    watch_exit(transport)
     check_program(folder, transport.size)
     share_cores(transport)
-    trainer = Trainer(folder, transport, optimizer=optimizer, device=device, seed=seed)
-    install_hooks(transport, trainer.worker.status)
-    return trainer
+    return Trainer(folder, transport, optimizer=optimizer, device=device, seed=seed)

@@ -38,7 +38,7 @@ class Status:
     def __init__(self, rank: int | None = None) -> None:
         Status.current = self
         self.step = 0
-        self.what = "start"
+        self.what = "the start"
         self.stage = ""
         self.micro_batch: int | None = None
         self._memory: mmap.mmap | None = None

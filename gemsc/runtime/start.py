@@ -12,7 +12,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.failure import named_locations
 from gemsc.runtime.launch import launch
 from gemsc.runtime.progress import BAR_VARIABLE, STATUS_VARIABLE, read_status
-from gemsc.runtime.train import check_program
+from gemsc.runtime.train import check_program, parse_arguments
 
 __all__ = ["start"]
 
@@ -29,6 +29,7 @@ def start(
         GemscError: the program cannot run; nothing has been started.
     """
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
+    parse_arguments(arguments)
     with tempfile.TemporaryDirectory(prefix="gemsc-status-") as name:
         folder = Path(name)
 

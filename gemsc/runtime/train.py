@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -20,12 +20,13 @@ from gemsc.runtime.data import Batches
 from gemsc.runtime.failure import install_hooks, stop_all
 from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.progress import ProgressBar, Status
-from gemsc.runtime.trainer import Trainer, choose_device
+from gemsc.runtime.recording import record_timed_steps
+from gemsc.runtime.trainer import Trainer, check_checkpoint, choose_device
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.verification import run_recorded_steps
 from gemsc.user_model import UserModel, load_user_model
 
-__all__ = ["check_program", "main", "share_cores", "train"]
+__all__ = ["check_program", "main", "parse_arguments", "share_cores", "train"]
 
 Means = dict[str, float]
 
@@ -34,11 +35,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def main(directory: Path, arguments: list[str] | None = None) -> int:
     """Run this rank under mpirun; return the exit code."""
-    options = _parse(arguments)
+    options, wrong = argparse.Namespace(), None
+    try:
+        options = parse_arguments(arguments)
+    except GemscError as error:
+        wrong = str(error)
     transport = MpiTransport()
+    install_hooks(transport)
     try:
         refusal = transport.broadcast_object(
-            _refusal(directory, transport) if transport.rank == 0 else None
+            wrong or _refusal(directory, transport) if transport.rank == 0 else None
         )
         if refusal is not None:
             if transport.rank == 0:
@@ -46,10 +52,13 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             transport.close()
             return 1
         share_cores(transport)
-        install_hooks(transport, None)
         if options.verify_into is not None:
             run_recorded_steps(
                 directory, transport, options.verify_into, DTYPES[options.dtype]
+            )
+        elif options.record_into is not None:
+            record_timed_steps(
+                directory, transport, options.record_into, options.steps or 1
             )
         else:
             train(directory, transport, options)
@@ -59,13 +68,26 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="mpirun -n RANKS python PROGRAM",
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise GemscError(message, help="`gemsc run PROGRAM --help` lists the options")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options of a program.
+
+    Raises:
+        GemscError: an option is unknown or wrong, or names a folder that cannot be.
+    """
+    parser = _Parser(
+        prog="gemsc run PROGRAM",
         description="Train a program that gemsc compiled.",
+        epilog="Epochs and steps count from the first start, also after --resume.",
     )
-    parser.add_argument("--epochs", type=int, default=1, help="times through the data")
-    parser.add_argument("--steps", type=int, help="stop after this many steps")
+    parser.add_argument(
+        "--epochs", type=_count, default=1, help="times through the data"
+    )
+    parser.add_argument("--steps", type=_count, help="stop after this many steps")
     parser.add_argument("--seed", type=int, default=0, help="order, crops, dropout")
     parser.add_argument("--save", type=Path, help="folder for checkpoints, each epoch")
     parser.add_argument(
@@ -75,11 +97,23 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument(
-        "--accumulate", type=int, default=1, help="steps averaged for one update"
+        "--accumulate", type=_count, default=1, help="steps averaged for one update"
     )
     parser.add_argument("--clip-norm", type=float, help="bound of the gradients' norm")
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.save is not None and options.save.exists() and not options.save.is_dir():
+        parser.error(f"argument --save: {options.save} is a file, not a folder")
+    if options.resume is not None:
+        check_checkpoint(options.resume)
+    return options
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
+    return int(text)
 
 
 def _refusal(directory: Path, transport: Transport) -> str | None:
@@ -95,7 +129,8 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     """Read the plan and make sure that it still fits its sources and the launch.
 
     Raises:
-        GemscError: another number of ranks, or the model's file was edited since.
+        GemscError: another number of ranks, a file of the program is missing, or the
+            model's file was edited since.
     """
     plan = Plan.read(directory / "plan.toml")
     if num_ranks != plan.ranks:
@@ -104,13 +139,18 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
             f"{num_ranks}",
             help=f"use mpirun -n {plan.ranks}, or `gemsc run {directory}`",
         )
-    sources = {str(directory / file): found for file, found in plan.sources.items()}
-    changes = changed_definitions(sources)
+    again = f"compile again: {plan.command} -o {directory}"
+    changes = changed_definitions(plan.sources)
     if changes:
         raise GemscError(
             f"{directory} was compiled from other code: " + "; ".join(changes),
-            help=f"compile again: {plan.command}",
+            help=again,
         )
+    modules = [f"rank{rank}.py" for rank in range(plan.copy_ranks)]
+    weights = [f"weights/stage{stage.index}.safetensors" for stage in plan.stages]
+    for file in (*modules, *weights):
+        if not (directory / file).is_file():
+            raise GemscError(f"{directory} has no {file}", help=again)
     return plan
 
 
@@ -131,7 +171,7 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
             f"{directory} was compiled from Python and has no dataset",
             help="call gemsc.load() and trainer.step() in your own loop",
         )
-    user = load_user_model(str(directory / plan.spec))
+    user = load_user_model(plan.spec)
     if user.dataset is None:
         raise GemscError(
             f"{user.path} has no dataset()",
@@ -196,30 +236,33 @@ class _Training:
 
     def run(self) -> None:
         assert self.batches is not None
-        limit = self.options.steps
-        epochs = self.options.epochs
-        if limit is not None:
-            epochs = -(-limit // len(self.batches))
-        done = 0
-        for epoch in range(epochs):
-            steps = len(self.batches)
-            if limit is not None:
-                steps = min(steps, limit - done)
-            self._train_epoch(epoch, epochs, steps)
-            done += steps
+        each = len(self.batches)
+        total = self.options.steps or self.options.epochs * each
+        done = self.trainer.worker.steps_done
+        if done >= total:
+            raise GemscError(
+                f"{self.options.resume} has done {done} steps already, of {total}",
+                help="give more --epochs or --steps: they count from the first start",
+            )
+        while done < total:
+            epoch, first = divmod(done, each)
+            end = min(each, first + total - done)
+            self._train_epoch(
+                f"epoch {epoch + 1}/{-(-total // each)}", epoch, first, end
+            )
+            done += end - first
             self._evaluate(epoch)
             if self.options.save is not None:
                 self.trainer.save(self.options.save)
         if self.options.save is not None:
             self._say(f"saved {self.options.save / 'model.safetensors'}")
 
-    def _train_epoch(self, epoch: int, epochs: int, steps: int) -> None:
+    def _train_epoch(self, title: str, epoch: int, first: int, end: int) -> None:
         assert self.batches is not None
-        title = f"epoch {epoch + 1}/{epochs}"
-        bar = ProgressBar(steps, title, silent=not self.talks)
+        bar = ProgressBar(end - first, title, silent=not self.talks)
         reads = bool(self.trainer.worker.inputs)
-        source = self.batches.epoch(epoch) if reads else None
-        for _ in range(steps):
+        source = self.batches.epoch(epoch, first) if reads else None
+        for _ in range(first, end):
             input, target = next(source).data if source is not None else (None, None)
             loss = self.trainer.step(input, target)
             bar.step(loss, self.batches.size)

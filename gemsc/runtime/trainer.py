@@ -20,10 +20,22 @@ from gemsc.runtime.link import Link
 from gemsc.runtime.progress import Status
 from gemsc.runtime.streams import streams_for
 from gemsc.runtime.transport import Transport
-from gemsc.runtime.weights import fill, read_tensors, stage_tensors, write_tensors
+from gemsc.runtime.weights import (
+    fill,
+    read_progress,
+    read_tensors,
+    stage_tensors,
+    write_tensors,
+)
 from gemsc.runtime.worker import Worker
 
-__all__ = ["Evaluation", "Trainer", "choose_device", "load_rank_module"]
+__all__ = [
+    "Evaluation",
+    "Trainer",
+    "check_checkpoint",
+    "choose_device",
+    "load_rank_module",
+]
 
 Parameters = Iterable[tuple[str, nn.Parameter]]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -167,39 +179,37 @@ class Trainer:
         """Write `model.safetensors` (the whole model) and each rank's optimizer state.
 
         Each rank writes its part; rank 0 joins them under the user's names, so that
-        `model.load_state_dict(safetensors.torch.load_file(path))` takes the file.
+        `model.load_state_dict(safetensors.torch.load_file(path))` takes the file. An
+        older checkpoint stays whole until the new one is.
         """
         rank = self.transport.rank
-        part = directory / f".part{rank}.safetensors"
-        write_tensors(part, self.state_dict())
-        if self.worker.optimizer is not None:
-            state = {
-                "steps": self.worker.steps_done,
-                "optimizer": self.worker.optimizer.state_dict(),
-            }
-            target = directory / f"optimizer-rank{rank}.pt"
-            torch.save(state, target.with_suffix(".new"))
-            target.with_suffix(".new").replace(target)
+        write_tensors(directory / f".part{rank}.safetensors", self.state_dict())
+        torch.save(self._progress(), directory / f".optimizer-rank{rank}.pt")
         self.transport.barrier()
         if rank == 0:
-            whole: dict[str, Tensor] = {}
-            parts = [
-                directory / f".part{other}.safetensors"
-                for other in range(self.transport.size)
-            ]
-            for path in parts:
-                whole.update(read_tensors(path))
-            write_tensors(directory / "model.safetensors", whole)
-            for path in parts:
-                path.unlink()
+            _join_parts(directory, self.transport.size)
         self.transport.barrier()
 
+    def _progress(self) -> dict[str, Any]:
+        """Return what this rank needs to go on, besides the model."""
+        worker = self.worker
+        named = worker.named_parameters()
+        parts = {"optimizer": worker.optimizer, "scheduler": worker.scheduler}
+        return {
+            "steps": worker.steps_done,
+            "parameters": list(named),
+            "buffers": {n: t for n, t in self.all_tensors().items() if n not in named},
+            "gradients": {n: p.grad for n, p in named.items() if p.grad is not None},
+            **{name: part and part.state_dict() for name, part in parts.items()},
+        }
+
     def resume(self, directory: Path) -> None:
-        """Go on from what `save` wrote.
+        """Go on from what `save` wrote; a folder of weights alone gives the weights.
 
         Raises:
             GemscError: the folder holds no checkpoint of this program.
         """
+        check_checkpoint(directory)
         whole = read_tensors(directory / "model.safetensors")
         for stage in self.stages.values():
             mine = {
@@ -214,11 +224,29 @@ class Trainer:
             with torch.no_grad():
                 for name, tensor in stage_tensors(stage).items():
                     _copy_checked(tensor, mine[name], name, directory)
+        if any(directory.glob("optimizer-rank*.pt")):
+            self._resume_progress(directory)
+
+    def _resume_progress(self, directory: Path) -> None:
+        worker = self.worker
+        named = worker.named_parameters()
         path = directory / f"optimizer-rank{self.transport.rank}.pt"
-        if self.worker.optimizer is not None and path.exists():
-            state = torch.load(path, weights_only=True, map_location=self.device)
-            self.worker.optimizer.load_state_dict(state["optimizer"])
-            self.worker.steps_done = state["steps"]
+        state = read_progress(path, self.device) if path.exists() else {}
+        if state.get("parameters") != list(named):
+            raise GemscError(
+                f"{directory} was saved by ranks that share the model otherwise",
+                help="compile with the split of that time, or remove its "
+                "optimizer-rank*.pt: then only the weights are taken",
+            )
+        worker.steps_done = state["steps"]
+        tensors = self.all_tensors()
+        for name, buffer in state["buffers"].items():
+            tensors[name].copy_(buffer)
+        for name, gradient in state["gradients"].items():
+            named[name].grad = gradient
+        for part in ("optimizer", "scheduler"):
+            if state[part] is not None and getattr(worker, part) is not None:
+                getattr(worker, part).load_state_dict(state[part])
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self.stages.values():
@@ -234,6 +262,33 @@ class Trainer:
         transport.wait(group.all_reduce(total))
         worker = self.worker
         return float(total) / (worker.copy_micro_batches * worker.num_copies)
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Make sure that a folder is what `Trainer.save` writes.
+
+    Raises:
+        GemscError: it is not.
+    """
+    if not (directory / "model.safetensors").is_file():
+        raise GemscError(
+            f"{directory} is no checkpoint: it has no model.safetensors",
+            help="give the folder that --save wrote",
+        )
+
+
+def _join_parts(directory: Path, num_ranks: int) -> None:
+    """Put the ranks' parts together and at their places."""
+    whole: dict[str, Tensor] = {}
+    parts = [directory / f".part{rank}.safetensors" for rank in range(num_ranks)]
+    for path in reversed(parts):  # the first copy of the model comes last, and stays
+        whole.update(read_tensors(path))
+    write_tensors(directory / "model.safetensors", whole)
+    for path in (*parts, *directory.glob("optimizer-rank*.pt")):
+        path.unlink()
+    for rank in range(num_ranks):
+        name = f"optimizer-rank{rank}.pt"
+        (directory / f".{name}").replace(directory / name)
 
 
 def choose_device(transport: Transport) -> torch.device:

@@ -9,6 +9,7 @@ import torch
 
 from gemsc.dropout import dropout_off
 from gemsc.plan import Plan
+from gemsc.runtime.memory import ActivationMeter
 from gemsc.runtime.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.weights import write_tensors
@@ -38,8 +39,8 @@ def record_steps(
 ) -> list[float]:
     """Train on `batches`; write gradients of the first step and the last state.
 
-    Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors` and
-    `losses{rank}.json`.
+    Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
+    `losses{rank}.json` and `memory{rank}.json`, the peak bytes of its activations.
     """
     trainer = Trainer(
         directory,
@@ -57,7 +58,10 @@ def record_steps(
         trainer.worker.before_update = None
 
     trainer.worker.before_update = write_gradients
+    meter = ActivationMeter(lambda: trainer.all_tensors().values())
+    trainer.worker.meter = meter
     losses = [trainer.step(input, target) for input, target in batches]
     write_tensors(folder / f"state{rank}.safetensors", trainer.all_tensors())
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
+    (folder / f"memory{rank}.json").write_text(json.dumps(meter.peak_bytes))
     return losses

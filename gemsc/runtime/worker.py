@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gemsc.errors import GemscError
 from gemsc.runtime.link import Incoming, Link
+from gemsc.runtime.memory import ActivationMeter
 from gemsc.runtime.message import Input, Message
 from gemsc.runtime.progress import Status
 from gemsc.runtime.reduction import GradientSums, RunningStatistics
@@ -26,15 +28,13 @@ class _InFlight:
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[GradientEdge | None, ...]
-    buffers: list[Tensor]
 
 
 @dataclass
 class Worker:
     """One rank at work.
 
-    Receives are posted one micro-batch ahead, sends never block, and a received buffer
-    is used again only when nothing refers to its memory any more.
+    Sends never block; each receive is posted when the one before it was taken.
     """
 
     link: Link
@@ -53,15 +53,14 @@ class Worker:
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None  # of the learning rate: one step after each update
     before_update: Callable[[], None] | None = None
+    meter: ActivationMeter | None = None
     steps_done: int = 0
 
     def __post_init__(self) -> None:
         self._batch: dict[str, Tensor] = {}
         self._in_flight: dict[tuple[str, int], _InFlight] = {}
-        self._taken: list[Tensor] = []
         self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._posted: dict[Message, Incoming] = {}
-        self._habit: dict[bool, dict[Message, None]] = {True: {}, False: {}}
         self._sends: list[Request] = []
         self._losses: list[Tensor] = []
         self._results: list[tuple[Tensor | None, Any]] = []
@@ -99,7 +98,7 @@ class Worker:
     # ------------------------------------------------------- one step
 
     def begin(self, batch: dict[str, Tensor], *, training: bool) -> None:
-        """Take this step's batch (see `bind_batch`) and post the first receives."""
+        """Take this step's batch (see `bind_batch`)."""
         self._batch = batch
         self._training = training
         self._losses.clear()
@@ -111,8 +110,6 @@ class Worker:
         if training and self.steps_done % self.accumulate == 0:
             for statistics in self._statistics.values():
                 statistics.remember()
-        for message in self._habit[training]:
-            self._post(message)
 
     def end(self) -> None:
         """Wait until all that this rank sent has arrived."""
@@ -141,6 +138,8 @@ class Worker:
         tensor, size = self._batch[name], self.inputs[name].shape
         if tuple(tensor.shape) != size:
             tensor = tensor[m * size[0] : (m + 1) * size[0]]
+        if self.meter is not None:  # as on a device: a micro-batch at a time
+            tensor = tensor.clone()
         return tensor.to(self.device, non_blocking=True)
 
     def receive(self, message: Message, m: int) -> Any:
@@ -149,11 +148,9 @@ class Worker:
             return _single(self._local.pop((message.tag, m)))
         if message not in self._posted:
             self._post(message)
-            self._habit[self._training][message] = None
         buffer = self._posted.pop(message).take()
         if m + 1 < self._num_expected:
             self._post(message)
-        self._taken.append(buffer)
         tensors = message.unpack(buffer, self._dtypes(message))
         if self._training and not message.is_gradient:
             for tensor, value in zip(tensors, message.values, strict=True):
@@ -180,16 +177,14 @@ class Worker:
         """Run a stage forward and keep what its backward needs."""
         self.status.enter("forward", stage, m)
         module = self.stages[stage]
-        if getattr(module, "draws_random_numbers", False):
-            torch.manual_seed(self._seed_of(stage, m))
-        result = module(*inputs)
+        measured = self.meter.forward(inputs) if self.meter else nullcontext()
+        with self._random_numbers(module, stage, m), measured:
+            result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
             tuple(tensor for tensor in inputs if tensor.requires_grad),
             tuple(_edge(tensor) for tensor in outputs),
-            self._taken,
         )
-        self._taken = []
         return result
 
     def backward(
@@ -210,14 +205,9 @@ class Worker:
             edges, flowing = zip(*pairs, strict=True)
             torch.autograd.backward(edges, flowing)
         result = tuple(
-            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            _own(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in kept.inputs
         )
-        buffers = kept.buffers + self._taken
-        self._taken = []
-        del kept, pairs
-        for buffer in buffers:
-            self._recycle(buffer)
         return result
 
     @property
@@ -233,14 +223,12 @@ class Worker:
     def evaluate(self, stage: str, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
         self.status.enter("evaluation", stage, m)
-        self._taken = []
         with torch.no_grad():
             return self.stages[stage](*inputs)
 
     def evaluate_apart(self, stage: str, m: int, *inputs: Tensor) -> Any:
         """Run a stage whose evaluation differs from its training in more than modes."""
         self.status.enter("evaluation", stage, m)
-        self._taken = []
         with torch.no_grad():
             return self.stages[stage].forward_eval(*inputs)  # type: ignore[operator]
 
@@ -345,6 +333,19 @@ class Worker:
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
 
+    @contextmanager
+    def _random_numbers(self, module: nn.Module, stage: str, m: int) -> Iterator[None]:
+        """Seed a stage that draws; the user's own random numbers stay as they are.
+
+        Ranks that draw and ranks that do not would choose different batches otherwise.
+        """
+        if not getattr(module, "draws_random_numbers", False):
+            yield
+            return
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self._seed_of(stage, m))
+            yield
+
     def _seed_of(self, stage: str, m: int) -> int:
         """Return a seed that depends on what is computed and not on where."""
         run = self.copy * self.num_replicas + replica_of(stage)
@@ -402,15 +403,6 @@ class Worker:
         source = message.source + self.first_rank
         self._posted[message] = self.link.receive(shape, dtype, source, message.tag)
 
-    def _recycle(self, buffer: Tensor) -> None:
-        """Give a buffer back unless something still refers to its memory.
-
-        A gradient may have been handed on without a copy, for example to a parameter.
-        """
-        buffer = buffer.detach()
-        if _storage_users(buffer) <= _ALONE:
-            self.link.release(buffer)
-
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         if self.float_dtype is not None and dtype.is_floating_point:
             return self.float_dtype
@@ -448,13 +440,17 @@ def _storage_users(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def _count_alone() -> int:
-    """Return the users of a storage that only a buffer and its detached view have."""
-    buffer = torch.empty(1)
-    return _storage_users(buffer.detach())
+def _own(gradient: Tensor) -> Tensor:
+    """Return a gradient whose memory is in no other tensor.
+
+    Autograd hands one memory on to several inputs of a stage where views are involved.
+    What is on its way to another rank must not be a parameter's gradient, which grows
+    in place with the next micro-batch.
+    """
+    return gradient if _storage_users(gradient) <= _OWNED else gradient.clone()
 
 
-_ALONE = _count_alone()
+_OWNED = _storage_users(torch.empty(1))
 
 
 def _mix(seed: int, step: int, stage: str, m: int) -> int:

@@ -3,9 +3,9 @@
 The proof takes each rank's actions and the channels between stages, no times and no
 policies. It models what the generated code does:
 
-    receive 0 of each channel is posted as the step begins
     for each action:
-        wait for the messages that it needs; post the next receive of their channels
+        post the receives of the messages that it needs, if they are not posted yet
+        wait for them; post the next receive of their channels
         compute
         send what others need, without waiting
         a backward waits until what its own forward sent has left
@@ -350,7 +350,8 @@ class _Proof:
     def _add_actions(self, events: Events, rank: int, order: Sequence[Action]) -> None:
         previous: Event = ("begin", rank)
         for action in order:
-            events.add(previous, ("start", action))
+            events.add(previous, ("wanted", action))
+            events.add(("wanted", action), ("start", action))
             events.add(("start", action), ("computed", action))
             events.add(("computed", action), ("end", action))
             previous = ("end", action)
@@ -358,14 +359,14 @@ class _Proof:
 
     def _add_messages(self, events: Events, channel: Channel) -> None:
         """Each message: after its send and its receive are posted, before its use."""
-        source_rank, dest_rank = self.ends(channel)
-        posted: Event = ("begin", dest_rank)
+        source_rank, _ = self.ends(channel)
+        posted: Event | None = None
         for m in self.micro_batch_order(channel.kind, channel.replica, channel.dest):
             source = Action(channel.kind, channel.source, m, channel.replica)
             dest = Action(channel.kind, channel.dest, m, channel.replica)
             moved: Event = ("moved", (channel, m))
             events.add(("computed", source), moved)
-            events.add(posted, moved)
+            events.add(posted or ("wanted", dest), moved)
             events.add(moved, ("start", dest))
             posted = ("start", dest)
             backward = Action(Kind.BACKWARD, channel.source, m, channel.replica)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from gemsc.plan import Plan
+from gemsc.planner.candidates import Candidate
 from gemsc.units import show_bytes, show_flops, show_seconds
 
-__all__ = ["show"]
+__all__ = ["show", "show_candidates"]
 
 BAR = 40
 ACTIONS = 24
@@ -22,6 +25,35 @@ def show(plan: Plan, console: Console) -> None:
     for part in parts:
         console.print()
         console.print(part)
+
+
+def show_candidates(
+    candidates: Sequence[Candidate], chosen: str, console: Console
+) -> None:
+    """Print what `auto` has compared; an arrow marks its choice."""
+    table = _table(
+        "candidates (predicted, one step)",
+        "schedule, placement",
+        "step",
+        "fullest rank",
+        "idle",
+        "sent",
+        "",
+    )
+    for candidate in candidates:
+        if candidate.problem:
+            table.add_row(candidate.name, "-", "-", "-", "-", candidate.problem)
+            continue
+        note = "<- chosen" if candidate.name == chosen else ""
+        table.add_row(
+            candidate.name,
+            show_seconds(candidate.seconds),
+            show_bytes(candidate.peak_bytes),
+            f"{candidate.bubble:.0%}",
+            show_bytes(candidate.sent_bytes),
+            note if candidate.fits() else "does not fit --device-memory",
+        )
+    console.print(table)
 
 
 def _summary(plan: Plan) -> RenderableType:

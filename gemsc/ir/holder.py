@@ -1,0 +1,31 @@
+"""A graph together with the user's layers, parameters and buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx, nn
+
+__all__ = ["with_graph"]
+
+
+class _Holder(fx.GraphModule):
+    """A graph module that is never called: FX need not write its Python code.
+
+    That would fail for modules and parameters named `class` or `a b`.
+    """
+
+    def recompile(self) -> Any:
+        """Do nothing."""
+
+
+def with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return a module with the same children and tensors, used or not, and a graph."""
+    holder = _Holder(nn.Module(), fx.Graph())
+    holder._modules.update(module._modules)
+    holder._parameters.update(module._parameters)
+    holder._buffers.update(module._buffers)
+    holder._non_persistent_buffers_set |= module._non_persistent_buffers_set
+    holder.training = module.training
+    holder.graph = graph
+    return holder

@@ -1,0 +1,162 @@
+"""What a timeline shows: rows of spans, predicted or measured, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gemsc.schedules import Action, Kind, Task, Timed, Timeline
+
+__all__ = ["Arrow", "Mark", "Panel", "Row", "Span", "measured_panel", "predicted_panel"]
+
+NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight"}
+KINDS = {name: kind for kind, name in NAMES.items()}
+
+# kind, stage, replica, micro-batch, start, end: what a rank writes down of itself
+Mark = tuple[str, int, int, int, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank does from `start` to `end`, in seconds from the step's begin.
+
+    An action is `forward`, `backward` or `weight`; `wait`, `send`, `reduction` and
+    `update` have none.
+    """
+
+    kind: str
+    start: float
+    end: float
+    action: Action | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A message: from the end of what makes it to the start of what needs it."""
+
+    source: int
+    dest: int
+    start: float
+    end: float
+    skip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank: its spans, and the bytes it holds from each time on."""
+
+    spans: tuple[Span, ...]
+    lanes: tuple[tuple[int, int], ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+
+    def seconds(self, *kinds: str) -> float:
+        """Return the time that spans of some kinds take together."""
+        return sum(span.seconds for span in self.spans if span.kind in kinds)
+
+    @property
+    def busy(self) -> float:
+        """The seconds of all actions."""
+        return self.seconds(*KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One step of all ranks."""
+
+    name: str
+    rows: tuple[Row, ...]
+    arrows: tuple[Arrow, ...]
+    makespan: float
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time, 0 to 1, in which they do no action."""
+        total = self.makespan * len(self.rows)
+        return 1.0 - sum(row.busy for row in self.rows) / total if total else 0.0
+
+
+def predicted_panel(task: Task, timeline: Timeline) -> Panel:
+    """Return a step of one copy of the model, as predicted."""
+    rows = tuple(
+        Row(
+            tuple(
+                Span(NAMES[timed.action.kind], timed.start, timed.end, timed.action)
+                for timed in actions
+            ),
+            task.lanes[rank],
+            tuple(_memory(task, actions, task.resident_bytes(rank))),
+            task.resident_bytes(rank),
+            timeline.peak_bytes[rank],
+        )
+        for rank, actions in enumerate(timeline.ranks)
+    )
+    return Panel("predicted", rows, tuple(_arrows(task, rows)), timeline.makespan)
+
+
+def measured_panel(task: Task, marks: Sequence[Sequence[Mark]]) -> Panel:
+    """Return a step of all copies of the model, from what each rank wrote down."""
+    rows = tuple(
+        Row(tuple(map(_span, row)), task.lanes[rank % task.num_ranks])
+        for rank, row in enumerate(marks)
+    )
+    arrows = tuple(_arrows(task, rows))
+    makespan = max((span.end for row in rows for span in row.spans), default=0.0)
+    return Panel("measured", rows, arrows, makespan)
+
+
+def _span(mark: Mark) -> Span:
+    kind, stage, replica, micro_batch, start, end = mark
+    action = None
+    if kind in KINDS:
+        action = Action(KINDS[kind], stage, micro_batch, replica)
+    return Span(kind, start, end, action)
+
+
+def _memory(
+    task: Task, actions: Sequence[Timed], held: int
+) -> Iterator[tuple[float, int]]:
+    """Yield times, and the bytes that a rank holds from then on."""
+    done = {timed.action.kind for timed in actions}
+    last = Kind.WEIGHT if Kind.WEIGHT in done else Kind.BACKWARD
+    yield 0.0, held
+    for timed in actions:
+        saved = task.stages[timed.action.stage].saved_bytes
+        if timed.action.kind is Kind.FORWARD:
+            held += saved
+            yield timed.start, held
+        if timed.action.kind is last or not task.has_backward:
+            held -= saved
+            yield timed.end, held
+
+
+def _arrows(task: Task, rows: Sequence[Row]) -> Iterator[Arrow]:
+    """Yield the messages between ranks, those of each copy of the model apart."""
+    gradients = {(e.source, e.dest) for e in task.edges if e.gradient}
+    for first in range(0, len(rows), task.num_ranks):
+        spans = {
+            span.action: (rank, span)
+            for rank, row in enumerate(rows[first : first + task.num_ranks], first)
+            for span in row.spans
+            if span.action is not None
+        }
+        for action, (source, span) in spans.items():
+            forward = action.kind is Kind.FORWARD
+            if action.kind is Kind.WEIGHT:
+                continue
+            edges = task.outputs[action.stage] if forward else task.inputs[action.stage]
+            for stage in sorted({e.dest if forward else e.source for e in edges}):
+                if not forward and (stage, action.stage) not in gradients:
+                    continue
+                needs = Action(action.kind, stage, action.micro_batch, action.replica)
+                if needs not in spans or spans[needs][0] == source:
+                    continue
+                dest, use = spans[needs]
+                skip = abs(stage - action.stage) > 1
+                yield Arrow(source, dest, span.end, use.start, skip)

@@ -1,0 +1,298 @@
+"""What annotate says of a node is what a real run of it does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MODELS
+from program_support import Net, blocks_of, mean, node
+from torch import Tensor, fx, nn
+
+from gemsc.frontend import record
+from gemsc.ir import meta
+from gemsc.ir.interpret import run_nodes
+from gemsc.ir.program import Program
+from gemsc.passes.annotate import Annotate
+from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.manager import run_passes
+
+
+def annotated(model: nn.Module, *inputs: Tensor, training: bool = True) -> Program:
+    loss = mean if training else None
+    program = record(model, inputs, loss=loss, training=training)
+    return run_passes(program, (Canonicalize(), Annotate(training=training)))
+
+
+def layers_of(program: Program) -> nn.Module:
+    """Return copies of a graph's layers, to run it with."""
+    holder = nn.Module()
+    holder._modules.update(copy.deepcopy(program.module._modules))
+    holder._parameters.update(copy.deepcopy(program.module._parameters))
+    return holder.train()
+
+
+def run_graph(program: Program, layers: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    places = [n for n in program.graph.nodes if n.op == "placeholder"]
+    values: dict[fx.Node, Any] = dict(zip(places, inputs, strict=True))
+    run_nodes(program.graph.nodes, values, layers)
+    return values
+
+
+def saved_by(run: Callable[[], Any], module: nn.Module) -> int:
+    """Return the bytes of all storages that autograd keeps while `run` runs."""
+    own = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            kept[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = run()
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    del result
+    return size
+
+
+def conv_bn_relu() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+    )
+
+
+def in_place() -> nn.Module:
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+    return nn.Sequential(*layers, nn.Conv2d(8, 2, 1), nn.Hardtanh(inplace=True))
+
+
+def pooled() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+class Views(nn.Module):
+    """Several views of one storage are kept once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.softmax(q @ k.transpose(1, 2), -1) @ v
+
+
+PICTURE = (torch.randn(2, 3, 8, 8),)
+TEXT = (torch.randn(2, 5, 8),)
+SAVED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+    "conv, BatchNorm, ReLU": (conv_bn_relu, PICTURE),
+    "in place": (in_place, PICTURE),
+    "pools": (pooled, PICTURE),
+    "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), TEXT),
+    "attention": (Attention, TEXT),
+    "views": (Views, TEXT),
+    "resnet18": (MODELS["resnet18"].build, MODELS["resnet18"].example_inputs),
+    "encoder": (MODELS["encoder"].build, MODELS["encoder"].example_inputs),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
+    make, inputs = SAVED[name]
+    model = make()
+    program = annotated(model, *inputs)
+    said = sum(meta.facts(node).saved_bytes for node in program.compute_nodes)
+    layers = layers_of(program)
+    assert said == saved_by(lambda: run_graph(program, layers, inputs), layers) > 0
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_bytes_are_those_of_the_users_model(name: str) -> None:
+    make, inputs = SAVED[name]
+    model = make()
+    program = annotated(model, *inputs)
+    said = sum(meta.facts(node).saved_bytes for node in program.compute_nodes)
+    copied = copy.deepcopy(model)
+    assert said == saved_by(lambda: mean(copied(*inputs)), copied) > 0
+
+
+def facts(program: Program, name: str) -> meta.Facts:
+    return meta.facts(node(program, name))
+
+
+def test_operations_are_those_of_the_formulas() -> None:
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        convolved = self.conv(x)
+        grown = self.grow(convolved)
+        line = self.line(grown.flatten(2))
+        product = torch.bmm(line, line.transpose(1, 2))
+        heads = F.scaled_dot_product_attention(y, y, y)
+        total = product.sum() + heads.sum()
+        return total
+
+    model = Net(
+        forward,
+        conv=nn.Conv2d(6, 8, (3, 5), stride=2, padding=(1, 2), groups=2),
+        grow=nn.ConvTranspose2d(8, 4, 2, stride=2),
+        line=nn.Linear(64, 10),
+    )
+    x, y = torch.randn(2, 6, 8, 8), torch.randn(2, 3, 7, 16)
+    program = annotated(model, x, y)
+    assert facts(program, "convolved").flops == 2 * (2 * 8 * 4 * 4) * (6 // 2) * 3 * 5
+    assert facts(program, "grown").flops == 2 * (2 * 8 * 4 * 4) * 4 * 2 * 2
+    assert facts(program, "line").flops == 2 * (2 * 4) * 64 * 10
+    assert facts(program, "product").flops == 2 * 2 * 4 * 10 * 4
+    assert facts(program, "heads").flops == 2 * (2 * 2 * 3 * 7 * 7 * 16)
+    assert facts(program, "total").flops == 0
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    program = annotated(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), torch.randn(3, 8))
+    line, tanh = program.compute_nodes[:2]
+    assert meta.facts(line).parameter_bytes == 4 * (8 * 4 + 4)
+    assert meta.facts(line).output_bytes == 4 * 3 * 4
+    assert meta.facts(tanh).moved_bytes == 2 * 4 * 3 * 4
+    assert meta.facts(tanh).parameter_bytes == 0
+
+
+def test_what_several_nodes_keep_counts_once() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        first = h.square()
+        second = h.exp() * h
+        return first + second
+
+    program = annotated(Net(forward), torch.randn(2, 4))
+    assert facts(program, "first").saved_bytes == 4 * 2 * 4
+    assert dict(facts(program, "second").saved)  # h again
+    total = sum(meta.facts(n).saved_bytes for n in program.compute_nodes)
+    assert total < sum(b for n in program.compute_nodes for _, b in meta.facts(n).saved)
+
+
+def test_heavy_nodes_multiply_or_own_a_weight() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        line = self.a(x)
+        normed = self.norm(line)
+        weighted = F.linear(normed, self.b.weight)
+        scaled = weighted * self.gain
+        return scaled.relu()
+
+    gain = nn.Parameter(torch.ones(4))
+    model = Net(forward, norm=nn.LayerNorm(4), gain=gain)
+    program = annotated(model, torch.randn(2, 4))
+    heavy = [n.name for n in program.compute_nodes if meta.facts(n).heavy]
+    assert heavy == ["line", "weighted"]
+    embedding = annotated(nn.Embedding(10, 4), torch.zeros(2, 3, dtype=torch.int64))
+    assert meta.facts(embedding.compute_nodes[0]).heavy
+
+
+def test_gradients_flow_back_only_where_the_loss_depends_on_a_parameter() -> None:
+    def forward(self: Any, x: Tensor, index: Tensor) -> Tensor:
+        early = x.sin()  # of no parameter
+        trained = self.a(early)
+        cut = self.b(trained.square()).detach()
+        with torch.no_grad():
+            frozen = self.c(x)
+        mask = index > 0
+        unused = self.d(trained)
+        chosen = torch.where(mask, trained, frozen)
+        return chosen + cut + unused.detach()
+
+    program = annotated(Net(forward), torch.randn(2, 4), torch.ones(2, 4).long())
+    needing = {n.name for n in program.compute_nodes if meta.needs_gradient(n)}
+    assert {"trained", "chosen"} <= needing
+    assert not needing & {"early", "cut", "frozen", "mask", "unused", "b", "d"}
+
+
+def test_frozen_parameters_need_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    program = annotated(model, torch.randn(2, 4))
+    assert [meta.needs_gradient(n) for n in program.compute_nodes[:3]] == [0, 0, 1]
+
+
+def test_nothing_needs_a_gradient_without_a_loss() -> None:
+    program = annotated(nn.Linear(4, 4), torch.randn(2, 4), training=False)
+    assert not any(meta.needs_gradient(n) for n in program.compute_nodes)
+
+
+def test_random_nodes_are_those_that_draw() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        line = self.a(x)
+        dropped = self.drop(line)
+        kept = F.dropout(dropped, 0.5, training=False)
+        noise = torch.rand_like(kept)
+        heads = F.scaled_dot_product_attention(noise, line, line, dropout_p=0.1)
+        return heads.relu()
+
+    program = annotated(Net(forward, drop=nn.Dropout(0.2)), torch.randn(2, 4, 4))
+    random = [n.name for n in program.compute_nodes if meta.facts(n).random]
+    assert random == ["dropped", "noise", "heads"]
+    evaluation = annotated(nn.Dropout(0.2), torch.randn(2, 4), training=False)
+    assert not any(meta.facts(n).random for n in evaluation.compute_nodes)
+
+
+def test_layers_that_stay_in_eval_mode_do_not_draw() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.5))
+    model[1].eval()
+    program = annotated(model, torch.randn(2, 4))
+    assert [meta.facts(n).random for n in program.compute_nodes[1:3]] == [False, True]
+
+
+def test_the_users_model_and_the_random_numbers_stay_as_they_are() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.ReLU()
+    )
+    model[2].eval()
+    tensors = {n: (t, t.clone()) for n, t in model.state_dict(keep_vars=True).items()}
+    before = torch.get_rng_state(), [m.training for m in model.modules()]
+    program = annotated(model, torch.randn(2, 3, 8, 8, generator=torch.Generator()))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is tensors[name][0]
+        assert torch.equal(tensor, tensors[name][1])
+        assert tensor.grad is None
+    assert [m.training for m in model.modules()] == before[1]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert dict(program.module.named_parameters()).keys() == {
+        "0.weight", "0.bias", "1.weight", "1.bias"
+    }  # fmt: skip
+
+
+def test_tensors_that_no_node_uses_stay_in_the_program() -> None:
+    model = Net(lambda self, x: self.b(x), spare=nn.Parameter(torch.ones(1)))
+    model.register_buffer("idle", torch.ones(2), persistent=False)
+    program = blocks_of(model, torch.randn(2, 4))
+    names = {n for n, _ in program.module.named_parameters()}
+    assert names == {n for n, _ in model.named_parameters()}
+    assert [n for n, _ in program.module.named_buffers()] == ["idle"]
+    assert "idle" not in program.module.state_dict()
+
+
+def test_the_input_program_keeps_its_graph() -> None:
+    program = run_passes(
+        record(nn.Linear(4, 4), (torch.randn(2, 4),), loss=mean), (Canonicalize(),)
+    )
+    done = Annotate().apply(program)
+    assert done.graph is not program.graph
+    assert all(meta.facts(n) == meta.Facts() for n in program.compute_nodes)
