@@ -96,14 +96,24 @@ class Contender:
 
     def run(self, num_steps: int) -> Turn:
         """Let it make one step that does not count, then `num_steps`."""
-        found = self._ask(("run", num_steps))
+        self.begin(num_steps)
+        return self.finish()
+
+    def begin(self, num_steps: int) -> None:
+        """Start what `run` does; another group may run at the same time."""
+        self._order(("run", num_steps))
+
+    def finish(self) -> Turn:
+        """Wait for what `begin` started."""
+        found = self._answers()
         seconds = max(f["end"] for f in found) - min(f["start"] for f in found)
         losses = next(f["losses"] for f in found if f["losses"])
         return Turn(seconds, sum(f["cpu"] for f in found), losses)
 
     def memory(self) -> Memory:
         """Let it make two steps and watch its memory."""
-        found = self._ask(("memory", 1))
+        self._order(("memory", 1))
+        found = self._answers()
         return Memory(
             max(f["resident"] for f in found), max(f["tensors"] for f in found)
         )
@@ -114,9 +124,11 @@ class Contender:
             with contextlib.suppress(OSError):
                 connection.send(None)
 
-    def _ask(self, order: tuple[str, int]) -> list[dict[str, Any]]:
+    def _order(self, order: tuple[str, int]) -> None:
         for connection in self._connections:
             connection.send(order)
+
+    def _answers(self) -> list[dict[str, Any]]:
         answers = []
         for connection in self._connections:
             if not connection.poll(ANSWER_SECONDS):

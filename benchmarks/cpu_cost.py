@@ -3,7 +3,9 @@
 python benchmarks/cpu_cost.py [--quick] [--ranks 2,4] [--micro-batches 1,4]
 
 The model is ResNet-20 v2 on pictures of 64 x 64 pixels, 8 in a batch; one process runs
-the same micro-batches. One thread for each rank; the groups run in turn.
+the same micro-batches. One thread for each rank; the groups run in turn. A last row
+shows what the machine itself adds when its cores share memory and caches: two
+processes that have nothing to do with each other, at the same time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from cases import CASES
 from contenders import Contender, Turn, compile_job, contenders
 
 MODEL = "resnet20v2"
+ALONE, TWICE = "one process", "two, unrelated"
 HEADER = (
     f"{'runs on':<16}{'M':>3}{'samples/s':>12}{'CPU ms/sample':>15}"
     f"{'relative CPU':>14}   quartiles"
@@ -36,7 +39,7 @@ def measure(
             for number in ranks
         }
         alone = ("alone", next(job for _, job in jobs.values()))
-        with contenders({"one process": alone} | jobs) as started:
+        with contenders({ALONE: alone} | jobs | {TWICE: alone}) as started:
             return _in_turn(started, rounds, steps)
 
 
@@ -44,16 +47,27 @@ def _in_turn(
     started: list[Contender], rounds: int, steps: int
 ) -> dict[str, list[Turn]]:
     turns: dict[str, list[Turn]] = {group.name: [] for group in started}
+    first, *others, last = started
     for _ in range(rounds):
-        for group in started:
+        for group in (first, *others):
             turns[group.name].append(group.run(steps))
+        for group in (first, last):
+            group.begin(steps)
+        both = [first.finish(), last.finish()]
+        turns[TWICE].append(
+            Turn(  # of one of them, on average
+                max(turn.seconds for turn in both) / 2,
+                statistics.mean(turn.cpu_seconds for turn in both),
+                both[0].losses,
+            )
+        )
     return turns
 
 
 def rows(count: int, turns: dict[str, list[Turn]], steps: int) -> str:
     """Return a line for each group; ratios are those of the pairs of a round."""
     samples = CASES[MODEL].batch * steps
-    alone = turns["one process"]
+    alone = turns[ALONE]
     lines = []
     for name, own in turns.items():
         speed = statistics.median(samples / turn.seconds for turn in own)

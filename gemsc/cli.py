@@ -234,11 +234,11 @@ def timeline_command(
     write_timeline(plan, path, marks)
     console.print(f"wrote {path}", highlight=False)
     if marks:
-        panels = panels_of(plan, marks)
+        predicted, measured_step = panels_of(plan, marks)
         trace = directory / "trace.json"
-        trace.write_text(trace_text(panels), encoding="utf-8")
+        trace.write_text(trace_text((predicted, measured_step)), encoding="utf-8")
         console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
-        show_shares(*panels, console)
+        show_shares(predicted, measured_step, console)
 
 
 def main() -> None:

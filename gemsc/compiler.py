@@ -21,6 +21,7 @@ from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
 from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.check_statistics import CheckStatistics
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import FollowStages, find_twins
 from gemsc.passes.group_blocks import GroupBlocks
@@ -41,6 +42,7 @@ from gemsc.planner.prove import prove
 from gemsc.schedules import SCHEDULES, Task, Timeline, run
 from gemsc.schedules.loops import find_loops
 from gemsc.viz.graph import draw, render
+from gemsc.viz.timeline import write_timeline
 
 __all__ = ["CompiledProgram", "Traced", "compile", "lower", "trace"]
 
@@ -74,6 +76,7 @@ class CompiledProgram:
         """Write the program directory; return why there is no graph.svg, if so."""
         folder = Path(directory)
         write_directory(self.compilation, folder)
+        write_timeline(self.plan, folder / "timeline.svg")
         return render(self.graph(), folder / "graph.svg")
 
 
@@ -224,7 +227,10 @@ def stage_passes(options: CompileOptions, chosen: Layout) -> tuple[Pass, ...]:
             cuts=options.cuts,
             live=chosen.live,
         ),
-        PlaceStages(chosen.placement, options.ranks, chosen.num_replicas),
+        PlaceStages(
+            chosen.placement, options.ranks, chosen.num_replicas, chosen.explicit
+        ),
+        CheckStatistics(chosen.num_replicas * options.data),
         InsertComms(),
     )
 

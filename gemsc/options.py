@@ -24,7 +24,8 @@ class CompileOptions:
     counts those of one copy in one step; schedules with two replicas give each half of
     them. `times` is the number of pairs of runs of `master`: 2 x times micro-batches.
     `placement` "natural" is the one that the schedule is made for; `chunks` is the
-    number of stages on each rank under `looped` placement.
+    number of stages on each rank under `looped` placement; "0,1,1,0" lists the rank of
+    each stage.
     """
 
     ranks: int = 2

@@ -88,6 +88,7 @@ TWO_REPLICAS = (
     CompileOptions(ranks=4, schedule="chimera", micro_batches=8),
     CompileOptions(ranks=2, schedule="1f1b", placement="folded"),
     CompileOptions(ranks=4, schedule="interleaved", micro_batches=4, chunks=2),
+    CompileOptions(ranks=2, placement="0,1,1,0", micro_batches=3),
     CompileOptions(ranks=2, data=2, micro_batches=2),
     CompileOptions(ranks=1, data=3, micro_batches=2),
     CompileOptions(ranks=2, data=2, schedule="master", times=2),

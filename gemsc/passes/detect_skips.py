@@ -26,10 +26,9 @@ class DetectSkips(Pass):
 
     A skip is short, so that no cut should fall inside it, if it spans at most
     `short_layers` heavy nodes or `short_share` of the predicted time. It is long
-    whatever its span if it jumps over a change of resolution and back (an encoder level
-    that its mirror in the decoder joins), unless what it jumps over costs next to
-    nothing (squeeze and excitation), or if several layers further on join it, each
-    anew (dense connections).
+    whatever its span if what it joins has come down in resolution and up again (an
+    encoder level that its mirror in the decoder joins), or if several layers further on
+    join it, each anew (dense connections).
     """
 
     name: ClassVar[str] = "detect-skips"
@@ -37,7 +36,6 @@ class DetectSkips(Pass):
 
     short_layers: int = 4
     short_share: float = 1 / 8
-    negligible_share: float = 1 / 50
 
     def apply(self, program: Program) -> Program:
         """Return the program with its skips, in the order of their values."""
@@ -57,7 +55,7 @@ class DetectSkips(Pass):
             share = sum(_seconds(other) for other in span) / total
             last = nodes[uses[-1]]
             short = len(heavy) <= self.short_layers or share <= self.short_share
-            if share > self.negligible_share and _hourglass(node, span, last):
+            if _hourglass(node, span, last):
                 short = False
             if _is_joined_again_and_again(node, nodes, uses):
                 short = False
@@ -72,13 +70,27 @@ def _seconds(node: fx.Node) -> float:
 
 
 def _hourglass(value: fx.Node, span: tuple[fx.Node, ...], last: fx.Node) -> bool:
-    """Whether the resolution falls below the value's and is back at the last use."""
-    ends = _resolution(value), _resolution(last)
-    between = [r for r in map(_resolution, span) if r is not None]
-    if None in ends or not between:
+    """Whether the last use joins the value with what went to a lower resolution and back.
+
+    There may be no other way at full resolution, as around squeeze and excitation, and
+    what is joined must be at full resolution itself, not a factor for each channel.
+    """
+    others = [source for source in last.all_input_nodes if source is not value]
+    high = _resolution(value)
+    if high is None or not others:
         return False
-    low, high = min(between), min(end for end in ends if end is not None)
-    return low < high
+    full = {value}
+    lowest = high
+    for node in span:
+        resolution = _resolution(node)
+        if resolution is None:
+            continue
+        lowest = min(lowest, resolution)
+        if resolution >= high and not full.isdisjoint(node.all_input_nodes):
+            full.add(node)
+    return lowest < high and all(
+        (_resolution(other) or 0) >= high and other not in full for other in others
+    )
 
 
 def _is_joined_again_and_again(

@@ -5,6 +5,7 @@ Example, four ranks:
     mirrored  the same, and replica 1    on ranks 3 2 1 0
     folded    stages 0 1 2 3 4 5 6 7     on ranks 0 1 2 3 3 2 1 0
     looped    stages 0 1 2 3 4 5 6 7     on ranks 0 1 2 3 0 1 2 3
+    explicit  any ranks for the stages of one replica, as the user lists them
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ class PlaceStages(Pass):
     kind: str = "linear"
     num_ranks: int = 1
     num_replicas: int = 1
+    explicit: tuple[int, ...] = ()
 
     def apply(self, program: Program) -> Program:
         """Return the program with its placement."""
         num_stages = len(program.require_stages())
-        rows = place(self.kind, num_stages, self.num_ranks, self.num_replicas)
+        rows: tuple[tuple[int, ...], ...] = (self.explicit,)
+        if not self.explicit:
+            rows = place(self.kind, num_stages, self.num_ranks, self.num_replicas)
         ranks = tuple(tuple((rank,) for rank in row) for row in rows)
         return replace(program, placement=Placement(self.kind, ranks))

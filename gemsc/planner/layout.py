@@ -18,13 +18,15 @@ class Layout:
     """What the options mean for one schedule.
 
     `micro_batches` holds the number of micro-batches of each replica, `live` how many
-    of them equal stages would hold at most.
+    of them equal stages would hold at most. `explicit` lists the rank of each stage
+    where the user gave them.
     """
 
     placement: str
     num_stages: int
     micro_batches: tuple[int, ...]
     live: tuple[int, ...]
+    explicit: tuple[int, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -47,10 +49,12 @@ def layout(options: CompileOptions) -> Layout:
             help="use 1f1b, interleaved or chimera",
         )
     kind = schedule.placement if options.placement == "natural" else options.placement
-    if kind not in PLACEMENTS:
+    explicit = _explicit(options) if kind[0].isdigit() else ()
+    if not explicit and kind not in PLACEMENTS:
         raise GemscError(
             f"unknown placement '{kind}'",
-            help=f"choose one of natural, {', '.join(PLACEMENTS)}",
+            help=f"choose one of natural, {', '.join(PLACEMENTS)}, or list the rank of "
+            "each stage: 0,1,1,0",
         )
     two = schedule.num_replicas == 2
     if two != (kind == "mirrored"):
@@ -60,17 +64,31 @@ def layout(options: CompileOptions) -> Layout:
             help="leave --placement out",
         )
     per_rank = {"folded": 2, "looped": options.chunks}.get(kind, 1)
-    num_stages = per_rank * options.ranks
+    num_stages = len(explicit) or per_rank * options.ranks
     counts = _micro_batches(options, schedule.num_replicas)
-    task = Task.chain(
-        [StageCost(1.0, 2.0)] * num_stages,
-        counts,
-        placement=place(kind, num_stages, options.ranks, len(counts)),
-    )
+    rows: tuple[tuple[int, ...], ...] = (explicit,)
+    if not explicit:
+        rows = place(kind, num_stages, options.ranks, len(counts))
+    task = Task.chain([StageCost(1.0, 2.0)] * num_stages, counts, placement=rows)
     peak = run(task, schedule.policy).peak_live
-    lanes = place(kind, num_stages, options.ranks)[0]
-    live = tuple(-(-peak[rank] // per_rank) for rank in lanes)
-    return Layout(kind, num_stages, counts, live)
+    live = tuple(-(-peak[rank] // rows[0].count(rank)) for rank in rows[0])
+    name = "explicit" if explicit else kind
+    return Layout(name, num_stages, counts, live, explicit)
+
+
+def _explicit(options: CompileOptions) -> tuple[int, ...]:
+    """Read `0,1,1,0`: the rank of each stage."""
+    try:
+        ranks = tuple(int(part) for part in options.placement.split(","))
+    except ValueError:
+        ranks = ()
+    if set(ranks) != set(range(options.ranks)):
+        raise GemscError(
+            f"--placement {options.placement} does not name each of the ranks 0 to "
+            f"{options.ranks - 1}",
+            help="list the rank of each stage, for example --placement 0,1,1,0",
+        )
+    return ranks
 
 
 def _micro_batches(options: CompileOptions, num_replicas: int) -> tuple[int, ...]:

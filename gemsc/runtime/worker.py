@@ -107,7 +107,7 @@ class Worker:
         self._num_expected = (
             self.num_micro_batches if training else self.copy_micro_batches
         )
-        if training and self.steps_done % self.accumulate == 0:
+        if training:
             for statistics in self._statistics.values():
                 statistics.remember()
 
@@ -245,11 +245,9 @@ class Worker:
             self._sums.start(self._groups[stage], self._stage_parameters(stage))
 
     def finish_reductions(self) -> None:
-        """Add up the gradients of tied parameters; wait for all sums of gradients."""
-        if not self._is_update:
-            return
+        """Add up tied parameters' gradients and statistics; wait for all sums."""
         self.status.enter("gradient reduction")
-        named = self.named_parameters()
+        named = self.named_parameters() if self._is_update else {}
         for name, group in self._groups.items():
             if name in named:
                 parameter = named[name]

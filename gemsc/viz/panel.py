@@ -1,4 +1,4 @@
-"""What a timeline shows: rows of spans, predicted or measured, and who waits for whom."""
+"""What a timeline shows: what each rank does when, and who waits for whom."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ OTHERS = {
     "reduction": "#b7a1d9",
     "update": "#8fc79f",
 }
-LEFT, RIGHT, TOP, GAP, AXIS, LEGEND = 96, 110, 58, 34, 30, 34
+LEFT, RIGHT, TOP, GAP, AXIS, LINE = 96, 110, 58, 30, 22, 20
 NARROWEST, WIDEST = 880, 2400  # of the part where time runs
 STYLE = """
 text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
@@ -56,8 +56,8 @@ text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
 .light { text-anchor: middle; fill: #ffffff }
 .resident { fill: #dfe4ea }
 .memory { fill: #a9cdb4 }
-.arrow { stroke: #3a4653; stroke-width: 0.8; stroke-opacity: 0.55; fill: none }
-.skip { stroke: #b3382c; stroke-dasharray: 4 2 }
+.arrow { stroke: #3a4653; stroke-width: 0.8; stroke-opacity: 0.5; fill: none }
+.skip { stroke: #b3382c; stroke-dasharray: 3 2; stroke-opacity: 0.4 }
 """
 
 
@@ -66,9 +66,10 @@ def write_timeline(
 ) -> None:
     """Draw a plan's step, below it a measured one if there are marks of each rank."""
     panels = panels_of(plan, marks)
+    copies = f" in each of {plan.data} copies" if plan.data > 1 else ""
     heading = (
-        f"{plan.model}: {plan.schedule}, {plan.ranks} ranks, "
-        f"{plan.micro_batches} micro-batches"
+        f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
+        f"{plan.micro_batches} micro-batches{copies}"
     )
     beside = path.with_name(f".{path.name}")
     beside.write_text(draw(heading, panels), encoding="utf-8")
@@ -118,6 +119,7 @@ class _Picture:
     heading: str
     panels: tuple[Panel, ...]
     parts: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)  # over everything else
     fills: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -175,6 +177,8 @@ class _Picture:
         if shown:
             for arrow in panel.arrows:
                 self._arrow(arrow, first, step)
+        self.parts += self.labels
+        self.labels.clear()
         return end + AXIS
 
     def _axis(self, top: int, end: int) -> None:
@@ -228,7 +232,7 @@ class _Picture:
         if width >= 0.6 * font * len(label) + 2:
             tone = "light" if span.kind == "backward" else "dark"
             middle = _n(x + width / 2), _n(y + height / 2 + 0.36 * font)
-            self.add(
+            self.labels.append(
                 f'<text class="{tone}" x="{middle[0]}" y="{middle[1]}"'
                 + (f' style="font-size:{font}px">' if font < 11 else ">")
                 + f"{label}</text>"
@@ -276,16 +280,17 @@ class _Picture:
         """Draw what the colours mean; return where the picture ends."""
         x = float(LEFT)
         for name, colour, words in self._entries():
-            self.fills[name] = colour
-            self.add(
-                f'<rect class="{name}" x="{_n(x)}" y="{y - 9}" width="18" height="11"/>'
-            )
+            if x + 23 + 5.2 * len(words) > LEFT + self.width + RIGHT:
+                x, y = float(LEFT), y + LINE
+            if name == "skip":
+                self.add(f'<path class="arrow skip" d="M{_n(x)},{y - 4}h18"/>')
+            else:
+                self.fills[name] = colour
+                box = f'x="{_n(x)}" y="{y - 9}" width="18" height="11"'
+                self.add(f'<rect class="{name}" {box}/>')
             self.add(_text(_n(x + 23), y, words, "note"))
             x += 42 + 5.2 * len(words)
-        if any(arrow.skip for panel in self.panels for arrow in panel.arrows):
-            self.add(f'<path class="arrow skip" d="M{_n(x)},{y - 4}h18"/>')
-            self.add(_text(_n(x + 23), y, "skip over a stage", "note"))
-        return y + LEGEND
+        return y + LINE
 
     def _entries(self) -> Iterator[tuple[str, str, str]]:
         rows = [row for panel in self.panels for row in panel.rows]
@@ -307,6 +312,8 @@ class _Picture:
         if any(row.memory for row in rows):
             yield "memory", "#a9cdb4", "saved for backward"
             yield "resident", "#dfe4ea", "weights, gradients"
+        if any(arrow.skip for panel in self.panels for arrow in panel.arrows):
+            yield "skip", "", "skip over a stage"
 
 
 def _width(panels: Sequence[Panel], seconds: float) -> int:

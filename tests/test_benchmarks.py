@@ -1,0 +1,46 @@
+"""The benchmarks run and print numbers; how large these are is no matter here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run_quickly(name: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), "--quick"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def numbers(line: str) -> list[float]:
+    return [float(word) for word in re.findall(r"(?<!\S)\d+\.\d+(?!\S)", line)]
+
+
+def test_the_compile_time_benchmark_prints_seconds_and_slopes():
+    lines = run_quickly("compile_time.py")
+    rows = [line for line in lines if re.match(r"(ResNetV2|DenseCNN)\(\d+\)", line)]
+    assert len(rows) == 4
+    assert all(len(numbers(row)) >= 4 for row in rows)
+    assert sum(line.startswith("slope") for line in lines) == 2
+
+
+@pytest.mark.mpi
+def test_the_cpu_cost_benchmark_prints_a_row_for_each_group():
+    _, *rows = run_quickly("cpu_cost.py")
+    assert [row[:16].strip() for row in rows] == [
+        "one process",
+        "2 ranks",
+        "two, unrelated",
+    ]
+    assert all(len(numbers(row)) == 5 and min(numbers(row)) > 0 for row in rows)

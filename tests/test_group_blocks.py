@@ -1,0 +1,218 @@
+"""Cuts fall between blocks only, and blocks are what a person would call so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import networks
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MODELS
+from networks import PICTURE, TEXT, rows
+from program_support import Net, blocks_of, node
+from torch import Tensor, nn
+
+from gemsc.ir import meta
+from gemsc.ir.program import Block, Program
+
+
+def block_of(program: Program) -> dict[Any, Block]:
+    return {node: block for block in program.blocks or () for node in block.nodes}
+
+
+def paths(block: Block) -> set[str]:
+    return {
+        str(n.target) if n.op == "call_module" else meta.module_path(n)
+        for n in block.nodes
+    }
+
+
+def blocks_with(program: Program, path: str) -> set[int]:
+    """Return the blocks in which nodes of a module lie."""
+    return {
+        block.index
+        for block in program.blocks or ()
+        if any(p == path or p.startswith(f"{path}.") for p in paths(block))
+    }
+
+
+def crossing(program: Program) -> list[int]:
+    """Return how many values cross each gap between two blocks."""
+    block = block_of(program)
+    last = {
+        n: max((block[u].index for u in n.users if u in block), default=b.index)
+        for n, b in block.items()
+    }
+    gaps = range(len(program.blocks or ()) - 1)
+    return [sum(b.index <= g < last[n] for n, b in block.items()) for g in gaps]
+
+
+RESIDUAL = {
+    "basic": lambda: networks.Residual(),
+    "basic, downsample": lambda: networks.Residual(down=True),
+    "bottleneck": lambda: networks.Residual(bottleneck=True),
+    "bottleneck, downsample": lambda: networks.Residual(bottleneck=True, down=True),
+    "pre-activation": networks.PreActivation,
+    "inception": networks.Inception,
+    "squeeze and excitation": networks.SqueezeExcite,
+}
+
+
+@pytest.mark.parametrize("kind", RESIDUAL)
+def test_a_cut_never_falls_inside_a_branched_block(kind: str) -> None:
+    count = 8 if kind == "inception" else 4
+    program = blocks_of(rows(*(RESIDUAL[kind]() for _ in range(count))), PICTURE)
+    found = [blocks_with(program, str(path + 1)) for path in range(count)]
+    assert all(len(blocks) == 1 for blocks in found)
+    assert len(set.union(*found)) == count
+    assert crossing(program) == [1] * (len(program.blocks or ()) - 1)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet110v2"])
+def test_the_blocks_of_a_residual_network_are_its_residual_blocks(name: str) -> None:
+    case = MODELS[name]
+    loss = lambda output: case.loss(output, case.example_target)  # noqa: E731
+    program = blocks_of(case.build(), *case.example_inputs, loss=loss)
+    assert set(crossing(program)) == {1}
+    residual = {
+        path
+        for path, module in program.module.named_modules()
+        if path.startswith("layer") and len(path.split(".")) == 2
+    } or {
+        path
+        for path, module in program.module.named_modules()
+        if "Block" in type(module).__name__ or "Unit" in type(module).__name__
+    }
+    assert len(residual) > 5
+    assert all(len(blocks_with(program, path)) == 1 for path in residual)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [networks.FlatUNet(), networks.Level(networks.Level(networks.Level(networks.conv())))],
+    ids=["flat", "nested"],
+)
+def test_a_level_of_a_unet_is_not_glued_to_its_mirror(model: nn.Module) -> None:
+    program = blocks_of(model, PICTURE)
+    heavy = [n for n in program.compute_nodes if meta.facts(n).heavy]
+    block = block_of(program)
+    assert len(heavy) == 7
+    assert len({block[n].index for n in heavy}) == 7
+    # each level's skip and the value on its way down or up
+    assert crossing(program) == [2, 3, 4, 3, 2, 1] or max(crossing(program)) == 4
+
+
+def test_the_unet_of_the_examples_has_a_block_for_each_convolution() -> None:
+    case = MODELS["unet"]
+    loss = lambda output: case.loss(output, case.example_target)  # noqa: E731
+    program = blocks_of(case.build(), *case.example_inputs, loss=loss)
+    block = block_of(program)
+    heavy = [n for n in program.compute_nodes if meta.facts(n).heavy]
+    assert len({block[n].index for n in heavy}) == len(heavy)
+
+
+def test_densely_connected_layers_can_be_cut() -> None:
+    program = blocks_of(networks.Dense(), PICTURE)
+    assert len(program.blocks or ()) >= 8
+
+
+def test_a_transformer_without_modules_is_cut_between_its_sums() -> None:
+    program = blocks_of(networks.FlatTransformer(), TEXT)
+    assert set(crossing(program)) == {1}
+    assert len(program.blocks or ()) == 9  # enter, attention and mlp of each layer
+
+
+def test_a_transformer_of_modules_is_cut_between_its_sums() -> None:
+    case = MODELS["encoder"]
+    loss = lambda output: case.loss(output, case.example_target)  # noqa: E731
+    program = blocks_of(case.build(), *case.example_inputs, loss=loss)
+    assert set(crossing(program)) <= {1, 2}  # the mask is an input of all
+    assert len(program.blocks or ()) >= 8
+
+
+def test_towers_can_be_cut_anywhere() -> None:
+    program = blocks_of(networks.TwoTowers(), TEXT, TEXT)
+    assert len(program.blocks or ()) == 13
+    assert max(crossing(program)) == 2
+
+
+def test_calls_of_a_layer_with_running_statistics_stay_together() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x))
+        x = self.c(self.b(x))
+        return self.d(self.norm(x))
+
+    program = blocks_of(Net(forward, norm=nn.BatchNorm1d(4)), torch.zeros(2, 4))
+    assert len(blocks_with(program, "norm")) == 1
+    (index,) = blocks_with(program, "norm")
+    assert blocks_with(program, "b") == blocks_with(program, "c") == {index}
+    assert len(program.blocks or ()) > 1
+
+
+def test_a_layer_without_buffers_may_be_called_in_several_blocks() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.a(self.b(self.c(self.a(x))))
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    assert len(blocks_with(program, "a")) == 2
+
+
+def test_what_is_no_tensor_is_never_cut() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        parts = self.a(x).chunk(2, 1)
+        h = self.b(parts[0].repeat(1, 2))
+        left, right = torch.split(self.c(h), 2, 1)
+        return self.d(torch.cat([left, right, parts[1]], 1)[:, :4])
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    block = block_of(program)
+    tuples = [n for n in block if not isinstance(meta.value(n), Tensor)]
+    assert len(tuples) == 2
+    for each in tuples:
+        assert {block[user].index for user in each.users} == {block[each].index}
+
+
+def test_what_canonicalize_glued_is_never_cut() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        row = h[0]
+        k = self.b(h.detach())
+        row += 1  # seen through h: stays in place
+        return self.c(h) + k
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    block = block_of(program)
+    glued = [n for n in block if meta.glue(n) is not None]
+    assert len(glued) > 1
+    assert len({block[n].index for n in glued}) == 1
+
+
+def test_a_cut_falls_where_the_fewest_bytes_cross() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        wide = self.a(x)
+        grown = wide.repeat(1, 4)
+        small = grown[:, :1]
+        again = small.repeat(1, 4)
+        return self.b(again)
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    block = block_of(program)
+    assert block[node(program, "small")] != block[node(program, "again")]
+
+
+def test_activations_follow_their_layer() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+    program = blocks_of(model, torch.zeros(2, 4))
+    assert [len(block.nodes) for block in program.blocks or ()][0] == 3
+    assert [block.name for block in program.blocks or ()] == ["0", "3"]
+
+
+def test_names_of_blocks_are_unique_and_say_where_they_are() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = F.linear(x, self.a.weight)
+        return self.a(self.a(x))
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    names = [block.name for block in program.blocks or ()]
+    assert names == ["a.weight", "a", "a (2)"]
