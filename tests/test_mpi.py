@@ -1,0 +1,50 @@
+"""A sample of the parity tests under real mpirun, one process a rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import MODELS
+from test_parity import FLOAT32, FLOAT64, reference, traced
+
+from gemsc.codegen.package import write_directory
+from gemsc.compiler import lower
+from gemsc.options import CompileOptions
+from gemsc.runtime.launch import launch
+from gemsc.verify import compare, read_record
+
+SAMPLE = [
+    ("unet", CompileOptions(ranks=4, micro_batches=8), torch.float64),
+    ("unet", CompileOptions(ranks=4, schedule="master", times=2), torch.float64),
+    ("unet", CompileOptions(ranks=2, placement="folded", data=2), torch.float64),
+    ("encoder", CompileOptions(ranks=2, micro_batches=3), torch.float32),
+    ("encoder", CompileOptions(ranks=4, schedule="mast", data=2), torch.float64),
+    ("resnet110v2", CompileOptions(ranks=4, schedule="chimera"), torch.float64),
+    ("resnet50", CompileOptions(ranks=3, schedule="gpipe"), torch.float64),
+    ("densecnn", CompileOptions(ranks=2, schedule="interleaved"), torch.float64),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    SAMPLE,
+    ids=[f"{name} {options.command_line()}" for name, options, _ in SAMPLE],
+)
+def test_processes_compute_what_one_process_does(
+    name: str, options: CompileOptions, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    program = lower(traced(name), options)
+    plan = program.plan
+    directory = tmp_path / "program"
+    write_directory(program.compilation, directory)
+    count = plan.data * plan.micro_batches
+    torch.save([MODELS[name].inputs(count, dtype)] * 2, tmp_path / "batches.pt")
+    words = ["--verify-into", str(tmp_path), "--dtype", str(dtype).split(".")[1]]
+    code = launch(plan.ranks, [sys.executable, str(directory), *words], timeout=120)
+    assert code == 0
+    found = compare(read_record(tmp_path, plan.ranks), reference(name, count, dtype, 2))
+    assert found.worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32)
