@@ -72,7 +72,7 @@ CASES = {
     ),
     "resnet20v2": Case(lambda: ResNetV2(depth=20), pictures(64), F.cross_entropy, 8),
     "resnet50": Case(
-        lambda: ResNet(Bottleneck, [3, 4, 6, 3]), pictures(64), F.cross_entropy, 16
+        lambda: ResNet(Bottleneck, [3, 4, 6, 3]), pictures(64), F.cross_entropy, 8
     ),
     "unet": Case(lambda: unet.UNet(base=16), masked_pictures, unet.loss, 8),
     # no dropout: then all contenders compute the same numbers, which is checked

@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,9 +49,19 @@ from gemsc.runtime.message import Input, Message
 from gemsc.runtime.trainer import load_rank_module
 from gemsc.runtime.weights import fill, read_tensors
 
-__all__ = ["Contender", "Job", "Turn", "compile_job", "contenders"]
+__all__ = [
+    "Contender",
+    "Job",
+    "Memory",
+    "Round",
+    "Turn",
+    "compile_job",
+    "contenders",
+    "quiet_rounds",
+]
 
 LEARNING_RATE = 0.001
+QUIET = 0.08  # of the machine, used by others during a turn
 ANSWER_SECONDS = 240.0  # longest wait for a group
 GROUP_SECONDS = 3600.0  # longest life of one
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -69,11 +80,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a group took for some steps; CPU seconds are summed over its ranks."""
+    """What a group took for some steps; CPU seconds are summed over its ranks.
+
+    `others` is the share of the machine's cores that went elsewhere meanwhile.
+    """
 
     seconds: float
     cpu_seconds: float
     losses: list[float]
+    others: float
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,7 @@ class Contender:
     def __init__(self, name: str, connections: list[Connection]) -> None:
         self.name = name
         self._connections = connections
+        self._busy = self._began = 0.0
 
     def run(self, num_steps: int) -> Turn:
         """Let it make one step that does not count, then `num_steps`."""
@@ -101,6 +117,7 @@ class Contender:
 
     def begin(self, num_steps: int) -> None:
         """Start what `run` does; another group may run at the same time."""
+        self._busy, self._began = _busy_seconds(), time.monotonic()
         self._order(("run", num_steps))
 
     def finish(self) -> Turn:
@@ -108,7 +125,9 @@ class Contender:
         found = self._answers()
         seconds = max(f["end"] for f in found) - min(f["start"] for f in found)
         losses = next(f["losses"] for f in found if f["losses"])
-        return Turn(seconds, sum(f["cpu"] for f in found), losses)
+        others = _busy_seconds() - self._busy - sum(f["all_cpu"] for f in found)
+        cores = (time.monotonic() - self._began) * (os.cpu_count() or 1)
+        return Turn(seconds, sum(f["cpu"] for f in found), losses, others / cores)
 
     def memory(self) -> Memory:
         """Let it make two steps and watch its memory."""
@@ -135,6 +154,47 @@ class Contender:
                 raise TimeoutError(f"{self.name} does not answer")
             answers.append(connection.recv())
         return answers
+
+
+Round = dict[str, Turn]
+
+
+def quiet_rounds(
+    make: Callable[[], Round], count: int, patience: float
+) -> tuple[list[Round], str]:
+    """Return `count` rounds in which others left the machine alone, and a note.
+
+    Rounds go on until there are as many, or for `patience` seconds; then the `count`
+    least disturbed ones are taken.
+    """
+    end = time.monotonic() + patience
+    rounds: list[Round] = []
+    while len(rounds) < count or (
+        sum(_disturbance(each) <= QUIET for each in rounds) < count
+        and time.monotonic() < end
+    ):
+        rounds.append(make())
+    kept = sorted(rounds, key=_disturbance)[:count]
+    shares = [turn.others for each in kept for turn in each.values()]
+    note = (
+        f"{count} of {len(rounds)} rounds; others used "
+        f"{statistics.mean(shares):.0%} of the machine, at most {max(shares):.0%}"
+    )
+    return kept, note
+
+
+def _disturbance(turns: Round) -> float:
+    return max(turn.others for turn in turns.values())
+
+
+def _busy_seconds() -> float:
+    """Return the seconds that all cores have worked since the start, or 0."""
+    try:
+        line = Path("/proc/stat").read_text().split("\n", 1)[0]
+    except OSError:  # not Linux: then nobody knows
+        return 0.0
+    user, nice, system, _idle, _waiting, *rest = map(int, line.split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def compile_job(
@@ -231,10 +291,10 @@ def serve(connection: Connection, step: Step) -> None:
     with contextlib.suppress(EOFError):
         while (order := connection.recv()) is not None:
             kind, num_steps = order
+            cpu = time.process_time()
             step()
-            connection.send(
-                _timed(step, num_steps) if kind == "run" else _watched(step)
-            )
+            found = _timed(step, num_steps) if kind == "run" else _watched(step)
+            connection.send(found | {"all_cpu": time.process_time() - cpu})
 
 
 def _timed(step: Step, num_steps: int) -> dict[str, Any]:
@@ -419,7 +479,7 @@ def start_torch(job: Job, place: Path) -> Step:
             schedule.step(
                 target=target, losses=losses, return_outputs=False, **_renamed(batch)
             )
-        for name in module.SHARED:  # it leaves that to its user
+        for name in module.REDUCTIONS:  # it leaves that to its user
             dist.all_reduce(named[name].grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

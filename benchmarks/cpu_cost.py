@@ -16,7 +16,14 @@ import tempfile
 from pathlib import Path
 
 from cases import CASES
-from contenders import Contender, Turn, compile_job, contenders
+from contenders import (
+    Contender,
+    Round,
+    Turn,
+    compile_job,
+    contenders,
+    quiet_rounds,
+)
 
 MODEL = "resnet20v2"
 ALONE, TWICE = "one process", "two, unrelated"
@@ -27,55 +34,52 @@ HEADER = (
 
 
 def measure(
-    ranks: list[int], count: int, schedule: str, rounds: int, steps: int
-) -> dict[str, list[Turn]]:
-    """Return what each group took in each round."""
+    ranks: list[int], count: int, options: argparse.Namespace
+) -> tuple[list[Round], str]:
+    """Return what each group took in each round, and a note on the rounds."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         jobs = {
             f"{number} ranks": (
                 "gemsc",
-                compile_job(MODEL, number, count, schedule, Path(name) / str(number)),
+                compile_job(
+                    MODEL, number, count, options.schedule, Path(name) / str(number)
+                ),
             )
             for number in ranks
         }
         alone = ("alone", next(job for _, job in jobs.values()))
         with contenders({ALONE: alone} | jobs | {TWICE: alone}) as started:
-            return _in_turn(started, rounds, steps)
+
+            def make() -> Round:
+                *groups, second = started
+                turns = {group.name: group.run(options.steps) for group in groups}
+                return turns | {TWICE: _at_once(groups[0], second, options.steps)}
+
+            return quiet_rounds(make, options.rounds, options.patience)
 
 
-def _in_turn(
-    started: list[Contender], rounds: int, steps: int
-) -> dict[str, list[Turn]]:
-    turns: dict[str, list[Turn]] = {group.name: [] for group in started}
-    first, *others, last = started
-    for _ in range(rounds):
-        for group in (first, *others):
-            turns[group.name].append(group.run(steps))
-        for group in (first, last):
-            group.begin(steps)
-        both = [first.finish(), last.finish()]
-        turns[TWICE].append(
-            Turn(  # of one of them, on average
-                max(turn.seconds for turn in both) / 2,
-                statistics.mean(turn.cpu_seconds for turn in both),
-                both[0].losses,
-            )
-        )
-    return turns
+def _at_once(first: Contender, second: Contender, steps: int) -> Turn:
+    """Return what one of two groups took, on average."""
+    for group in (first, second):
+        group.begin(steps)
+    both = [group.finish() for group in (first, second)]
+    return Turn(
+        seconds=max(turn.seconds for turn in both) / 2,
+        cpu_seconds=statistics.mean(turn.cpu_seconds for turn in both),
+        losses=both[0].losses,
+        others=0.0,  # each takes the other for a disturbance
+    )
 
 
-def rows(count: int, turns: dict[str, list[Turn]], steps: int) -> str:
+def rows(count: int, rounds: list[Round], steps: int) -> str:
     """Return a line for each group; ratios are those of the pairs of a round."""
     samples = CASES[MODEL].batch * steps
-    alone = turns[ALONE]
     lines = []
-    for name, own in turns.items():
+    for name in rounds[0]:
+        own = [each[name] for each in rounds]
         speed = statistics.median(samples / turn.seconds for turn in own)
         cpu = statistics.median(turn.cpu_seconds / samples for turn in own)
-        ratios = [
-            turn.cpu_seconds / other.cpu_seconds
-            for turn, other in zip(own, alone, strict=True)
-        ]
+        ratios = [each[name].cpu_seconds / each[ALONE].cpu_seconds for each in rounds]
         low, middle, high = statistics.quantiles(ratios, n=4)
         lines.append(
             f"{name:<16}{count:>3}{speed:12.1f}{1e3 * cpu:15.2f}{middle:14.3f}"
@@ -93,15 +97,19 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=6, help="in each turn")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds to wait for quiet rounds"
+    )
     options = parser.parse_args()
     if options.quick:
         options.ranks, options.micro_batches = "2", "4"
-        options.rounds, options.steps = 2, 1
+        options.rounds, options.steps, options.patience = 2, 1, 0
     ranks = [int(number) for number in options.ranks.split(",")]
     print(HEADER, flush=True)
     for count in map(int, options.micro_batches.split(",")):
-        turns = measure(ranks, count, options.schedule, options.rounds, options.steps)
-        print(rows(count, turns, options.steps), flush=True)
+        found, note = measure(ranks, count, options)
+        print(rows(count, found, options.steps), flush=True)
+        print(f"{'':19}{note}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,65 +11,75 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from cases import CASES
-from contenders import Job, Memory, Turn, compile_job, contenders
+from contenders import Job, Memory, Round, compile_job, contenders, quiet_rounds
 
 HEADER = (
-    f"{'model':<11}{'M':>3}  {'runs on':<20}{'samples/s':>10}{'CPU ms/sample':>15}"
+    f"{'model':<10}{'M':>3}  {'runs on':<17}{'samples/s':>10}{'CPU ms/sample':>15}"
     f"{'tensors MiB':>13}{'resident MiB':>14}"
 )
 
 
-def measure(job: Job, rounds: int, steps: int) -> dict[str, tuple[list[Turn], Memory]]:
-    """Return what each contender took in each round; the rounds are interleaved."""
-    groups = {
-        "one process": ("alone", job),
-        "gemsc, 2 ranks": ("gemsc", job),
-        "torch.pipelining, 2": ("torch", job),
-    }
-    with contenders(groups) as started:
-        turns = {group.name: [] for group in started}
-        for _ in range(rounds):
-            for group in started:
-                turns[group.name].append(group.run(steps))
-        return {group.name: (turns[group.name], group.memory()) for group in started}
+ALONE, OURS, THEIRS = "one process", "gemsc", "torch.pipelining"
 
 
-def lines(job: Job, found: dict[str, tuple[list[Turn], Memory]], steps: int) -> str:
+@dataclass(frozen=True)
+class Found:
+    """What was measured of one model and number of micro-batches."""
+
+    job: Job
+    steps: int
+    rounds: list[Round]
+    memory: dict[str, Memory]
+    note: str
+
+
+def measure(job: Job, rounds: int, steps: int, patience: float) -> Found:
+    """Let the contenders train in turn."""
+    kinds = {ALONE: "alone", OURS: "gemsc", THEIRS: "torch"}
+    with contenders({name: (kind, job) for name, kind in kinds.items()}) as started:
+
+        def make() -> Round:
+            return {group.name: group.run(steps) for group in started}
+
+        found, note = quiet_rounds(make, rounds, patience)
+        memory = {group.name: group.memory() for group in started}
+        return Found(job, steps, found, memory, note)
+
+
+def lines(found: Found) -> str:
     """Return the rows of one model and number of micro-batches."""
-    samples = CASES[job.case].batch * steps
+    job = found.job
+    samples = CASES[job.case].batch * found.steps
     rows = []
-    for name, (turns, memory) in found.items():
+    for name, memory in found.memory.items():
+        turns = [each[name] for each in found.rounds]
         speed = statistics.median(samples / turn.seconds for turn in turns)
         cpu = statistics.median(turn.cpu_seconds / samples for turn in turns)
         rows.append(
-            f"{job.case:<11}{job.micro_batches:>3}  {name:<20}{speed:10.1f}"
+            f"{job.case:<10}{job.micro_batches:>3}  {name:<17}{speed:10.1f}"
             f"{1e3 * cpu:15.2f}{memory.tensors / 2**20:13.1f}"
             f"{memory.resident / 2**20:14.0f}"
         )
-    pairs = zip(
-        found["gemsc, 2 ranks"][0], found["torch.pipelining, 2"][0], strict=True
-    )
-    ratios = sorted(theirs.seconds / ours.seconds for ours, theirs in pairs)
-    first, middle, last = ratios[0], statistics.median(ratios), ratios[-1]
-    rows.append(
-        f"{'':16}gemsc is {middle:.2f} times as fast as torch.pipelining "
-        f"({first:.2f} to {last:.2f} in {len(ratios)} pairs); "
-        f"losses differ by {spread(found):.0e}"
-    )
+    ratios = sorted(each[THEIRS].seconds / each[OURS].seconds for each in found.rounds)
+    rows += [
+        f"{'':15}gemsc / torch.pipelining, samples/s: "
+        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"{'':15}{found.note}; losses differ by {spread(found.rounds):.0e}",
+    ]
     return "\n".join(rows)
 
 
-def spread(found: dict[str, tuple[list[Turn], Memory]]) -> float:
+def spread(rounds: list[Round]) -> float:
     """Return the largest relative difference between the contenders' losses."""
-    losses = [
-        [loss for turn in turns for loss in turn.losses] for turns, _ in found.values()
-    ]
-    return max(
-        (max(same) - min(same)) / max(same) for same in zip(*losses, strict=True)
-    )
+    worst = 0.0
+    for each in rounds:
+        for same in zip(*(turn.losses for turn in each.values()), strict=True):
+            worst = max(worst, (max(same) - min(same)) / max(same))
+    return worst
 
 
 def main() -> None:
@@ -80,9 +90,13 @@ def main() -> None:
     parser.add_argument("--micro-batches", default="1,4,8")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="in each turn")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds to wait for quiet rounds"
+    )
     options = parser.parse_args()
     if options.quick:
-        options.models, options.micro_batches, options.rounds = "mlp", "2", 2
+        options.models, options.micro_batches = "mlp", "2"
+        options.rounds, options.patience = 2, 0
     print(HEADER, flush=True)
     for model in options.models.split(","):
         for count in map(int, options.micro_batches.split(",")):
@@ -90,8 +104,8 @@ def main() -> None:
             schedule = "1f1b" if count > 1 else "gpipe"
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 job = compile_job(model, 2, count, schedule, Path(folder))
-                found = measure(job, options.rounds, options.steps)
-            print(lines(job, found, options.steps), flush=True)
+                found = measure(job, options.rounds, options.steps, options.patience)
+            print(lines(found), flush=True)
 
 
 if __name__ == "__main__":

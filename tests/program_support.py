@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from networks import mean
 from support import run_on_threads
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -45,10 +46,12 @@ class Net(nn.Module):
         return self.steps(self, *args, **kwargs)
 
 
-def mean(output: Any) -> Tensor:
-    """Return a loss that takes no target, of the first output."""
-    leaf = next(t for t in pytree.tree_leaves(output) if isinstance(t, Tensor))
-    return leaf.float().square().mean()
+def trunk(count: int = 6) -> nn.Sequential:
+    """Return layers, enough for a skip over them to be long."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
+    return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:

@@ -37,10 +37,11 @@ def test_the_compile_time_benchmark_prints_seconds_and_slopes():
 
 @pytest.mark.mpi
 def test_the_cpu_cost_benchmark_prints_a_row_for_each_group():
-    _, *rows = run_quickly("cpu_cost.py")
+    _, *rows, note = run_quickly("cpu_cost.py")
     assert [row[:16].strip() for row in rows] == [
         "one process",
         "2 ranks",
         "two, unrelated",
     ]
+    assert "others used" in note
     assert all(len(numbers(row)) == 5 and min(numbers(row)) > 0 for row in rows)

@@ -49,7 +49,9 @@ def test_the_skips_of_nested_modules_are_long_at_every_level() -> None:
     assert all(found.values())
 
 
-def test_skips_of_dense_connections_are_long_as_they_are_joined_again_and_again() -> None:
+def test_skips_of_dense_connections_are_long_as_they_are_joined_again_and_again() -> (
+    None
+):
     found = kinds(blocks_of(networks.Dense(), PICTURE))
     assert sum(found.values()) >= 7
 

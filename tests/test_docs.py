@@ -8,16 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from gemsc.cli import app
-from gemsc.codegen.package import rank_modules
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.ir.dump import dump
-from gemsc.options import CompileOptions
 from gemsc.runtime.launch import launch
 from gemsc.runtime.train import parse_arguments
 from gemsc.schedules import SCHEDULES
@@ -32,26 +31,38 @@ ELSEWHERE = re.compile(
 )
 
 
+# `<!-- from unet annotate: %a; %b -->` above a block says what the block shows
+SHOWN = re.compile(
+    r"^<!-- from (?P<model>\w+) (?P<place>[\w.-]+): ?(?P<starts>[^\n]*) -->\n"
+    r"```(?P<kind>\w+)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+WIDTH = 100
+
+
 def blocks(path: Path, kind: str) -> list[str]:
     """Return the fenced blocks of a kind."""
     text = path.read_text(encoding="utf-8")
     return re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def find_lines(shown: str, text: str) -> None:
-    """Look for lines in order; `...` stands for any lines, or for the rest of one."""
-    lines = iter(text.splitlines())
-    for wanted in shown.splitlines():
-        if wanted.strip() == "...":
-            continue
-        start = wanted.removesuffix("...") if wanted.endswith(" ...") else None
-        matches = (
-            line.strip() == wanted.strip()
-            if start is None
-            else line.strip().startswith(start.strip())
-            for line in lines
-        )
-        assert any(matches), f"not there, or not in this place: {wanted}"
+def pick_statements(text: str, starts: list[str]) -> str:
+    """Return the top-level statements that start so."""
+    lines = text.splitlines()
+    found = []
+    for node in ast.parse(text).body:
+        if lines[node.lineno - 1].startswith(tuple(starts)):
+            found.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    assert len(found) >= len(starts)
+    return "\n\n\n".join(found) + "\n"
+
+
+def pick_lines(text: str, starts: list[str]) -> str:
+    """Return the lines that start so."""
+    lines = [t for t in text.splitlines() if t.strip().startswith(tuple(starts))]
+    assert lines
+    cut = [t if len(t) <= WIDTH else f"{t[: WIDTH - 4]} ..." for t in lines]
+    return "\n".join(cut) + "\n"
 
 
 # links, commands, names
@@ -117,10 +128,10 @@ def test_all_names_of_a_model_file_are_explained():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_are_named_exist(page, capsys):
-    known = {"--help", "--update-golden", "--check", "--force-exclude"}
-    known |= {"--extra-index-url", "--print-after", "--time-passes"}
-    known |= {f"--{f.name}".replace("_", "-") for f in fields(CompileOptions)}
-    known |= {f"--no-{f.name}" for f in fields(CompileOptions) if f.type == "bool"}
+    known = {"--update-golden", "--extra-index-url", "--help"}  # pytest's, pip's
+    for command in get_command(app).commands.values():
+        known |= {name for param in command.params for name in param.opts}
+        known |= {name for param in command.params for name in param.secondary_opts}
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
@@ -148,12 +159,26 @@ def test_the_project_stands_alone():
     assert not wrong
 
 
-# the tour
+# what is shown of programs
 
 
-@pytest.fixture(scope="module")
-def unet_dumps() -> tuple[CompiledProgram, dict[str, str]]:
-    user = load_user_model(str(UNET))
+@dataclass
+class Shown:
+    """A compiled model and the dump after each pass."""
+
+    program: CompiledProgram
+    dumps: dict[str, str]
+
+    def pick(self, place: str, starts: list[str]) -> str:
+        if place == "order":
+            return "\n".join(self.program.plan.order) + "\n"
+        if place.endswith(".py"):
+            return pick_statements(self.program.rank_modules()[place], starts)
+        return pick_lines(self.dumps[place], starts)
+
+
+def compile_file(path: Path, **options) -> Shown:
+    user = load_user_model(str(path))
     dumps: dict[str, str] = {}
 
     def keep(step, program, seconds):
@@ -167,31 +192,34 @@ def unet_dumps() -> tuple[CompiledProgram, dict[str, str]]:
         example_target=user.make_target(inputs),
         source=user.path,
         after_each=keep,
-        check=False,
-        ranks=4,
-        micro_batches=8,
+        **options,
     )
-    return program, dumps
+    return Shown(program, dumps)
 
 
-def test_the_tour_shows_what_each_pass_gives(unet_dumps):
-    _, dumps = unet_dumps
-    tour = (ROOT / "docs" / "tour.md").read_text()
-    shown = 0
-    for section in tour.split("\n## ")[1:]:
-        title = section.split(":")[0].split(", ")[-1]
-        for block in re.findall(r"^```dump\n(.*?)^```", section, re.M | re.S):
-            find_lines(block, dumps[title])
-            shown += 1
-    assert shown == 6
+@pytest.fixture(scope="module")
+def models(workplace) -> dict[str, Shown]:
+    """The models that the documentation shows."""
+    return {
+        "unet": compile_file(UNET, ranks=4, micro_batches=8, check=False),
+        "rings": compile_file(workplace / "rings.py", ranks=2),
+    }
 
 
-def test_the_tour_shows_the_order_and_the_text_of_a_rank(unet_dumps):
-    program, _ = unet_dumps
-    (order,) = blocks(ROOT / "docs" / "tour.md", "plan")
-    assert order.splitlines() == program.plan.order
-    (text,) = blocks(ROOT / "docs" / "tour.md", "rank0")
-    find_lines(text, program.rank_modules()["rank0.py"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_shown_is_what_comes_out(page, models, pytestconfig):
+    def write_anew(found: re.Match[str]) -> str:
+        starts = [start.lstrip() for start in found["starts"].split(";")]
+        text = models[found["model"]].pick(found["place"], starts)
+        comment = found[0].split("\n", 1)[0]
+        return f"{comment}\n```{found['kind']}\n{text}```"
+
+    before = page.read_text(encoding="utf-8")
+    now = SHOWN.sub(write_anew, before)
+    if pytestconfig.getoption("--update-golden"):
+        page.write_text(now, encoding="utf-8")
+    else:
+        assert now == before, "if it is right, run pytest --update-golden"
 
 
 # the readme
@@ -201,11 +229,11 @@ def test_the_tour_shows_the_order_and_the_text_of_a_rank(unet_dumps):
 def workplace(tmp_path_factory) -> Path:
     """A folder with the files of the readme."""
     folder = tmp_path_factory.mktemp("readme")
-    model, first, second = blocks(ROOT / "README.md", "python")
+    model, *others = blocks(ROOT / "README.md", "python")
     (folder / "rings.py").write_text(model)
-    for text in (first, second):
-        name = text.splitlines()[0].removeprefix("# ")
-        (folder / name).write_text(text)
+    for text in others:
+        if name := re.match(r"# (\w+\.py)\n", text):
+            (folder / name[1]).write_text(text)
     return folder
 
 
@@ -221,21 +249,6 @@ def run(folder: Path, words: list[str]) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def test_the_readme_shows_the_generated_file(workplace):
-    user = load_user_model(str(workplace / "rings.py"))
-    inputs = user.make_inputs()
-    program = compile(
-        user.make_model(),
-        inputs,
-        loss=user.make_loss(),
-        example_target=user.make_target(inputs),
-        source=user.path,
-        ranks=2,
-    )
-    (shown,) = blocks(ROOT / "README.md", "generated")
-    find_lines(shown, rank_modules(program.compilation)["rank1.py"])
 
 
 @pytest.mark.mpi

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
+from gemsc.ir.twins import keywords_of_both
 
 __all__ = [
     "UserObject",
@@ -281,8 +282,10 @@ def _with_choices(
     if twin is None:
         return tuple(node.args), dict(node.kwargs)
     args = tuple(_choose(a, b) for a, b in zip(node.args, twin.args, strict=True))
-    kwargs = {key: _choose(v, twin.kwargs[key]) for key, v in node.kwargs.items()}
-    return args, kwargs
+    both = keywords_of_both(node, twin)
+    if both is None:
+        raise InternalError(f"{node.name} and its twin have other keywords")
+    return args, {key: _choose(*values) for key, values in both.items()}
 
 
 def _choose(training: Any, evaluation: Any) -> Any:

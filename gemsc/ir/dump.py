@@ -27,10 +27,14 @@ def target_name(node: fx.Node) -> str:
     if node.op == "output":
         return "output"
     target: Any = node.target
-    module = getattr(target, "__module__", None) or "torch"
-    module = module.removeprefix("torch._C.").replace("_operator", "operator")
-    name = getattr(target, "__qualname__", None) or str(target)
-    return f"{module}.{name}"
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target}"
+    module = str(getattr(target, "__module__", None) or "torch")
+    name = str(getattr(target, "__qualname__", None) or target.__name__)
+    if module == "torch.nn.functional":  # max_pool2d is called `fn` in there
+        name = target.__name__
+    name = name.removeprefix("_VariableFunctionsClass.")
+    return f"{module.removeprefix('torch._C.').removeprefix('_')}.{name}"
 
 
 def _lines(program: Program) -> Iterator[str]:

@@ -84,6 +84,9 @@ def transfers_cover_what_stages_use(program: Program) -> None:
     outputs = {(node, program.home) for node in program.outputs}
     if len(given) != len(set(given)) or not wanted <= set(given) <= wanted | outputs:
         raise InternalError("the transfers are not the values that stages use")
+    indices = [transfer.index for transfer in program.transfers]
+    if len(indices) != len(set(indices)):
+        raise InternalError(f"transfers have the same index: {indices}")
     for transfer in program.transfers:
         sources = {stage_of[value] for value in transfer.values}
         if sources != {transfer.source} or transfer.source >= transfer.dest:

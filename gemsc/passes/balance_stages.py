@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import ClassVar
 
 from gemsc.errors import GemscError
@@ -62,8 +63,7 @@ class BalanceStages(Pass):
             starts = self._balanced(blocks, _crossing(program, blocks))
         edges = [0, *starts, len(blocks)]
         stages = tuple(
-            Stage(index, blocks[a:b])
-            for index, (a, b) in enumerate(zip(edges, edges[1:], strict=False))
+            Stage(index, blocks[a:b]) for index, (a, b) in enumerate(pairwise(edges))
         )
         return replace(program, stages=stages)
 

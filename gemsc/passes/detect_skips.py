@@ -70,12 +70,13 @@ def _seconds(node: fx.Node) -> float:
 
 
 def _hourglass(value: fx.Node, span: tuple[fx.Node, ...], last: fx.Node) -> bool:
-    """Whether the last use joins the value with what went to a lower resolution and back.
+    """Whether the last use joins the value with what came down in resolution and up.
 
     There may be no other way at full resolution, as around squeeze and excitation, and
     what is joined must be at full resolution itself, not a factor for each channel.
     """
-    others = [source for source in last.all_input_nodes if source is not value]
+    inside = set(span)
+    others = [source for source in last.all_input_nodes if source in inside]
     high = _resolution(value)
     if high is None or not others:
         return False

@@ -14,6 +14,7 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.program import Block, Program, Stage
+from gemsc.ir.twins import keywords_of_both
 from gemsc.passes.base import Pass
 
 __all__ = ["FollowStages", "find_twins"]
@@ -82,7 +83,7 @@ def _tensors(program: Program, node: fx.Node) -> list[str]:
 
 
 def find_twins(training: Program, evaluation: Program) -> dict[fx.Node, fx.Node] | None:
-    """Match the nodes of two graphs that differ in constants only; None if they do not."""
+    """Match the nodes of two graphs that differ in constants only; else return None."""
     ours, theirs = list(training.graph.nodes), list(evaluation.graph.nodes)
     if len(ours) != len(theirs):
         return None
@@ -90,7 +91,10 @@ def find_twins(training: Program, evaluation: Program) -> dict[fx.Node, fx.Node]
     for a, b in zip(ours, theirs, strict=True):
         if a.op != b.op or a.target != b.target:
             return None
-        if not _alike((a.args, dict(a.kwargs)), (b.args, dict(b.kwargs)), twins):
+        keywords = keywords_of_both(a, b)
+        if keywords is None or not _alike(a.args, b.args, twins):
+            return None
+        if not all(_alike(x, y, twins) for x, y in keywords.values()):
             return None
         if meta.region(a) != meta.region(b):
             return None

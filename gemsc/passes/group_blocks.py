@@ -8,16 +8,16 @@ Example, a residual network (one line a block):
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.program import Block, Program
+from gemsc.ir.program import Block, Program, Skip
 from gemsc.passes.base import Pass
 
 __all__ = ["GroupBlocks"]
@@ -31,7 +31,7 @@ class GroupBlocks(Pass):
        between two calls of a layer with running statistics, or where something that is
        no tensor would cross. Overlapping short skips share a block only while the block
        stays short itself, so that densely connected networks can be cut.
-    2. Between two heavy nodes one cut is enough: where the fewest bytes cross, the
+    2. Between two heavy nodes one cut is enough: where the fewest bytes are sent, the
        later one of equals, so that normalisation and activation follow their layer.
     """
 
@@ -50,9 +50,9 @@ class GroupBlocks(Pass):
         for first, last in _indivisible(program, order):
             _forbid(allowed, first, last)
         self._keep_short_skips(program, order, allowed)
-        cuts = _choose_cuts(nodes, order, allowed)
+        cuts = _choose_cuts(program, order, allowed)
         edges = [0, *cuts, len(nodes)]
-        groups = [nodes[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b]
+        groups = [nodes[a:b] for a, b in pairwise(edges) if a < b]
         names = _unique(_block_name(group) for group in groups)
         blocks = tuple(
             Block(index, name, group)
@@ -134,16 +134,36 @@ def _indivisible(
 
 
 def _choose_cuts(
-    nodes: tuple[fx.Node, ...], order: dict[fx.Node, int], allowed: list[bool]
+    program: Program, order: dict[fx.Node, int], allowed: list[bool]
 ) -> list[int]:
+    nodes = tuple(order)
     crossing = _crossing_bytes(nodes, order)
     heavy = [i for i, node in enumerate(nodes) if meta.facts(node).heavy]
+    long = [skip for skip in program.skips or () if skip.long]
     cuts = []
-    for before, after in zip(heavy, heavy[1:], strict=False):
+    for before, after in pairwise(heavy):
         options = [p for p in range(before + 1, after + 1) if allowed[p]]
+        far = [s for s in long if order[s.value] < after < order[s.last_use]]
+        cost = {p: crossing[p] - _sent_apart(far, order, p, after) for p in options}
         if options:
-            cuts.append(min(options, key=lambda p: (crossing[p], -p)))
+            cuts.append(min(options, key=lambda p: (cost[p], -p)))
     return cuts
+
+
+def _sent_apart(
+    far: list[Skip], order: dict[fx.Node, int], start: int, end: int
+) -> int:
+    """Return the bytes that a cut at `start` carries to mirrors only.
+
+    They go there wherever the cut falls. So a level of a U-Net is cut after its pool:
+    before it, the level would go to the next stage as well.
+    """
+    return sum(
+        skip.num_bytes
+        for skip in far
+        if order[skip.value] < start
+        and not any(start <= order.get(user, -1) <= end for user in skip.value.users)
+    )
 
 
 def _crossing_bytes(nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> list[int]:
@@ -165,8 +185,8 @@ def _block_name(nodes: tuple[fx.Node, ...]) -> str:
     """Return the module path that the block's layers share, else its first layer's."""
     heavy = [node for node in nodes if meta.facts(node).heavy] or list(nodes[:1])
     paths = [_path(node).split(".") for node in heavy]
-    common = os.path.commonprefix(paths)
-    return ".".join(common or paths[0])
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
+    return ".".join(words[0] for words in same) or ".".join(paths[0])
 
 
 def _path(node: fx.Node) -> str:

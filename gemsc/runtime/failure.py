@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import linecache
 import os
 import re
 import socket
@@ -21,14 +20,15 @@ from gemsc.runtime.progress import STATUS_VARIABLE, Status
 from gemsc.runtime.transport import Transport
 
 __all__ = [
+    "computed_lines",
     "describe_failure",
     "install_hooks",
-    "named_locations",
     "stop_all",
     "watch_exit",
 ]
 
 REPORT_SECONDS = 2.0  # for the first rank that fails, before another one ends it
+RANK_FILE = re.compile(r"rank\d+\.py")
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 LOCATION = re.compile(r"^\s*# (\S+\.py:\d+(?: in \S+)?)  (.*)$")
@@ -38,6 +38,7 @@ def describe_failure(error: BaseException, rank: int, status: Status | None) -> 
     """Return the report: rank, stage, micro-batch, the user's line, the traceback."""
     doing = f" in {status}" if status is not None else ""
     if isinstance(error, GemscError):
+        error.at = error.at or _user_place(error.__traceback__)
         return f"{error}\nnote: on rank {rank}{doing}"
     lines = [f"error: rank {rank} failed{doing}"]
     lines += _user_lines(error.__traceback__)
@@ -52,23 +53,30 @@ def _user_lines(trace: TracebackType | None) -> list[str]:
     """
     own: list[str] = []
     generated: list[str] = []
-    while trace is not None:
-        path, number = Path(trace.tb_frame.f_code.co_filename), trace.tb_lineno
-        if re.fullmatch(r"rank\d+\.py", path.name):
+    for frame in traceback.extract_tb(trace):
+        path, number = Path(frame.filename), frame.lineno or 0
+        if RANK_FILE.fullmatch(path.name):
             own, generated = [], _generated_lines(path, number)
         elif _is_users(path):
-            text = linecache.getline(str(path), number).strip()
-            own = [f"{SourceLocation(str(path), number)}: {text}"]
-        trace = trace.tb_next
+            own = [f"{SourceLocation(frame.filename, number)}: {frame.line}"]
     return own + [line for line in generated if line not in own]
 
 
+def _user_place(trace: TracebackType | None) -> SourceLocation | None:
+    """Return the innermost line of the user's."""
+    found = None
+    for frame in traceback.extract_tb(trace):
+        if _is_users(Path(frame.filename)) and frame.lineno is not None:
+            found = SourceLocation(frame.filename, frame.lineno)
+    return found
+
+
 def _is_users(path: Path) -> bool:
-    """Whether a file is of neither Python, a package, gemsc nor a program's start."""
+    """Whether a file is of neither Python, a package, gemsc nor a program."""
     file = str(path)
-    if file.startswith("<") or "-packages" in file or path.name == "__main__.py":
+    if file.startswith(("<", *LIBRARIES)) or "-packages" in file:
         return False
-    return not file.startswith(LIBRARIES)
+    return not (path.parent / "plan.toml").is_file()
 
 
 def _generated_lines(path: Path, number: int) -> list[str]:
@@ -87,20 +95,19 @@ def _generated_lines(path: Path, number: int) -> list[str]:
             return [f"{found[1]}: {found[2]}", f"generated: {path}:{number}"]
         if line.startswith(("class ", "def ")):
             break
-    named = named_locations(path)
-    if not named:
-        return [f"generated: {path}:{number}"]
-    span = f"{named[0]} to {named[-1]}"
-    return [f"this rank computes {span}", f"generated: {path}:{number}"]
+    return [*computed_lines(path), f"generated: {path}:{number}"]
 
 
-def named_locations(path: Path) -> list[str]:
-    """Return the user's lines that a rank's file names, in order."""
+def computed_lines(path: Path) -> list[str]:
+    """Return one line that says which of the user's lines a rank's file computes."""
     try:
         source = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    return [found[1] for found in map(LOCATION.match, source) if found]
+    named = [found[1] for found in map(LOCATION.match, source) if found]
+    if not named:
+        return []
+    return ["this rank computes " + " to ".join(dict.fromkeys((named[0], named[-1])))]
 
 
 def stop_all(

@@ -21,13 +21,18 @@ def measure(directory: Path, num_steps: int) -> list[list[Mark]]:
     """Return, for each rank, what it did and when in the step of median length.
 
     Raises:
-        GemscError: the program cannot train, or a rank failed.
+        GemscError: the program cannot train or has no source, or a rank failed.
     """
     plan = Plan.read(directory / "plan.toml")
     if not any("B" in row for row in plan.order):
         raise GemscError(
             f"{directory} cannot train: it was compiled without a loss",
             help="add loss(output, target) to the model's file and compile again",
+        )
+    if not plan.spec:
+        raise GemscError(
+            f"{directory} was compiled from Python: its example inputs are in no file",
+            help="compile it from a file with model() and example_inputs()",
         )
     with tempfile.TemporaryDirectory(prefix="gemsc-times-") as name:
         code = start(directory, ["--record-into", name, "--steps", str(num_steps)])

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.trainer import Trainer
 from gemsc.runtime.transport import Transport
@@ -92,11 +91,6 @@ def record_timed_steps(
     is the first rank's leaving that counts.
     """
     plan = Plan.read(directory / "plan.toml")
-    if not plan.spec:
-        raise GemscError(
-            f"{directory} was compiled from Python: its example inputs are in no file",
-            help="compile it from a file with model() and example_inputs()",
-        )
     user = load_user_model(plan.spec)
     inputs = user.make_inputs()
     target = user.make_target(inputs)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemsc.plan import Plan
-from gemsc.runtime.failure import named_locations
+from gemsc.runtime.failure import computed_lines
 from gemsc.runtime.launch import launch
 from gemsc.runtime.progress import BAR_VARIABLE, STATUS_VARIABLE, read_status
 from gemsc.runtime.train import check_program, parse_arguments
@@ -37,7 +37,8 @@ def start(
             doing = read_status(folder, rank)
             if doing is None or (folder / "reported").exists():
                 return None
-            return f"error: rank {rank} was killed in {doing}{_lines(directory, rank)}"
+            lines = computed_lines(directory / f"rank{rank % plan.copy_ranks}.py")
+            return "\n".join([f"error: rank {rank} was killed in {doing}", *lines])
 
         environment = {STATUS_VARIABLE: name}
         if sys.stdout.isatty():
@@ -50,9 +51,3 @@ def start(
             timeout=timeout,
             explain=explain,
         )
-
-
-def _lines(directory: Path, rank: int) -> str:
-    """Return which of the user's lines a rank computes."""
-    named = named_locations(directory / f"rank{rank}.py")
-    return f"\nthis rank computes {named[0]} to {named[-1]}" if named else ""

@@ -26,12 +26,12 @@ __all__ = ["draw", "grid", "panels_of", "write_timeline"]
 
 MOST_ARROWS = 400
 MOST_COLUMNS = 240  # of the text grid
-HUES = (0.575, 0.075, 0.42, 0.86)  # replica 0 is blue, its mirror orange
+HUES = (0.575, 0.075, 0.33, 0.86)  # replica 0 is blue, its mirror orange
 # lightness of the first and the last stage of a rank, and saturation
 SHADES = {
     "forward": (0.80, 0.67, 0.62),
     "backward": (0.50, 0.34, 0.50),
-    "weight": (0.90, 0.80, 0.30),
+    "weight": (0.74, 0.60, 0.40),
 }
 OTHERS = {
     "wait": "#f6d5d0",
@@ -229,7 +229,7 @@ class _Picture:
             return
         label = str(span.action.micro_batch)
         font = min(11, height - 4)
-        if width >= 0.6 * font * len(label) + 2:
+        if width >= 0.58 * font * len(label) + 1.5:
             tone = "light" if span.kind == "backward" else "dark"
             middle = _n(x + width / 2), _n(y + height / 2 + 0.36 * font)
             self.labels.append(
@@ -350,7 +350,8 @@ def _fill(row: Row, span: Span) -> tuple[str, str]:
 def _colour(kind: str, replica: int, share: float) -> str:
     first, last, saturation = SHADES[kind]
     lightness = first + (last - first) * share
-    rgb = hls_to_rgb(HUES[replica % len(HUES)], lightness, saturation)
+    hue = HUES[replica % len(HUES)] - (0.11 if kind == "weight" else 0.0)
+    rgb = hls_to_rgb(hue % 1.0, lightness, saturation)
     return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
 
 

@@ -1,0 +1,653 @@
+"""Every mistake of a user's has a message with its line, advice, and exit code 1."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import MODEL, SECONDS, Gemsc, Outcome, files, gemsc_here, start
+from torch import nn
+
+from gemsc import cli
+from gemsc.errors import GemscError
+from gemsc.runtime import launch
+from gemsc.runtime.train import check_program
+from gemsc.runtime.weights import fill
+
+# what a case changes is at the end of the file: the last definition of a name counts
+HERE = "  # <-- here"
+
+
+def with_forward(body: str) -> str:
+    """Return the file with another forward; `HERE` marks the line that is wrong."""
+    lines = [f"        {line}\n" for line in body.split("\n")]
+    return re.sub(
+        r"(def forward\(self, x\):\n)(.*?\n)\n", rf"\1{''.join(lines)}\n", MODEL,
+        count=1, flags=re.DOTALL,
+    )  # fmt: skip
+
+
+def without(name: str) -> str:
+    """Return the file without one of its functions."""
+    return re.sub(rf"def {name}\(.*?\n(?=\n\n|\Z)", "", MODEL, flags=re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A file, a command line, and what the message must say."""
+
+    says: tuple[str, ...]
+    text: str = MODEL
+    words: str = "compile model.py"
+    advises: str = ""
+
+
+FILES = {
+    "syntax error": Mistake(
+        ("syntax error",), MODEL + f"def f(:{HERE}\n", advises="python model.py"
+    ),
+    "import of what is not there": Mistake(
+        ("importing model.py fails", "ModuleNotFoundError"),
+        MODEL + f"import not_there_at_all{HERE}\n",
+        advises="install not_there_at_all",
+    ),
+    "error at import": Mistake(
+        ("importing model.py fails", "ZeroDivisionError"), MODEL + f"1 / 0{HERE}\n"
+    ),
+    "sys.exit at import": Mistake(
+        ("importing model.py fails", "SystemExit: 3"),
+        MODEL + f"import sys\nsys.exit(3){HERE}\n",
+    ),
+    "no model": Mistake(
+        ("no model in model.py", "Net"),
+        without("model"),
+        advises="compile model.py:Net",
+    ),
+    "no Module": Mistake(
+        ("model gives an object of type int",),
+        MODEL + f"def model():{HERE}\n    return 3\n",
+        advises="return a torch.nn.Module",
+    ),
+    "model() raises": Mistake(
+        ("model() fails: ValueError: no width",),
+        MODEL + f"def model():\n    raise ValueError('no width'){HERE}\n",
+        advises="when it is called alone",
+    ),
+    "model() exits": Mistake(
+        ("model() fails: SystemExit",),
+        MODEL + f"import sys\ndef model():\n    sys.exit(){HERE}\n",
+    ),
+    "model(width)": Mistake(
+        ("model() fails: TypeError", "width"),
+        MODEL + f"def model(width):{HERE}\n    return Net()\n",
+        advises="without arguments",
+    ),
+    "no example_inputs": Mistake(
+        ("no example_inputs in model.py",),
+        without("example_inputs").replace("def model():", f"def model():{HERE}"),
+        advises="add example_inputs()",
+    ),
+    "empty example_inputs": Mistake(
+        ("example_inputs holds no tensor",),
+        MODEL + f"def example_inputs():{HERE}\n    return ()\n",
+    ),
+    "example_inputs of a wrong type": Mistake(
+        ("example_inputs is of type int",),
+        MODEL + f"def example_inputs():{HERE}\n    return 3\n",
+    ),
+    "loss without target": Mistake(
+        ("nothing that gives its target",),
+        without("dataset").replace(
+            "def loss(output, target):", f"def loss(output, target):{HERE}"
+        ),
+        advises="add dataset()",
+    ),
+    "loss is no function": Mistake(
+        ("loss is of type int",), MODEL + f"loss = 3{HERE}\n", advises="loss(output"
+    ),
+    "loss is no scalar": Mistake(
+        ("the loss has shape [2, 4]",),
+        MODEL + "def loss(output, target):\n    return output\n",
+        advises="take the mean",
+    ),
+    "loss does not learn": Mistake(
+        ("no parameter gets a gradient",),
+        MODEL + "def loss(output, target):\n    return output.detach().sum()\n",
+        advises="detach",
+    ),
+    "dataset of no pairs": Mistake(
+        ("does not give (input, target) pairs",),
+        MODEL + f"def dataset():{HERE}\n    return [torch.zeros(8)] * 9\n",
+        advises="return a pair",
+    ),
+    "empty dataset": Mistake(
+        ("the dataset is empty",), MODEL + f"def dataset():{HERE}\n    return []\n"
+    ),
+    "dataset without len": Mistake(
+        ("has no len()",),
+        MODEL + f"def dataset():{HERE}\n    return iter([])\n",
+        advises="needs len()",
+    ),
+    "branch on data": Mistake(
+        ("needs the value of a tensor",),
+        with_forward(
+            f"x = self.first(x)\nif x.sum() > 0:{HERE}\n    x = 2 * x\n"
+            "return self.third(self.second(x))"
+        ),
+        advises="torch.where",
+    ),
+    "item() in forward": Mistake(
+        ("needs the value of a tensor",),
+        with_forward(
+            f"x = self.first(x)\ns = x.sum().item(){HERE}\nreturn s * self.third(x)"
+        ),
+        advises="torch.where",
+    ),
+    "size that depends on data": Mistake(
+        ("size of this tensor depends on the data",),
+        with_forward(f"x = self.first(x)\nreturn x[x > 0]{HERE}"),
+        advises="torch.where",
+    ),
+    "random of Python": Mistake(
+        ("forward is not deterministic",),
+        "import random\n"
+        + with_forward(
+            f"x = self.first(x)\ns = random.random()\nreturn self.third(s * x){HERE}"
+        ),
+        advises="use torch's random functions",
+    ),
+}
+
+# a line that fails needs no advice: it fails in PyTorch too
+FAILING_LINES = {
+    "shapes that do not fit": Mistake(
+        ("the model fails on example_inputs", "[2, 32]"),
+        with_forward(
+            "x = self.first(x)\nx = torch.cat([x, x], 1)\n"
+            f"return self.third(self.second(x)){HERE}"
+        ),
+    ),
+    "loss that fails": Mistake(
+        ("the loss fails", "TypeError"),
+        MODEL + f"def loss(output, target):\n    return output + 'a'{HERE}\n",
+    ),
+}
+
+COMMANDS = {
+    "no such file": Mistake(("there is no file other.py",), words="compile other.py"),
+    "a folder": Mistake(("there is no file folder",), words="compile ./folder"),
+    "no Python file": Mistake(("is not a Python file",), words="compile ./text.txt"),
+    "no such module": Mistake(
+        ("there is no module nowhere.at_all",), words="compile nowhere.at_all:model"
+    ),
+    "another name": Mistake(
+        ("no Other in model.py", "Net"), words="compile model.py:Other"
+    ),
+    "too many ranks": Mistake(
+        ("5 stages need at least 5 blocks", "first"),
+        words="compile model.py --ranks 5",
+        advises="use --ranks",
+    ),
+    "no ranks": Mistake(("--ranks is 0",), words="compile model.py --ranks 0"),
+    "no micro-batches": Mistake(
+        ("--micro-batches is 0",), words="compile model.py --micro-batches 0"
+    ),
+    "blocks that do not add up": Mistake(
+        ("adds up to 9 blocks", "first"),
+        words="compile model.py --blocks 4,5",
+        advises="make the numbers add up",
+    ),
+    "blocks of too many stages": Mistake(
+        ("--blocks 1,1,1", "3 stages"), words="compile model.py --blocks 1,1,1"
+    ),
+    "a stage without blocks": Mistake(
+        ("has a stage without blocks",), words="compile model.py --blocks 3,0"
+    ),
+    "blocks that are no numbers": Mistake(
+        ("is no list of numbers",), words="compile model.py --blocks a,b"
+    ),
+    "cut at an unknown module": Mistake(
+        ("no block lies in a module 'secnd'",),
+        words="compile model.py --cuts secnd",
+        advises="second",
+    ),
+    "cuts out of order": Mistake(
+        ("not in the order of the model",),
+        words="compile model.py --ranks 3 --cuts third,second",
+        advises="second, third",
+    ),
+    "too many cuts": Mistake(
+        ("makes 3 stages, 2 are needed",), words="compile model.py --cuts second,third"
+    ),
+    "two splits": Mistake(
+        ("both --blocks and --cuts",),
+        words="compile model.py --blocks 1,2 --cuts second",
+    ),
+    "explicit without split": Mistake(
+        ("--balance explicit needs the split",),
+        words="compile model.py --balance explicit",
+        advises="--blocks 3,4,4,5",
+    ),
+    "a split beside --balance memory": Mistake(
+        ("--balance memory chooses the split", "--blocks"),
+        words="compile model.py --balance memory --blocks 1,2",
+    ),
+    "unknown balance": Mistake(
+        ("unknown balance 'best'",),
+        words="compile model.py --balance best",
+        advises="compute, memory",
+    ),
+    "unknown schedule": Mistake(
+        ("unknown schedule '1f2b'",),
+        words="compile model.py --schedule 1f2b",
+        advises="1f1b",
+    ),
+    "unknown placement": Mistake(
+        ("unknown placement 'round'",),
+        words="compile model.py --placement round",
+        advises="linear",
+    ),
+    "unknown frontend": Mistake(
+        ("unknown frontend 'onyx'",),
+        words="compile model.py --frontend onyx",
+        advises="record",
+    ),
+    "memory that is no size": Mistake(
+        ("'lots' is no size",),
+        words="compile model.py --device-memory lots",
+        advises="16GiB",
+    ),
+    "memory that nothing fits in": Mistake(
+        ("rank 0 needs", "1,024 bytes"),
+        words="compile model.py --device-memory 1KiB",
+        advises="--balance memory",
+    ),
+    "output onto a file": Mistake(
+        ("text.txt is a file",), words="compile model.py -o text.txt", advises="-o"
+    ),
+    "output below a file": Mistake(
+        ("text.txt/program: not a directory",),
+        words="compile model.py -o text.txt/program",
+    ),
+    "output where nobody may write": Mistake(
+        ("/proc/program",), words="compile model.py -o /proc/program"
+    ),
+    "output onto a folder with other things": Mistake(
+        ("folder holds other files (__main__.py, notes)",),
+        words="compile model.py -o folder",
+        advises="-o",
+    ),
+    "unknown pass": Mistake(
+        ("--print-after split: there is no such pass",),
+        words="compile model.py --print-after split",
+        advises="balance-stages",
+    ),
+    "graph of a wrong kind": Mistake(
+        ("cannot draw graph.txt",), words="graph model.py -o graph.txt", advises=".svg"
+    ),
+    "graph below a file": Mistake(
+        ("text.txt: file exists",), words="graph model.py -o text.txt/graph.svg"
+    ),
+    "unknown option": Mistake(
+        ("no such option: --rank",), words="compile model.py --rank 2"
+    ),
+    "no argument": Mistake(("missing argument 'model'",), words="compile"),
+    "no number": Mistake(
+        ("invalid value for '--ranks'",), words="compile model.py --ranks two"
+    ),
+    "unknown command": Mistake(("no such command 'comple'",), words="comple model.py"),
+    "run of no program": Mistake(
+        ("folder is no program directory",), words="run folder", advises="compile -o"
+    ),
+    "run of nothing": Mistake(
+        ("nothing is no program directory",), words="run nothing"
+    ),
+    "show of a file": Mistake(
+        ("text.txt is no program directory",), words="show text.txt"
+    ),
+    "verify of nothing": Mistake(
+        ("nothing is no program directory",), words="verify nothing"
+    ),
+    "verify in an unknown dtype": Mistake(
+        ("unknown dtype 'half'",), words="verify nothing --dtype half"
+    ),
+}
+
+
+@pytest.fixture
+def gemsc(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Gemsc:
+    monkeypatch.chdir(tmp_path)
+    return gemsc_here(monkeypatch, capfd)
+
+
+def prepare(folder: Path, text: str = MODEL) -> None:
+    (folder / "model.py").write_text(text)
+    (folder / "text.txt").write_text("precious")
+    (folder / "folder").mkdir()
+    (folder / "folder" / "notes").write_text("precious")
+    (folder / "folder" / "__main__.py").write_text("precious")
+
+
+def refused(outcome: Outcome, mistake: Mistake) -> None:
+    """Check the message: the place, what is wrong, what to do, and nothing else."""
+    assert outcome.code == 1, outcome
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    first, *rest = outcome.err.splitlines()
+    lines = mistake.text.splitlines()
+    marked = [number for number, line in enumerate(lines, 1) if HERE in line]
+    place = f"model.py:{marked[0]}: " if marked else ""
+    assert first.startswith(f"{place}error: "), outcome.err
+    if marked:
+        assert rest[0].strip() == lines[marked[0] - 1].strip()
+    for part in mistake.says:
+        assert part in first
+    errors = [line for line in rest if re.match(r"(\S+:\d+: )?error: ", line)]
+    assert not errors
+
+
+@pytest.mark.parametrize("name", [*FILES, *COMMANDS])
+def test_a_mistake_has_a_message_with_advice_and_leaves_no_trace(
+    name: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    mistake = (FILES | COMMANDS)[name]
+    prepare(tmp_path, mistake.text)
+    before = files(tmp_path)
+    outcome = gemsc(*mistake.words.split())
+    refused(outcome, mistake)
+    assert "\nhelp: " in outcome.err
+    assert mistake.advises in outcome.err.rpartition("\nhelp: ")[2]
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("mistake", FAILING_LINES.values(), ids=FAILING_LINES.keys())
+def test_a_line_that_fails_is_named(
+    mistake: Mistake, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    prepare(tmp_path, mistake.text)
+    refused(gemsc("compile", "model.py"), mistake)
+    assert not (tmp_path / "build").exists()
+
+
+def test_a_command_line_without_words_shows_the_help(gemsc: Gemsc) -> None:
+    outcome = gemsc()
+    assert outcome.code == 0
+    assert "compile" in outcome.out
+
+
+def test_mistakes_look_the_same_in_a_process_of_their_own(tmp_path: Path) -> None:
+    mistake = FILES["branch on data"]
+    prepare(tmp_path, mistake.text)
+    outcome = start("compile", tmp_path / "model.py", "-o", tmp_path / "program")
+    assert outcome.code == 1
+    assert outcome.out == ""
+    assert len(outcome.err.splitlines()) == 3
+    assert not (tmp_path / "program").exists()
+
+
+def test_a_fault_of_ours_is_not_the_users(
+    gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("ours")
+
+    prepare(tmp_path)
+    monkeypatch.setattr(cli, "compile", fail)
+    outcome = gemsc("compile", "model.py")
+    assert outcome.code == 70
+    assert "RuntimeError: ours" in outcome.err
+    assert outcome.err.endswith("help: this is a fault of gemsc; please report it\n")
+
+
+def test_an_interruption_says_nothing(
+    gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path, MODEL + "def model():\n    raise KeyboardInterrupt\n")
+    outcome = gemsc("compile", "model.py")
+    assert outcome == Outcome(130, "", "")
+
+
+# programs
+
+
+@pytest.fixture
+def program(gemsc: Gemsc, tmp_path: Path) -> Path:
+    """A program in a folder `program` beside its model.py."""
+    (tmp_path / "model.py").write_text(MODEL)
+    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    return tmp_path / "program"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_an_edited_model_makes_its_program_stale(gemsc: Gemsc, program: Path) -> None:
+    edit(program.parent / "model.py", "nn.Dropout(0.1)", "nn.Dropout(0.2)")
+    for words in (["run", "program"], ["verify", "program"]):
+        outcome = gemsc(*words)
+        assert outcome.code == 1
+        assert outcome.err == (
+            "error: program was compiled from other code: model.py: Net changed\n"
+            "help: compile again: gemsc compile model.py --ranks 2 -o program\n"
+        )
+
+
+def test_what_is_not_compiled_in_may_change(program: Path) -> None:
+    file = program.parent / "model.py"
+    edit(file, "class Net", "# a comment\nclass Net")
+    edit(file, "torch.randn(8), ", "torch.rand(8), ")  # in a class for the data alone
+    edit(file, "lr=0.01", "lr=0.02")
+    assert check_program(program, 2).ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("return Net()", "return Net().eval()"), "model changed"),
+        (("def loss(output, target)", "def loss(target, output)"), "loss changed"),
+        (("import torch\n", "import torch\nWIDTH = 3\n"), "WIDTH is new"),
+    ],
+)
+def test_what_is_compiled_in_is_named(
+    change: tuple[str, str], says: str, program: Path
+) -> None:
+    edit(program.parent / "model.py", *change)
+    with pytest.raises(GemscError, match=f"model.py: {says}"):
+        check_program(program, 2)
+
+
+def test_a_program_without_its_model_says_which_file_is_gone(
+    gemsc: Gemsc, program: Path
+) -> None:
+    (program.parent / "model.py").unlink()
+    outcome = gemsc("run", "program")
+    assert outcome.code == 1
+    assert f"{program.parent / 'model.py'} is not there any more" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[[stages]]", "[[stages", "is damaged"),
+        ("ranks = 2", "", "has no entry 'ranks'"),
+        ("ranks = 2", 'ranks = "two"', "ranks is 'two', which is no int"),
+        ("flops = ", "flop = ", "has no entry 'flops'"),
+    ],
+)
+def test_a_damaged_plan_is_refused(
+    old: str, new: str, says: str, gemsc: Gemsc, program: Path
+) -> None:
+    edit(program / "plan.toml", old, new)
+    for command in ("run", "show", "verify", "graph"):
+        outcome = gemsc(command, "program")
+        assert outcome.code == 1
+        assert outcome.err.startswith("error: program/plan.toml is damaged: ")
+        assert says in outcome.err
+        assert "\nhelp: compile again" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["rank1.py", "weights/stage1.safetensors"])
+def test_a_missing_file_is_found_before_ranks_start(
+    name: str, gemsc: Gemsc, program: Path
+) -> None:
+    (program / name).unlink()
+    outcome = gemsc("run", "program")
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"error: program has no {name}\nhelp: compile again")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--epochs x", "argument --epochs: 'x' is no whole number above 0"),
+        ("--steps 0", "argument --steps: '0' is no whole number above 0"),
+        ("--speed 3", "unrecognized arguments: --speed 3"),
+        ("--save model.py", "argument --save: model.py is a file, not a folder"),
+        ("--resume program", "program is no checkpoint: it has no model.safetensors"),
+    ],
+)
+def test_a_wrong_option_of_a_program_starts_no_ranks(
+    words: str, says: str, gemsc: Gemsc, program: Path
+) -> None:
+    outcome = gemsc("run", "program", *words.split())
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"error: {says}\nhelp: ")
+
+
+def test_without_mpirun_the_message_says_how_to_get_it(
+    gemsc: Gemsc, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.shutil, "which", lambda name, path=None: None)
+    outcome = gemsc("run", "program")
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: no mpirun")
+    assert "help: pip install" in outcome.err
+
+
+def test_without_dot_the_graph_stays_text(
+    gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    outcome = gemsc("compile", "model.py", "-o", "program")
+    assert outcome.code == 0
+    assert "note: graph.svg needs" in " ".join(outcome.out.split())
+    assert (tmp_path / "program" / "graph.dot").read_text().startswith("digraph")
+    assert not (tmp_path / "program" / "graph.svg").exists()
+
+
+def test_a_program_without_loss_cannot_be_verified(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(without("loss"))
+    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    outcome = gemsc("verify", "program")
+    assert outcome.code == 1
+    assert "has no loss(), so there are no gradients" in outcome.err
+    assert "help: add loss(output, target)" in outcome.err
+
+
+def test_a_failed_compilation_leaves_the_program_that_was_there(
+    gemsc: Gemsc, program: Path
+) -> None:
+    before = files(program)
+    edit(program.parent / "model.py", "self.third(x)", "self.fourth(x)")
+    assert gemsc("compile", "model.py", "-o", "program").code == 1
+    assert files(program) == before
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(2, 3)
+    with pytest.raises(GemscError, match="have no 'weight'"):
+        fill(layer, {}, torch.device("cpu"))
+    tensors = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}
+    with pytest.raises(GemscError, match=r"'weight' have shape \[3, 3\]"):
+        fill(layer, tensors, torch.device("cpu"))
+
+
+# under mpirun: the first rank that finds a mistake tells it, and all stop
+
+
+def run_ranks(program: Path, num_ranks: int, folder: Path) -> Outcome:
+    """Start ranks without the checks that `gemsc run` makes first."""
+    with (folder / "err").open("w") as err, (folder / "out").open("w") as out:
+        words = [sys.executable, str(program)]
+        code = launch.launch(num_ranks, words, stdout=out, stderr=err, timeout=SECONDS)
+    return Outcome(code, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+@pytest.mark.mpi
+def test_a_wrong_number_of_ranks_is_told_once(program: Path, tmp_path: Path) -> None:
+    outcome = run_ranks(program, 3, tmp_path)
+    assert outcome.code == 1
+    assert outcome.err.count("error: ") == 1
+    assert f"{program} was compiled for 2 ranks, mpirun started 3" in outcome.err
+    assert f"help: use mpirun -n 2, or `gemsc run {program}`" in outcome.err
+
+
+RUN_MISTAKES = {
+    "no dataset": (
+        ("def dataset()", "def example_target()", "Data(24)", "torch.zeros(2).long()"),
+        "has no dataset()",
+    ),
+    "small dataset": (
+        ("Data(24)", "Data(7)"),
+        "the dataset has 7 samples, one step takes 8",
+    ),
+    "samples of another shape": (
+        ("torch.randn(8), ", "torch.randn(9), "),
+        "x has shape [8, 9], this program takes [8, 8]: 4 micro-batches of [2, 8]",
+    ),
+    "samples of several shapes": (
+        ("torch.randn(8), ", "torch.randn(8 + index % 2), "),
+        "samples of the dataset cannot be joined to a batch",
+    ),
+    "samples of another dtype": (
+        ("torch.tensor(index % 4)", "torch.tensor(0.5)"),
+        "target has dtype torch.float32, this program takes torch.int64",
+    ),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", RUN_MISTAKES)
+def test_a_mistake_that_only_a_rank_can_find_is_told_once(
+    name: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    changes, says = RUN_MISTAKES[name]
+    file = tmp_path / "model.py"
+    file.write_text(MODEL)
+    if name == "no dataset":
+        edit(file, *changes[:2])
+        edit(file, *changes[2:])
+    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    if name != "no dataset":
+        edit(file, *changes)
+    outcome = start("run", "program")
+    assert outcome.code == 1
+    assert outcome.err.count("error: ") == 1, outcome.err
+    assert says in outcome.err
+    assert "\nhelp: " in outcome.err
+    assert "\nnote: on rank " in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.mpi
+def test_damaged_weights_are_told_once(program: Path, tmp_path: Path) -> None:
+    (program / "weights" / "stage1.safetensors").write_bytes(b"damaged")
+    outcome = start("run", program)
+    assert outcome.code == 1
+    assert outcome.err.count("error: ") == 1, outcome.err
+    assert "stage1.safetensors is damaged" in outcome.err
+    assert "help: compile again" in outcome.err
+    assert "note: on rank 1" in outcome.err

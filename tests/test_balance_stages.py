@@ -1,0 +1,168 @@
+"""Stages are consecutive blocks, as even as they can be or as the user wants them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from program_support import Net, blocks_of
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.ir.program import Program
+from gemsc.passes.balance_stages import BalanceStages
+
+
+def chain(*widths: int) -> Program:
+    """Return a chain of linear layers between these widths."""
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    return blocks_of(nn.Sequential(*layers), torch.zeros(64, widths[0]))
+
+
+def sizes(program: Program) -> list[int]:
+    return [len(stage.blocks) for stage in program.require_stages()]
+
+
+def balanced(program: Program, num_stages: int, **options: Any) -> Program:
+    return BalanceStages(num_stages=num_stages, **options).apply(program)
+
+
+def seconds(program: Program) -> list[float]:
+    return [
+        stage.total("forward_seconds") + stage.total("backward_seconds")
+        for stage in program.require_stages()
+    ]
+
+
+def every_split(program: Program, num_stages: int) -> list[tuple[int, ...]]:
+    count = len(program.blocks or ())
+    return [
+        split
+        for split in itertools.product(range(1, count), repeat=num_stages)
+        if sum(split) == count
+    ]
+
+
+def test_the_slowest_stage_is_as_fast_as_it_can_be() -> None:
+    program = chain(8, 512, 512, 8, 8, 256, 1024, 8)
+    found = max(seconds(balanced(program, 3)))
+    best = min(
+        max(seconds(balanced(program, 3, kind="explicit", blocks=split)))
+        for split in every_split(program, 3)
+    )
+    assert best <= found <= 1.02 * best
+
+
+def test_of_equally_fast_splits_the_one_that_sends_least_is_taken() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.out(self.b(self.small(self.a(x))))
+
+    model = Net(
+        forward,
+        a=nn.Linear(64, 64),
+        small=nn.Linear(64, 60),
+        b=nn.Linear(60, 64),
+        out=nn.Linear(64, 64),
+    )
+    program = blocks_of(model, torch.zeros(8, 64))
+    found = balanced(program, 2).require_stages()
+    assert [block.name for block in found[1].blocks] == ["b", "out"]
+
+
+def test_memory_counts_weights_and_what_each_stage_holds_at_once() -> None:
+    program = chain(*[256] * 9)  # equal layers: activations of 64 x 256
+    even = balanced(program, 2, kind="memory", live=(1, 1))
+    assert sizes(even) == [4, 4]
+    full = balanced(program, 2, kind="memory", live=(50, 1))
+    assert sizes(full)[0] < 4
+
+
+def test_the_fullest_stage_holds_as_little_as_it_can() -> None:
+    program = chain(16, 512, 64, 512, 512, 16, 256, 16)
+    live = (3, 2, 1)
+
+    def fullest(done: Program) -> int:
+        stages = zip(done.require_stages(), live, strict=True)
+        return max(
+            3 * s.total("parameter_bytes") + n * s.total("saved_bytes")
+            for s, n in stages
+        )
+
+    found = fullest(balanced(program, 3, kind="memory", live=live))
+    best = min(
+        fullest(balanced(program, 3, kind="explicit", blocks=split))
+        for split in every_split(program, 3)
+    )
+    assert best <= found <= 1.02 * best
+
+
+def test_one_stage_for_each_block_is_the_most() -> None:
+    program = chain(4, 4, 4, 4)
+    assert sizes(balanced(program, 3)) == [1, 1, 1]
+    with pytest.raises(GemscError, match="4 stages need at least 4 blocks") as caught:
+        balanced(program, 4)
+    assert "use --ranks 3" in str(caught.value)
+    assert "has 3: 0, 1, 2" in str(caught.value)
+
+
+def test_the_user_may_give_the_blocks_of_each_stage() -> None:
+    program = chain(4, 4, 4, 4, 4)
+    done = balanced(program, 3, kind="explicit", blocks=(1, 2, 1))
+    assert sizes(done) == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ((2, 2), "gives 2 stages, 3 are needed"),
+        ((0, 3, 1), "each of at least one block"),
+        ((1, 1, 1), "adds up to 3 blocks, the model has 4: 0, 1, 2, 3"),
+        ((), "gives 0 stages"),
+    ],
+)
+def test_blocks_that_do_not_add_up_are_refused(
+    blocks: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(GemscError, match=message):
+        balanced(chain(4, 4, 4, 4, 4), 3, kind="explicit", blocks=blocks)
+
+
+def nested() -> Program:
+    def pair() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    model = nn.Sequential(pair(), pair(), pair())
+    return blocks_of(model, torch.zeros(2, 4))
+
+
+def test_the_user_may_name_where_later_stages_begin() -> None:
+    done = balanced(nested(), 3, kind="explicit", cuts=("1", "2.2"))
+    assert sizes(done) == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        (("1",), "makes 2 stages, 3 are needed"),
+        (("2", "1"), "are not in the order of the model"),
+        (("0", "1"), "are not in the order of the model"),
+        (("1", "1"), "are not in the order of the model"),
+        (("1", "nowhere"), "no block lies in a module 'nowhere'"),
+    ],
+)
+def test_cuts_that_cannot_be_are_refused(cuts: tuple[str, ...], message: str) -> None:
+    with pytest.raises(GemscError, match=message):
+        balanced(nested(), 3, kind="explicit", cuts=cuts)
+
+
+def test_a_cut_inside_a_block_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.a(x)
+        h = self.c(self.b(x)) + x
+        return self.d(h)
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    with pytest.raises(GemscError, match="'c' begins inside block 'b'"):
+        balanced(program, 2, kind="explicit", cuts=("c",))

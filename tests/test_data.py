@@ -1,0 +1,123 @@
+"""Batches are the same on every rank, whatever is random in the samples."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gemsc.errors import GemscError
+from gemsc.runtime.data import Batches, seed_of
+
+
+class Noisy:
+    """Samples with their index, and random numbers of every generator."""
+
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        noise = [torch.rand(()).item(), random.random(), np.random.rand()]
+        return torch.tensor([float(index), *noise]), index
+
+
+def epoch(number: int = 0, first: int = 0, **options: Any) -> list[list[list[float]]]:
+    options = {"size": 4, "seed": 0, "shuffle": True, **options}
+    size = options.pop("size")
+    dataset = options.pop("dataset", Noisy())
+    return [
+        b.data[0].tolist()
+        for b in Batches(dataset, size, **options).epoch(number, first)
+    ]
+
+
+def indices(batches: list[list[list[float]]]) -> list[int]:
+    return [int(sample[0]) for batch in batches for sample in batch]
+
+
+def test_every_rank_reads_the_same_samples_with_the_same_noise() -> None:
+    one = epoch()
+    torch.rand(5), random.random(), np.random.rand()  # another rank drew more
+    assert epoch() == one
+
+
+def test_workers_give_what_one_process_gives() -> None:
+    assert epoch(workers=2) == epoch()
+
+
+def test_each_epoch_has_another_order_and_other_noise() -> None:
+    assert indices(epoch(0)) != indices(epoch(1))
+    noise = [{s[0]: s[1:] for b in epoch(n, size=5) for s in b} for n in (0, 1)]
+    assert noise[0].keys() == noise[1].keys()
+    assert all(noise[0][i] != noise[1][i] for i in noise[0])
+    assert epoch(seed=1) != epoch()
+
+
+def test_training_drops_a_batch_that_is_not_full() -> None:
+    batches = Batches(Noisy(), 4, seed=0, shuffle=True)
+    assert len(batches) == 2
+    seen = indices(epoch())
+    assert len(seen) == 8 == len(set(seen))
+
+
+def test_evaluation_fills_the_last_batch_up_and_says_how_much_counts() -> None:
+    batches = Batches(Noisy(), 4, seed=0, shuffle=False)
+    assert len(batches) == 3
+    found = list(batches.epoch(0))
+    assert [(b.real, b.is_full) for b in found] == [(4, True), (4, True), (2, False)]
+    assert found[2].data[1].tolist() == [8, 9, 9, 9]
+
+
+def test_copies_of_the_model_share_a_batch() -> None:
+    whole = epoch(size=4)
+    halves = [epoch(size=4, part=part, num_parts=2) for part in range(2)]
+    assert [a + b for a, b in zip(*halves, strict=True)] == whole
+
+
+def test_a_copy_may_have_nothing_real_in_the_last_batch() -> None:
+    found = [
+        list(Batches(Noisy(9), 4, seed=0, shuffle=False, part=p, num_parts=2).epoch(0))
+        for p in range(2)
+    ]
+    assert [batches[-1].real for batches in found] == [1, 0]
+    assert not any(batches[-1].is_full for batches in found)
+
+
+def test_an_epoch_can_be_gone_on_with() -> None:
+    assert epoch(first=1) == epoch()[1:]
+
+
+def test_fewer_samples_than_a_batch_are_no_batch_of_training() -> None:
+    assert len(Batches(Noisy(3), 4, seed=0, shuffle=True)) == 0
+    assert len(Batches(Noisy(3), 4, seed=0, shuffle=False)) == 1
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    with pytest.raises(GemscError, match="has no len"):
+        Batches(iter([]), 4, seed=0, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([torch.zeros(2), torch.zeros(2)], "does not give .input, target. pairs"),
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be joined"),
+        ([(object(), 0), (object(), 0)], "cannot be joined"),
+    ],
+)
+def test_samples_that_make_no_batch_are_refused(samples: Any, message: str) -> None:
+    with pytest.raises(GemscError, match=message):
+        epoch(dataset=samples, size=2)
+
+
+def test_seeds_depend_on_every_part() -> None:
+    found = {seed_of(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
+    assert len(found) == 125
+    assert seed_of(1, 23) != seed_of(12, 3)
+    assert all(0 <= seed < 2**32 for seed in found)

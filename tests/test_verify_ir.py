@@ -1,0 +1,133 @@
+"""Each invariant of a program is broken once and caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from program_support import Net, blocks_of, cut, mean, trunk
+from torch import Tensor, fx
+
+from gemsc.errors import InternalError
+from gemsc.frontend import record
+from gemsc.ir.holder import with_graph
+from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
+from gemsc.ir.verify import verify
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """Return three stages; `h` skips the second."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.d(self.trunk(h)) * h
+
+    done = cut(blocks_of(Net(forward, trunk=trunk()), torch.zeros(2, 4)), 3)
+    verify(done)
+    return done
+
+
+def refuse(program: Program, message: str) -> None:
+    with pytest.raises(InternalError, match=message):
+        verify(program)
+
+
+def test_a_value_used_before_it_is_there() -> None:
+    program = record(Net(lambda self, x: self.b(self.a(x))), (torch.zeros(2, 4),))
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(program.graph, {}))
+    first, second = [n for n in copied.nodes if n.op == "call_module"]
+    first.prepend(second)
+    broken = program.with_module(with_graph(program.module, copied))
+    with pytest.raises((InternalError, RuntimeError), match="before"):
+        verify(broken)
+
+
+def test_placeholders_that_are_not_the_inputs(program: Program) -> None:
+    refuse(replace(program, inputs=()), "are not the inputs")
+    renamed = tuple(replace(item, name="y") for item in program.inputs)
+    refuse(replace(program, inputs=renamed), "are not the inputs")
+
+
+def test_a_node_in_no_block(program: Program) -> None:
+    blocks = program.blocks or ()
+    first = replace(blocks[0], nodes=blocks[0].nodes[1:])
+    broken = replace(program, blocks=(first, *blocks[1:]))
+    refuse(broken, "the blocks are not the graph's nodes in order")
+
+
+def test_a_node_in_two_blocks(program: Program) -> None:
+    blocks = program.blocks or ()
+    extra = Block(len(blocks), "again", blocks[0].nodes)
+    refuse(replace(program, blocks=(*blocks, extra)), "the blocks are not")
+
+
+def test_stages_that_are_not_the_blocks(program: Program) -> None:
+    stages = program.require_stages()
+    refuse(replace(program, stages=stages[:-1]), "the stages are not the blocks")
+    refuse(replace(program, stages=stages[::-1]), "the stages are not the blocks")
+
+
+def test_an_empty_stage(program: Program) -> None:
+    stages = (*program.require_stages(), Stage(3, ()))
+    refuse(replace(program, stages=stages), "the stages are not the blocks")
+
+
+@pytest.mark.parametrize("ranks", [(((0,), (1,)),), (((0,), (1,), ()),)])
+def test_a_stage_without_a_rank(program: Program, ranks: Any) -> None:
+    placement = Placement("linear", ranks)
+    refuse(replace(program, placement=placement), "misses a stage")
+
+
+def test_a_missing_transfer(program: Program) -> None:
+    for index in range(len(program.transfers or ())):
+        transfers = list(program.transfers or ())
+        del transfers[index]
+        broken = replace(program, transfers=tuple(transfers))
+        refuse(broken, "the transfers are not the values that stages use")
+
+
+def test_a_value_sent_twice(program: Program) -> None:
+    transfers = program.transfers or ()
+    again = replace(transfers[0], index=99)
+    broken = replace(program, transfers=(*transfers, again))
+    refuse(broken, "the transfers are not the values that stages use")
+
+
+def test_a_value_that_nobody_uses(program: Program) -> None:
+    stages = program.require_stages()
+    idle = next(n for n in stages[0].nodes if n not in sent(program))
+    extra = Transfer(99, 0, 2, (idle,))
+    broken = replace(program, transfers=(*(program.transfers or ()), extra))
+    refuse(broken, "the transfers are not the values that stages use")
+
+
+def sent(program: Program) -> set[fx.Node]:
+    return {value for t in program.transfers or () for value in t.values}
+
+
+def test_a_relayed_value(program: Program) -> None:
+    """A skip goes straight: stage 1 may not hand on what stage 0 computed."""
+    skip = next(t for t in program.transfers or () if t.long)
+    others = tuple(t for t in program.transfers or () if t is not skip)
+    relayed = (replace(skip, dest=1), replace(skip, source=1, index=99))
+    refuse(replace(program, transfers=(*others, *relayed)), "transfers")
+
+
+def test_a_transfer_from_another_stage_than_the_values(program: Program) -> None:
+    skip = next(t for t in program.transfers or () if t.long)
+    others = tuple(t for t in program.transfers or () if t is not skip)
+    broken = replace(program, transfers=(*others, replace(skip, source=1)))
+    refuse(broken, "does not lead forward")
+
+
+def test_indices_that_two_transfers_share(program: Program) -> None:
+    transfers = tuple(replace(t, index=0) for t in program.transfers or ())
+    refuse(replace(program, transfers=transfers), "have the same index")
+
+
+def test_a_program_without_facts_is_well_formed() -> None:
+    verify(record(Net(lambda self, x: self.a(x)), (torch.zeros(2, 4),), loss=mean))

@@ -1,0 +1,118 @@
+"""The picture: stages as clusters, skips dashed, with their bytes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import networks
+import pytest
+import torch
+from networks import PICTURE
+from program_support import Net, blocks_of, cut, trunk
+from rich.console import Console
+from torch import Tensor, nn
+
+from gemsc.ir.program import Program
+from gemsc.viz.graph import draw, render
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return cut(blocks_of(networks.FlatUNet(), PICTURE), 3)
+
+
+def test_each_stage_is_a_cluster_of_its_blocks(program: Program) -> None:
+    dot = draw(program)
+    assert dot.count("subgraph cluster_stage") == 3
+    for block in program.blocks or ():
+        assert f"\tblock{block.index} [label=" in dot
+        assert block.name in dot
+    assert "rank 2" in dot
+
+
+def test_skips_are_dashed_and_say_their_bytes(program: Program) -> None:
+    dashed = [line for line in draw(program).splitlines() if "dashed" in line]
+    assert len(dashed) == 3
+    sizes = [line.split('label="')[1].split('"')[0].strip() for line in dashed]
+    assert sorted(sizes) == ["1.0 KiB", "16.0 KiB", "4.0 KiB"]
+
+
+def test_values_between_stages_say_their_bytes_and_others_do_not(
+    program: Program,
+) -> None:
+    edges = [line for line in draw(program).splitlines() if "->" in line]
+    cuts = [line for line in edges if "penwidth" in line]
+    assert len(cuts) == 2
+    assert all("iB" in line or " B" in line for line in cuts)
+    plain = [line for line in edges if "[" not in line]
+    assert len(plain) == len(edges) - len(cuts) - 3
+
+
+def test_inputs_are_drawn_with_their_shapes(program: Program) -> None:
+    assert "float32[2, 8, 16, 16]" in draw(program)
+
+
+def test_the_picture_is_the_same_each_time(program: Program) -> None:
+    assert draw(program) == draw(program)
+    assert "0x" not in draw(program)
+
+
+NAMES = ["<b>", 'a"b', "a\\nb\\", "{x|y}", "a:b"]
+
+
+def odd() -> Program:
+    layers = {name: nn.Linear(4, 4) for name in NAMES}
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for layer in self.heads.values():
+            x = layer(x)
+        return x
+
+    model = Net(forward, heads=nn.ModuleDict(layers))
+    return cut(blocks_of(model, torch.zeros(2, 4)), 2)
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_the_picture_is_drawn(program: Program, tmp_path: Path) -> None:
+    path = tmp_path / "graph.svg"
+    assert render(draw(program), path) is None
+    assert "<svg" in path.read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["graph.dot", "graph.svg"]
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_names_of_every_kind_are_shown_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "graph.svg"
+    assert render(draw(odd()), path) is None
+    text = path.read_text()
+    for shown in ("heads.&lt;b&gt;", "heads.a&quot;b", "heads.a\\nb\\", "heads.{x|y}"):
+        assert shown in text
+
+
+def test_without_dot_the_text_stays_and_the_reason_is_said(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    reason = render(draw(program), tmp_path / "graph.svg")
+    assert reason is not None
+    assert "which is not installed" in reason
+    assert "apt-get install graphviz" in reason
+    assert (tmp_path / "graph.dot").read_text() == draw(program)
+    assert not (tmp_path / "graph.svg").exists()
+
+
+def test_a_dot_that_fails_leaves_the_old_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "dot"
+    fake.write_text("#!/bin/sh\nexit 3\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    path = tmp_path / "graph.svg"
+    path.write_text("old")
+    reason = render("digraph {}", path)
+    assert reason is not None
+    assert "could not draw graph.svg" in reason
+    assert path.read_text() == "old"
