@@ -9,33 +9,36 @@ from gemsc.errors import GemscError
 __all__ = ["parse_bytes", "show_bytes", "show_flops", "show_seconds"]
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+DECIMAL = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
+TIMES = ("us", "ms", "s")
 
 
 def show_bytes(count: float) -> str:
     """Return for example `40.1 MiB`."""
-    for unit in BINARY[:-1]:
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} {BINARY[-1]}"
+    return _show(count, 1024, BINARY, (0, 1, 1, 1, 1))
 
 
 def show_flops(count: float) -> str:
     """Return for example `1.9 GFLOP`."""
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "FLOP" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} PFLOP"
+    return _show(count, 1000, DECIMAL, (0, 1, 1, 1, 1, 1))
 
 
 def show_seconds(seconds: float) -> str:
     """Return for example `3.2 ms`."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds:.2f} s"
+    return _show(seconds * 1e6, 1000, TIMES, (0, 1, 2))
+
+
+def _show(
+    value: float, base: int, units: tuple[str, ...], digits: tuple[int, ...]
+) -> str:
+    """Return the number, rounded, in the first unit of which there are few enough."""
+    shown = ""
+    for unit, count in zip(units, digits, strict=True):
+        shown = f"{value:.{count}f} {unit}"
+        if abs(round(value, count)) < base:
+            break
+        value /= base
+    return shown
 
 
 def parse_bytes(text: str) -> int:
@@ -44,11 +47,11 @@ def parse_bytes(text: str) -> int:
     Raises:
         GemscError: the text is no size.
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(?:([KMGT])(i?))?B?\s*", text, re.IGNORECASE)
     try:
         if match is None:
             raise ValueError(text)
-        power = " KMGT".index(match[2].upper() or " ")
+        power = " KMGT".index((match[2] or " ").upper())
         base = 1024 if match[3] or not match[2] else 1000
         return int(float(match[1]) * base**power)
     except ValueError:

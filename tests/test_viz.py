@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import networks
 import pytest
-import torch
 from networks import PICTURE
-from program_support import Net, blocks_of, cut, trunk
-from rich.console import Console
-from torch import Tensor, nn
+from program_support import blocks_of, cut
 
 from gemsc.ir.program import Program
 from gemsc.viz.graph import draw, render
@@ -59,21 +57,6 @@ def test_the_picture_is_the_same_each_time(program: Program) -> None:
     assert "0x" not in draw(program)
 
 
-NAMES = ["<b>", 'a"b', "a\\nb\\", "{x|y}", "a:b"]
-
-
-def odd() -> Program:
-    layers = {name: nn.Linear(4, 4) for name in NAMES}
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        for layer in self.heads.values():
-            x = layer(x)
-        return x
-
-    model = Net(forward, heads=nn.ModuleDict(layers))
-    return cut(blocks_of(model, torch.zeros(2, 4)), 2)
-
-
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
 def test_the_picture_is_drawn(program: Program, tmp_path: Path) -> None:
     path = tmp_path / "graph.svg"
@@ -83,12 +66,20 @@ def test_the_picture_is_drawn(program: Program, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
-def test_names_of_every_kind_are_shown_as_they_are(tmp_path: Path) -> None:
+def test_names_of_every_kind_are_shown_as_they_are(
+    program: Program, tmp_path: Path
+) -> None:
+    shown = ["<b>", 'a"b', "a\\nb\\", "{x|y}", "a:b", "\\N", "<b>\\"]
+    names = iter(shown)
+    stages = tuple(
+        replace(s, blocks=tuple(replace(b, name=next(names)) for b in s.blocks))
+        for s in program.require_stages()
+    )
+    blocks = tuple(block for stage in stages for block in stage.blocks)
     path = tmp_path / "graph.svg"
-    assert render(draw(odd()), path) is None
-    text = path.read_text()
-    for shown in ("heads.&lt;b&gt;", "heads.a&quot;b", "heads.a\\nb\\", "heads.{x|y}"):
-        assert shown in text
+    assert render(draw(replace(program, stages=stages, blocks=blocks)), path) is None
+    text = html.unescape(path.read_text())
+    assert all(f">{name}</text>" in text for name in shown)
 
 
 def test_without_dot_the_text_stays_and_the_reason_is_said(

@@ -263,7 +263,7 @@ class _RankWriter:
         self.writer.line()
 
     def _write_takes(self, run: Run, flow: StageFlow) -> dict[fx.Node, str]:
-        names = Names(["worker", "m"])
+        names = self._local_names()
         local: dict[fx.Node, str] = {}
         for transfer in flow.incoming:
             for value in transfer.values:
@@ -285,6 +285,10 @@ class _RankWriter:
             wish = "loss" if node in losses else base_name(node)
             local[node] = names.unique(self.text.names.get(node, wish))
         return local
+
+    def _local_names(self) -> Names:
+        """Return names for the variables of a function, apart from the module's."""
+        return Names(["worker", "m", *self.messages.values()])
 
     def _write_run(
         self, run: Run, flow: StageFlow, local: dict[fx.Node, str], verb: str
@@ -325,7 +329,7 @@ class _RankWriter:
             f"def backward_{run.key}(worker: Worker, m: int) -> None:"
         ):
             self.writer.line(f'"""Run stage {flow.index} backward on micro-batch m."""')
-            names = Names(["worker", "m"])
+            names = self._local_names()
             gradients = self._write_gradient_receives(run, flow, names)
             arguments = [quoted(run.key), "m"]
             for node in flow.gives:

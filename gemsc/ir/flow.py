@@ -86,8 +86,8 @@ def value_names(
         if _is_path(value) or count[name] > 1:
             paths = [head for head in _heads(value) if heads[head] == 1]
             name = paths[0] if paths else value.name
-        if name[:1].isdigit():
-            name = f"layer_{name}"
+        if name.strip("_")[:1].isdigit():
+            name = f"layer_{name.strip('_')}"
         while name in names.values():
             name += "_"
         names[value] = name

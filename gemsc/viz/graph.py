@@ -30,7 +30,7 @@ def draw(program: Program) -> str:
     picture.attr("node", fontsize="10", fillcolor="white", color="#888888")
     picture.attr("edge", fontname="Helvetica", fontsize="9", color="#555555")
     for item in program.inputs:
-        label = f"{item.name}\n{item.spec}"
+        label = graphviz.escape(f"{item.name}\n{item.spec}")
         picture.node(_id(item.name), label, shape="ellipse", style="solid")
     for stage in program.require_stages():
         colour = stage.index % len(FILLS)
@@ -97,7 +97,7 @@ def _block_label(block: Block) -> str:
     work = (
         f"{len(block.nodes)} nodes, {heavy} heavy, {show_flops(block.total('flops'))}"
     )
-    return f"{block.name}\n{work}{shape}"
+    return str(graphviz.escape(f"{block.name}\n{work}{shape}"))
 
 
 def _draw_edges(picture: graphviz.Digraph, program: Program) -> None:
