@@ -71,6 +71,9 @@ CASES = {
         lambda: MLP(inputs=256, width=512, depth=8), vectors, F.cross_entropy, 64
     ),
     "resnet20v2": Case(lambda: ResNetV2(depth=20), pictures(64), F.cross_entropy, 8),
+    "resnet110": Case(
+        lambda: ResNetV2(depth=110, width=8), pictures(32), F.cross_entropy, 16
+    ),
     "resnet50": Case(
         lambda: ResNet(Bottleneck, [3, 4, 6, 3]), pictures(64), F.cross_entropy, 8
     ),

@@ -58,9 +58,19 @@ class Writer:
         One line if it fits; else the arguments on one line of their own; else one line
         each with a trailing comma. `note` is a trailing comment.
         """
+        if head[-1] in "[{":
+            self.items(head, arguments, tail)
+            return
         if self._fits(head, arguments, tail, note):
             return
-        self.line(f"{head}  # {note}" if note else head)
+        noted = f"{head}  # {note}" if note else head
+        if len(noted) > self.room and note:
+            self.line(f"# {note}")
+            noted = head
+        if len(head) > self.room and ", " in head.rpartition(" = ")[0]:
+            self._unpack(head, arguments, tail)
+            return
+        self.line(noted)
         with self.indented():
             inside = ", ".join(arguments)
             if len(inside) <= self.room:
@@ -68,6 +78,22 @@ class Writer:
             else:
                 self._each(arguments)
         self.line(tail.lstrip())
+
+    def _unpack(self, head: str, arguments: Sequence[str], tail: str) -> None:
+        """Add `a, b = f(x)` where not even `a, b = f(` fits."""
+        targets, _, function = head.rpartition(" = ")
+        value = function + ", ".join(arguments) + tail
+        start = f"{targets} = ("
+        if len(start) <= self.room and len(value) <= self.room - len(INDENT):
+            self.line(start)
+            with self.indented():
+                self.line(value)
+            self.line(")")
+            return
+        self.line("(")
+        with self.indented():
+            self._each(targets.split(", "))
+        self.call(f") = {function}", arguments, tail)
 
     def items(self, head: str, items: Sequence[str], tail: str) -> None:
         """Add a tuple, list or dict: one line if it fits, else one line an item."""

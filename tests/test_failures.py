@@ -1,0 +1,315 @@
+"""When a rank fails, all ranks stop within ten seconds, and one report says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from command_line import GEMSC, MODEL, start
+
+from gemsc.runtime import launch
+
+pytestmark = pytest.mark.mpi
+
+PROMISE = 10.0  # seconds from a failure until no process is left
+START = 90.0  # seconds that ranks may take to start on a busy machine
+
+# A layer that fails as TRIP says: kind:number, at the call of that number in a process.
+# Each process, and the failure, leave a file in TRIP_FOLDER.
+TRIP = """\
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+WHAT, _, CALL = os.environ.get("TRIP", "").partition(":")
+FOLDER = Path(os.environ.get("TRIP_FOLDER", "."))
+calls = 0
+if WHAT:
+    (FOLDER / f"pid{os.getpid()}").touch()
+
+
+def trip(where):
+    global calls
+    kind, _, way = WHAT.partition("-")
+    calls += kind == where
+    if kind != where or calls != int(CALL):
+        return
+    (FOLDER / "beside").write_text(str(os.getpid()))
+    (FOLDER / "beside").rename(FOLDER / "tripped")
+    if way == "exit":
+        sys.exit(3)
+    if way == "thread":
+        threading.Thread(target=fail).start()
+    if way:
+        time.sleep(600)
+    fail()
+
+
+def fail():
+    raise ValueError("tripped")
+"""
+
+MODEL_THAT_TRIPS = (
+    MODEL.replace("        x = self.drop(x)\n", "").replace(
+        "x = torch.relu(self.second(x))", "x = Trip.apply(self.second(x))"
+    )
+    + """
+
+from trip import trip
+
+
+class Trip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        trip("forward")
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        trip("backward")
+        return 2 * gradient
+
+
+class TrippingData(Data):
+    def __getitem__(self, index):
+        trip("data")
+        return super().__getitem__(index)
+
+
+def dataset():
+    return TrippingData(80)
+"""
+)
+
+LOOP = """\
+import sys
+
+import torch
+
+import gemsc
+from trip import trip
+
+trainer = gemsc.load(sys.argv[1])
+for step in range(100):
+    if trainer.transport.rank == 1:
+        trip("loop")
+    trainer.step(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program of two ranks; the second one computes `second` and `third`."""
+    folder = tmp_path_factory.mktemp("failures")
+    (folder / "model.py").write_text(MODEL_THAT_TRIPS)
+    (folder / "trip.py").write_text(TRIP)
+    (folder / "loop.py").write_text(LOOP)
+    program = folder / "program"
+    done = start("compile", folder / "model.py", "--cuts", "second", "-o", program)
+    assert done.code == 0, done.err
+    return program
+
+
+@dataclass
+class Job:
+    """A running program and the folder where its processes leave their files."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def ranks(self) -> list[int]:
+        return [int(path.name[3:]) for path in self.folder.glob("pid*")]
+
+    def wait_for_trip(self) -> int:
+        """Return the process that failed, or is about to do so for ever."""
+        wait(lambda: (self.folder / "tripped").exists(), START)
+        return int((self.folder / "tripped").read_text())
+
+    def wait_for_end(self) -> str:
+        """Return the report; all processes must go in the time promised."""
+        everyone = [*self.ranks, *children(self.process.pid)]
+        assert len(self.ranks) == 2
+        _, report = self.process.communicate(timeout=PROMISE)
+        wait(lambda: not any(map(is_alive, everyone)), PROMISE)
+        assert self.process.returncode != 0
+        return report
+
+
+def wait(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "too late"
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started, and theirs."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(word) for word in path.read_text().split()] if path.exists() else []
+    return [*found, *(pid for child in found for pid in children(child))]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Start a command that trips; what is left of it at the end is killed."""
+    jobs: list[Job] = []
+
+    def start_job(trip: str, *words: object) -> Job:
+        process = subprocess.Popen(
+            [str(word) for word in words],
+            env=os.environ | {"TRIP": trip, "TRIP_FOLDER": str(tmp_path)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        jobs.append(Job(process, tmp_path))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.process.kill()
+        job.process.communicate()
+        for pid in filter(is_alive, job.ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
+def line_of(text: str) -> int:
+    lines = MODEL_THAT_TRIPS.splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def check_report(report: str, error: str = "ValueError: tripped") -> None:
+    """One report, one traceback, and nothing of mpirun's."""
+    assert report.count("error: rank") == 1, report
+    assert report.count("Traceback") == 1, report
+    assert report.rstrip().endswith(error), report
+    assert "MPI_ABORT" not in report
+    assert "-----" not in report
+
+
+@pytest.mark.parametrize(
+    ("trip", "where"),
+    [
+        ("forward:6", "forward of stage 1, micro-batch 1, step 1"),
+        ("backward:3", "backward of stage 1, micro-batch 2, step 0"),
+    ],
+)
+def test_an_exception_in_a_stage_names_rank_stage_micro_batch_and_line(
+    trip: str, where: str, program: Path, run: Callable[..., Job]
+) -> None:
+    job = run(trip, GEMSC, "run", program)
+    job.wait_for_trip()
+    report = job.wait_for_end()
+    check_report(report)
+    assert f"error: rank 1 failed in {where}\n" in report
+    assert f"{program.parent / 'trip.py'}:" in report
+    assert f"generated: {program / 'rank1.py'}:" in report
+    if trip.startswith("forward"):
+        number = line_of("Trip.apply")
+        assert f"model.py:{number}: x = Trip.apply(self.second(x))\n" in report
+
+
+@pytest.mark.parametrize(
+    ("trip", "error"),
+    [
+        ("forward-exit:2", "SystemExit: 3"),
+        ("forward-thread:2", "ValueError: tripped"),
+        ("data:20", "ValueError: tripped"),
+    ],
+)
+def test_leaving_failing_threads_and_failing_data_end_all_ranks(
+    trip: str, error: str, program: Path, run: Callable[..., Job]
+) -> None:
+    job = run(trip, GEMSC, "run", program)
+    job.wait_for_trip()
+    report = job.wait_for_end()
+    check_report(report, error)
+    assert f"\n{program.parent / 'trip.py'}:" in report
+    assert job.process.returncode == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_reported_by_the_others(
+    rank: int, program: Path, run: Callable[..., Job]
+) -> None:
+    job = run("forward-sleep:6", GEMSC, "run", program)
+    sleeper = job.wait_for_trip()
+    (other,) = set(job.ranks) - {sleeper}
+    time.sleep(0.5)  # rank 0 goes on until it waits for rank 1
+    os.kill(sleeper if rank == 1 else other, signal.SIGKILL)
+    report = job.wait_for_end()
+    assert job.process.returncode == 128 + signal.SIGKILL
+    assert report.count("error: ") == 1
+    assert f"rank {rank} was ended by signal 9 (Killed)\n" in report
+    assert f"error: rank {rank} was killed in " in report
+    assert f" of stage {rank}, micro-batch " in report
+    assert ", step 1\n" in report
+    first = line_of("self.first(x)" if rank == 0 else "Trip.apply")
+    assert f"this rank computes model.py:{first}" in report
+    assert "Traceback" not in report
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_gemsc_run_ends_all_ranks(
+    number: signal.Signals, program: Path, run: Callable[..., Job]
+) -> None:
+    job = run("forward-sleep:6", GEMSC, "run", program)
+    job.wait_for_trip()
+    job.process.send_signal(number)
+    report = job.wait_for_end()
+    assert job.process.returncode == 128 + number
+    assert "Traceback" not in report
+
+
+@pytest.mark.parametrize(
+    ("trip", "says"),
+    [
+        ("loop:5", "error: rank 1 failed in between two steps, step 3\n"),
+        ("loop-exit:5", "error: rank 1 left with sys.exit(3)\n"),
+    ],
+)
+def test_an_own_loop_that_fails_on_one_rank_ends_all(
+    trip: str, says: str, program: Path, run: Callable[..., Job]
+) -> None:
+    loop = program.parent / "loop.py"
+    script = (
+        "import sys; from gemsc.runtime.launch import launch; "
+        "sys.exit(launch(2, sys.argv[1:]))"
+    )
+    job = run(trip, sys.executable, "-c", script, sys.executable, loop, program)
+    job.wait_for_trip()
+    report = job.wait_for_end()
+    assert report.count("error: ") == 1, report
+    assert says in report
+    assert job.process.returncode == 1
+
+
+def test_without_our_launcher_ranks_that_all_fail_still_report_once(
+    program: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP.replace("100", "no_number"))
+    (tmp_path / "trip.py").write_text(TRIP)
+    with (tmp_path / "err").open("w") as err:
+        words = [sys.executable, str(tmp_path / "loop.py"), str(program)]
+        assert launch.launch(2, words, stderr=err, timeout=START) == 1
+    report = (tmp_path / "err").read_text()
+    assert report.count("error: rank") == 1
+    assert f"{tmp_path / 'loop.py'}:9: for step in range(no_number):\n" in report
