@@ -14,24 +14,16 @@ from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir.compilation import Compilation
-from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions
-from gemsc.passes.annotate import Annotate
-from gemsc.passes.balance_stages import BalanceStages
-from gemsc.passes.base import Pass
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.passes.check_statistics import CheckStatistics
-from gemsc.passes.detect_skips import DetectSkips
-from gemsc.passes.follow_stages import FollowStages, find_twins
-from gemsc.passes.group_blocks import GroupBlocks
-from gemsc.passes.insert_comms import InsertComms
+from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
-from gemsc.passes.place_stages import PlaceStages
+from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
 from gemsc.plan import Plan
 from gemsc.planner.candidates import Candidate, alternatives, best, is_open
 from gemsc.planner.device import LINK
-from gemsc.planner.layout import Layout, layout
+from gemsc.planner.layout import layout
 from gemsc.planner.predict import (
     make_plan,
     reduced_bytes,
@@ -206,47 +198,6 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
         peak_bytes=max(timeline.peak_bytes),
         bubble=timeline.bubble,
         sent_bytes=sent_bytes(program, task) + sum(sums),
-    )
-
-
-GRAPH_PASSES: tuple[Pass, ...] = (
-    Canonicalize(),
-    Annotate(),
-    DetectSkips(),
-    GroupBlocks(),
-)
-
-
-def stage_passes(options: CompileOptions, chosen: Layout) -> tuple[Pass, ...]:
-    """Return the passes that turn blocks into stages that talk to each other."""
-    return (
-        BalanceStages(
-            num_stages=chosen.num_stages,
-            kind=options.balance,
-            blocks=options.blocks,
-            cuts=options.cuts,
-            live=chosen.live,
-        ),
-        PlaceStages(
-            chosen.placement, options.ranks, chosen.num_replicas, chosen.explicit
-        ),
-        CheckStatistics(chosen.num_replicas * options.data),
-        InsertComms(),
-    )
-
-
-def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
-    """Return the passes that cut evaluation where training is cut.
-
-    Twins share everything but the outputs, which travel in evaluation only.
-    """
-    known = training.transfers or ()
-    if twins:
-        return (InsertComms(outputs=True, known=known),)
-    return (
-        Annotate(training=False),
-        FollowStages(training, owned_tensors(training)),
-        InsertComms(outputs=True, first_index=len(known)),
     )
 
 

@@ -152,8 +152,10 @@ def _public_name(node: fx.Node) -> str:
         return f"torch.ops.{target}"
     name = getattr(target, "__name__", "")
     for space, module in NAMESPACES:
-        if name and getattr(module, name, None) is target:
-            return f"{space}.{name}"
+        short = name.removeprefix(space.rpartition(".")[2] + "_")
+        for public in (name, short):  # torch.fft.rfft calls itself fft_rfft
+            if public and getattr(module, public, None) is target:
+                return f"{space}.{public}"
     if name and getattr(torch.Tensor, name, None) is target:
         return f"torch.Tensor.{name}"
     raise GemscError(
@@ -239,7 +241,7 @@ def literal(value: object) -> str:
     if isinstance(value, int):  # of any subclass: an IntEnum, for example
         return int.__repr__(value)
     if isinstance(value, float):
-        text = float.__repr__(value)
+        text = float.__repr__(value).replace("e+", "e")
         return text if math.isfinite(value) else f'float("{text}")'
     if isinstance(value, str):
         return quoted(value)

@@ -182,7 +182,9 @@ class _RankWriter:
                     self._write_message(run, transfer)
         self._write_inputs()
         if self.text.reductions:
-            line("# Gradients are added up over the ranks that hold the same parameters.")
+            line(
+                "# Gradients are added up over the ranks that hold the same parameters."
+            )
             pairs = [
                 f"{quoted(name)}: {_tuple(ranks)}"
                 for name, ranks in self.text.reductions.items()
@@ -210,7 +212,11 @@ class _RankWriter:
 
     def _value(self, value: fx.Node) -> str:
         spec = meta.spec(value)
-        arguments = [quoted(self.text.names[value]), _tuple(spec.shape), str(spec.dtype)]
+        arguments = [
+            quoted(self.text.names[value]),
+            _tuple(spec.shape),
+            str(spec.dtype),
+        ]
         if meta.needs_gradient(value):
             arguments.append("gradient=True")
         return f"Value({', '.join(arguments)})"
@@ -218,7 +224,9 @@ class _RankWriter:
     def tag(self, replica: int, index: int) -> int:
         """Return the MPI tag of a transfer's values; its gradients have the next one."""
         programs = (self.text.program, self.text.evaluation)
-        count = 1 + max((t.index for p in programs for t in p.transfers or ()), default=0)
+        count = 1 + max(
+            (t.index for p in programs for t in p.transfers or ()), default=0
+        )
         return 2 * (replica * count + index)
 
     def _write_inputs(self) -> None:
@@ -250,7 +258,9 @@ class _RankWriter:
 
     def _write_forward(self, run: Run) -> None:
         flow = run.stage.flow
-        with self.writer.block(f"def forward_{run.key}(worker: Worker, m: int) -> None:"):
+        with self.writer.block(
+            f"def forward_{run.key}(worker: Worker, m: int) -> None:"
+        ):
             self.writer.line(f'"""Run stage {flow.index} on micro-batch m."""')
             local = self._write_takes(run, flow)
             self._write_run(run, flow, local, "run")
@@ -351,9 +361,7 @@ class _RankWriter:
                 if values:
                     message = f"{self.messages[run.replica, transfer.index]}.gradient"
                     note = f"to {self._peer(run, transfer, transfer.source)}"
-                    self.writer.call(
-                        "worker.send(", [message, "m", *values], note=note
-                    )
+                    self.writer.call("worker.send(", [message, "m", *values], note=note)
         self.writer.line()
         self.writer.line()
 
@@ -447,7 +455,11 @@ class _RankWriter:
         assert isinstance(step, Loop)
         with self.writer.block(_loop_head(step, self.text.num_micro_batches)):
             for action, offset in step.body:
-                index = "m" if not offset else f"m {'+' if offset > 0 else '-'} {abs(offset)}"
+                index = (
+                    "m"
+                    if not offset
+                    else f"m {'+' if offset > 0 else '-'} {abs(offset)}"
+                )
                 self.writer.line(f"{self._call(action)}(worker, {index})")
 
     def _call(self, action: Action) -> str:
@@ -474,7 +486,11 @@ def _part(run: Run) -> str:
     """Return which part of the batch a run takes as its micro-batch m."""
     if run.replica == 0:
         return "m"
-    share = "NUM_MICRO_BATCHES" if run.replica == 1 else f"{run.replica} * NUM_MICRO_BATCHES"
+    share = (
+        "NUM_MICRO_BATCHES"
+        if run.replica == 1
+        else f"{run.replica} * NUM_MICRO_BATCHES"
+    )
     return f"m + {share}"
 
 
@@ -496,7 +512,9 @@ def _loop_head(loop: Loop, count: int) -> str:
 
 def _uses(body: str, name: str) -> bool:
     """Whether code outside comments mentions a name."""
-    code = "\n".join(line.split("  #")[0] for line in body.splitlines() if "# " != line.strip()[:2])
+    code = "\n".join(
+        line.split("  #")[0] for line in body.splitlines() if "# " != line.strip()[:2]
+    )
     return re.search(rf"(?<![\w.]){name}\b", code) is not None
 
 

@@ -165,7 +165,8 @@ def _containers(stage: StageText) -> dict[str, str]:
         cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
         kinds[container] = f"nn.{cls.__name__}"
         clash = [n for n in names if is_attribute(n) and hasattr(cls, n)]
-        if clash or (any(held) and not all(held)):
+        mixed = any(held) and not all(held)
+        if clash or mixed or (any(held) and not container):  # no forward in a dict
             raise GemscError(
                 f"no way is known to write module '{container or 'model'}', which "
                 f"holds {', '.join(names)}",

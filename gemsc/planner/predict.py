@@ -127,7 +127,7 @@ def sent_bytes(program: Program, task: Task) -> int:
 
 
 def reduced_bytes(program: Program, data: int) -> list[int]:
-    """Return, for each stage, the bytes of gradients that its ranks add up in a step."""
+    """Return the bytes of gradients that each stage's ranks add up in a step."""
     placement = program.placement
     assert placement is not None
     sums = []

@@ -15,9 +15,10 @@ __all__ = ["ActivationMeter"]
 class ActivationMeter:
     """Follows every storage that a backward will need, each counted once.
 
-    Counted are what autograd saves and what a stage has received with a gradient, from the forward to
-    the end of the backward; not the parameters, `persistent`. Storages are held weakly,
-    so that the meter changes nothing; their peak is taken after each forward.
+    Counted are what autograd saves and what a stage has received with a gradient, from
+    the forward to the end of the backward; not the parameters, `persistent`. Storages
+    are held weakly, so that the meter changes nothing; their peak is taken after each
+    forward. The buffer of a receive posted ahead counts once a stage has taken it.
     """
 
     def __init__(self, persistent: Callable[[], Iterable[Tensor]]) -> None:
