@@ -161,7 +161,7 @@ def lower(
         evaluation_passes(program, twins=traced.twins is not None),
         after_each=after_each,
     )
-    prove(program, task, timeline)
+    prove(program, evaluation, task, timeline)
     plan = make_plan(program, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
     user_path = str(source.resolve()) if source else ""

@@ -6,7 +6,7 @@ import keyword
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,7 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 from gemsc.ir.twins import keywords_of_both
 
-__all__ = [
-    "UserObject",
-    "access",
-    "expression",
-    "is_attribute",
-    "literal",
-    "quoted",
-]
+__all__ = ["UserObject", "access", "as_tuple", "expression", "is_attribute", "literal", "quoted"]
 
 PREFIXED = 7
 POWER = 8
@@ -306,3 +299,9 @@ def _choose(training: Any, evaluation: Any) -> Any:
     if training is evaluation or training == evaluation:
         return training
     return Choice(training, evaluation)
+
+
+def as_tuple(values: Sequence[object]) -> str:
+    """Return a tuple of strings and numbers as text."""
+    parts = [quoted(v) if isinstance(v, str) else repr(v) for v in values]
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"

@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from gemsc.codegen.expressions import literal
-from gemsc.codegen.rank import RankText, Run, write_rank
+from gemsc.codegen.rank import write_rank
+from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.stage import StageText
 from gemsc.errors import GemscError
 from gemsc.ir.compilation import Compilation

@@ -1,56 +1,23 @@
-"""One rank's module as text: its messages, stages, actions and training step."""
+"""One rank's module as text: its stages, actions and training step."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
+from gemsc.codegen.constants import Constants
 from gemsc.codegen.expressions import UserObject, quoted
-from gemsc.codegen.stage import StageText, write_stage
+from gemsc.codegen.rank_text import RankText, Run
+from gemsc.codegen.stage import write_stage
 from gemsc.codegen.writer import Names, Writer
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name
-from gemsc.ir.program import Program, Transfer
+from gemsc.ir.program import Transfer
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.loops import Loop, Step
 
-__all__ = ["RankText", "Run", "write_rank"]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One stage of one replica on this rank."""
-
-    replica: int
-    stage: StageText
-
-    @property
-    def key(self) -> str:
-        """The name that functions and weights have: `stage2`, `stage2_mirrored`."""
-        suffix = {0: "", 1: "_mirrored"}.get(self.replica, f"_replica{self.replica}")
-        return f"stage{self.stage.flow.index}{suffix}"
-
-
-@dataclass(frozen=True, slots=True)
-class RankText:
-    """What `write_rank` needs to know."""
-
-    rank: int
-    num_ranks: int
-    docstring: Sequence[str]
-    program: Program
-    evaluation: Program
-    twin: bool
-    runs: tuple[Run, ...]
-    steps: tuple[Step, ...]
-    num_micro_batches: int
-    num_replicas: int
-    reductions: dict[str, tuple[int, ...]]
-    names: dict[fx.Node, str]
-    user_path: str
+__all__ = ["write_rank"]
 
 
 def write_rank(text: RankText) -> str:
@@ -62,10 +29,11 @@ class _RankWriter:
     def __init__(self, text: RankText) -> None:
         self.text = text
         self.writer = Writer()
-        self.constants = Names(
+        self.taken = Names(
             ["STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES", "NUM_REPLICAS"]
         )
-        self.messages: dict[tuple[int, int], str] = {}
+        self.constants = Constants(text, self.writer, self.taken)
+        self.messages = self.constants.names
         self.user_objects: dict[UserObject, str] = {}
 
     def write(self) -> str:
@@ -81,9 +49,7 @@ class _RankWriter:
         return head.text() + "\n" + body
 
     def _body(self) -> str:
-        for run in self.text.runs:
-            self._name_messages(run)
-        self._write_constants()
+        self.constants.write()
         for run in self.text.runs:
             if run.replica == 0 or not self._holds_original(run):
                 write_stage(self.writer, run.stage, self.user_object)
@@ -131,122 +97,8 @@ class _RankWriter:
     def user_object(self, item: UserObject) -> str:
         """Return the name under which the file imports a user's object."""
         if item not in self.user_objects:
-            self.user_objects[item] = self.constants.unique(item.qualname)
+            self.user_objects[item] = self.taken.unique(item.qualname)
         return self.user_objects[item]
-
-    # ------------------------------------------------------- constants
-
-    def _transfers(self, run: Run) -> tuple[Transfer, ...]:
-        stage = run.stage
-        both = [*stage.flow.incoming, *stage.flow.outgoing]
-        evaluation = run.stage.evaluation
-        both += [*evaluation.incoming, *evaluation.outgoing]
-        return tuple({transfer.index: transfer for transfer in both}.values())
-
-    def _name_messages(self, run: Run) -> None:
-        for transfer in self._transfers(run):
-            name = "_AND_".join(self.text.names[v].upper() for v in transfer.values[:2])
-            if len(transfer.values) > 2:
-                name += f"_AND_{len(transfer.values) - 2}_MORE"
-            name += run.key.removeprefix(f"stage{run.stage.flow.index}").upper()
-            if self._is_branched(transfer):
-                name += f"_TO_{transfer.dest}"
-            key = (run.replica, transfer.index)
-            if key not in self.messages:
-                self.messages[key] = self.constants.unique(name)
-
-    def _is_branched(self, transfer: Transfer) -> bool:
-        """Whether a value of the transfer also goes to another stage."""
-        programs = (self.text.program, self.text.evaluation)
-        others = {t.index: t for p in programs for t in p.transfers or ()}.values()
-        return any(
-            other.index != transfer.index and set(other.values) & set(transfer.values)
-            for other in others
-        )
-
-    def _write_constants(self) -> None:
-        line = self.writer.line
-        replicas = self.text.num_replicas
-        each = "  # of each replica" if replicas > 1 else ""
-        line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
-        line(f"NUM_REPLICAS = {replicas}")
-        line()
-        if self.messages:
-            line("# What comes in and goes out, for each micro-batch.")
-        written = set()
-        for run in self.text.runs:
-            for transfer in self._transfers(run):
-                key = (run.replica, transfer.index)
-                if key not in written:
-                    written.add(key)
-                    self._write_message(run, transfer)
-        self._write_inputs()
-        if self.text.reductions:
-            line(
-                "# Gradients are added up over the ranks that hold the same parameters."
-            )
-            pairs = [
-                f"{quoted(name)}: {_tuple(ranks)}"
-                for name, ranks in self.text.reductions.items()
-            ]
-            self.writer.call("REDUCTIONS = {", pairs, "}")
-        else:
-            line("REDUCTIONS: dict[str, tuple[int, ...]] = {}")
-        line()
-        line()
-
-    def _write_message(self, run: Run, transfer: Transfer) -> None:
-        placement = self.text.program.placement
-        assert placement is not None
-        ranks = placement.ranks[run.replica]
-        (source,), (dest,) = ranks[transfer.source], ranks[transfer.dest]
-        tag = self.tag(run.replica, transfer.index)
-        values = [self._value(value) for value in transfer.values]
-        packed = f"({', '.join(values)}{',' if len(values) == 1 else ''})"
-        if len(f"values={packed},") > self.writer.room - 4:
-            inside = "".join(f"    {value},\n" for value in values)
-            packed = f"(\n{inside})"
-        name = self.messages[run.replica, transfer.index]
-        arguments = [f"tag={tag}", f"source={source}", f"dest={dest}"]
-        self.writer.call(f"{name} = Message(", [*arguments, f"values={packed}"])
-
-    def _value(self, value: fx.Node) -> str:
-        spec = meta.spec(value)
-        arguments = [
-            quoted(self.text.names[value]),
-            _tuple(spec.shape),
-            str(spec.dtype),
-        ]
-        if meta.needs_gradient(value):
-            arguments.append("gradient=True")
-        return f"Value({', '.join(arguments)})"
-
-    def tag(self, replica: int, index: int) -> int:
-        """Return the MPI tag of a transfer's values; its gradients have the next one."""
-        programs = (self.text.program, self.text.evaluation)
-        count = 1 + max(
-            (t.index for p in programs for t in p.transfers or ()), default=0
-        )
-        return 2 * (replica * count + index)
-
-    def _write_inputs(self) -> None:
-        used: dict[str, str] = {}
-        specs = {item.name: item for item in self.text.program.inputs}
-        specs.update({item.name: item for item in self.text.evaluation.inputs})
-        for run in self.text.runs:
-            for node in (*run.stage.flow.inputs, *run.stage.evaluation.inputs):
-                item = specs[node.name]
-                path = _tuple(item.path)
-                shape = _tuple(item.spec.shape)
-                used[item.name] = f"Input({path}, {shape}, {item.spec.dtype})"
-        if not used:
-            self.writer.line("INPUTS: dict[str, Input] = {}")
-            return
-        self.writer.line("# What this rank reads of each micro-batch.")
-        with self.writer.block("INPUTS = {"):
-            for name, text in used.items():
-                self.writer.line(f"{quoted(name)}: {text},")
-        self.writer.line("}")
 
     def _write_stages_table(self) -> None:
         pairs = [f"{quoted(run.key)}: {run.stage.class_name}" for run in self.text.runs]
@@ -516,8 +368,3 @@ def _uses(body: str, name: str) -> bool:
         line.split("  #")[0] for line in body.splitlines() if "# " != line.strip()[:2]
     )
     return re.search(rf"(?<![\w.]){name}\b", code) is not None
-
-
-def _tuple(values: Sequence[object]) -> str:
-    parts = [quoted(v) if isinstance(v, str) else repr(v) for v in values]
-    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"

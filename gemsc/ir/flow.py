@@ -17,6 +17,7 @@ __all__ = [
     "base_name",
     "flow",
     "has_random",
+    "message_tag",
     "owned_tensors",
     "reductions",
     "shared_parameters",
@@ -121,6 +122,15 @@ def _heads(node: fx.Node) -> list[str]:
     """Return the first words of the node's path, short ones first."""
     parts = _parts(node)
     return ["_".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def message_tag(replica: int, index: int, *programs: Program) -> int:
+    """Return the MPI tag of a transfer's values; its gradients have the next one.
+
+    `programs` are training and evaluation, whose transfers share the tags.
+    """
+    count = 1 + max((t.index for p in programs for t in p.transfers or ()), default=0)
+    return 2 * (replica * count + index)
 
 
 def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], ...]:

@@ -3,56 +3,87 @@
 from __future__ import annotations
 
 from gemsc.ir import meta
-from gemsc.ir.flow import flow, owned_tensors, reductions
+from gemsc.ir.flow import flow, message_tag, owned_tensors, reductions
 from gemsc.ir.program import Program
-from gemsc.schedules import Task, Timeline
+from gemsc.schedules import Action, Kind, Task, Timeline
 from gemsc.schedules.check import Channel, Reduction, Report, check
 
 __all__ = ["prove"]
 
 
-def prove(program: Program, task: Task, timeline: Timeline) -> Report:
-    """Check each rank's actions against the program's transfers.
+def prove(
+    program: Program, evaluation: Program, task: Task, timeline: Timeline
+) -> Report:
+    """Check each rank's actions in training, then in evaluation.
 
-    What is sent is taken from the transfers, what is received from the edges of the
-    graph that cross stages, so that one is checked against the other.
+    Returns:
+        The figures of training (of evaluation if there is no loss).
 
     Raises:
         InternalError: the schedule is wrong; names stage, micro-batch and user's line.
     """
-    transfers = program.transfers or ()
-    count = 1 + max((t.index for t in transfers), default=0)
+    both = (program, evaluation)
+    total = sum(task.micro_batches)
+    report = check(
+        _evaluation_orders(task, total),
+        _channels(evaluation, both, replicas=1),
+        task.placement[:1],
+        (total,),
+        has_backward=False,
+        user_lines=lambda stage: _lines(evaluation, stage),
+    )
+    if not task.has_backward:
+        return report
+    return check(
+        timeline.orders,
+        _channels(program, both, replicas=len(task.placement)),
+        task.placement,
+        task.micro_batches,
+        saved_bytes=[stage.saved_bytes for stage in task.stages],
+        resident_bytes=[stage.resident_bytes for stage in task.stages],
+        memory_cap=task.memory_cap,
+        reductions=_reductions(program, task),
+        user_lines=lambda stage: _lines(program, stage),
+    )
+
+
+def _evaluation_orders(task: Task, total: int) -> list[list[Action]]:
+    """Return what evaluation does: micro-batch by micro-batch, in the first replica."""
+    row = task.placement[0]
+    return [
+        [
+            Action(Kind.FORWARD, stage, m)
+            for m in range(total)
+            for stage, where in enumerate(row)
+            if where == rank
+        ]
+        for rank in range(task.num_ranks)
+    ]
+
+
+def _channels(
+    program: Program, both: tuple[Program, Program], *, replicas: int
+) -> list[Channel]:
     channels = []
-    for replica in range(len(task.placement)):
-        for transfer in transfers:
-            tag = 2 * (replica * count + transfer.index)
+    for replica in range(replicas):
+        for transfer in program.transfers or ():
+            tag = message_tag(replica, transfer.index, *both)
             ends = (transfer.source, transfer.dest)
-            signature = tuple(str(meta.spec(value)) for value in transfer.values)
-            channels.append(Channel(tag, *ends, replica=replica, signature=signature))
+            there = tuple(str(meta.spec(value)) for value in transfer.values)
             back = tuple(
                 str(meta.spec(value))
                 for value in transfer.values
                 if meta.needs_gradient(value)
             )
-            if back:
+            channels.append(Channel(tag, *ends, replica=replica, signature=there))
+            if back and program is both[0]:
                 channels.append(
                     Channel(
                         tag + 1, *ends[::-1], gradient=True, replica=replica,
                         signature=back,
                     )
                 )  # fmt: skip
-    return check(
-        timeline.orders,
-        channels,
-        task.placement,
-        task.micro_batches,
-        saved_bytes=[stage.saved_bytes for stage in task.stages],
-        resident_bytes=[stage.resident_bytes for stage in task.stages],
-        memory_cap=task.memory_cap,
-        has_backward=task.has_backward,
-        reductions=_reductions(program, task),
-        user_lines=lambda stage: _lines(program, stage),
-    )
+    return channels
 
 
 def _reductions(program: Program, task: Task) -> list[Reduction]:

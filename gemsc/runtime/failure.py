@@ -124,7 +124,8 @@ def stop_all(
 def _report(text: str) -> None:
     """Print the text if no other rank has printed one; else leave it the time to."""
     if _is_first():
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        sys.stderr.write(f"{text}\n")  # at once: mpirun's own words may come next
+        sys.stderr.flush()
     else:
         time.sleep(REPORT_SECONDS)
 

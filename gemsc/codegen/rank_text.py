@@ -1,0 +1,58 @@
+"""What there is to write for one rank: its runs, steps and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from gemsc.codegen.stage import StageText
+from gemsc.ir.flow import message_tag
+from gemsc.ir.program import Program, Transfer
+from gemsc.schedules.loops import Step
+
+__all__ = ["RankText", "Run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One stage of one replica on this rank."""
+
+    replica: int
+    stage: StageText
+
+    @property
+    def key(self) -> str:
+        """The name that functions and weights have: `stage2`, `stage2_mirrored`."""
+        suffix = {0: "", 1: "_mirrored"}.get(self.replica, f"_replica{self.replica}")
+        return f"stage{self.stage.flow.index}{suffix}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankText:
+    """What `write_rank` needs to know."""
+
+    rank: int
+    num_ranks: int
+    docstring: Sequence[str]
+    program: Program
+    evaluation: Program
+    twin: bool
+    runs: tuple[Run, ...]
+    steps: tuple[Step, ...]
+    num_micro_batches: int
+    num_replicas: int
+    reductions: dict[str, tuple[int, ...]]
+    names: dict[fx.Node, str]
+    user_path: str
+
+    def transfers(self, run: Run) -> tuple[Transfer, ...]:
+        """Return the transfers of a run, each once, in training and evaluation."""
+        flows = run.stage.flow, run.stage.evaluation
+        both = [t for flow in flows for t in (*flow.incoming, *flow.outgoing)]
+        return tuple({transfer.index: transfer for transfer in both}.values())
+
+    def tag(self, replica: int, index: int) -> int:
+        """Return the MPI tag of a transfer's values; its gradients have the next one."""
+        return message_tag(replica, index, self.program, self.evaluation)
