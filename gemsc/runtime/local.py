@@ -224,6 +224,7 @@ class LocalTransport:
         self.local_rank = rank
         self.cuda_aware = cuda_aware
         self._world = world
+        self._groups: dict[tuple[tuple[int, ...], str], LocalGroup] = {}
         self._num_collectives: dict[tuple[tuple[int, ...], str], int] = {}
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
@@ -272,7 +273,7 @@ class LocalTransport:
         ranks = tuple(sorted(set(ranks)))
         if self.rank not in ranks:
             raise InternalError(f"rank {self.rank} is not in the group {ranks}")
-        return LocalGroup(self, ranks, key)
+        return self._groups.setdefault((ranks, key), LocalGroup(self, ranks, key))
 
     def start(
         self,
