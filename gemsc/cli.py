@@ -35,7 +35,7 @@ from gemsc.verify import TOLERANCE, Comparison, verify_program
 from gemsc.viz.graph import render
 from gemsc.viz.shares import show_shares
 from gemsc.viz.tables import show as show_plan
-from gemsc.viz.tables import show_candidates
+from gemsc.viz.tables import show_activations, show_candidates
 from gemsc.viz.timeline import grid, panels_of, write_timeline
 from gemsc.viz.trace import trace_text
 
@@ -179,6 +179,9 @@ def verify_command(
             f"{name}: worst {found.worst:.1e}, allowed {tolerance:.0e}: {verdict}",
             highlight=False,
         )
+    if "float32" in names:
+        measured = worst_of_all[names.index("float32")][0].activation_bytes
+        show_activations(Plan.read(directory / "plan.toml"), measured, console)
     raise typer.Exit(1 if failed else 0)
 
 

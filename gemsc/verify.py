@@ -58,6 +58,7 @@ class Comparison:
     """The worst relative errors; each with the name of the tensor that has it.
 
     `equal` counts the tensors that are bit for bit equal, of `total`.
+    `activation_bytes` is the measured peak of each rank.
     """
 
     loss: float
@@ -66,6 +67,7 @@ class Comparison:
     buffer: tuple[float, str]
     equal: int
     total: int
+    activation_bytes: tuple[int, ...] = ()
 
     @property
     def worst(self) -> float:
@@ -148,6 +150,7 @@ def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
         _worst(known, expected.state, others),
         equal,
         total,
+        tuple(actual.activation_bytes),
     )
 
 

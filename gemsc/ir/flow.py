@@ -46,11 +46,14 @@ class StageFlow:
         """What the stage takes, in the order of its arguments, without repeats."""
         values = [value for transfer in self.incoming for value in transfer.values]
         used = {source for node in self.nodes for source in node.all_input_nodes}
-        return (*(value for value in values if value in used), *self.inputs)
+        return tuple(value for value in (*values, *self.inputs) if value in used)
 
 
 def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
-    """Return stage `index` as a function; with the model's outputs for evaluation."""
+    """Return stage `index` as a function; with the model's outputs for evaluation.
+
+    Inputs that the model returns as they are come in where the outputs are joined.
+    """
     stage = program.require_stages()[index]
     transfers = program.transfers or ()
     incoming = tuple(t for t in transfers if t.dest == index)
@@ -59,8 +62,9 @@ def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
     used = {source for node in nodes for source in node.all_input_nodes}
     wanted = {value for transfer in outgoing for value in transfer.values}
     wanted.add(program.loss or program.output)
-    if with_outputs and index == program.home:
+    if with_outputs:
         wanted.update(program.outputs)
+        used.update(program.outputs if index == program.home else ())
     inputs = tuple(
         node
         for node in program.graph.nodes

@@ -170,12 +170,13 @@ class Worker:
             return
         packed = message.pack(tensors)
         dest = message.dest + self.first_rank
-        self._sends = [request for request in self._sends if not request.done()]
+        self._let_go()
         self._sends.append(self.link.send(packed, dest, message.tag))
 
     def run(self, stage: str, m: int, *inputs: Tensor) -> Any:
         """Run a stage forward and keep what its backward needs."""
         self.status.enter("forward", stage, m)
+        self._let_go()
         module = self.stages[stage]
         measured = self.meter.forward(inputs) if self.meter else nullcontext()
         with self._random_numbers(module, stage, m), measured:
@@ -394,6 +395,10 @@ class Worker:
         if tuple(tensor.shape) == whole and self.num_copies > 1:
             tensor = tensor[self.copy * size : (self.copy + 1) * size]
         return tensor.to(dtype)
+
+    def _let_go(self) -> None:
+        """Give the library a turn; drop the tensors whose sends are done."""
+        self._sends = [request for request in self._sends if not request.done()]
 
     def _post(self, message: Message) -> None:
         """Post the receive of a message's next micro-batch."""

@@ -12,7 +12,7 @@ from gemsc.plan import Plan
 from gemsc.planner.candidates import Candidate
 from gemsc.units import show_bytes, show_flops, show_seconds
 
-__all__ = ["show", "show_candidates"]
+__all__ = ["show", "show_activations", "show_candidates"]
 
 BAR = 40
 ACTIONS = 24
@@ -54,6 +54,22 @@ def show_candidates(
             note if candidate.fits() else "does not fit --device-memory",
         )
     console.print(table)
+
+
+def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> None:
+    """Print the peaks of live activations that were predicted and found."""
+    ratios = [
+        found / predicted
+        for found, predicted in zip(
+            measured, plan.activation_bytes * plan.data, strict=True
+        )
+    ]
+    peaks = ", ".join(map(show_bytes, measured))
+    console.print(
+        f"peak of live activations on each rank: {peaks}; "
+        f"measured / predicted {min(ratios):.3f} to {max(ratios):.3f}",
+        highlight=False,
+    )
 
 
 def _summary(plan: Plan) -> RenderableType:
