@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from torch import fx, nn
 
 from gemsc.codegen.package import rank_modules, write_directory
+from gemsc.compilation import Compilation
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
-from gemsc.ir.compilation import Compilation
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions
 from gemsc.passes.canonicalize import Canonicalize

@@ -6,7 +6,7 @@ import difflib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
@@ -34,6 +34,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, missing in (("mpi", mpi_is_missing), ("gpu", gpu_is_missing)):
         if item.get_closest_marker(name) and (reason := missing()):
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """Programs in float64 change torch's default; the next test begins with float32."""
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @functools.cache

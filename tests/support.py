@@ -21,7 +21,7 @@ def run_on_threads(
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
 ) -> StepRecord:
-    """Run training steps with the in-process transport; every rank has the same loss."""
+    """Run training steps on threads; every rank has the same loss."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -247,7 +247,7 @@ def test_leaving_failing_threads_and_failing_data_end_all_ranks(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_reported_by_the_others(
+def test_a_killed_rank_is_reported_with_what_it_did(
     rank: int, program: Path, run: Callable[..., Job]
 ) -> None:
     job = run("forward-sleep:6", GEMSC, "run", program)
@@ -302,9 +302,7 @@ def test_an_own_loop_that_fails_on_one_rank_ends_all(
     assert job.process.returncode == 1
 
 
-def test_without_our_launcher_ranks_that_all_fail_still_report_once(
-    program: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_all_fail_report_once(program: Path, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP.replace("100", "no_number"))
     (tmp_path / "trip.py").write_text(TRIP)
     with (tmp_path / "err").open("w") as err:

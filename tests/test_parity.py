@@ -1,4 +1,4 @@
-"""N ranks against one process, on threads: every model, schedule, ranks, micro-batches."""
+"""N ranks against one process, on threads: models, schedules, ranks, micro-batches."""
 
 from __future__ import annotations
 

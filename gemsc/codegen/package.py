@@ -13,7 +13,7 @@ from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.stage import StageText
 from gemsc.errors import GemscError
-from gemsc.ir.compilation import Compilation
+from gemsc.compilation import Compilation
 from gemsc.ir.flow import reductions, value_names
 from gemsc.ir.program import DataclassValue, Slot, Stage
 from gemsc.runtime.weights import write_tensors

@@ -180,6 +180,7 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
     device = None if options.device == "auto" else torch.device(options.device)
     if options.device == "cuda":
         device = choose_device(transport)
+    torch.set_default_dtype(DTYPES[options.dtype])  # also of what forward makes
     trainer = Trainer(
         directory,
         transport,

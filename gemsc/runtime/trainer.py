@@ -84,8 +84,6 @@ class Trainer:
         self.device = device or choose_device(transport)
         ranks = Plan.read(directory / "plan.toml").copy_ranks
         self.module = load_rank_module(directory, transport.rank % ranks)
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
         stages = {key: self._build(key, dtype) for key in self.module.STAGES}
         _tie(stages)
         self.worker = Worker(

@@ -25,6 +25,7 @@ def run_recorded_steps(
     batches = torch.load(folder / "batches.pt", weights_only=True)
     plan = Plan.read(directory / "plan.toml")
     optimizer = load_user_model(plan.spec).optimizer if plan.spec else None
+    torch.set_default_dtype(dtype)  # also of what forward makes
     with dropout_off():
         record_steps(directory, transport, folder, batches, dtype, optimizer)
 

@@ -1,0 +1,97 @@
+"""Rank 1 of 3: stage 1 of FlatUNet.
+
+Written by gemsc; do not edit, compile again:
+    gemsc compile FlatUNet --ranks 3
+
+Stage 1: 377.9 kFLOP forward, 11.3 KiB of parameters,
+20.5 KiB kept for each micro-batch.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gemsc.runtime import Input, Message, Value, Worker
+
+NUM_MICRO_BATCHES = 4
+NUM_REPLICAS = 1
+
+# What comes in and goes out, for each micro-batch.
+E2_AND_E3_AND_1_MORE = Message(
+    tag=0,
+    source=0,
+    dest=1,
+    values=(
+        Value("e2", (2, 8, 8, 8), torch.float32, gradient=True),
+        Value("e3", (2, 8, 4, 4), torch.float32, gradient=True),
+        Value("max_pool2d", (2, 8, 2, 2), torch.float32, gradient=True),
+    ),
+)
+D2 = Message(
+    tag=4,
+    source=1,
+    dest=2,
+    values=(Value("d2", (2, 8, 8, 8), torch.float32, gradient=True),),
+)
+INPUTS: dict[str, Input] = {}
+REDUCTIONS: dict[str, tuple[int, ...]] = {}
+
+
+class Stage1(nn.Module):
+    """Stage 1: mid, up3, up2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mid = nn.Conv2d(8, 8, kernel_size=3, padding=1)
+        self.up3 = nn.Conv2d(16, 8, kernel_size=3, padding=1)
+        self.up2 = nn.Conv2d(16, 8, kernel_size=3, padding=1)
+
+    def forward(self, e2: Tensor, e3: Tensor, max_pool2d: Tensor) -> Tensor:
+        # networks.py:91  m = F.relu(self.mid(F.max_pool2d(e3, 2)))
+        m = F.relu(self.mid(max_pool2d))
+        # networks.py:92  d3 = F.relu(self.up3(torch.cat([e3, F.interpolate(m, scale ...
+        d3 = F.relu(self.up3(torch.cat([e3, F.interpolate(m, scale_factor=2)], 1)))
+        # networks.py:93  d2 = F.relu(self.up2(torch.cat([e2, F.interpolate(d3, scal ...
+        d2 = F.relu(self.up2(torch.cat([e2, F.interpolate(d3, scale_factor=2)], 1)))
+        return d2
+
+
+STAGES = {"stage1": Stage1}
+
+
+def forward_stage1(worker: Worker, m: int) -> None:
+    """Run stage 1 on micro-batch m."""
+    e2, e3, max_pool2d = worker.receive(E2_AND_E3_AND_1_MORE, m)  # from rank 0
+    d2 = worker.run("stage1", m, e2, e3, max_pool2d)
+    worker.send(D2, m, d2)  # to rank 2
+
+
+def backward_stage1(worker: Worker, m: int) -> None:
+    """Run stage 1 backward on micro-batch m."""
+    grad_d2 = worker.receive(D2.gradient, m)  # from rank 2
+    grad_e2, grad_e3, grad_max_pool2d = worker.backward("stage1", m, grad_d2)
+    # to rank 0
+    worker.send(E2_AND_E3_AND_1_MORE.gradient, m, grad_e2, grad_e3, grad_max_pool2d)
+
+
+def evaluate_stage1(worker: Worker, m: int) -> None:
+    """Run stage 1 on micro-batch m, without gradients."""
+    e2, e3, max_pool2d = worker.receive(E2_AND_E3_AND_1_MORE, m)  # from rank 0
+    d2 = worker.evaluate("stage1", m, e2, e3, max_pool2d)
+    worker.send(D2, m, d2)  # to rank 2
+
+
+def train_step(worker: Worker) -> None:
+    """Run this rank's part of one training step."""
+    forward_stage1(worker, 0)
+    for m in range(1, NUM_MICRO_BATCHES):
+        forward_stage1(worker, m)
+        backward_stage1(worker, m - 1)
+    backward_stage1(worker, 3)
+    worker.update()
+
+
+def eval_step(worker: Worker) -> None:
+    """Run this rank's part of one evaluation step."""
+    for m in range(NUM_MICRO_BATCHES):
+        evaluate_stage1(worker, m)

@@ -1,0 +1,142 @@
+"""The commands, as users type them, on a small model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from command_line import MODEL, Gemsc, gemsc_here, start
+
+COMMANDS = ("compile", "run", "verify", "show", "graph")
+
+
+@pytest.fixture
+def gemsc(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Gemsc:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return gemsc_here(monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, gemsc: Gemsc) -> None:
+    outcome = gemsc(command, "--help")
+    assert outcome.code == 0
+    assert f"gemsc {command}" in outcome.out
+
+
+def test_compile_says_what_it_chose_and_writes_a_program(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    outcome = gemsc("compile", "model.py", "--blocks", "1,2", "-o", "out/program")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out == (
+        "Net: 2 ranks, stages of 1, 2 blocks, 1f1b, 4 micro-batches -> out/program\n"
+    )
+    found = {path.name for path in (tmp_path / "out" / "program").iterdir()}
+    wanted = {"__main__.py", "plan.toml", "rank0.py", "rank1.py", "weights"}
+    assert wanted <= found
+    assert not [name for name in found if name.startswith(".")]
+
+
+def test_passes_can_be_watched(gemsc: Gemsc) -> None:
+    words = ("compile", "model.py", "--print-after", "balance-stages", "--time-passes")
+    outcome = gemsc(*words)
+    assert outcome.code == 0
+    assert outcome.err.startswith("--- after balance-stages\n")
+    assert re.search(r"ms  canonicalize\n", outcome.err)
+
+
+def test_show_prints_every_decision(gemsc: Gemsc) -> None:
+    gemsc("compile", "model.py", "-o", "program")
+    outcome = gemsc("show", "program")
+    assert outcome.code == 0
+    for part in ("Net: 2 ranks, 1f1b, 4 micro-batches", "stages", "transfers", "0F0"):
+        assert part in outcome.out
+
+
+@pytest.mark.parametrize("target", ["model.py", "program"])
+def test_graph_draws_a_model_or_a_program(
+    target: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    gemsc("compile", "model.py", "-o", "program")
+    outcome = gemsc("graph", target, "-o", "pictures/graph.svg")
+    assert outcome.code == 0
+    assert (tmp_path / "pictures" / "graph.dot").read_text().startswith("digraph")
+    drawn = (tmp_path / "pictures" / "graph.svg").exists()
+    assert outcome.out.startswith("wrote " if drawn else "note: graph.svg needs")
+
+
+# where a model can come from
+
+
+def test_a_file_in_a_folder_with_spaces_and_its_sibling(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    folder = tmp_path / "drei Blöcke"
+    folder.mkdir()
+    (folder / "widths_beside.py").write_text("WIDTH = 16\n")
+    (folder / "model.py").write_text(
+        "from widths_beside import WIDTH\n" + MODEL.replace("8, 16", "8, WIDTH")
+    )
+    outcome = gemsc("compile", "drei Blöcke/model.py", "-o", "drei Blöcke/Programm 1")
+    assert outcome.code == 0, outcome.err
+    text = (folder / "Programm 1" / "rank0.py").read_text()
+    compile(text, "rank0.py", "exec")
+    assert "nn.Linear(8, 16)" in text
+
+
+def test_a_name_in_a_module_of_a_package_with_relative_imports(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    package = tmp_path / "package_of_models"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "widths.py").write_text("WIDTH = 16\n")
+    text = "from .widths import WIDTH\n" + MODEL.replace("8, 16", "8, WIDTH")
+    (package / "nets.py").write_text(text.replace("def model()", "def small()"))
+    for number, spec in enumerate(
+        ["package_of_models.nets:small", "package_of_models/nets.py:small"]
+    ):
+        outcome = gemsc("compile", spec, "-o", f"program{number}")
+        assert outcome.code == 0, outcome.err
+        plan = (tmp_path / f"program{number}" / "plan.toml").read_text()
+        assert 'spec = "../package_of_models/nets.py:small"' in plan
+
+
+def test_a_model_may_be_an_object(gemsc: Gemsc, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        MODEL.replace("def model():\n    return Net()", "model = Net()")
+    )
+    assert gemsc("compile", "model.py").code == 0
+
+
+# with ranks
+
+
+@pytest.mark.mpi
+def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) -> None:
+    assert gemsc("compile", "model.py:model", "-o", "program").code == 0
+    outcome = start("run", "program", "--epochs", "2", "--save", "checkpoint")
+    assert outcome.code == 0, outcome.err
+    assert outcome.err == ""
+    steps = re.findall(r"epoch (\d)/2 (\d)/3  loss \d\.\d+  \S+ samples/s", outcome.out)
+    assert steps[0] == ("1", "1")
+    assert steps[-1] == ("2", "3")
+    pattern = r"held-out after epoch (\d): loss \d\.\d+  accuracy \d\.\d+\n"
+    assert re.findall(pattern, outcome.out) == ["1", "2"]
+    assert outcome.out.endswith("saved checkpoint/model.safetensors\n")
+    assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
+
+
+@pytest.mark.mpi
+def test_a_program_of_another_name_runs_and_is_exact(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL.replace("def model()", "def small()"))
+    assert gemsc("compile", "model.py:small", "-o", "program").code == 0
+    outcome = start("verify", "program", "--dtype", "float64", "--steps", "2")
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)

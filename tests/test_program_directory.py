@@ -1,0 +1,204 @@
+"""A program directory: the same each time, whole, movable; and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import MODEL, SECONDS, Gemsc, files, gemsc_here, start
+from safetensors.torch import load_file
+
+from gemsc.codegen import package
+from gemsc.errors import GemscError
+from gemsc.plan import Plan
+from gemsc.runtime.launch import launch
+from gemsc.runtime.local import LocalTransport, run_local
+from gemsc.runtime.train import check_program
+from gemsc.runtime.trainer import Trainer
+from gemsc.user_model import load_user_model
+
+
+@pytest.fixture
+def gemsc(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Gemsc:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path / "project")
+    return gemsc_here(monkeypatch, capfd)
+
+
+@pytest.fixture
+def program(gemsc: Gemsc, tmp_path: Path) -> Path:
+    assert gemsc("compile", "model.py", "-o", "build/program").code == 0
+    return tmp_path / "project" / "build" / "program"
+
+
+# writing
+
+
+def test_compiling_again_gives_the_same_bytes(program: Path) -> None:
+    first = files(program)
+    words = ("compile", "model.py", "-o", "build/program")
+    assert start(*words, PYTHONHASHSEED="7").code == 0
+    assert files(program) == first
+
+
+def test_a_program_of_fewer_ranks_replaces_one_of_more(
+    gemsc: Gemsc, program: Path
+) -> None:
+    (program / "notes.txt").write_text("precious")
+    assert gemsc("compile", "model.py", "--ranks", "3", "-o", program).code == 0
+    assert (program / "rank2.py").exists()
+    assert gemsc("compile", "model.py", "--ranks", "1", "-o", program).code == 0
+    ranks = {path.name for path in program.glob("rank*.py")}
+    assert ranks == {"rank0.py"}
+    assert {p.name for p in (program / "weights").iterdir()} == {"stage0.safetensors"}
+    assert (program / "notes.txt").read_text() == "precious"
+
+
+def test_a_program_stays_whole_when_its_successor_cannot_be_written(
+    gemsc: Gemsc, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "weights")
+
+    before = files(program)
+    monkeypatch.setattr(package, "_write_weights", full)
+    outcome = gemsc("compile", "model.py", "--ranks", "3", "-o", "build/program")
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: weights: no space left on device\nhelp: ")
+    assert files(program) == before
+
+
+# moving
+
+
+def test_a_program_and_its_model_move_together(program: Path, tmp_path: Path) -> None:
+    (tmp_path / "project").rename(tmp_path / "moved")
+    moved = tmp_path / "moved" / "build" / "program"
+    plan = check_program(moved, 2)
+    assert plan.spec == str(tmp_path / "moved" / "model.py")
+    assert load_user_model(plan.spec).path == tmp_path / "moved" / "model.py"
+    with pytest.raises(GemscError, match="no program directory"):
+        Plan.read(program / "plan.toml")
+
+
+def test_a_program_without_its_model_is_refused(program: Path, tmp_path: Path) -> None:
+    program.rename(tmp_path / "program")
+    with pytest.raises(GemscError, match=r"model\.py is not there any more"):
+        check_program(tmp_path / "program", 2)
+
+
+@pytest.mark.mpi
+def test_plain_mpirun_starts_a_moved_program_from_anywhere(
+    program: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "project").rename(tmp_path / "moved")
+    moved = tmp_path / "moved" / "build" / "program"
+    (tmp_path / "elsewhere").mkdir()
+    with (tmp_path / "out").open("w") as out:
+        words = [sys.executable, str(moved), "--steps", "1", "--save", "checkpoint"]
+        where = tmp_path / "elsewhere"
+        code = launch(2, words, cwd=where, stdout=out, timeout=SECONDS)
+    assert code == 0
+    assert "epoch 1/1 1/1  loss " in (tmp_path / "out").read_text()
+    assert (tmp_path / "elsewhere" / "checkpoint" / "model.safetensors").is_file()
+
+
+# checkpoints
+
+
+@pytest.mark.mpi
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(program: Path) -> None:
+    """Three epochs of three steps: at once, and with a stop after four steps."""
+    for words in (
+        "--epochs 3 --save at_once",
+        "--steps 4 --save in_two",
+        "--epochs 3 --resume in_two --save in_two",
+    ):
+        outcome = start("run", program, *words.split())
+        assert outcome.code == 0, outcome.err
+    names = ("at_once", "in_two")
+    at_once, in_two = (load_file(f"{name}/model.safetensors") for name in names)
+    assert at_once.keys() == in_two.keys()
+    assert all(torch.equal(at_once[name], in_two[name]) for name in at_once)
+    for rank in range(2):
+        states = [torch.load(f"{name}/optimizer-rank{rank}.pt") for name in names]
+        assert states[0]["steps"] == states[1]["steps"] == 9
+        adams = [state["optimizer"]["state"] for state in states]
+        torch.testing.assert_close(*adams, rtol=0, atol=0)
+
+    model = load_user_model("model.py").make_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(at_once)
+    assert not any(torch.equal(before[name], at_once[name]) for name in before)
+
+
+def on_threads(program: Path, act: Callable[[Trainer], object]) -> None:
+    """Let each rank train a step and act."""
+
+    def main(transport: LocalTransport) -> None:
+        trainer = Trainer(program, transport)
+        generator = torch.Generator().manual_seed(0)
+        input = torch.randn(8, 8, generator=generator)
+        trainer.step(input, torch.arange(8) % 4)
+        act(trainer)
+
+    run_local(2, main)
+
+
+def test_a_checkpoint_replaces_another_and_leaves_nothing_else(
+    program: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    for _ in range(2):
+        on_threads(program, lambda trainer: trainer.save(folder))
+        assert {path.name for path in folder.iterdir()} == {
+            "model.safetensors", "optimizer-rank0.pt", "optimizer-rank1.pt",
+        }  # fmt: skip
+
+
+def test_weights_alone_are_a_checkpoint_too(program: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    on_threads(program, lambda trainer: trainer.save(folder))
+    for path in folder.glob("optimizer-*"):
+        path.unlink()
+
+    def resume(trainer: Trainer) -> None:
+        for tensor in trainer.state_dict().values():
+            tensor.zero_()
+        trainer.resume(folder)
+        saved = load_file(folder / "model.safetensors")
+        for name, tensor in trainer.state_dict().items():
+            assert torch.equal(tensor, saved[name])
+
+    on_threads(program, resume)
+
+
+def test_what_is_no_checkpoint_of_this_program_is_refused(
+    gemsc: Gemsc, program: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    on_threads(program, lambda trainer: trainer.save(folder))
+
+    assert gemsc("compile", "model.py", "--cuts", "third", "-o", "other").code == 0
+    with pytest.raises(GemscError, match="by ranks that share the model otherwise"):
+        on_threads(Path("other"), lambda trainer: trainer.resume(folder))
+
+    (folder / "optimizer-rank1.pt").write_bytes(b"damaged")
+    with pytest.raises(GemscError, match=r"optimizer-rank1\.pt is damaged"):
+        on_threads(program, lambda trainer: trainer.resume(folder))
+
+    os.truncate(folder / "model.safetensors", 20)
+    with pytest.raises(GemscError, match=r"model\.safetensors is damaged"):
+        on_threads(program, lambda trainer: trainer.resume(folder))
+
+    shutil.rmtree(folder)
+    with pytest.raises(GemscError, match="is no checkpoint"):
+        on_threads(program, lambda trainer: trainer.resume(folder))

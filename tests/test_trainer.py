@@ -1,0 +1,426 @@
+"""Trainers on threads: whole programs against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from program_support import (
+    Net,
+    X,
+    against_one_process,
+    batch_of,
+    mse,
+    on_ranks,
+    trunk,
+    written,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.runtime.trainer import Trainer
+from gemsc.verify import TOLERANCE, Comparison
+
+EXACT = TOLERANCE[torch.float64]
+
+
+def simple(self: Any, x: Tensor) -> Tensor:
+    return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def is_exact(found: Comparison) -> bool:
+    return found.worst <= EXACT
+
+
+# Outputs
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    hidden: list[Tensor]
+    note: str = "plain"
+
+
+def early(self: Any, x: Tensor, give: Callable[..., Any]) -> Any:
+    h = self.a(x)
+    double = h * 2
+    return give(self.c(torch.tanh(self.b(torch.tanh(self.trunk(h))))), double, h)
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    if isinstance(output, Result):
+        return mse(output.logits, target)
+    return mse(output["y"] if isinstance(output, dict) else output[0], target)
+
+
+STRUCTURES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "tuple": lambda y, double, h: (y, double),
+    "named tuple": lambda y, double, h: Pair(y, h),
+    "dict": lambda y, double, h: {"y": y, "early": {"h": h, "n": 3}, "none": None},
+    "dataclass": lambda y, double, h: Result(y, [h, double]),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_outputs_of_any_structure_and_stage_come_to_the_rank_of_the_loss(
+    kind: str, tmp_path: Path
+) -> None:
+    model = Net(lambda self, x: early(self, x, STRUCTURES[kind]), trunk=trunk())
+    written(tmp_path, model, loss=loss_of, ranks=3, micro_batches=2)
+    x, target = batch_of((X, X), 2)
+    found = on_ranks(tmp_path, 3, lambda t: t.evaluate(x, target))
+    assert [e.output is None for e in found] == [True, True, False]
+    with torch.no_grad():
+        parts = [model(part) for part in x.split(len(X))]
+    wanted = [torch.cat(tensors) for tensors in zip(*map(leaves, parts), strict=True)]
+    have = leaves(found[2].output)
+    assert len(have) == len(wanted)
+    for a, b in zip(have, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    losses = [
+        float(loss_of(part, t)) for part, t in zip(parts, target.split(2), strict=True)
+    ]
+    assert {e.loss for e in found} == {found[0].loss}
+    assert found[0].loss == pytest.approx(sum(losses) / 2)
+
+
+def leaves(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Result):
+        output = {"logits": output.logits, "hidden": output.hidden}
+    parts = output.values() if isinstance(output, dict) else output
+    if isinstance(output, tuple | list | dict):
+        return [leaf for part in parts for leaf in leaves(part) if part is not None]
+    return []
+
+
+def test_an_input_that_is_returned_as_it_is_comes_back(tmp_path: Path) -> None:
+    model = Net(lambda self, x: (simple(self, x), x))
+    written(tmp_path, model, loss=loss_of, micro_batches=2)
+    x, target = batch_of((X, X), 2)
+    output = on_ranks(tmp_path, 2, lambda t: t.evaluate(x, target))[1].output
+    assert torch.equal(output[1], x)
+
+
+@pytest.mark.xfail(strict=True, reason="rank.py reads a returned parameter as an input")
+def test_a_parameter_that_is_returned_is_read_from_the_stage(tmp_path: Path) -> None:
+    model = Net(lambda self, x: (simple(self, x), self.a.weight))
+    written(tmp_path, model, loss=loss_of, micro_batches=1)
+    output = on_ranks(tmp_path, 2, lambda t: t.evaluate(X, X))[1].output
+    assert torch.equal(output[1], model.a.weight)
+
+
+def test_a_program_without_a_loss_evaluates_and_does_not_train(tmp_path: Path) -> None:
+    model = Net(simple)
+    written(tmp_path, model, loss=None, target=None, micro_batches=2)
+    x = batch_of(X, 2)
+    found = on_ranks(tmp_path, 2, lambda t: t.evaluate(x))
+    with torch.no_grad():
+        torch.testing.assert_close(found[1].output, model(x))
+    assert [e.loss for e in found] == [None, None]
+    with pytest.raises(
+        GemscError, match="cannot train: it was compiled without a loss"
+    ):
+        on_ranks(tmp_path, 2, lambda t: t.step(x))
+
+
+# Inputs
+
+
+class Fed(nn.Module):
+    """Takes keywords, masks and integers; late stages use inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.words = nn.Embedding(9, 4)
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.trunk = trunk()
+
+    def forward(self, tokens: Tensor, *, mask: Tensor, extra: dict[str, Any]) -> Tensor:
+        h = self.trunk(self.a(self.words(tokens))) * mask[:, None]
+        h = self.b(torch.tanh(h + extra["raw"])) + extra["more"][0]
+        return self.c(h).masked_fill(~mask[:, None], 0.0)
+
+
+FEED = {
+    "tokens": torch.tensor([3, 8]),
+    "mask": torch.tensor([True, False]),
+    "extra": {"raw": X, "more": [torch.ones(2, 1)], "scale": 2.0},
+}
+
+
+def test_keywords_nests_masks_and_integers_are_inputs_of_any_stage(
+    tmp_path: Path,
+) -> None:
+    assert is_exact(against_one_process(tmp_path, Fed(), FEED, ranks=4))
+
+
+def test_a_raw_input_may_cross_every_stage(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return torch.cat([simple(self, x), x], 1)[:, 1:5] * x
+
+    assert is_exact(against_one_process(tmp_path, Net(forward), ranks=3))
+
+
+def test_a_target_may_be_a_nest(tmp_path: Path) -> None:
+    def loss(output: Tensor, target: dict[str, Any]) -> Tensor:
+        return mse(output, target["values"]) + F.cross_entropy(output, target["c"][0])
+
+    target = {"values": X, "c": [torch.tensor([1, 3])]}
+    found = against_one_process(tmp_path, Net(simple), loss=loss, target=target)
+    assert is_exact(found)
+
+
+def test_an_input_that_is_not_batched_is_whole_in_every_micro_batch(
+    tmp_path: Path,
+) -> None:
+    def forward(self: Any, x: Tensor, places: Tensor) -> Tensor:
+        return simple(self, x + places.sum(0)) * places.mean()
+
+    places = torch.rand(5, 4)
+    found = against_one_process(tmp_path, Net(forward), (X, places), micro_batches=3)
+    assert is_exact(found)
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 12])
+def test_a_batch_of_another_size_is_refused_by_name(size: int, tmp_path: Path) -> None:
+    written(tmp_path, Net(simple), micro_batches=3)
+    x = torch.zeros(size, 4)
+    with pytest.raises(GemscError, match=r"has shape .*, this program takes \[6, 4\]"):
+        on_ranks(tmp_path, 2, lambda t: t.step(x, x))
+
+
+@pytest.mark.xfail(strict=True, reason="taken for an input that is not batched")
+def test_a_batch_of_one_micro_batch_is_refused_by_name(tmp_path: Path) -> None:
+    written(tmp_path, Net(simple), micro_batches=3)
+    with pytest.raises(GemscError, match="has shape"):
+        on_ranks(tmp_path, 2, lambda t: t.step(X, X))
+
+
+# Training
+
+
+def frozen_statistics() -> nn.Module:
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            for layer in list(self)[1:3]:
+                layer.eval()
+            return self
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4)
+        assert norm.running_mean is not None
+        norm.running_mean.uniform_()
+        model = Frozen(nn.Linear(4, 4), norm, nn.Dropout(0.5), trunk(), nn.Linear(4, 4))
+    return model.train()
+
+
+def test_layers_that_the_model_keeps_in_eval_mode_stay_in_it(tmp_path: Path) -> None:
+    """From the first step on, and after an evaluation."""
+    model = frozen_statistics()
+    assert is_exact(against_one_process(tmp_path / "a", model, steps=3))
+    written(tmp_path / "b", model, micro_batches=1)
+
+    def work(trainer: Trainer) -> dict[str, Any]:
+        before = {n: t.clone() for n, t in trainer.all_tensors().items()}
+        trainer.step(X, X)
+        trainer.evaluate(X, X)
+        trainer.step(X, X)
+        modes = {
+            path: layer.training
+            for stage in trainer.stages.values()
+            for path, layer in stage.named_modules()
+        }
+        after = trainer.all_tensors()
+        return {"modes": modes, "before": before, "after": after}
+
+    first, _ = on_ranks(tmp_path / "b", 2, work)
+    assert (first["modes"]["1"], first["modes"]["2"]) == (False, False)
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert torch.equal(first["before"][name], first["after"][name])
+
+
+def test_a_module_may_be_called_frozen(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.b(self.frozen(self.a(x)))
+
+    norm = nn.BatchNorm1d(4).eval()
+    assert is_exact(against_one_process(tmp_path, Net(forward, frozen=norm)))
+
+
+def test_parameters_that_do_not_train_stay_as_they_are(tmp_path: Path) -> None:
+    model = Net(simple)
+    model.a.requires_grad_(False)
+    model.b.weight.requires_grad_(False)
+    assert is_exact(against_one_process(tmp_path, model))
+
+
+def test_parameters_and_buffers_without_use_stay_in_checkpoints(tmp_path: Path) -> None:
+    model = Net(simple, spare=nn.Parameter(torch.rand(3)), list=nn.ParameterList([X]))
+    model.register_buffer("idle", torch.rand(2))
+    assert is_exact(against_one_process(tmp_path / "a", model))
+    written(tmp_path / "b", model)
+    on_ranks(tmp_path / "b", 2, lambda t: t.save(tmp_path))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+
+
+def test_gradients_stop_where_a_consumer_detaches(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        end = self.trunk(h)
+        return self.b(end) * self.c(h.detach()) + self.d(end.detach())
+
+    assert is_exact(against_one_process(tmp_path, Net(forward, trunk=trunk()), ranks=4))
+
+
+def test_a_stage_that_only_moves_values_hands_them_on(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x).view(-1) + self.bias.view(-1)
+        return self.b(torch.tanh(h).view(2, 4))
+
+    model = Net(forward, bias=nn.Parameter(torch.rand(2, 4)))
+    found = against_one_process(tmp_path, model, micro_batches=16)
+    assert is_exact(found)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=0.05, weight_decay=0.1)
+
+
+def momentum(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def grouped(named: Any) -> torch.optim.Optimizer:
+    weights, biases = [], []
+    for name, parameter in named:
+        (biases if name.endswith("bias") else weights).append(parameter)
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+    return torch.optim.Adam([g for g in groups if g["params"]], lr=0.01)
+
+
+def normed(self: Any, x: Tensor) -> Tensor:
+    return self.c(torch.tanh(self.norm(self.b(torch.tanh(self.a(x))))))
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum, grouped])
+def test_any_optimizer_with_any_groups(optimizer: Any, tmp_path: Path) -> None:
+    model = Net(normed, norm=nn.BatchNorm1d(4))
+    found = against_one_process(tmp_path, model, steps=4, optimizer=optimizer)
+    assert is_exact(found)
+
+
+def test_dropout_is_the_same_whenever_the_seed_is(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(F.dropout(self.a(x), 0.5, self.training)))
+
+    written(tmp_path, Net(forward), micro_batches=3)
+    x, target = batch_of((X, X), 3)
+
+    def losses(seed: int) -> list[float]:
+        work = lambda t: [t.step(x, target) for _ in range(3)]  # noqa: E731
+        return on_ranks(tmp_path, 2, work, seed=seed)[0]
+
+    first = losses(0)
+    assert losses(0) == first
+    assert losses(1) != first
+    assert len(set(first)) == 3
+
+
+# Checkpoints
+
+
+def steps(
+    directory: Path, batches: list[Any], resume: Path | None = None, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    def work(trainer: Trainer) -> tuple[list[float], dict[str, Tensor]]:
+        if resume is not None and (resume / "model.safetensors").exists():
+            trainer.resume(resume)
+        losses = [trainer.step(x, target) for x, target in batches]
+        if resume is not None:
+            trainer.save(resume)
+        return losses, trainer.state_dict()
+
+    found = on_ranks(directory, 2, work, optimizer=momentum, **options)
+    return found[0][0], {n: t for _, state in found for n, t in state.items()}
+
+
+def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    model = Net(normed, norm=nn.BatchNorm1d(4))
+    written(tmp_path / "program", model, micro_batches=2)
+    batches = [batch_of((X + i, X), 2) for i in range(4)]
+    losses, state = steps(tmp_path / "program", batches)
+    saved = tmp_path / "saved"
+    first, _ = steps(tmp_path / "program", batches[:2], saved)
+    second, resumed = steps(tmp_path / "program", batches[2:], saved)
+    assert first + second == losses
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in state.items())
+
+
+def test_a_checkpoint_is_that_of_the_users_model(tmp_path: Path) -> None:
+    model = Net(normed, norm=nn.BatchNorm1d(4))
+    written(tmp_path / "program", model, micro_batches=2)
+    _, state = steps(tmp_path / "program", [batch_of((X, X), 2)], tmp_path)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert int(model.norm.num_batches_tracked) == 2
+    assert state.keys() == model.state_dict().keys()
+
+
+def test_a_tied_model_takes_its_checkpoint(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.c(self.trunk(self.a(x)))
+
+    model = Net(forward, trunk=trunk())
+    model.c.weight = model.a.weight
+    written(tmp_path / "program", model, micro_batches=2)
+    steps(tmp_path / "program", [batch_of((X, X), 2)], tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    model.load_state_dict(saved)
+    assert torch.equal(saved["a.weight"], saved["c.weight"])
+
+
+@pytest.mark.xfail(
+    strict=True, reason="_loss.weight is in the checkpoint", raises=RuntimeError
+)
+def test_tensors_of_the_loss_are_not_in_the_models_checkpoint(tmp_path: Path) -> None:
+    model = Net(simple)
+    loss = nn.CrossEntropyLoss(weight=torch.rand(4))
+    target = torch.tensor([1, 2])
+    written(tmp_path / "program", model, loss=loss, target=target, micro_batches=1)
+    on_ranks(tmp_path / "program", 2, lambda t: t.save(tmp_path))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    written(tmp_path / "a", Net(simple), micro_batches=1)
+    written(tmp_path / "b", Net(simple, d=nn.Linear(3, 3)), micro_batches=1)
+    on_ranks(tmp_path / "a", 2, lambda t: t.save(tmp_path))
+    with pytest.raises(GemscError, match=r"'d\.weight' has shape"):
+        on_ranks(tmp_path / "b", 2, lambda t: t.resume(tmp_path))
+
+
+def test_weights_of_the_same_names_and_another_shape_are_refused(
+    tmp_path: Path,
+) -> None:
+    written(tmp_path, Net(simple), micro_batches=1)
+    path = tmp_path / "rank0.py"
+    path.write_text(path.read_text().replace("nn.Linear(4, 4)", "nn.Linear(4, 5)"))
+    with pytest.raises(GemscError, match=r"have shape .* the program needs"):
+        on_ranks(tmp_path, 2, lambda t: t.device)
