@@ -99,9 +99,12 @@ def reference_steps(
     losses, gradients = [], {}
     for step, (input, target) in enumerate(batches):
         total = 0.0
+        leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
+        batch = next((t.shape[0] for t in leaves if t.dim()), 1)
         for m in range(num_micro_batches):
-            given = _micro_batch(_cast(input, dtype), m, num_micro_batches)
-            wanted = _micro_batch(_cast(target, dtype), m, num_micro_batches)
+            part = (m, num_micro_batches, batch)
+            given = _micro_batch(_cast(input, dtype), *part)
+            wanted = _micro_batch(_cast(target, dtype), *part)
             output = model(**given) if isinstance(given, Mapping) else model(*given)
             value = loss(output, wanted)
             torch.autograd.backward(value / num_micro_batches)
@@ -186,11 +189,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map(cast, value)
 
 
-def _micro_batch(value: Any, m: int, count: int) -> Any:
+def _micro_batch(value: Any, m: int, count: int, batch: int) -> Any:
+    """Return a part of every tensor that has the batch in dimension 0."""
+
     def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] % count:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch:
             return leaf
-        size = leaf.shape[0] // count
+        size = batch // count
         return leaf[m * size : (m + 1) * size]
 
     return pytree.tree_map(cut, value)

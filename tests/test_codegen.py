@@ -307,12 +307,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
         chained, long_calls, names, no_grad,
     )
 }  # fmt: skip
-CLASH = pytest.param(
-    "clash",
-    marks=pytest.mark.xfail(
-        strict=True, reason="RankWriter.user_object", raises=Exception
-    ),
-)
+CLASH = "clash"
 
 
 @pytest.mark.parametrize("name", [*FORWARDS, CLASH])
@@ -328,7 +323,6 @@ def test_the_files_compute_what_the_user_wrote(
             keep(all_files, name, {file.name: file.read_text()})
 
 
-@pytest.mark.xfail(strict=True, reason="no blank line between imports and user_object")
 def test_files_that_import_the_users_objects_are_formatted(tmp_path: Path) -> None:
     model = Net(functions, gain=nn.Parameter(torch.rand(4)))
     written(tmp_path / "program", model)

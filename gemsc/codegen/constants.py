@@ -111,7 +111,8 @@ class Constants:
                 item = specs[node.name]
                 path = as_tuple(item.path)
                 shape = as_tuple(item.spec.shape)
-                used[item.name] = f"Input({path}, {shape}, {item.spec.dtype})"
+                shared = "" if self.text.is_batched(item) else ", batched=False"
+                used[item.name] = f"Input({path}, {shape}, {item.spec.dtype}{shared})"
         if not used:
             self.writer.line("INPUTS: dict[str, Input] = {}")
             return

@@ -11,6 +11,7 @@ from gemsc.codegen.expressions import UserObject, quoted
 from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.stage import write_stage
 from gemsc.codegen.writer import Names, Writer
+from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name
 from gemsc.ir.program import Transfer
@@ -18,6 +19,11 @@ from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.loops import Loop, Step
 
 __all__ = ["write_rank"]
+
+IMPORTED = [
+    *("F", "Input", "Message", "Tensor", "Value", "Worker"),
+    *("nn", "operator", "torch", "user_object"),
+]
 
 
 def write_rank(text: RankText) -> str:
@@ -30,7 +36,8 @@ class _RankWriter:
         self.text = text
         self.writer = Writer()
         self.taken = Names(
-            ["STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES", "NUM_REPLICAS"]
+            [*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"]
+            + ["NUM_REPLICAS", "train_step", "eval_step"]
         )
         self.constants = Constants(text, self.writer, self.taken)
         self.messages = self.constants.names
@@ -90,6 +97,8 @@ class _RankWriter:
         names.append("Worker")
         names.sort(key=lambda name: (name.islower(), name))
         head.line(f"from gemsc.runtime import {', '.join(names)}")
+        if self.user_objects:
+            head.line()
         for item, name in self.user_objects.items():
             arguments = [quoted(self.text.user_path), quoted(item.module)]
             head.call(f"{name} = user_object(", [*arguments, quoted(item.qualname)])
@@ -263,6 +272,12 @@ class _RankWriter:
     def _write_results(self, run: Run, local: dict[fx.Node, str]) -> None:
         program = self.text.evaluation
         for node in program.outputs:  # inputs that the model returns as they are
+            if node.op == "get_attr":
+                raise GemscError(
+                    f"the model returns '{node.target}' itself, not a value",
+                    at=meta.location(node),
+                    help="return a copy: x.clone()",
+                )
             if node not in local:
                 local[node] = f"worker.input({quoted(node.name)}, m)"
         outputs = [local[node] for node in program.outputs]

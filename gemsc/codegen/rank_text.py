@@ -9,7 +9,7 @@ from torch import fx
 
 from gemsc.codegen.stage import StageText
 from gemsc.ir.flow import message_tag
-from gemsc.ir.program import Program, Transfer
+from gemsc.ir.program import Input, Program, Transfer
 from gemsc.schedules.loops import Step
 
 __all__ = ["RankText", "Run"]
@@ -52,6 +52,11 @@ class RankText:
         flows = run.stage.flow, run.stage.evaluation
         both = [t for flow in flows for t in (*flow.incoming, *flow.outgoing)]
         return tuple({transfer.index: transfer for transfer in both}.values())
+
+    def is_batched(self, item: Input) -> bool:
+        """Whether an input has samples in dimension 0, as the first input has."""
+        sizes = (each.spec.shape[0] for each in self.program.inputs if each.spec.shape)
+        return bool(item.spec.shape) and item.spec.shape[0] == next(sizes)
 
     def tag(self, replica: int, index: int) -> int:
         """Return the MPI tag of a transfer's values; its gradients have the next one."""

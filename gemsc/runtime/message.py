@@ -88,11 +88,13 @@ class Input:
     """A tensor of the batch: where it is in what the user feeds, and one micro-batch.
 
     `path` is ("input", 0), ("input", "mask"), ("target",), ("target", "boxes", 1), ...
+    All micro-batches share an input that is not `batched`.
     """
 
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    batched: bool = True
 
     @property
     def name(self) -> str:

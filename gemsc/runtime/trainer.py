@@ -37,6 +37,7 @@ __all__ = [
     "load_rank_module",
 ]
 
+NOT_OF_THE_MODEL = ("_loss.", "_constants.")
 Parameters = Iterable[tuple[str, nn.Parameter]]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -160,11 +161,16 @@ class Trainer:
         return Evaluation(mean, output)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers under the user's names."""
-        tensors: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            tensors.update(stage.state_dict())
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        """Return this rank's parameters and buffers under the user's names.
+
+        Without those of the loss and constants, which the user's model does not have.
+        """
+        return {
+            name: tensor.detach()
+            for stage in self.stages.values()
+            for name, tensor in stage.state_dict().items()
+            if not name.startswith(NOT_OF_THE_MODEL)
+        }
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return also the buffers that are in no state_dict."""
@@ -196,7 +202,11 @@ class Trainer:
         return {
             "steps": worker.steps_done,
             "parameters": list(named),
-            "buffers": {n: t for n, t in self.all_tensors().items() if n not in named},
+            "buffers": {
+                name: tensor
+                for name, tensor in self.all_tensors().items()
+                if name not in named or name.startswith(NOT_OF_THE_MODEL)
+            },
             "gradients": {n: p.grad for n, p in named.items() if p.grad is not None},
             **{name: part and part.state_dict() for name, part in parts.items()},
         }
@@ -213,7 +223,11 @@ class Trainer:
             mine = {
                 name: whole.get(name, t) for name, t in stage_tensors(stage).items()
             }
-            missing = [name for name in stage.state_dict() if name not in whole]
+            missing = [
+                name
+                for name in stage.state_dict()
+                if name not in whole and not name.startswith(NOT_OF_THE_MODEL)
+            ]
             if missing:
                 raise GemscError(
                     f"{directory} has no '{missing[0]}'",

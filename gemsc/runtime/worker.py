@@ -136,7 +136,7 @@ class Worker:
     def input(self, name: str, m: int) -> Tensor:
         """Return a micro-batch's part of a tensor of this copy's batch."""
         tensor, size = self._batch[name], self.inputs[name].shape
-        if tuple(tensor.shape) != size:
+        if self.inputs[name].batched:
             tensor = tensor[m * size[0] : (m + 1) * size[0]]
         if self.meter is not None:  # as on a device: a micro-batch at a time
             tensor = tensor.clone()
@@ -374,15 +374,17 @@ class Worker:
 
     def _check_input(self, item: Input, tensor: Tensor) -> Tensor:
         shape, count = item.shape, self.num_copies * self.copy_micro_batches
-        whole = (count * shape[0], *shape[1:]) if shape else shape
-        size = self.copy_micro_batches * shape[0] if shape else 0
-        part = (size, *shape[1:]) if shape else shape
-        if tuple(tensor.shape) not in (whole, part, shape):
+        whole, size = shape, 0
+        if item.batched:
+            whole = (count * shape[0], *shape[1:])
+            size = self.copy_micro_batches * shape[0]
+        if tuple(tensor.shape) not in (whole, (size, *shape[1:])):
+            of = f": {count} micro-batches of {list(shape)}" if item.batched else ""
             raise GemscError(
                 f"{item.name} has shape {list(tensor.shape)}, this program takes "
-                f"{list(whole)}: {count} micro-batches of {list(shape)}",
-                help=f"give batches of {whole[0] if whole else 1}, or compile again "
-                "with another --micro-batches or other example_inputs()",
+                f"{list(whole)}{of}",
+                help="give such batches, or compile again with another --micro-batches "
+                "or other example_inputs()",
             )
         dtype = self._dtype(item.dtype)
         if tensor.dtype != dtype and not (
@@ -392,7 +394,7 @@ class Worker:
                 f"{item.name} has dtype {tensor.dtype}, this program takes {dtype}",
                 help="convert it, or compile again with such example_inputs()",
             )
-        if tuple(tensor.shape) == whole and self.num_copies > 1:
+        if item.batched and tuple(tensor.shape) == whole and self.num_copies > 1:
             tensor = tensor[self.copy * size : (self.copy + 1) * size]
         return tensor.to(dtype)
 
@@ -474,4 +476,10 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
                 f"the batch has no {item.name}",
                 help="give it the structure of example_inputs() and of the target",
             ) from None
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+    try:
+        return value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError):
+        raise GemscError(
+            f"{item.name} is of type {type(value).__name__}, which is no tensor",
+            help="give a tensor, or numbers that make one",
+        ) from None
