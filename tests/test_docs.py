@@ -132,6 +132,8 @@ def test_options_that_are_named_exist(page, capsys):
     for command in get_command(app).commands.values():
         known |= {name for param in command.params for name in param.opts}
         known |= {name for param in command.params for name in param.secondary_opts}
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        known |= set(re.findall(r'"(--[\w-]+)"', script.read_text(encoding="utf-8")))
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
