@@ -11,6 +11,7 @@ processes that have nothing to do with each other, at the same time.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -63,11 +64,12 @@ def _at_once(first: Contender, second: Contender, steps: int) -> Turn:
     for group in (first, second):
         group.begin(steps)
     both = [group.finish() for group in (first, second)]
+    share = both[1].cpu_seconds / both[1].seconds / (os.cpu_count() or 1)
     return Turn(
         seconds=max(turn.seconds for turn in both) / 2,
         cpu_seconds=statistics.mean(turn.cpu_seconds for turn in both),
         losses=both[0].losses,
-        others=0.0,  # each takes the other for a disturbance
+        others=both[0].others - share,  # it takes the second for a disturbance
     )
 
 

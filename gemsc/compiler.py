@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import fx, nn
 
 from gemsc.codegen.package import rank_modules, write_directory
@@ -134,12 +136,13 @@ def trace(
     record = _choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
     trains = loss is not None
-    program = record(model, example_inputs, training=trains, **feed)
-    program = run_passes(program, GRAPH_PASSES, after_each=after_each)
-    if check:
-        check_against_eager(program, model, example_inputs, **feed, training=trains)
-    evaluation = record(model, example_inputs, training=False, **feed)
-    evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
+    with _one_thread():
+        program = record(model, example_inputs, training=trains, **feed)
+        program = run_passes(program, GRAPH_PASSES, after_each=after_each)
+        if check:
+            check_against_eager(program, model, example_inputs, **feed, training=trains)
+        evaluation = record(model, example_inputs, training=False, **feed)
+        evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
     return Traced(program, evaluation, find_twins(program, evaluation))
 
 
@@ -199,6 +202,17 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
         bubble=timeline.bubble,
         sent_bytes=sent_bytes(program, task) + sum(sums),
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread: more only wait for each other in small work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _choose(what: str, name: str, table: Mapping[str, Choice]) -> Choice:

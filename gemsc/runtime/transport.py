@@ -164,17 +164,18 @@ def check_sum(tensor: Tensor) -> None:
 # Waiting. A blocking MPI call polls without pause and takes 98 % of a core. Here a few
 # turns come at once, then sleeps that grow with the time waited so far:
 #
-#     turn turn turn ... | turn 20us turn 20us ... turn 750us turn 750us ...
-#     ---- 60 us ------- | ---- sleep = 1/8 of the wait, 20 to 750 us -----
+#     turn turn turn ... | turn 20us turn 20us ... turn 2ms turn 2ms ...
+#     ---- 60 us ------- | ---- sleep = 1/8 of the wait, 20 us to 2 ms ---
 #
 # so that a wait lasts at most about 1/8 longer than the message needs, and a rank that
-# waits long takes 3 % of a core. A library without single copy moves a large message
-# piece by piece, a few pieces a turn: a turn that took much longer than the quickest
-# one moved data, and the next follows at once. benchmarks/transport.py has the figures.
+# waits long takes 1 to 3 % of a core. A library without single copy moves a large
+# message piece by piece, a few pieces a turn: two turns on end that took much longer
+# than the quickest one moved data (one may be a cold wake-up), and the next follows at
+# once. benchmarks/transport.py has the figures.
 
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
-LONGEST_SLEEP = 750e-6
+LONGEST_SLEEP = 2e-3
 SLEEP_SHARE = 1 / 8
 MOVED_DATA_RATIO = 4  # of a turn that moved data to the quickest turn
 MOVED_DATA_SECONDS = 15e-6  # shorter turns are never taken for one
@@ -196,6 +197,7 @@ def wait_politely(requests: Sequence[Request]) -> None:
     """Return when all requests are complete; sleep between turns for the library."""
     now = started = time.perf_counter()
     quickest_turn = 1.0
+    long_turns = 0
     pending = list(requests)
     while True:
         pending = [request for request in pending if not request.done()]
@@ -204,9 +206,11 @@ def wait_politely(requests: Sequence[Request]) -> None:
         before, now = now, time.perf_counter()
         turn = now - before
         quickest_turn = min(quickest_turn, turn)
+        long = turn > max(MOVED_DATA_SECONDS, MOVED_DATA_RATIO * quickest_turn)
+        long_turns = long_turns + 1 if long else 0
         if now - started < SPIN_SECONDS:
             _yield_core()
-        elif turn > max(MOVED_DATA_SECONDS, MOVED_DATA_RATIO * quickest_turn):
+        elif long_turns > 1:
             started = now - SPIN_SECONDS  # data flow: short sleeps again
             _yield_core()
         else:
