@@ -206,7 +206,7 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch compute with one thread: in small work more only wait for each other."""
+    """Let torch use one thread: in small work more only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
