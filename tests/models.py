@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,20 @@ from mlp import MLP
 from resnet import BasicBlock, Bottleneck, ResNet, ResNetV2
 from unet_histology import model as unet
 
-__all__ = ["MODELS", "Case"]
+__all__ = ["MODELS", "Case", "float32_by_default"]
 
 Sample = tuple[tuple[Tensor, ...], Tensor]
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Make new tensors float32, whatever a test has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +49,13 @@ class Case:
 
     def build(self) -> nn.Module:
         """Return the model in float32, in training mode; the RNG is left as it was."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), float32_by_default():
             torch.manual_seed(0)
             return self.make()
 
     def inputs(self, micro_batches: int, dtype: torch.dtype = torch.float32) -> Sample:
         """Return (inputs, target) of a batch; `dtype` is that of the float tensors."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), float32_by_default():
             torch.manual_seed(1)
             inputs, target = self.sample(micro_batches * self.micro_batch_size)
 

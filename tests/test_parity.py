@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import MODELS
+from models import MODELS, float32_by_default
 from support import run_on_threads
 
 from gemsc.codegen.package import write_directory
@@ -23,13 +23,14 @@ FLOAT32 = 1e-4
 @cache
 def traced(name: str) -> Traced:
     case = MODELS[name]
-    return trace(
-        case.build(),
-        case.example_inputs,
-        loss=case.loss,
-        example_target=case.example_target,
-        check=False,
-    )
+    with float32_by_default():  # it is kept for tests that want it otherwise
+        return trace(
+            case.build(),
+            case.example_inputs,
+            loss=case.loss,
+            example_target=case.example_target,
+            check=False,
+        )
 
 
 @cache
