@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from gemsc.dropout import dropout_off
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.runtime.data import Batches
+from gemsc.runtime.data import Batches, repeated
 from gemsc.runtime.launch import launch
 from gemsc.runtime.train import check_program
 from gemsc.runtime.trainer import OptimizerFactory, as_structure
@@ -284,10 +284,4 @@ def _batches(
         if len(batches) >= num_steps:
             pairs = [b.data for b in itertools.islice(batches.epoch(0), num_steps)]
             return [(as_structure(input), target) for input, target in pairs]
-    size, count = plan.micro_batch_size, plan.data * plan.micro_batches
-
-    def repeat(leaf: Any) -> Any:
-        many = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size
-        return torch.cat([leaf] * count) if many else leaf
-
-    return [pytree.tree_map(repeat, (inputs, target))] * num_steps
+    return [repeated((inputs, target), plan)] * num_steps

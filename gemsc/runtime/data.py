@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gemsc.errors import GemscError
+from gemsc.plan import Plan
 
-__all__ = ["Batch", "Batches", "seed_of"]
+__all__ = ["Batch", "Batches", "repeated", "seed_of"]
 
 
 def seed_of(*parts: int) -> int:
@@ -136,3 +138,14 @@ def _collate(samples: list[Any]) -> tuple[Any, Any]:
             help="return a pair from __getitem__",
         )
     return batch[0], batch[1]
+
+
+def repeated(examples: Any, plan: Plan) -> Any:
+    """Return a batch for all micro-batches of a step from the examples of one."""
+    size, count = plan.micro_batch_size, plan.data * plan.micro_batches
+
+    def repeat(leaf: Any) -> Any:
+        many = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size
+        return torch.cat([leaf] * count) if many else leaf
+
+    return pytree.tree_map(repeat, examples)

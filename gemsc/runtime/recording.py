@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gemsc.plan import Plan
+from gemsc.runtime.data import repeated
 from gemsc.runtime.trainer import Trainer
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.worker import Worker, replica_of, stage_of
@@ -94,6 +95,7 @@ def record_timed_steps(
     user = load_user_model(plan.spec)
     inputs = user.make_inputs()
     target = user.make_target(inputs)
+    inputs, target = repeated((inputs, target), plan)
     trainer = Trainer(directory, transport, optimizer=user.optimizer)
     recorder = Recorder(trainer.worker)
     steps = []
