@@ -27,6 +27,7 @@ HELPERS = {
     "options",
     "plan",
     "rng",
+    "toml_file",
     "units",
 }
 IR = {*HELPERS, "ir"}
