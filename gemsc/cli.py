@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gemsc.cli_simulate import simulate_command
 from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError, InternalError
@@ -33,6 +34,7 @@ from gemsc.units import parse_bytes
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify import TOLERANCE, Comparison, verify_program
 from gemsc.viz.graph import render
+from gemsc.viz.report import write_report
 from gemsc.viz.shares import show_shares
 from gemsc.viz.tables import show as show_plan
 from gemsc.viz.tables import show_activations, show_candidates
@@ -186,9 +188,18 @@ def verify_command(
 
 
 @app.command("show")
-def show_command(directory: Directory) -> None:
-    """Print stages, skips, transfers, memory and order of a program."""
-    show_plan(Plan.read(directory / "plan.toml"), console)
+def show_command(
+    directory: Directory,
+    html: Annotated[
+        bool, typer.Option("--html", help="write report.html anew instead")
+    ] = False,
+) -> None:
+    """Print why it is cut so, stages, skips, transfers, memory and the order."""
+    plan = Plan.read(directory / "plan.toml")
+    if html:
+        console.print(f"wrote {write_report(plan, directory)}", highlight=False)
+        return
+    show_plan(plan, console)
 
 
 @app.command("graph")
@@ -242,6 +253,9 @@ def timeline_command(
         trace.write_text(trace_text((predicted, measured_step)), encoding="utf-8")
         console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
         show_shares(predicted, measured_step, console)
+
+
+app.command("simulate")(simulate_command)
 
 
 def main() -> None:

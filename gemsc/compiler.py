@@ -36,6 +36,7 @@ from gemsc.planner.prove import prove
 from gemsc.schedules import SCHEDULES, Task, Timeline, run
 from gemsc.schedules.loops import find_loops
 from gemsc.viz.graph import draw, render
+from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline
 
 __all__ = ["CompiledProgram", "Traced", "compile", "lower", "trace"]
@@ -71,7 +72,9 @@ class CompiledProgram:
         folder = Path(directory)
         write_directory(self.compilation, folder)
         write_timeline(self.plan, folder / "timeline.svg")
-        return render(self.graph(), folder / "graph.svg")
+        missing = render(self.graph(), folder / "graph.svg")
+        write_report(self.plan, folder, self.candidates, with_graph=missing is None)
+        return missing
 
 
 def compile(

@@ -35,6 +35,7 @@ PLANNER = {*IR, "schedules", "planner"}
 MAY_IMPORT = {
     "errors": set(),
     **dict.fromkeys(HELPERS - ERRORS, ERRORS),
+    "unfilled": set(),
     "user_model": {*ERRORS, "nests", "rng"},
     "schedules": ERRORS,
     "ir": HELPERS,
@@ -54,7 +55,9 @@ MAY_IMPORT = {
         "user_model",
     },
 }
+MAY_IMPORT["simulate"] = {*MAY_IMPORT["compiler"], "compiler", "unfilled"}
 # the command may look at everything
+MAY_IMPORT["cli_simulate"] = {*MAY_IMPORT}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
 # Single modules that may do more, each for a reason.
 EXCEPTIONS = {

@@ -34,15 +34,15 @@ class Layout:
         return len(self.micro_batches)
 
 
-def layout(options: CompileOptions) -> Layout:
-    """Read the options.
+def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
+    """Read the options; `simulated` if no text is to be written.
 
     Raises:
         GemscError: schedule and placement do not fit, or an odd number of micro-batches
             for two replicas.
     """
     schedule = SCHEDULES[options.schedule]
-    if schedule.policy.split_backward:
+    if schedule.policy.split_backward and not simulated:
         raise GemscError(
             f"--schedule {options.schedule} can be simulated, but not compiled yet: "
             "PyTorch computes both kinds of gradients of a stage in one go",
