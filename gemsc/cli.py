@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
@@ -13,6 +14,13 @@ from typing import Annotated, Any, NoReturn, cast
 import torch
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from gemsc.cli_simulate import simulate_command
@@ -27,7 +35,15 @@ from gemsc.options import BALANCES, CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.plan import Plan
 from gemsc.planner.layout import PLACEMENTS
+from gemsc.profiling import (
+    calibrate_machine,
+    check_output,
+    measure_on_ranks,
+    write_network,
+)
 from gemsc.runtime.measure import measure
+from gemsc.runtime.network import is_rank
+from gemsc.runtime.network import main as measure_on_this_rank
 from gemsc.runtime.start import start
 from gemsc.schedules import SCHEDULES
 from gemsc.units import parse_bytes
@@ -53,6 +69,7 @@ DEFAULTS = CompileOptions()
 INTERRUPTED = 130  # exit code, as after any SIGINT
 # typer keeps click to itself: the base class of all errors in a command line
 UsageError = cast(type[Exception], typer.BadParameter.__base__)
+app.command("simulate")(simulate_command)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 Spec = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
@@ -73,6 +90,10 @@ Placement = Annotated[
 ]
 Frontend = Annotated[str, typer.Option(help=", ".join(FRONTENDS))]
 Memory = Annotated[str | None, typer.Option(help="cap of a rank, for example 16GiB")]
+HardwareName = Annotated[
+    str, typer.Option(help="machine to plan for: a shipped one, or a .toml file")
+]
+Profile = Annotated[bool, typer.Option(help="time the model's blocks on this machine")]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
 
 
@@ -92,6 +113,8 @@ def compile_command(
     placement: Placement = DEFAULTS.placement,
     frontend: Frontend = DEFAULTS.frontend,
     device_memory: Memory = None,
+    hardware: HardwareName = DEFAULTS.hardware,
+    profile: Profile = DEFAULTS.profile,
     check: Check = DEFAULTS.check,
     print_after: Annotated[
         str, typer.Option(help="print the program after this pass, or after `all`")
@@ -114,6 +137,8 @@ def compile_command(
         placement=placement,
         frontend=frontend,
         device_memory=parse_bytes(device_memory) if device_memory else None,
+        hardware=hardware,
+        profile=profile,
         check=check,
     )
     check_target(output)
@@ -255,7 +280,57 @@ def timeline_command(
         show_shares(predicted, measured_step, console)
 
 
-app.command("simulate")(simulate_command)
+@app.command("profile")
+def profile_command(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="time operators of many shapes")
+    ] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="time messages and sums between ranks")
+    ] = False,
+    output: Annotated[Path, typer.Option("-o", "--output")] = Path("hardware.toml"),
+    hardware: Annotated[
+        str, typer.Option(help="where the figures that are not measured come from")
+    ] = "",
+    ranks: Annotated[int, typer.Option(help="network: processes to start", min=2)] = 2,
+    threads: Annotated[
+        int, typer.Option(help="calibrate: threads of one rank", min=1)
+    ] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="calibrate: seconds, and less exact")
+    ] = False,
+) -> None:
+    """Measure this machine and write a hardware file for `compile --hardware`."""
+    if not (calibrate or network):
+        raise GemscError(
+            "nothing to measure", help="give --calibrate, --network or both"
+        )
+    check_output(output)
+    if network and is_rank():
+        if (found := measure_on_this_rank()) is not None:
+            write_network(found, output, hardware)
+        return
+    if calibrate:
+        with _progress() as show:
+            calibrate_machine(output, hardware, threads, quick=quick, progress=show)
+    if network:
+        found = measure_on_ranks(ranks)
+        write_network(found, output, hardware)
+    console.print(f"wrote {output}", highlight=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Show a bar while something is measured; give what is to be told how far it is."""
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
 def main() -> None:
@@ -337,18 +412,24 @@ def _compile(
     user: UserModel, options: CompileOptions, watch: Hook | None
 ) -> CompiledProgram:
     inputs = user.make_inputs()
-    program = compile(
-        user.make_model(),
-        inputs,
-        loss=user.make_loss() if user.loss is not None else None,
-        example_target=user.make_target(inputs),
-        options=options,
-        source=user.path,
-        after_each=watch,
-    )
+    with _progress() if options.profile else nullcontext(_say_nothing) as progress:
+        program = compile(
+            user.make_model(),
+            inputs,
+            loss=user.make_loss() if user.loss is not None else None,
+            example_target=user.make_target(inputs),
+            options=options,
+            source=user.path,
+            after_each=watch,
+            progress=progress,
+        )
     sources = {**program.plan.sources, str(user.path): source_fingerprints(user.path)}
     plan = replace(program.plan, spec=user.spec, sources=sources)
     return replace(program, compilation=replace(program.compilation, plan=plan))
+
+
+def _say_nothing(what: str, share: float) -> None:
+    pass
 
 
 def _read_dot(path: Path) -> str:

@@ -21,10 +21,11 @@ from gemsc.options import CompileOptions
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
-from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
+from gemsc.passes.pipeline import evaluation_passes, graph_passes, stage_passes
+from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.candidates import Candidate, alternatives, best, is_open
-from gemsc.planner.device import LINK
+from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.layout import layout
 from gemsc.planner.predict import (
     make_plan,
@@ -32,6 +33,7 @@ from gemsc.planner.predict import (
     schedule_task,
     sent_bytes,
 )
+from gemsc.planner.profile import Progress
 from gemsc.planner.prove import prove
 from gemsc.schedules import SCHEDULES, Task, Timeline, run
 from gemsc.schedules.loops import find_loops
@@ -86,6 +88,7 @@ def compile(
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
+    progress: Progress = lambda name, share: None,
     **choices: Any,
 ) -> CompiledProgram:
     """Compile a model for several ranks.
@@ -93,6 +96,7 @@ def compile(
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is what `loss(output, target)` takes with them. Choices are
     the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`.
+    `progress(block, share)` is told how far `profile=True` has come.
 
     The model's parameters, buffers and the random generators stay as they are.
 
@@ -107,6 +111,9 @@ def compile(
         example_target=example_target,
         frontend=options.frontend,
         check=options.check,
+        hardware=read_hardware(options.hardware),
+        profile=options.profile,
+        progress=progress,
         after_each=after_each,
     )
     return lower(traced, options, source=source, after_each=after_each)
@@ -133,17 +140,28 @@ def trace(
     example_target: Any = None,
     frontend: str = "record",
     check: bool = True,
+    hardware: Hardware | None = None,
+    profile: bool = False,
+    progress: Progress = lambda name, share: None,
     after_each: Observer | None = None,
 ) -> Traced:
-    """Trace a model in both modes and find its blocks: what no option changes."""
+    """Trace a model in both modes and find its blocks: what no plan changes.
+
+    Seconds are those of the hardware's device, the shipped default if None; or measured
+    here if `profile`.
+    """
     record = _choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
     trains = loss is not None
     with _one_thread():
         program = record(model, example_inputs, training=trains, **feed)
-        program = run_passes(program, GRAPH_PASSES, after_each=after_each)
+        device = hardware.device if hardware else None
+        program = run_passes(program, graph_passes(device), after_each=after_each)
         if check:
             check_against_eager(program, model, example_inputs, **feed, training=trains)
+        if profile:
+            timed = TimeBlocks(example_inputs, example_target, progress=progress)
+            program = run_passes(program, (timed,), after_each=after_each)
         evaluation = record(model, example_inputs, training=False, **feed)
         evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
     return Traced(program, evaluation, find_twins(program, evaluation))
@@ -168,7 +186,8 @@ def lower(
         after_each=after_each,
     )
     prove(program, evaluation, task, timeline)
-    plan = make_plan(program, task, timeline, options, source)
+    hardware = read_hardware(options.hardware)
+    plan = make_plan(program, task, timeline, options, source, hardware)
     steps = tuple(find_loops(order) for order in timeline.orders)
     user_path = str(source.resolve()) if source else ""
     compilation = Compilation(program, evaluation, traced.twins, steps, plan, user_path)
@@ -183,7 +202,8 @@ def schedule_stages(
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    task = schedule_task(program, chosen, options.device_memory)
+    network = read_hardware(options.hardware).network
+    task = schedule_task(program, chosen, options.device_memory, network)
     return program, task, run(task, schedule.policy)
 
 
@@ -198,9 +218,10 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
     except GemscError as error:
         return Candidate(options, problem=error.message)
     sums = reduced_bytes(program, options.data)
+    link = read_hardware(options.hardware).network.intra
     return Candidate(
         options,
-        seconds=timeline.makespan + LINK.seconds(2 * max(sums)),
+        seconds=timeline.makespan + link.seconds(2 * max(sums)),
         peak_bytes=max(timeline.peak_bytes),
         bubble=timeline.bubble,
         sent_bytes=sent_bytes(program, task) + sum(sums),

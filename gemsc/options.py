@@ -26,6 +26,9 @@ class CompileOptions:
     `placement` "natural" is the one that the schedule is made for; `chunks` is the
     number of stages on each rank under `looped` placement; "0,1,1,0" lists the rank of
     each stage.
+
+    `hardware` names a shipped machine or a hardware file; "" is one core of a CPU.
+    `profile` times the model's blocks on this machine instead of predicting them.
     """
 
     ranks: int = 2
@@ -40,6 +43,8 @@ class CompileOptions:
     placement: str = "natural"
     frontend: str = "record"
     device_memory: int | None = None
+    hardware: str = ""
+    profile: bool = False
     check: bool = True
 
     def __post_init__(self) -> None:

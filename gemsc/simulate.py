@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gemsc.compiler import Traced, assess, trace
+from gemsc.compiler import Traced, assess
 from gemsc.errors import GemscError
+from gemsc.frontend import FRONTENDS
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import run_passes
-from gemsc.passes.pipeline import stage_passes
+from gemsc.passes.pipeline import graph_passes, stage_passes
 from gemsc.plan import Plan
 from gemsc.planner.candidates import alternatives, best, is_open
 from gemsc.planner.hardware import Hardware, read_hardware
@@ -105,19 +106,18 @@ def simulate(
 def trace_unfilled(
     user: UserModel, hardware: Hardware, frontend: str = "record"
 ) -> Traced:
-    """Trace a user's model without memory for its weights."""
+    """Trace how a user's model trains, without memory for its weights.
+
+    Its evaluation is left out: the result can be simulated, not compiled.
+    """
     with unfilled():
         model, inputs = user.make_model(), user.make_inputs()
         target = user.make_target(inputs)
-    return trace(
-        model,
-        inputs,
-        loss=user.make_loss() if user.loss is not None else None,
-        example_target=target,
-        frontend=frontend,
-        hardware=hardware,
-        check=False,
-    )
+    loss = user.make_loss() if user.loss is not None else None
+    record = FRONTENDS[frontend]
+    program = record(model, inputs, loss=loss, target=target, training=loss is not None)
+    program = run_passes(program, graph_passes(hardware.device))
+    return Traced(program, program, None)
 
 
 def options_of(directory: Path) -> tuple[UserModel, CompileOptions]:

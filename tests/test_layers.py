@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "codegen": {*PLANNER, "compilation"},
     "runtime": {*HELPERS - {"options"}, "user_model"},
     "verify": {*HELPERS, "user_model", "runtime"},
+    "profiling": {*PLANNER, "runtime"},
     "compiler": {
         *PLANNER,
         "compilation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from difflib import get_close_matches
@@ -157,6 +158,12 @@ def shipped_hardware() -> tuple[str, ...]:
     return tuple(sorted(name.stem for name in names if name.suffix == ".toml"))
 
 
+@functools.cache
+def _shipped(name: str) -> Hardware:
+    with resources.as_file(resources.files("gemsc") / "hardware") as folder:
+        return Hardware.read(folder / f"{name}.toml")
+
+
 def read_hardware(name: str = "") -> Hardware:
     """Return a shipped machine by name, or that of a file; the default for "".
 
@@ -172,8 +179,7 @@ def read_hardware(name: str = "") -> Hardware:
             help=f"choose one of {', '.join(shipped_hardware())}, or give a .toml file "
             "(`gemsc profile --calibrate -o hardware.toml` writes one)",
         )
-    with resources.as_file(resources.files("gemsc") / "hardware") as folder:
-        return Hardware.read(folder / f"{name}.toml")
+    return _shipped(name)
 
 
 # Reading: the dataclasses say what entries there are, and of what type.
