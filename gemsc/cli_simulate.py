@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -63,7 +63,7 @@ def simulate_command(
             f"cannot draw {output}", help="give -o a name that ends in .svg"
         )
     user, options = _read(target)
-    given = {
+    given: dict[str, Any] = {
         "schedule": schedule,
         "micro_batches": micro_batches,
         "times": times,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gemsc.compiler import Traced, assess
 from gemsc.errors import GemscError
@@ -135,7 +136,7 @@ def options_of(directory: Path) -> tuple[UserModel, CompileOptions]:
             help="give the file that defines the model: gemsc simulate model.py",
         )
     known = CompileOptions(ranks=plan.copy_ranks, data=plan.data)
-    given = {
+    given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in plan.options.items()
     }

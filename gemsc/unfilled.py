@@ -42,11 +42,11 @@ _FRESH = frozenset({_ATEN.randn, _ATEN.rand, _ATEN.ones, _ATEN.zeros, _ATEN.full
 @contextmanager
 def unfilled() -> Iterator[None]:
     """Leave large tensors that are made inside as they are."""
-    with _Unfilled():
+    with _Unfilled():  # type: ignore[no-untyped-call]
         yield
 
 
-class _Unfilled(TorchDispatchMode):
+class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,10 +53,7 @@ class Sample:
 
 
 def calibrate(
-    effort: Effort,
-    *,
-    device: str = "cpu",
-    progress: Progress = lambda name, share: None,
+    effort: Effort, *, device: str = "cpu", progress: Progress = lambda name, share: None
 ) -> Device:
     """Return what this machine does with its present number of threads.
 
@@ -94,10 +92,7 @@ def fit_all(samples: list[Sample]) -> dict[str, dict[str, float]]:
 
 
 def measure_operators(
-    effort: Effort,
-    *,
-    device: str = "cpu",
-    progress: Progress = lambda name, share: None,
+    effort: Effort, *, device: str = "cpu", progress: Progress = lambda name, share: None
 ) -> list[Sample]:
     """Time all families, each until its samples or its part of the seconds are used."""
     samples: list[Sample] = []
@@ -216,9 +211,7 @@ def _overheads(device: str) -> tuple[float, float]:
             (bare, relu, (x,)),
             (bare_back, mask, (gradient, x, 0)),
         ):
-            times.append(
-                _seconds(lambda: [operator(*args) for _ in range(length)], device)
-            )
+            times.append(_seconds(lambda: [operator(*args) for _ in range(length)], device))
     extra = [
         max(0.0, statistics.median(whole) - statistics.median(alone)) / length
         for whole, alone in ((forward, bare), (backward, bare_back))

@@ -115,11 +115,7 @@ def _convolution(args: Any, given: list[Tensor], results: list[Tensor]) -> Work:
     x, weight, _, stride, _, _, transposed, _, groups = args
     features = _moved(given, results)
     features |= _filters(x, weight, results[0], stride, transposed, groups)
-    return Work(
-        f"convolution-{_variant(x, weight, transposed, groups)}",
-        _dtype(results),
-        features,
-    )
+    return Work(f"convolution-{_variant(x, weight, transposed, groups)}", _dtype(results), features)
 
 
 def _convolution_backward(
@@ -248,9 +244,7 @@ def _windows(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str,
     return {"looked_at": float(outputs * window), "outputs": float(outputs)}
 
 
-def _positions(
-    given: list[Tensor], results: list[Tensor], args: Any
-) -> dict[str, float]:
+def _positions(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
     """Interpolation and tables: outputs are gathered one by one."""
     tensors = [t for t in (*given, *results) if t.is_floating_point()]
     return {"outputs": float(max(t.numel() for t in tensors))}
@@ -288,8 +282,7 @@ _KINDS: dict[str, tuple[str, _Extra]] = {
     "_adaptive_avg_pool2d": ("pool-average", _windows),
     "_adaptive_avg_pool2d_backward": ("pool-average-backward", _windows),
     **dict.fromkeys(
-        ("upsample_nearest2d", "upsample_nearest3d"),
-        ("interpolate-nearest", _positions),
+        ("upsample_nearest2d", "upsample_nearest3d"), ("interpolate-nearest", _positions)
     ),
     **dict.fromkeys(
         ("upsample_nearest2d_backward", "upsample_nearest3d_backward"),

@@ -197,11 +197,7 @@ def layer_norm(draw: Draw) -> Iterator[Call]:
     """Yield layer norm and its backward."""
     x = _table(draw)
     width = [x.shape[1]]
-    weight, bias, gradient = (
-        draw.tensor(*width),
-        draw.tensor(*width),
-        draw.tensor(*x.shape),
-    )
+    weight, bias, gradient = draw.tensor(*width), draw.tensor(*width), draw.tensor(*x.shape)
     forward = _ATEN.native_layer_norm.default
     yield Call(forward, (x, width, weight, bias, 1e-5), (x,))
     _, mean, scale = forward(x, width, weight, bias, 1e-5)

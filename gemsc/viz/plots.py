@@ -100,7 +100,7 @@ def busy_map(panel: Panel) -> str:
         y = 6 + index * height
         rows = [panel.rows[rank] for rank in group]
         forward, backward = (
-            sum(_used(row, panel.makespan, kinds) for row in rows) / len(rows)
+            np.mean([_used(row, panel.makespan, kinds) for row in rows], axis=0)
             for kinds in (("forward",), ("backward", "weight"))
         )
         parts += _heat(forward, backward, y, height)

@@ -22,16 +22,16 @@ def show_points(points: Sequence[Point], console: Console) -> None:
 
     columns = (
         column("ranks", (f"{p.ranks:,}" for p in points)),
-        column("copies", (f"{p.copies:,}" for p in points), drop=2),
-        column("nodes", (f"{p.nodes:,}" for p in points), drop=5),
-        column("batch", (f"{p.samples:,}" for p in points), drop=3),
+        column("copies", (f"{p.copies:,}" for p in points), drop=7),
+        column("nodes", (f"{p.nodes:,}" for p in points), drop=8),
+        column("batch", (f"{p.samples:,}" for p in points), drop=6),
         column("step", (show_seconds(p.step_seconds) for p in points)),
         column("samples/s", (f"{p.throughput:,.1f}" for p in points)),
         column("efficiency", (f"{p.efficiency(base):.2%}" for p in points)),
-        column("computes", share("busy_seconds"), drop=1),
-        column("waits", share("idle_seconds"), drop=1),
+        column("computes", share("busy_seconds"), drop=3),
+        column("waits", share("idle_seconds"), drop=2),
         column("sums", share("sum_seconds"), drop=1),
-        column("updates", share("update_seconds"), drop=1),
-        column("sum by", (", ".join(p.algorithms) for p in points), drop=4, left=True),
+        column("updates", share("update_seconds"), drop=5),
+        column("sum by", (", ".join(p.algorithms) for p in points), drop=9, left=True),
     )
     console.print(fitted("one step, as simulated", columns, console.width))
