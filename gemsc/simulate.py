@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gemsc.compiler import Traced, assess
+from gemsc.compiler import Traced, search
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import run_passes
 from gemsc.passes.pipeline import graph_passes, stage_passes
 from gemsc.plan import Plan
-from gemsc.planner.candidates import alternatives, best, is_open
+from gemsc.planner.candidates import is_open
 from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.layout import layout
 from gemsc.planner.predict import reduced_bytes, schedule_task
@@ -80,8 +80,7 @@ def simulate(
         GemscError: the options do not fit the model or each other.
     """
     if is_open(options):
-        found = [assess(traced, each) for each in alternatives(options)]
-        options = best(found).options
+        options = search(traced, options)[0].options
     hardware = machine or read_hardware(options.hardware)
     policy = SCHEDULES[options.schedule].policy
     chosen = layout(options, simulated=True)

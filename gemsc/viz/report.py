@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from gemsc.plan import Plan, PlannedStage
-from gemsc.planner.candidates import Candidate
+from gemsc.planner.candidates import Candidate, reason
 from gemsc.planner.explain import explain
 from gemsc.units import show_bytes, show_flops, show_seconds
 from gemsc.viz.columns import sample
@@ -61,7 +61,7 @@ def _page(plan: Plan, graph: str, candidates: Sequence[Candidate]) -> str:
         _ranks(plan, panel),
         _skips(plan),
         _transfers(plan),
-        _candidates(plan, candidates),
+        _candidates(candidates),
         _graph(graph),
     )
     kept = [part for part in sections if part]
@@ -332,28 +332,34 @@ def _transfers(plan: Plan) -> str:
     return section("transfers", "Transfers", table(titles, lines, note=note))
 
 
-def _candidates(plan: Plan, candidates: Sequence[Candidate]) -> str:
+def _candidates(candidates: Sequence[Candidate]) -> str:
     if not candidates:
         return ""
-    chosen = f"{plan.schedule}, {plan.placement}"
     lines = []
-    for each in candidates:
-        mark = "chosen" if each.name == chosen else ""
+    for each in candidates[:MOST_LINES]:
         if each.problem:
-            lines.append((cell(each.name), *(cell("-"),) * 4, cell(each.problem)))
+            lines.append((cell(each.name), *(cell("-"),) * 5, cell(each.problem)))
             continue
         lines.append(
             (
                 cell(each.name),
+                cell(f"{each.samples_per_second:.3g}", each.samples_per_second),
                 cell(show_seconds(each.seconds), each.seconds),
                 cell(show_bytes(each.peak_bytes), each.peak_bytes),
                 cell(f"{each.bubble:.0%}", each.bubble),
                 cell(show_bytes(each.sent_bytes), each.sent_bytes),
-                cell(mark if each.fits() else "does not fit"),
+                cell("" if each.fits() else "does not fit"),
             )
         )
-    titles = ("schedule, placement", "step", "fullest rank", "idle", "sent", "")
-    return section("candidates", "What else was compared", table(titles, lines))
+    titles = ("schedule", "samples/s", "step", "fullest rank", "idle", "sent", "")
+    why = f"{candidates[0].name} was chosen: {reason(candidates)}."
+    note = _left_out(len(candidates), "the best")
+    return section(
+        "candidates",
+        "What was compared",
+        f"<p>{escape(why)}</p>",
+        table(titles, lines, note=note),
+    )
 
 
 def _left_out(total: int, which: str) -> str:

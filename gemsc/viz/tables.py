@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gemsc.plan import Plan, PlannedStage
-from gemsc.planner.candidates import Candidate
+from gemsc.planner.candidates import Candidate, reason
 from gemsc.planner.explain import explain
 from gemsc.units import show_bytes, show_flops, show_seconds
 from gemsc.viz.columns import column, fitted, sample
@@ -39,30 +39,35 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def show_candidates(
-    candidates: Sequence[Candidate], chosen: str, console: Console
+    candidates: Sequence[Candidate], console: Console, most: int = 8
 ) -> None:
-    """Print what `auto` has compared; an arrow marks its choice."""
+    """Print what `auto` has compared, best first, and why the first won."""
+    shown = candidates[:most]
 
     def cells(show: Callable[[Candidate], str]) -> list[str]:
-        return ["-" if c.problem else show(c) for c in candidates]
+        return ["-" if c.problem else show(c) for c in shown]
 
-    def note(candidate: Candidate) -> str:
-        if candidate.problem:
-            return candidate.problem
-        if not candidate.fits():
-            return "does not fit --device-memory"
-        return "<- chosen" if candidate.name == chosen else ""
+    def memory(candidate: Candidate) -> str:
+        return show_bytes(candidate.peak_bytes) + ("" if candidate.fits() else " !")
 
-    columns = (
-        column("schedule, placement", (c.name for c in candidates), left=True),
+    columns = [
+        column("schedule", (c.name for c in shown), left=True, shrinks=True),
+        column("samples/s", cells(lambda c: f"{c.samples_per_second:.3g}")),
         column("step", cells(lambda c: show_seconds(c.seconds))),
-        column("fullest rank", cells(lambda c: show_bytes(c.peak_bytes))),
+        column("fullest rank", cells(memory)),
         column("idle", cells(lambda c: f"{c.bubble:.0%}"), drop=2),
         column("sent", cells(lambda c: show_bytes(c.sent_bytes)), drop=1),
-        column("", map(note, candidates), left=True, shrinks=True),
-    )
-    title = "candidates (predicted, one step)"
-    console.print(fitted(title, columns, console.width))
+    ]
+    if any(c.problem for c in shown):
+        problems = (c.problem for c in shown)
+        columns.append(column("problem", problems, left=True, shrinks=True))
+    console.print(fitted("candidates (predicted)", columns, console.width))
+    if len(candidates) > most:
+        console.print(f"and {len(candidates) - most} more")
+    if not all(candidate.fits() for candidate in shown):
+        console.print("! does not fit --device-memory")
+    console.print(f"chosen: {candidates[0].name}", highlight=False)
+    console.print(f"why: {reason(candidates)}", highlight=False)
 
 
 def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> None:
