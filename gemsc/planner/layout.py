@@ -69,7 +69,7 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
     rows: tuple[tuple[int, ...], ...] = (explicit,)
     if not explicit:
         rows = place(kind, num_stages, options.ranks, len(counts))
-    task = Task.chain([StageCost(1.0, 2.0)] * num_stages, counts, placement=rows)
+    task = Task.chain([StageCost(1.0, 2.0, 1.0)] * num_stages, counts, placement=rows)
     peak = run(task, schedule.policy).peak_live
     live = tuple(-(-peak[rank] // rows[0].count(rank)) for rank in rows[0])
     name = "explicit" if explicit else kind
