@@ -79,6 +79,11 @@ def simulate(
     Raises:
         GemscError: the options do not fit the model or each other.
     """
+    if options.schedule not in ("auto", *SCHEDULES):
+        raise GemscError(
+            f"unknown schedule '{options.schedule}'",
+            help=f"choose one of {', '.join(('auto', *SCHEDULES))}",
+        )
     if is_open(options):
         options = search(traced, options)[0].options
     hardware = machine or read_hardware(options.hardware)

@@ -242,6 +242,8 @@ def times_text(hardware: Hardware, options: CompileOptions) -> str:
 
 def _skips(program: Program) -> list[dict[str, object]]:
     """Return the skips that jump over blocks."""
+    placement = program.placement
+    assert placement is not None
     block_of = {node: b for b in program.blocks or () for node in b.nodes}
     stage_of = {
         block.index: stage.index
@@ -252,7 +254,8 @@ def _skips(program: Program) -> list[dict[str, object]]:
     for skip in program.skips or ():
         source, dest = block_of[skip.value], block_of[skip.last_use]
         if dest.index - source.index > 1:
-            local = stage_of[source.index] == stage_of[dest.index]
+            stages = stage_of[source.index], stage_of[dest.index]
+            local = placement.ranks[0][stages[0]] == placement.ranks[0][stages[1]]
             found.append(
                 {
                     "value": skip.value.name,

@@ -79,8 +79,9 @@ def _page(plan: Plan, graph: str, candidates: Sequence[Candidate]) -> str:
             f"<nav>{links}</nav>",
             *kept,
             f"<footer>Predicted by gemsc {escape(plan.gemsc)} with torch "
-            f"{escape(plan.torch)}. <code>gemsc timeline --measured</code> runs some "
-            "steps and draws them beside.</footer>",
+            f"{escape(plan.torch)}; seconds: {escape(plan.times)}. "
+            "<code>gemsc timeline --measured</code> runs some steps and draws them "
+            "beside.</footer>",
             f"</main><script>{SCRIPT}</script></body></html>\n",
         ]
     )

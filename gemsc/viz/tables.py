@@ -101,7 +101,7 @@ def _summary(plan: Plan) -> RenderableType:
              style="bold"),
         Text(plan.command, style="dim"),
         Text(
-            f"predicted: {show_seconds(plan.step_seconds)} a step, "
+            f"predicted ({plan.times}): {show_seconds(plan.step_seconds)} a step, "
             f"{plan.bubble:.0%} of the ranks' time idle"
         ),
         Text(f"why this split: {why.line}"),
