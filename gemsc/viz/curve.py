@@ -68,7 +68,9 @@ def _throughput(points: Sequence[Point]) -> list[str]:
         up = (math.log10(rate) - bottom) / (top - bottom)
         return LEFT + PLOT_WIDTH * across, TOP + PLOT_HEIGHT * (1 - up)
 
-    parts = [_text(LEFT, TOP - 18, "samples per second over ranks", "name")]
+    share = f"{points[-1].efficiency(base):.1%}"
+    title = f"samples per second over ranks, at the end {share} of ideal"
+    parts = [_text(LEFT, TOP - 18, title, "name")]
     for power in range(bottom, top + 1):
         _, y = place(base.ranks, 10.0**power)
         parts.append(f'<path class="line" d="M{LEFT},{_n(y)}h{PLOT_WIDTH}"/>')
@@ -88,9 +90,6 @@ def _throughput(points: Sequence[Point]) -> list[str]:
             f"{point.ranks:,} ranks: {point.throughput:,.1f} samples/s, efficiency "
             f"{efficiency:.2%}</title></circle>"
         )
-    x, y = real[-1]
-    label = f"{points[-1].efficiency(base):.1%} of ideal"
-    parts.append(_text(x - 10, y + 22, label, "note end"))
     return parts
 
 
@@ -125,7 +124,7 @@ def _shares(points: Sequence[Point]) -> list[str]:
         box = f'x="{_n(x)}" y="{TOP + PLOT_HEIGHT + 34}" width="11" height="11"'
         parts.append(f'<rect {box} fill="{colour}"/>')
         parts.append(_text(x + 16, TOP + PLOT_HEIGHT + 44, words, "note"))
-        x += 30 + 6.0 * len(words)
+        x += 30 + 5.2 * len(words)
     return parts
 
 
