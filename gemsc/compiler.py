@@ -176,8 +176,7 @@ def lower(
     prove(program, evaluation, task, timeline)
     plan = make_plan(program, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
-    user_path = str(source.resolve()) if source else ""
-    compilation = Compilation(program, evaluation, traced.twins, steps, plan, user_path)
+    compilation = Compilation(program, evaluation, traced.twins, steps, plan)
     return CompiledProgram(compilation, candidates)
 
 
