@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
@@ -13,8 +14,16 @@ from typing import Annotated, Any, NoReturn, cast
 import torch
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
+from gemsc.cli_simulate import simulate_command
 from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import GemscError, InternalError
@@ -27,13 +36,22 @@ from gemsc.passes.base import Pass
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import PLACEMENTS
+from gemsc.profiling import (
+    calibrate_machine,
+    check_output,
+    measure_on_ranks,
+    write_network,
+)
 from gemsc.runtime.measure import measure
+from gemsc.runtime.network import is_rank
+from gemsc.runtime.network import main as measure_on_this_rank
 from gemsc.runtime.start import start
 from gemsc.schedules import SCHEDULES
 from gemsc.units import parse_bytes
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify import TOLERANCE, Comparison, verify_program
 from gemsc.viz.graph import render
+from gemsc.viz.report import write_report
 from gemsc.viz.shares import show_shares
 from gemsc.viz.tables import show as show_plan
 from gemsc.viz.tables import show_activations, show_candidates
@@ -52,6 +70,7 @@ DEFAULTS = CompileOptions()
 INTERRUPTED = 130  # exit code, as after any SIGINT
 # typer keeps click to itself: the base class of all errors in a command line
 UsageError = cast(type[Exception], typer.BadParameter.__base__)
+app.command("simulate")(simulate_command)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 Spec = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
@@ -76,6 +95,10 @@ Placement = Annotated[
 ]
 Frontend = Annotated[str, typer.Option(help=", ".join(FRONTENDS))]
 Memory = Annotated[str | None, typer.Option(help="cap of a rank, for example 16GiB")]
+HardwareName = Annotated[
+    str, typer.Option(help="machine to plan for: a shipped one, or a .toml file")
+]
+Profile = Annotated[bool, typer.Option(help="time the model's blocks on this machine")]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
 
 
@@ -98,6 +121,8 @@ def compile_command(
     placement: Placement = DEFAULTS.placement,
     frontend: Frontend = DEFAULTS.frontend,
     device_memory: Memory = None,
+    hardware: HardwareName = DEFAULTS.hardware,
+    profile: Profile = DEFAULTS.profile,
     check: Check = DEFAULTS.check,
     print_after: Annotated[
         str, typer.Option(help="print the program after this pass, or after `all`")
@@ -120,6 +145,8 @@ def compile_command(
         placement=placement,
         frontend=frontend,
         device_memory=parse_bytes(device_memory) if device_memory else None,
+        hardware=hardware,
+        profile=profile,
         check=check,
     )
     check_target(output)
@@ -223,9 +250,18 @@ def verify_command(
 
 
 @app.command("show")
-def show_command(directory: Directory) -> None:
-    """Print stages, skips, transfers, memory and order of a program."""
-    show_plan(Plan.read(directory / "plan.toml"), console)
+def show_command(
+    directory: Directory,
+    html: Annotated[
+        bool, typer.Option("--html", help="write report.html anew instead")
+    ] = False,
+) -> None:
+    """Print why it is cut so, stages, skips, transfers, memory and the order."""
+    plan = Plan.read(directory / "plan.toml")
+    if html:
+        console.print(f"wrote {write_report(plan, directory)}", highlight=False)
+        return
+    show_plan(plan, console)
 
 
 @app.command("graph")
@@ -279,6 +315,59 @@ def timeline_command(
         trace.write_text(trace_text((predicted, measured_step)), encoding="utf-8")
         console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
         show_shares(predicted, measured_step, console)
+
+
+@app.command("profile")
+def profile_command(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="time operators of many shapes")
+    ] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="time messages and sums between ranks")
+    ] = False,
+    output: Annotated[Path, typer.Option("-o", "--output")] = Path("hardware.toml"),
+    hardware: Annotated[
+        str, typer.Option(help="where the figures that are not measured come from")
+    ] = "",
+    ranks: Annotated[int, typer.Option(help="network: processes to start", min=2)] = 2,
+    threads: Annotated[
+        int, typer.Option(help="calibrate: threads of one rank", min=1)
+    ] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="calibrate: seconds, and less exact")
+    ] = False,
+) -> None:
+    """Measure this machine and write a hardware file for `compile --hardware`."""
+    if not (calibrate or network):
+        raise GemscError(
+            "nothing to measure", help="give --calibrate, --network or both"
+        )
+    check_output(output)
+    if network and is_rank():
+        if (found := measure_on_this_rank()) is not None:
+            write_network(found, output, hardware)
+        return
+    if calibrate:
+        with _progress() as show:
+            calibrate_machine(output, hardware, threads, quick=quick, progress=show)
+    if network:
+        found = measure_on_ranks(ranks)
+        write_network(found, output, hardware)
+    console.print(f"wrote {output}", highlight=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Show a bar while something is measured; give what is to be told how far it is."""
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
 def main() -> None:
@@ -378,19 +467,25 @@ def _compile(
 ) -> CompiledProgram:
     edited = _read_edited(plan_path, options) if plan_path is not None else None
     inputs = user.make_inputs()
-    program = compile(
-        user.make_model(),
-        inputs,
-        loss=user.make_loss() if user.loss is not None else None,
-        example_target=user.make_target(inputs),
-        options=options,
-        source=user.path,
-        after_each=watch,
-        edited=edited,
-    )
+    with _progress() if options.profile else nullcontext(_say_nothing) as progress:
+        program = compile(
+            user.make_model(),
+            inputs,
+            loss=user.make_loss() if user.loss is not None else None,
+            example_target=user.make_target(inputs),
+            options=options,
+            source=user.path,
+            after_each=watch,
+            progress=progress,
+            edited=edited,
+        )
     sources = {**program.plan.sources, str(user.path): source_fingerprints(user.path)}
     plan = replace(program.plan, spec=user.spec, sources=sources)
     return replace(program, compilation=replace(program.compilation, plan=plan))
+
+
+def _say_nothing(what: str, share: float) -> None:
+    pass
 
 
 def _read_dot(path: Path) -> str:

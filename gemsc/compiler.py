@@ -21,12 +21,13 @@ from gemsc.options import CompileOptions
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
-from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
+from gemsc.passes.pipeline import evaluation_passes, graph_passes, stage_passes
+from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.advice import nothing_fits
 from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
-from gemsc.planner.device import LINK
 from gemsc.planner.edited import EditedPlan
+from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.layout import layout
 from gemsc.planner.predict import (
     make_plan,
@@ -35,10 +36,12 @@ from gemsc.planner.predict import (
     schedule_task,
     sent_bytes,
 )
+from gemsc.planner.profile import Progress
 from gemsc.planner.prove import prove
 from gemsc.schedules import SCHEDULES, Task, Timeline, run
 from gemsc.schedules.loops import find_loops
 from gemsc.viz.graph import draw, render
+from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline
 
 __all__ = ["CompiledProgram", "Traced", "compile", "lower", "trace"]
@@ -74,7 +77,9 @@ class CompiledProgram:
         folder = Path(directory)
         write_directory(self.compilation, folder)
         write_timeline(self.plan, folder / "timeline.svg")
-        return render(self.graph(), folder / "graph.svg")
+        missing = render(self.graph(), folder / "graph.svg")
+        write_report(self.plan, folder, self.candidates, with_graph=missing is None)
+        return missing
 
 
 def compile(
@@ -86,6 +91,7 @@ def compile(
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
+    progress: Progress = lambda name, share: None,
     edited: EditedPlan | None = None,
     **choices: Any,
 ) -> CompiledProgram:
@@ -94,7 +100,8 @@ def compile(
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is what `loss(output, target)` takes with them. Choices are
     the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
-    `edited` plan decides them all.
+    `edited` plan decides them all. `progress(block, share)` is told how far
+    `profile=True` has come.
 
     The model's parameters, buffers and the random generators stay as they are.
 
@@ -111,6 +118,9 @@ def compile(
         example_target=example_target,
         frontend=options.frontend,
         check=options.check,
+        hardware=read_hardware(options.hardware),
+        profile=options.profile,
+        progress=progress,
         after_each=after_each,
     )
     if edited is not None:
@@ -139,17 +149,28 @@ def trace(
     example_target: Any = None,
     frontend: str = "record",
     check: bool = True,
+    hardware: Hardware | None = None,
+    profile: bool = False,
+    progress: Progress = lambda name, share: None,
     after_each: Observer | None = None,
 ) -> Traced:
-    """Trace a model in both modes and find its blocks: what no option changes."""
+    """Trace a model in both modes and find its blocks: what no plan changes.
+
+    Seconds are those of the hardware's device, the shipped default if None; or measured
+    here if `profile`.
+    """
     record = _choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
     trains = loss is not None
     with _one_thread():
         program = record(model, example_inputs, training=trains, **feed)
-        program = run_passes(program, GRAPH_PASSES, after_each=after_each)
+        device = hardware.device if hardware else None
+        program = run_passes(program, graph_passes(device), after_each=after_each)
         if check:
             check_against_eager(program, model, example_inputs, **feed, training=trains)
+        if profile:
+            timed = TimeBlocks(example_inputs, example_target, progress=progress)
+            program = run_passes(program, (timed,), after_each=after_each)
         evaluation = record(model, example_inputs, training=False, **feed)
         evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
     return Traced(program, evaluation, find_twins(program, evaluation))
@@ -174,7 +195,8 @@ def lower(
         after_each=after_each,
     )
     prove(program, evaluation, task, timeline)
-    plan = make_plan(program, task, timeline, options, source)
+    hardware = read_hardware(options.hardware)
+    plan = make_plan(program, task, timeline, options, source, hardware)
     steps = tuple(find_loops(order) for order in timeline.orders)
     compilation = Compilation(program, evaluation, traced.twins, steps, plan)
     return CompiledProgram(compilation, candidates)
@@ -188,7 +210,8 @@ def schedule_stages(
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    task = schedule_task(program, chosen, options.device_memory)
+    network = read_hardware(options.hardware).network
+    task = schedule_task(program, chosen, options.device_memory, network)
     return program, task, run(task, schedule.policy)
 
 
@@ -215,11 +238,12 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
         with suppress(GemscError):  # there may be an order that holds less at a time
             program, task, timeline = schedule_stages(traced, options)
     sums = reduced_bytes(program, options.data)
+    link = read_hardware(options.hardware).network.intra
     fullest = max(range(options.ranks), key=lambda rank: timeline.peak_bytes[rank])
     size = micro_batch_size(program)
     return Candidate(
         options,
-        seconds=timeline.makespan + LINK.seconds(2 * max(sums)),
+        seconds=timeline.makespan + link.seconds(2 * max(sums)),
         samples=options.data * sum(task.micro_batches) * size,
         micro_batch_size=size,
         peak_bytes=timeline.peak_bytes[fullest],

@@ -30,6 +30,9 @@ class CompileOptions:
     `data` AUTO: the compiler takes what is fastest as predicted and fits
     `device_memory`. With `data` AUTO, `ranks` and `micro_batches` are those of all
     copies together.
+
+    `hardware` names a shipped machine or a hardware file; "" is one core of a CPU.
+    `profile` times the model's blocks on this machine instead of predicting them.
     """
 
     ranks: int = 2
@@ -44,6 +47,8 @@ class CompileOptions:
     placement: str = "natural"
     frontend: str = "record"
     device_memory: int | None = None
+    hardware: str = ""
+    profile: bool = False
     check: bool = True
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ class Plan:
     `ranks` counts those of all `data` copies of the model, `micro_batches` those of all
     `replicas` of one copy; each has `micro_batch_size` samples. `sources` maps each of
     the user's files to the fingerprints of its definitions; `graph` is the fingerprint
-    of the traced graph. `order` holds, for each rank of one copy, its actions of one
+    of the traced graph. `times` says where the seconds come from. `order` holds, for each rank of one copy, its actions of one
     step as text (`2F0` is the forward of stage 2 on micro-batch 0).
     """
 
@@ -77,6 +77,7 @@ class Plan:
     placement: str
     micro_batches: int
     micro_batch_size: int
+    times: str
     step_seconds: float
     bubble: float
     peak_bytes: list[int]

@@ -27,6 +27,7 @@ HELPERS = {
     "options",
     "plan",
     "rng",
+    "toml_file",
     "units",
 }
 IR = {*HELPERS, "ir"}
@@ -34,6 +35,7 @@ PLANNER = {*IR, "schedules", "planner"}
 MAY_IMPORT = {
     "errors": set(),
     **dict.fromkeys(HELPERS - ERRORS, ERRORS),
+    "unfilled": set(),
     "user_model": {*ERRORS, "nests", "rng"},
     "schedules": ERRORS,
     "ir": HELPERS,
@@ -43,6 +45,7 @@ MAY_IMPORT = {
     "codegen": {*PLANNER, "compilation"},
     "runtime": {*HELPERS - {"options"}, "user_model"},
     "verify": {*HELPERS, "user_model", "runtime"},
+    "profiling": {*PLANNER, "runtime"},
     "compiler": {
         *PLANNER,
         "compilation",
@@ -53,7 +56,9 @@ MAY_IMPORT = {
         "user_model",
     },
 }
+MAY_IMPORT["simulate"] = {*MAY_IMPORT["compiler"], "compiler", "unfilled"}
 # the command may look at everything
+MAY_IMPORT["cli_simulate"] = {*MAY_IMPORT}
 MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
 # Single modules that may do more, each for a reason.
 EXCEPTIONS = {

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from gemsc.errors import GemscError
+from gemsc.ir.fake import fake_parameters
 from gemsc.ir.layers import layer_source
 from gemsc.nests import Path, tensor_leaves
 
@@ -47,6 +48,9 @@ class FakeCopy:
 def copy_on_fakes(model: nn.Module, loss: Any, fake: FakeTensorMode) -> FakeCopy:
     """Return a deep copy whose parameters, buffers and other tensors are fake."""
     memo: dict[int, Any] = {}
+    for module in (model, loss):
+        if isinstance(module, nn.Module):
+            memo |= fake_parameters(module, fake)
     try:
         with fake, FakeCopyMode(fake):
             copied, loss_copy = copy.deepcopy((model, loss), memo)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-__all__ = ["fake_copy", "fake_like"]
+__all__ = ["fake_copy", "fake_like", "fake_parameters"]
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -24,8 +25,20 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         holder.register_parameter(name, parameter)
     for name, buffer in module.named_buffers(recurse=False):
         holder.register_buffer(name, buffer)
+    memo = fake_parameters(holder, mode)
     with FakeCopyMode(mode):
-        return copy.deepcopy(holder)
+        return copy.deepcopy(holder, memo)
+
+
+def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
+    """Return a fake for the `id` of each parameter: what `deepcopy` takes for it.
+
+    It would come to the same, in three times as many calls.
+    """
+    return {
+        id(parameter): mode.from_tensor(parameter, static_shapes=True)
+        for parameter in module.parameters()
+    }
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import fx, nn
 
-__all__ = ["with_graph"]
+from gemsc.ir import meta
+
+__all__ = ["copied_graph", "with_graph"]
 
 
 class _Holder(fx.GraphModule):
@@ -29,3 +31,13 @@ def with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     holder.training = module.training
     holder.graph = graph
     return holder
+
+
+def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Return a copy with all that is known of each node, and each node's copy."""
+    copied = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    copied.output(copied.graph_copy(graph, mapping))
+    for old, new in mapping.items():
+        meta.copy_meta(old, new)
+    return copied, mapping

@@ -7,6 +7,7 @@ Example, one line of `--print-after annotate`:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,78 +19,64 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
-from gemsc.ir.holder import with_graph
+from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
-from gemsc.planner.device import CPU_CORE, Device
+from gemsc.planner.hardware import Device, read_hardware
+from gemsc.planner.operators import describe, runs_a_kernel
+from gemsc.planner.times import seconds
 
 __all__ = ["Annotate"]
-
-_ATEN = torch.ops.aten
-_FREE = frozenset(
-    {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided}
-)
-# torch.utils.flop_counter knows the attention of CUDA only
-_SAME_FORMULA = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: (
-        _ATEN._scaled_dot_product_efficient_attention
-    )
-}
-
 
 @dataclass(frozen=True)
 class Annotate(Pass):
     """Run the graph once on fake tensors and attach `Facts` to each node.
 
     1. Operations come from PyTorch's own FLOP formulas, bytes from the sizes of what
-       each ATen operator reads and writes, seconds from the device's roofline.
+       each ATen operator reads and writes, seconds from what the device takes for it.
     2. Saved bytes are counted by `saved_tensors_hooks`: the same storages that a real
        run keeps, each once, parameters and buffers left out.
-    3. A fake backward tells which values a gradient of the loss flows back into.
+    3. A fake backward tells which values a gradient of the loss flows back into. Its
+       operators are those of a real one: their seconds are booked on the node whose
+       forward recorded them.
+
+    `device` None is that of the shipped default.
     """
 
     name: ClassVar[str] = "annotate"
     requires: ClassVar[tuple[str, ...]] = ()
 
-    device: Device = CPU_CORE
+    device: Device | None = None
     training: bool = True
 
     def apply(self, program: Program) -> Program:
         """Return the program with facts on every node (of a copied graph)."""
-        module = with_graph(program.module, _copied(program.graph))
+        graph, _ = copied_graph(program.graph)
+        module = with_graph(program.module, graph)
         program = program.with_module(module)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = fake_copy(module, mode)
         fake.train(self.training)
         for path in program.frozen:
             fake.get_submodule(path).eval()
-        ledger = _Ledger(self.device, _storages(fake))
+        device = self.device or read_hardware().device
+        ledger = _Ledger(device, _storages(fake))
         values: dict[fx.Node, Any] = {}
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 values[node] = fake_like(meta.value(node), mode)
         with mode, ledger, torch.random.fork_rng(devices=[]):
             run_nodes(module.graph.nodes, values, fake, observe=ledger.observe)
-            reached = _gradient_reaches(program, values)
+            reached = _gradient_reaches(program, values, fake, ledger)
         seen: set[int] = set()
         for node in program.compute_nodes:
             meta.set_facts(node, ledger.facts(node, values[node], fake, seen))
             meta.set_needs_gradient(node, node in reached)
         return program
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    copied.output(copied.graph_copy(graph, mapping))
-    for old, new in mapping.items():
-        meta.copy_meta(old, new)
-    return copied
 
 
 def _storages(module: nn.Module) -> set[int]:
@@ -108,7 +95,11 @@ class _Count:
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Book every ATen operator and every saved tensor on the node that is running."""
+    """Book every ATen operator and every saved tensor on the node that is running.
+
+    Autograd numbers what it records. In backward, the number of what is running tells
+    in which node's forward it was recorded.
+    """
 
     def __init__(self, device: Device, persistent: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,13 +107,24 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.persistent = persistent
         self.counts: dict[fx.Node | None, _Count] = defaultdict(_Count)
         self.node: fx.Node | None = None
+        self.is_backward = False
+        self.ran: list[fx.Node] = []
+        self.first_numbers: list[int] = []
 
     @contextmanager
     def observe(self, node: fx.Node) -> Iterator[None]:
         self.node = node
+        self.ran.append(node)
+        self.first_numbers.append(torch._C._autograd._get_sequence_nr())
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t):
             yield
         self.node = None
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self.is_backward = True
+        yield
+        self.is_backward = False
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -134,25 +136,33 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.node is not None and _computes(func, result):
+        if not runs_a_kernel(func, result):
+            return result
+        if self.is_backward:
+            self._book_backward(func, args, kwargs or {}, result)
+        elif self.node is not None:
             self._book(func, args, kwargs or {}, result)
         return result
 
     def _book(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = self.counts[self.node]
-        packet = func._overloadpacket
-        formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
-        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        flops, works = describe(func, args, kwargs, result)
         leaves = pytree.tree_leaves((args, kwargs, result))
-        moved = sum(t.nbytes for t in leaves if isinstance(t, Tensor))
-        forward = self.device.seconds(flops, moved)
         count.random |= _draws(func, args, kwargs)
         count.flops += flops
-        count.moved_bytes += moved
-        count.forward_seconds += forward
-        # the gradients of both operands of a product cost a product each; an
-        # elementwise operator reads and writes about as much as in forward
-        count.backward_seconds += 2 * forward if flops else forward
+        count.moved_bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
+        count.forward_seconds += self.device.forward_overhead
+        count.forward_seconds += sum(seconds(self.device, work) for work in works)
+
+    def _book_backward(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        running = torch._C._current_autograd_node()
+        if running is not None:
+            place = bisect_right(self.first_numbers, running._sequence_nr()) - 1
+            self.node = self.ran[place] if place >= 0 else None
+        count = self.counts[self.node]
+        _, works = describe(func, args, kwargs, result)
+        count.backward_seconds += self.device.backward_overhead
+        count.backward_seconds += sum(seconds(self.device, work) for work in works)
 
     def facts(
         self, node: fx.Node, value: Any, module: nn.Module, seen: set[int]
@@ -175,12 +185,6 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             forward_seconds=count.forward_seconds,
             backward_seconds=count.backward_seconds,
         )
-
-
-def _computes(func: Any, result: Any) -> bool:
-    """Whether an operator runs a kernel: views, allocations and queries do not."""
-    has_tensors = any(isinstance(t, Tensor) for t in pytree.tree_leaves(result))
-    return has_tensors and not func.is_view and func._overloadpacket not in _FREE
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -206,8 +210,13 @@ def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def _gradient_reaches(program: Program, values: dict[fx.Node, Any]) -> set[fx.Node]:
-    """Return the nodes whose value takes part in the gradient of the loss."""
+def _gradient_reaches(
+    program: Program, values: dict[fx.Node, Any], module: nn.Module, ledger: _Ledger
+) -> set[fx.Node]:
+    """Return the nodes whose value takes part in the gradient of the loss.
+
+    Gradients of parameters are computed as well, for their seconds.
+    """
     candidates: list[tuple[fx.Node, Tensor]] = []
     for node in program.compute_nodes:
         for tensor in pytree.tree_leaves(values[node]):
@@ -218,8 +227,12 @@ def _gradient_reaches(program: Program, values: dict[fx.Node, Any]) -> set[fx.No
     loss = values[program.loss]
     if not loss.requires_grad:
         return set()
-    gradients = torch.autograd.grad(
-        loss, [tensor for _, tensor in candidates], allow_unused=True
-    )
-    pairs = zip(candidates, gradients, strict=True)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    with ledger.backward():
+        gradients = torch.autograd.grad(
+            loss,
+            [*(tensor for _, tensor in candidates), *parameters],
+            allow_unused=True,
+        )
+    pairs = zip(candidates, gradients[: len(candidates)], strict=True)
     return {node for (node, _), gradient in pairs if gradient is not None}

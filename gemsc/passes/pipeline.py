@@ -15,16 +15,20 @@ from gemsc.passes.follow_stages import FollowStages
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.place_stages import PlaceStages
+from gemsc.planner.hardware import Device
 from gemsc.planner.layout import Layout
 
-__all__ = ["GRAPH_PASSES", "evaluation_passes", "stage_passes"]
+__all__ = ["evaluation_passes", "graph_passes", "stage_passes"]
 
-GRAPH_PASSES: tuple[Pass, ...] = (
-    Canonicalize(),
-    Annotate(),
-    DetectSkips(),
-    GroupBlocks(),
-)
+
+def graph_passes(device: Device | None = None) -> tuple[Pass, ...]:
+    """Return the passes that find out what the graph is made of."""
+    return (
+        Canonicalize(),
+        Annotate(device=device),
+        DetectSkips(),
+        GroupBlocks(),
+    )
 
 
 def stage_passes(options: CompileOptions, chosen: Layout) -> tuple[Pass, ...]:

@@ -34,15 +34,15 @@ class Layout:
         return len(self.micro_batches)
 
 
-def layout(options: CompileOptions) -> Layout:
-    """Read the options.
+def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
+    """Read the options; `simulated` if no text is to be written.
 
     Raises:
         GemscError: schedule and placement do not fit, or an odd number of micro-batches
             for two replicas.
     """
     schedule = SCHEDULES[options.schedule]
-    if schedule.policy.split_backward:
+    if schedule.policy.split_backward and not simulated:
         raise GemscError(
             f"--schedule {options.schedule} can be simulated, but not compiled yet: "
             "PyTorch computes both kinds of gradients of a stage in one go",
@@ -69,7 +69,7 @@ def layout(options: CompileOptions) -> Layout:
     rows: tuple[tuple[int, ...], ...] = (explicit,)
     if not explicit:
         rows = place(kind, num_stages, options.ranks, len(counts))
-    task = Task.chain([StageCost(1.0, 2.0)] * num_stages, counts, placement=rows)
+    task = Task.chain([StageCost(1.0, 2.0, 1.0)] * num_stages, counts, placement=rows)
     peak = run(task, schedule.policy).peak_live
     live = tuple(-(-peak[rank] // rows[0].count(rank)) for rank in rows[0])
     name = "explicit" if explicit else kind

@@ -16,7 +16,7 @@ from gemsc.ir.flow import flow
 from gemsc.ir.program import Program, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
-from gemsc.planner.device import LINK
+from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
@@ -70,7 +70,9 @@ def saved_bytes(program: Program) -> list[int]:
     return sizes
 
 
-def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> Task:
+def schedule_task(
+    program: Program, chosen: Layout, memory_cap: int | None, network: Network
+) -> Task:
     """Return what the schedule engine needs to know of the program."""
     saved = saved_bytes(program)
     stages = tuple(
@@ -86,7 +88,7 @@ def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> T
         Edge(
             t.source,
             t.dest,
-            seconds=LINK.seconds(num_bytes(t)),
+            seconds=_transfer_seconds(program, t, network),
             num_bytes=num_bytes(t),
             gradient=has_gradient(t),
         )
@@ -113,6 +115,14 @@ def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> T
 def num_bytes(transfer: Transfer) -> int:
     """Return the bytes of a transfer's values."""
     return sum(meta.spec(value).num_bytes for value in transfer.values)
+
+
+def _transfer_seconds(program: Program, transfer: Transfer, network: Network) -> float:
+    """Return the time of a transfer between the ranks of the first replica."""
+    placement = program.placement
+    assert placement is not None
+    source, dest = (placement.rank(0, end) for end in (transfer.source, transfer.dest))
+    return network.link(source, dest).seconds(num_bytes(transfer))
 
 
 def sent_bytes(program: Program, task: Task) -> int:
@@ -155,6 +165,7 @@ def make_plan(
     timeline: Timeline,
     options: CompileOptions,
     source: Path | None,
+    hardware: Hardware,
 ) -> Plan:
     """Return every decision as plain data."""
     placement = program.placement
@@ -180,7 +191,7 @@ def make_plan(
             dest=t.dest,
             values=[value.name for value in t.values],
             num_bytes=num_bytes(t),
-            seconds=LINK.seconds(num_bytes(t)),
+            seconds=_transfer_seconds(program, t, hardware.network),
             gradient=has_gradient(t),
         )
         for t in program.transfers or ()
@@ -201,6 +212,7 @@ def make_plan(
         placement=placement.name,
         micro_batches=sum(task.micro_batches),
         micro_batch_size=micro_batch_size(program),
+        times=times_text(hardware, options),
         step_seconds=timeline.makespan,
         bubble=timeline.bubble,
         peak_bytes=list(timeline.peak_bytes),
@@ -220,8 +232,18 @@ def make_plan(
     )
 
 
+def times_text(hardware: Hardware, options: CompileOptions) -> str:
+    """Return where the seconds of stages come from."""
+    if options.profile:
+        return "measured"
+    kind = "calibrated" if hardware.device.fit else "data sheet"
+    return f"{kind}: {options.hardware or DEFAULT_HARDWARE}"
+
+
 def _skips(program: Program) -> list[dict[str, object]]:
     """Return the skips that jump over blocks."""
+    placement = program.placement
+    assert placement is not None
     block_of = {node: b for b in program.blocks or () for node in b.nodes}
     stage_of = {
         block.index: stage.index
@@ -232,7 +254,8 @@ def _skips(program: Program) -> list[dict[str, object]]:
     for skip in program.skips or ():
         source, dest = block_of[skip.value], block_of[skip.last_use]
         if dest.index - source.index > 1:
-            local = stage_of[source.index] == stage_of[dest.index]
+            stages = stage_of[source.index], stage_of[dest.index]
+            local = placement.ranks[0][stages[0]] == placement.ranks[0][stages[1]]
             found.append(
                 {
                     "value": skip.value.name,

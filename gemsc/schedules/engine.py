@@ -88,13 +88,17 @@ def run(task: Task, policy: Policy) -> Timeline:
     def schedule(suited: Task) -> Timeline:
         return replay(task, _orders(suited, policy), split=split)
 
-    regular, free = schedule(_equalised(task)), schedule(task)
+    equal = _equalised(task)
+    regular = schedule(equal)
+    free = regular if task == equal else schedule(task)
     if regular.makespan <= _TOLERANCE * free.makespan:
         return regular
     longest = _LONGER * _lines(regular)
     others = [free, *(schedule(_rounded(task, steps)) for steps in _ROUNDINGS)]
-    short = [timeline for timeline in others if _lines(timeline) <= longest]
-    return min([regular, *short], key=lambda timeline: timeline.makespan)
+    for timeline in sorted(others, key=lambda timeline: timeline.makespan):
+        if timeline.makespan < regular.makespan and _lines(timeline) <= longest:
+            return timeline
+    return regular
 
 
 def _split(task: Task, policy: Policy) -> bool:

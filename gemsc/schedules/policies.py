@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from gemsc.schedules.action import Action, Kind, Task
@@ -69,10 +71,16 @@ def stages_to_end(task: Task, replica: int, stage: int) -> int:
     That is how many micro-batches enter while one goes to the end and comes back; one
     more where it comes back to a rank on its way, since turns do not always fit.
     """
-    ranks = task.placement[replica]
-    share = max(ranks.count(rank) for rank in ranks)
+    share, comes_back = _visits(task.placement[replica])
+    return -(-task.stages_to_end[stage] // share) + comes_back
+
+
+@lru_cache(maxsize=64)
+def _visits(ranks: tuple[int, ...]) -> tuple[int, bool]:
+    """Return the most stages of one rank, and whether a rank is come back to."""
+    share = max(Counter(ranks).values())
     visits = sum(1 for _ in groupby(ranks))
-    return -(-task.stages_to_end[stage] // share) + (visits > len(set(ranks)))
+    return share, visits > len(set(ranks))
 
 
 def all_stages(task: Task, replica: int, stage: int) -> int:

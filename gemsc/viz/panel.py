@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline
 
@@ -68,12 +68,28 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One step of all ranks."""
+    """One step of all ranks, or of those whose numbers are given."""
 
     name: str
     rows: tuple[Row, ...]
     arrows: tuple[Arrow, ...]
     makespan: float
+    numbers: tuple[int, ...] = ()
+
+    def number(self, row: int) -> int:
+        """Return the rank that a row shows."""
+        return self.numbers[row] if self.numbers else row
+
+    def only(self, numbers: Sequence[int]) -> Panel:
+        """Return the rows of some ranks, with the messages between those."""
+        place = {rank: row for row, rank in enumerate(numbers)}
+        arrows = (
+            replace(arrow, source=place[arrow.source], dest=place[arrow.dest])
+            for arrow in self.arrows
+            if arrow.source in place and arrow.dest in place
+        )
+        rows = tuple(self.rows[rank] for rank in numbers)
+        return replace(self, rows=rows, arrows=tuple(arrows), numbers=tuple(numbers))
 
     @property
     def bubble(self) -> float:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gemsc.plan import Plan
+from gemsc.plan import Plan, PlannedStage
 from gemsc.planner.candidates import Candidate, reason
+from gemsc.planner.explain import explain
 from gemsc.units import show_bytes, show_flops, show_seconds
+from gemsc.viz.columns import column, fitted, sample
+from gemsc.viz.strip import strips
 
-__all__ = ["show", "show_activations", "show_candidates"]
+__all__ = ["describe_blocks", "show", "show_activations", "show_candidates"]
 
-BAR = 40
-ACTIONS = 24
+MOST_ROWS = 40  # of stages and ranks; more are sampled
+MOST_SKIPS = 60
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print stages, skips, transfers, memory and the order of each rank."""
+    """Print why it is cut so, stages, skips, transfers, memory and the order."""
+    width = console.width
     console.print(_summary(plan))
-    parts = (_stages(plan), _skips(plan), _transfers(plan), _memory(plan), _order(plan))
+    parts = (
+        _stages(plan, width),
+        _skips(plan, width),
+        _transfers(plan, width),
+        _memory(plan, width),
+        _timeline(plan, width),
+        _order(plan, width),
+    )
     for part in parts:
         console.print()
         console.print(part)
@@ -31,32 +42,29 @@ def show_candidates(
     candidates: Sequence[Candidate], console: Console, most: int = 8
 ) -> None:
     """Print what `auto` has compared, best first, and why the first won."""
-    table = _table(
-        "candidates (predicted)",
-        "schedule",
-        "samples/s",
-        "step",
-        "fullest rank",
-        "idle",
-        "sent",
-    )
-    table.columns[0].overflow = "fold"
-    for candidate in candidates[:most]:
-        if candidate.problem:
-            table.add_row(candidate.name, candidate.problem)
-            continue
-        table.add_row(
-            candidate.name,
-            f"{candidate.samples_per_second:.3g}",
-            show_seconds(candidate.seconds),
-            show_bytes(candidate.peak_bytes) + ("" if candidate.fits() else " !"),
-            f"{candidate.bubble:.0%}",
-            show_bytes(candidate.sent_bytes),
-        )
-    console.print(table)
+    shown = candidates[:most]
+
+    def cells(show: Callable[[Candidate], str]) -> list[str]:
+        return ["-" if c.problem else show(c) for c in shown]
+
+    def memory(candidate: Candidate) -> str:
+        return show_bytes(candidate.peak_bytes) + ("" if candidate.fits() else " !")
+
+    columns = [
+        column("schedule", (c.name for c in shown), left=True, shrinks=True),
+        column("samples/s", cells(lambda c: f"{c.samples_per_second:.3g}")),
+        column("step", cells(lambda c: show_seconds(c.seconds))),
+        column("fullest rank", cells(memory)),
+        column("idle", cells(lambda c: f"{c.bubble:.0%}"), drop=2),
+        column("sent", cells(lambda c: show_bytes(c.sent_bytes)), drop=1),
+    ]
+    if any(c.problem for c in shown):
+        problems = (c.problem for c in shown)
+        columns.append(column("problem", problems, left=True, shrinks=True))
+    console.print(fitted("candidates (predicted)", columns, console.width))
     if len(candidates) > most:
         console.print(f"and {len(candidates) - most} more")
-    if not all(candidate.fits() for candidate in candidates[:most]):
+    if not all(candidate.fits() for candidate in shown):
         console.print("! does not fit --device-memory")
     console.print(f"chosen: {candidates[0].name}", highlight=False)
     console.print(f"why: {reason(candidates)}", highlight=False)
@@ -78,103 +86,140 @@ def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> N
     )
 
 
+def describe_blocks(stage: PlannedStage) -> str:
+    """Return the names of a stage's blocks, of many only the first and the last."""
+    names = stage.blocks
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
+
+
 def _summary(plan: Plan) -> RenderableType:
+    why = explain(plan)
+    copies = f" in each of {plan.data} copies" if plan.data > 1 else ""
     return Group(
         Text(f"{plan.model}: {plan.ranks} ranks, {plan.schedule}, "
-             f"{plan.micro_batches} micro-batches, placement {plan.placement}",
+             f"{plan.micro_batches} micro-batches{copies}, placement {plan.placement}",
              style="bold"),
         Text(plan.command, style="dim"),
         Text(
-            f"predicted: {show_seconds(plan.step_seconds)} a step, "
+            f"predicted ({plan.times}): {show_seconds(plan.step_seconds)} a step, "
             f"{plan.bubble:.0%} of the ranks' time idle"
         ),
+        Text(f"why this split: {why.line}"),
+        Text(f"a step: {why.parts_line}"),
     )  # fmt: skip
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for index, column in enumerate(columns):
-        numeric = index > 0 and column not in ("blocks", "to", "value", "values")
-        justify: JustifyMethod = "right" if numeric else "left"
-        table.add_column(column, justify=justify, no_wrap=numeric)
-    return table
+def _stages(plan: Plan, width: int) -> RenderableType:
+    seconds = [s.forward_seconds + s.backward_seconds for s in plan.stages]
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    rows = sample(len(plan.stages), MOST_ROWS, (slowest,))
+    stages = [plan.stages[row] for row in rows]
+    total = sum(seconds) or 1.0
+    marks = ["<- slowest" if row == slowest else "" for row in rows]
+    columns = (
+        column("stage", rows, left=True),
+        column("blocks", (len(s.blocks) for s in stages), drop=6),
+        column("from ... to", map(describe_blocks, stages), left=True, shrinks=True),
+        column("ranks", (_join(s.ranks) for s in stages)),
+        column("work", (show_flops(s.flops) for s in stages), drop=3),
+        column("weights", (show_bytes(s.parameter_bytes) for s in stages), drop=2),
+        column("kept", (show_bytes(s.saved_bytes) for s in stages), drop=1),
+        column("forward", (show_seconds(s.forward_seconds) for s in stages)),
+        column("backward", (show_seconds(s.backward_seconds) for s in stages)),
+        column("share", (f"{seconds[row] / total:.0%}" for row in rows), drop=4),
+        column("", marks, drop=5, left=True),
+    )
+    title = "stages (one micro-batch)"
+    if len(rows) < len(plan.stages):
+        title += f": {len(rows)} of {len(plan.stages)}"
+    return fitted(title, columns, width)
 
 
-def _stages(plan: Plan) -> Table:
-    table = _table(
-        "stages (one micro-batch)",
-        "stage", "blocks", "ranks", "work", "parameters", "kept", "forward", "backward",
-        "share",
-    )  # fmt: skip
-    total = sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
-    for stage in plan.stages:
-        names = stage.blocks
-        shown = ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
-        seconds = stage.forward_seconds + stage.backward_seconds
-        table.add_row(
-            str(stage.index),
-            f"{shown} ({len(names)})",
-            ", ".join(map(str, stage.ranks)),
-            show_flops(stage.flops),
-            show_bytes(stage.parameter_bytes),
-            show_bytes(stage.saved_bytes),
-            show_seconds(stage.forward_seconds),
-            show_seconds(stage.backward_seconds),
-            f"{seconds / total:.0%}",
-        )
-    return table
-
-
-def _skips(plan: Plan) -> RenderableType:
+def _skips(plan: Plan, width: int) -> RenderableType:
     if not plan.skips:
         return Text("no skip jumps over a block")
-    table = _table("skips over blocks", "value", "from", "to", "bytes", "kind")
-    for skip in plan.skips:
-        table.add_row(
-            skip["value"],
-            skip["source"],
-            skip["dest"],
-            show_bytes(skip["num_bytes"]),
-            skip["kind"],
-        )
-    return table
+    shown = sorted(plan.skips, key=lambda s: -s["num_bytes"])[:MOST_SKIPS]
+    skips = [skip for skip in plan.skips if skip in shown]
+    columns = (
+        column("value", (s["value"] for s in skips), left=True, shrinks=True),
+        column("from", (s["source"] for s in skips), left=True, shrinks=True),
+        column("to", (s["dest"] for s in skips), left=True, shrinks=True),
+        column("bytes", (show_bytes(s["num_bytes"]) for s in skips)),
+        column("kind", (s["kind"] for s in skips), left=True),
+    )
+    title = "skips over blocks"
+    if len(skips) < len(plan.skips):
+        title += f": the largest {len(skips)} of {len(plan.skips)}"
+    return fitted(title, columns, width)
 
 
-def _transfers(plan: Plan) -> RenderableType:
+def _transfers(plan: Plan, width: int) -> RenderableType:
     if not plan.transfers:
         return Text("nothing travels between ranks")
-    table = _table(
-        "transfers (each micro-batch)", "from stage", "to", "values", "bytes", "back"
+    rows = sample(len(plan.transfers), MOST_SKIPS)
+    found = [plan.transfers[row] for row in rows]
+    back = ("gradient" if t.gradient else "-" for t in found)
+    columns = (
+        column("from stage", (t.source for t in found), left=True),
+        column("to", (t.dest for t in found), left=True),
+        column("values", (_join(t.values) for t in found), left=True, shrinks=True),
+        column("bytes", (show_bytes(t.num_bytes) for t in found)),
+        column("seconds", (show_seconds(t.seconds) for t in found), drop=1),
+        column("back", back, drop=2),
     )
-    for transfer in plan.transfers:
-        table.add_row(
-            str(transfer.source),
-            str(transfer.dest),
-            ", ".join(transfer.values),
-            show_bytes(transfer.num_bytes),
-            "gradient" if transfer.gradient else "-",
-        )
-    return table
+    title = "transfers (each micro-batch)"
+    if len(rows) < len(plan.transfers):
+        title += f": {len(rows)} of {len(plan.transfers)}"
+    return fitted(title, columns, width)
 
 
-def _memory(plan: Plan) -> Table:
-    table = _table("predicted peak memory", "rank", "bytes", "of the fullest")
+def _memory(plan: Plan, width: int) -> RenderableType:
+    """Draw each rank's peak: what is there all the time, and activations."""
     fullest = max(plan.peak_bytes, default=1) or 1
-    for rank, size in enumerate(plan.peak_bytes):
-        bar = "#" * max(1, round(BAR * size / fullest))
-        table.add_row(str(rank), show_bytes(size), Text(bar.ljust(BAR)))
-    return table
-
-
-def _order(plan: Plan) -> Table:
-    table = _table(
-        "order of one step (2F0: stage 2, forward, micro-batch 0)", "rank", ""
+    most = plan.peak_bytes.index(max(plan.peak_bytes)) if plan.peak_bytes else 0
+    ranks = sample(len(plan.peak_bytes), MOST_ROWS, (most,))
+    room = max(10, width - 62)
+    bars = []
+    for rank in ranks:
+        size, live = plan.peak_bytes[rank], plan.activation_bytes[rank]
+        whole = max(1, round(room * size / fullest))
+        held = min(whole, round(room * (size - live) / fullest))
+        bars.append(("#" * held + "+" * (whole - held)).ljust(room))
+    columns = (
+        column("rank", ranks, left=True),
+        column("peak", (show_bytes(plan.peak_bytes[r]) for r in ranks)),
+        column("activations", (show_bytes(plan.activation_bytes[r]) for r in ranks)),
+        column("# weights, gradients  + activations", bars, left=True, shrinks=True),
     )
-    table.columns[1].justify = "left"
-    for rank, text in enumerate(plan.order):
-        actions = text.split(" ")
-        shown = " ".join(actions[:ACTIONS])
-        if len(actions) > ACTIONS:
-            shown += f" ... {len(actions) - ACTIONS} more"
-        table.add_row(str(rank), shown)
-    return table
+    title = "predicted peak memory"
+    if len(ranks) < len(plan.peak_bytes):
+        title += f": {len(ranks)} of {len(plan.peak_bytes)} ranks"
+    return fitted(title, columns, width)
+
+
+def _timeline(plan: Plan, width: int) -> RenderableType:
+    title = Text("predicted step", style="bold")
+    return Group(title, *strips(plan, width, MOST_ROWS))
+
+
+def _order(plan: Plan, width: int) -> Table:
+    ranks = sample(len(plan.order), MOST_ROWS)
+    texts = [_cut(plan.order[rank], width - 20) for rank in ranks]
+    columns = (column("rank", ranks, left=True), column("", texts, left=True))
+    title = "order of one step (2F0: stage 2, forward, micro-batch 0)"
+    return fitted(title, columns, width)
+
+
+def _cut(text: str, width: int) -> str:
+    """Return as many whole words as fit, and how many are left out."""
+    words = text.split(" ")
+    if len(text) <= width:
+        return text
+    shown: list[str] = []
+    while len(" ".join([*shown, words[len(shown)]])) <= width - 12:
+        shown.append(words[len(shown)])
+    return f"{' '.join(shown)} ... {len(words) - len(shown)} more"
+
+
+def _join(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))

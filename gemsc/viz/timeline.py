@@ -22,7 +22,7 @@ from gemsc.viz.panel import (
     predicted_panel,
 )
 
-__all__ = ["draw", "grid", "panels_of", "write_timeline"]
+__all__ = ["draw", "draw_inside", "grid", "panels_of", "write_timeline"]
 
 MOST_ARROWS = 400
 MOST_COLUMNS = 240  # of the text grid
@@ -41,6 +41,11 @@ OTHERS = {
 }
 LEFT, RIGHT, TOP, GAP, AXIS, LINE = 96, 110, 58, 30, 22, 20
 NARROWEST, WIDEST = 880, 2400  # of the part where time runs
+HEAD = (
+    '<defs><marker id="{id}" markerWidth="6" markerHeight="6" refX="5" refY="3" '
+    'orient="auto" markerUnits="userSpaceOnUse"><path d="M0,0.8 L5,3 L0,5.2" '
+    'fill="#3a4653" fill-opacity="0.7"/></marker></defs>'
+)
 STYLE = """
 text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
 .title { font-size: 16px; font-weight: bold }
@@ -95,6 +100,11 @@ def draw(heading: str, panels: Sequence[Panel]) -> str:
     return _Picture(heading, tuple(panels)).text()
 
 
+def draw_inside(heading: str, panels: Sequence[Panel]) -> str:
+    """Return the same as a part of a page, whose style sheet may change its colours."""
+    return _Picture(heading, tuple(panels)).inside()
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
     """Heights in pixels: of boxes, of the memory under them, of the space between."""
@@ -136,29 +146,46 @@ class _Picture:
 
     def text(self) -> str:
         """Return the whole file."""
-        y = TOP
         self.add(_text(16, 28, self.heading, "title"))
-        for panel in self.panels:
-            y = self._panel(panel, y) + GAP
-        y = self._legend(y)
-        width = LEFT + self.width + RIGHT
-        fills = "\n".join(f".{name} {{ fill: {c} }}" for name, c in self.fills.items())
+        width, height = self._draw(TOP)
         return "\n".join(
             [
                 '<?xml version="1.0" encoding="UTF-8"?>',
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
-                f'height="{y}" viewBox="0 0 {width} {y}">',
+                f'height="{height}" viewBox="0 0 {width} {height}">',
                 f"<title>{escape(self.heading)}</title>",
-                f"<style>{STYLE}{fills}\n</style>",
-                '<defs><marker id="head" markerWidth="6" markerHeight="6" refX="5" '
-                'refY="3" orient="auto" markerUnits="userSpaceOnUse">'
-                '<path d="M0,0.8 L5,3 L0,5.2" fill="#3a4653" fill-opacity="0.7"/>'
-                "</marker></defs>",
+                f"<style>{STYLE}{self._fill_rules()}\n</style>",
+                HEAD.format(id="head"),
                 '<rect width="100%" height="100%" fill="#ffffff"/>',
                 *self.parts,
                 "</svg>\n",
             ]
         )
+
+    def inside(self) -> str:
+        """Return an element whose rules and names touch nothing else of a page."""
+        width, height = self._draw(TOP - 30)
+        rules = f"{STYLE}{self._fill_rules()}".strip().splitlines()
+        return "\n".join(
+            [
+                f'<svg class="timeline" role="img" width="{width}" height="{height}" '
+                f'viewBox="0 0 {width} {height}">',
+                f"<title>{escape(self.heading)}</title>",
+                "<style>" + "\n".join(f"svg.timeline {rule}" for rule in rules),
+                f"</style>{HEAD.format(id='timeline-head')}",
+                *(part.replace("#head", "#timeline-head") for part in self.parts),
+                "</svg>",
+            ]
+        )
+
+    def _draw(self, y: int) -> tuple[int, int]:
+        """Draw everything from `y` on; return width and height."""
+        for panel in self.panels:
+            y = self._panel(panel, y) + GAP
+        return LEFT + self.width + RIGHT, self._legend(y)
+
+    def _fill_rules(self) -> str:
+        return "\n".join(f".{name} {{ fill: {c} }}" for name, c in self.fills.items())
 
     def _panel(self, panel: Panel, top: int) -> int:
         """Draw one step; return where it ends."""
@@ -193,7 +220,7 @@ class _Picture:
     def _row(self, panel: Panel, rank: int, row: Row, y: int, most: int) -> None:
         size = self.size
         width = _n(self.x(panel.makespan) - LEFT)
-        self.add(f'<g class="row" data-rank="{rank}">')
+        self.add(f'<g class="row" data-rank="{panel.number(rank)}">')
         self.add(
             f'<rect class="idle" x="{LEFT}" y="{y}" width="{width}" '
             f'height="{size.box}"/>'
@@ -201,7 +228,7 @@ class _Picture:
         for span in row.spans:
             self._span(row, span, y)
         middle = y + size.box / 2
-        self.add(_text(LEFT - 8, middle + 4, f"rank {rank}", "rank"))
+        self.add(_text(LEFT - 8, middle + 4, f"rank {panel.number(rank)}", "rank"))
         idle = 1 - row.busy / panel.makespan if panel.makespan else 0
         right = _n(self.x(panel.makespan) + 8)
         self.add(_text(right, middle + 4, f"{idle:.0%} idle", "note"))

@@ -1,0 +1,83 @@
+"""Simulate set-ups of the literature; print what was published beside it.
+
+python examples/simulate/compare.py examples/simulate/*.toml
+
+Each file names a model, a machine, its runs and every assumption. Files without runs
+are machines and are passed over.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gemsc.options import CompileOptions
+from gemsc.planner.hardware import read_hardware
+from gemsc.simulate import Simulation, simulate, trace_unfilled
+from gemsc.units import show_bytes, show_seconds
+from gemsc.user_model import load_user_model
+
+KNOWN = ("schedule", "micro_batches", "times")
+
+
+def simulate_runs(path: Path) -> tuple[dict[str, Any], list[Simulation]]:
+    """Return a scenario and its simulated runs."""
+    scenario = tomllib.loads(path.read_text(encoding="utf-8"))
+    hardware = str(path.parent / scenario["hardware"])
+    user = load_user_model(str(path.parent / scenario["model"]))
+    traced = trace_unfilled(user, read_hardware(hardware))
+    found = []
+    for run in scenario["run"]:
+        options = CompileOptions(
+            ranks=run["ranks"] // run["data"],
+            data=run["data"],
+            hardware=hardware,
+            **{name: run[name] for name in KNOWN if name in run},
+        )
+        found.append(simulate(traced, options))
+    return scenario, found
+
+
+def compare(path: Path, console: Console) -> None:
+    """Print one scenario."""
+    scenario, found = simulate_runs(path)
+    table = Table(title=scenario["title"], title_justify="left")
+    for title in ("run", "published", "simulated", "step", "samples/s", "fullest GPU"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    first = scenario["run"][0]
+    for run, result in zip(scenario["run"], found, strict=True):
+        last = result.last
+        if "published_efficiency" in run:
+            shown = f"{run['published_efficiency']:.2%}", f"{result.efficiency:.2%}"
+        else:
+            tiles = first["published_hours"] * found[0].last.throughput
+            shown = f"{run['published_hours']} h", f"{tiles / last.throughput:.2f} h"
+        fullest = max(result.timeline.peak_bytes)
+        table.add_row(
+            run["name"],
+            *shown,
+            show_seconds(last.step_seconds),
+            f"{last.throughput:,.1f}",
+            show_bytes(fullest),
+        )
+    console.print(table)
+    console.print(f"published: {scenario['source']}", highlight=False)
+    for assumption in scenario["assumptions"]:
+        console.print(f"- {assumption}", highlight=False)
+    for note in found[0].hardware.notes:
+        console.print(f"- {note}", highlight=False)
+
+
+def main() -> None:
+    console = Console()
+    for name in sys.argv[1:]:
+        if "[[run]]" in Path(name).read_text(encoding="utf-8"):
+            compare(Path(name), console)
+            console.print()
+
+
+if __name__ == "__main__":
+    main()

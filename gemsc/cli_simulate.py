@@ -1,0 +1,170 @@
+"""`gemsc simulate`: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.planner.collectives import ROUNDS
+from gemsc.planner.hardware import Hardware, Link, read_hardware
+from gemsc.simulate import (
+    Simulation,
+    options_of,
+    read_counts,
+    simulate,
+    trace_unfilled,
+)
+from gemsc.units import show_bytes, show_seconds
+from gemsc.user_model import UserModel, load_user_model
+from gemsc.viz.curve import draw_curve
+from gemsc.viz.simulation import show_points
+
+__all__ = ["simulate_command"]
+
+console = Console()
+
+
+def simulate_command(
+    target: Annotated[str, typer.Argument(help="a model, or a program directory")],
+    ranks: Annotated[
+        int | None, typer.Option(help="processes altogether, of all copies", min=1)
+    ] = None,
+    data: Annotated[
+        int | None, typer.Option(help="copies of the model that share the batch", min=1)
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="machine: a shipped one, or a .toml file")
+    ] = "",
+    curve: Annotated[
+        str, typer.Option(help="numbers of copies, 1,4,16; default: powers of two")
+    ] = "",
+    schedule: Annotated[str | None, typer.Option(help="as for compile")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="of one copy")] = None,
+    times: Annotated[int | None, typer.Option(help="master: pairs of runs")] = None,
+    chunks: Annotated[int | None, typer.Option(help="looped: stages per rank")] = None,
+    placement: Annotated[str | None, typer.Option(help="as for compile")] = None,
+    balance: Annotated[str | None, typer.Option(help="compute or memory")] = None,
+    allreduce: Annotated[
+        str, typer.Option(help=f"auto, {', '.join(ROUNDS)}; default: the machine's")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="draw the curve: curve.svg")
+    ] = None,
+) -> None:
+    """Simulate training on many ranks: real schedule, predicted times, a network."""
+    if output is not None and output.suffix != ".svg":
+        raise GemscError(
+            f"cannot draw {output}", help="give -o a name that ends in .svg"
+        )
+    user, options = _read(target)
+    given: dict[str, Any] = {
+        "schedule": schedule,
+        "micro_batches": micro_batches,
+        "times": times,
+        "chunks": chunks,
+        "placement": placement,
+        "balance": balance,
+        "hardware": hardware or None,
+    }
+    options = replace(options, **{k: v for k, v in given.items() if v is not None})
+    options = _with_ranks(options, ranks, data, fixed=Path(target).is_dir())
+    machine = _machine(options.hardware, allreduce)
+    traced = trace_unfilled(user, machine, options.frontend)
+    counts = read_counts(curve, options.data)
+    found = simulate(traced, options, counts, machine=machine)
+    _print(found)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(draw_curve(_heading(found), found.points), encoding="utf-8")
+        console.print(f"wrote {output}", highlight=False)
+
+
+def _read(target: str) -> tuple[UserModel, CompileOptions]:
+    if Path(target).is_dir():
+        return options_of(Path(target))
+    return load_user_model(target), CompileOptions()
+
+
+def _with_ranks(
+    options: CompileOptions, ranks: int | None, data: int | None, *, fixed: bool
+) -> CompileOptions:
+    """Return the options with the ranks of one copy and the number of copies.
+
+    `ranks` counts those of all copies. A program's copy has its ranks already.
+
+    Raises:
+        GemscError: the ranks cannot be shared by the copies.
+    """
+    if fixed:
+        size = options.ranks
+        copies = data or (ranks // size if ranks else options.data)
+        if ranks not in (None, size * copies):
+            raise GemscError(
+                f"--ranks {ranks}: each copy of this program has {size} ranks",
+                help=f"give a multiple of {size}, or leave --data out",
+            )
+        return replace(options, data=copies)
+    copies = data or 1
+    total = ranks if ranks is not None else options.ranks * copies
+    if total % copies:
+        raise GemscError(
+            f"{total} ranks cannot be shared by {copies} copies of the model",
+            help="--ranks counts those of all copies: give a multiple of --data",
+        )
+    return replace(options, ranks=total // copies, data=copies)
+
+
+def _machine(name: str, allreduce: str) -> Hardware:
+    machine = read_hardware(name)
+    if not allreduce:
+        return machine
+    if allreduce not in ("auto", *ROUNDS):
+        raise GemscError(
+            f"unknown algorithm '{allreduce}'",
+            help=f"choose one of auto, {', '.join(ROUNDS)}",
+        )
+    sums = replace(machine.network.allreduce, algorithm=allreduce)
+    return replace(machine, network=replace(machine.network, allreduce=sums))
+
+
+def _heading(found: Simulation) -> str:
+    return (
+        f"{found.name} on {found.last.ranks:,} ranks of {found.hardware.name}: "
+        f"{found.options.schedule}, {found.options.data:,} copies of "
+        f"{found.options.ranks} ranks"
+    )
+
+
+def _print(found: Simulation) -> None:
+    last, network = found.last, found.hardware.network
+    console.print(_heading(found), style="bold", highlight=False)
+    console.print(
+        f"{network.ranks_per_node} ranks per node; inside {_rate(network.intra)}, "
+        f"between {_rate(network.inter)}; figures: {found.hardware.source}",
+        highlight=False,
+    )
+    for note in found.hardware.notes:
+        console.print(f"- {note}", highlight=False)
+    show_points(found.points, console)
+    console.print(
+        f"scaling efficiency {found.efficiency:.2%} on {last.ranks:,} ranks, compared "
+        f"with {found.points[0].ranks:,}: {last.throughput:,.1f} samples/s, "
+        f"{show_seconds(last.step_seconds)} a step",
+        highlight=False,
+    )
+    peak, room = max(found.timeline.peak_bytes), found.hardware.device.memory_bytes
+    verdict = "fits" if found.fits else "DOES NOT FIT"
+    console.print(
+        f"fullest rank: {show_bytes(peak)} of {show_bytes(room)}: {verdict}",
+        highlight=False,
+    )
+
+
+def _rate(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:g} GB/s and {link.latency * 1e6:g} us"

@@ -1,0 +1,108 @@
+"""What `gemsc profile` does: measure this machine, write a hardware file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemsc.errors import GemscError
+from gemsc.planner.calibrate import QUICK, Effort, Progress, calibrate
+from gemsc.planner.hardware import Hardware, read_hardware
+from gemsc.planner.measured_network import measured_network
+from gemsc.runtime.launch import launch
+
+__all__ = ["calibrate_machine", "check_output", "measure_on_ranks", "write_network"]
+
+
+def check_output(path: Path) -> None:
+    """Refuse a name that no hardware file can have, before anything is measured.
+
+    Raises:
+        GemscError: it does not end in .toml, or its folder cannot be.
+    """
+    if path.suffix != ".toml":
+        raise GemscError(
+            f"cannot write {path}", help="give -o a name that ends in .toml"
+        )
+    if path.is_dir() or (path.parent.exists() and not path.parent.is_dir()):
+        raise GemscError(f"cannot write {path}", help="give -o the name of a file")
+
+
+def calibrate_machine(
+    output: Path,
+    hardware: str,
+    threads: int,
+    *,
+    quick: bool = False,
+    progress: Progress = lambda name, share: None,
+) -> Hardware:
+    """Measure the device and write it, with the network of `hardware`, or of `output`."""
+    base = _base(output, hardware)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        device = calibrate(QUICK if quick else Effort(), progress=progress)
+    finally:
+        torch.set_num_threads(before)
+    found = Hardware(
+        name=device.name,
+        source=f"gemsc profile --calibrate, {date.today()}, torch {torch.__version__}",
+        notes=[
+            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+            f"{threads} for each rank",
+            "the network is not measured: `gemsc profile --network` does that",
+        ],
+        device=device,
+        network=base.network,
+    )
+    found.write(output)
+    return found
+
+
+def measure_on_ranks(ranks: int) -> dict[str, Any]:
+    """Start ranks on this machine and return what they measure.
+
+    Raises:
+        GemscError: mpirun is missing, or a rank failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="gemsc-network-") as name:
+        path = Path(name) / "network.json"
+        words = [sys.executable, "-m", "gemsc.runtime.network", str(path)]
+        code = launch(ranks, words)
+        if code != 0:
+            raise GemscError(
+                f"the ranks ended with exit code {code}", help="see the report above"
+            )
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def write_network(found: dict[str, Any], output: Path, hardware: str) -> Hardware:
+    """Put measured links into `output`; the rest is as it was, or that of `hardware`."""
+    base = _base(output, hardware)
+    nodes = "one node" if found["nodes"] == 1 else f"{found['nodes']} nodes"
+    note = (
+        f"network: gemsc profile --network, {date.today()}, {found['ranks']} ranks on "
+        f"{nodes}"
+    )
+    notes = [text for text in base.notes if "network" not in text]
+    network = measured_network(found, base.network)
+    written = replace(base, network=network, notes=[*notes, note])
+    written.write(output)
+    return written
+
+
+def _base(output: Path, hardware: str) -> Hardware:
+    """Return what the figures that are not measured come from."""
+    if not hardware and output.is_file():
+        return read_hardware(str(output))
+    return read_hardware(hardware)

@@ -1,0 +1,72 @@
+"""The predicted step as text: a row for each rank, as wide as the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from gemsc.plan import Plan
+from gemsc.planner.from_plan import timeline_of
+from gemsc.schedules import Action, Kind, Timed
+from gemsc.units import show_seconds
+from gemsc.viz.columns import sample
+
+__all__ = ["strips"]
+
+STYLES = {
+    Kind.FORWARD: ("black on bright_cyan", "-"),
+    Kind.BACKWARD: ("white on blue", "="),
+    Kind.WEIGHT: ("black on green", "~"),
+}
+MIRRORED = {
+    Kind.FORWARD: ("black on bright_yellow", "-"),
+    Kind.BACKWARD: ("white on dark_orange3", "="),
+    Kind.WEIGHT: ("black on green", "~"),
+}
+
+
+def strips(plan: Plan, width: int, most_ranks: int) -> list[Text]:
+    """Return a line for each rank, or for a sample of them.
+
+    An action fills its time with its name, then dashes (forward) or double dashes
+    (backward): `F0----B0========`. Idle time is blank.
+    """
+    timeline = timeline_of(plan)
+    ranks = sample(len(timeline.ranks), most_ranks)
+    label = len(f"rank {ranks[-1]}") + 2
+    columns = max(20, width - label)
+    per_column = timeline.makespan / columns or 1.0
+    lines = [
+        _line(f"rank {rank}".ljust(label), timeline.ranks[rank], columns, per_column)
+        for rank in ranks
+    ]
+    note = f"0 to {show_seconds(timeline.makespan)}; F forward, B backward, blank idle"
+    if len(ranks) < len(timeline.ranks):
+        note += f"; {len(ranks)} of {len(timeline.ranks)} ranks"
+    return [*lines, Text(" " * label + note, style="dim")]
+
+
+def _line(
+    label: str, actions: Sequence[Timed], columns: int, per_column: float
+) -> Text:
+    line = Text(label, style="bold", no_wrap=True)
+    at = 0
+    for timed in actions:
+        first = min(columns, round(timed.start / per_column))
+        last = min(columns, round(timed.end / per_column))
+        first = max(at, first)
+        if last <= first:
+            continue
+        line.append(" " * (first - at), style="not bold")
+        line.append(*_cell(timed.action, last - first))
+        at = last
+    return line
+
+
+def _cell(action: Action, width: int) -> tuple[str, str]:
+    styles = MIRRORED if action.replica % 2 else STYLES
+    style, fill = styles[action.kind]
+    name = f"{action.kind}{action.micro_batch}"
+    shown = name if len(name) <= width else str(action.kind)
+    return shown[:width].ljust(width, fill), f"not bold {style}"

@@ -1,0 +1,209 @@
+"""Measuring: this machine, its network, and a model's blocks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import MODEL, Gemsc, gemsc_here, start
+from program_support import Net, mean
+from torch import Tensor, nn
+
+from gemsc.compiler import compile, trace
+from gemsc.errors import GemscError
+from gemsc.ir import meta
+from gemsc.planner.hardware import Link, read_hardware
+from gemsc.planner.measured_network import fit_link, measured_network
+from gemsc.planner.profile import time_nodes
+from gemsc.profiling import check_output
+
+
+class Branches(nn.Module):
+    """Several values cross between blocks, some of them without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words).mean(1)
+        mask = words[:, :1] > 3
+        y = self.norm(self.a(x))
+        low, high = self.drop(y).chunk(2, 1)
+        return self.b(torch.cat([high, low], 1)).where(mask, x)
+
+
+WORDS = torch.randint(10, (6, 5))
+
+
+def test_profiling_leaves_the_model_and_the_random_numbers_as_they_are() -> None:
+    model = Branches()
+    before = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    trace(model, (WORDS,), loss=mean, profile=True, check=False)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_measured_seconds_take_the_place_of_predicted_ones() -> None:
+    feed = {"loss": mean, "check": False}
+    told: list[tuple[str, float]] = []
+    program = trace(
+        Branches(),
+        (WORDS,),
+        profile=True,
+        progress=lambda name, share: told.append((name, share)),
+        **feed,
+    ).program
+    predicted = trace(Branches(), (WORDS,), **feed).program
+    assert [name for name, _ in told] == [b.name for b in program.blocks or ()]
+    for block, same in zip(program.blocks or (), predicted.blocks or (), strict=True):
+        assert block.name == same.name
+        assert block.total("saved_bytes") == same.total("saved_bytes")
+        assert block.total("forward_seconds") > 0
+        assert block.total("forward_seconds") != same.total("forward_seconds")
+        assert set(block.nodes) <= set(program.graph.nodes)
+    assert all(
+        skip.value in program.graph.nodes and skip.last_use in program.graph.nodes
+        for skip in program.skips or ()
+    )
+    total = sum(b.total("backward_seconds") for b in program.blocks or ())
+    assert total > 0
+
+
+def test_more_work_takes_longer() -> None:
+    def seconds(width: int) -> float:
+        layers = [nn.Linear(width, width) for _ in range(3)]
+        program = trace(
+            nn.Sequential(*layers), (torch.randn(64, width),), loss=mean, check=False
+        ).program
+        found = time_nodes(program, program.blocks or (), (torch.randn(64, width),))
+        return sum(each.forward + each.backward for each in found)
+
+    assert seconds(16) < seconds(1024)
+
+
+def test_without_a_loss_there_is_no_backward() -> None:
+    program = trace(Net(lambda self, x: self.a(x)), (torch.randn(2, 4),)).program
+    found = time_nodes(program, program.blocks or (), (torch.randn(2, 4),), rounds=1)
+    assert all(each.forward > 0 and each.backward == 0 for each in found)
+    assert not any(meta.needs_gradient(node) for node in program.compute_nodes)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "calibrated: cpu-core"),
+        ({"hardware": "v100"}, "data sheet: v100"),
+        ({"profile": True}, "measured"),
+    ],
+)
+def test_the_plan_says_where_seconds_come_from(
+    options: dict[str, object], text: str
+) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    x = torch.randn(4, 8)
+    program = compile(model, (x,), loss=mean, ranks=2, check=False, **options)
+    assert program.plan.times == text
+    assert f'times = "{text}"' in program.plan.to_toml()
+
+
+def test_a_faster_machine_has_a_shorter_step() -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)])
+    feed = {"loss": mean, "ranks": 2, "check": False}
+    x = torch.randn(512, 2048)
+    slow, fast = (
+        compile(model, (x,), hardware=name, **feed).plan for name in ("", "h100")
+    )
+    assert fast.step_seconds < 0.1 * slow.step_seconds
+    assert fast.transfers[0].seconds < slow.transfers[0].seconds
+
+
+# the network
+
+
+def test_a_link_is_found_from_its_messages() -> None:
+    times = [(size, 2e-5 + size / 3e9) for size in (1024, 2**16, 2**20, 2**24)]
+    link = fit_link(times)
+    assert link.latency == pytest.approx(2e-5, rel=1e-6)
+    assert link.bandwidth == pytest.approx(3e9, rel=1e-6)
+
+
+def test_what_was_not_measured_stays_as_it_was() -> None:
+    before = read_hardware("v100").network
+    link = Link(latency=1e-5, bandwidth=1e9)
+    times = [(size, link.seconds(size)) for size in (1024, 2**20, 2**24)]
+    sums = [(size, 3 * link.seconds(size)) for size in (1024, 2**24)]
+    found = {
+        "ranks": 2,
+        "ranks_per_node": 2,
+        "nodes": 1,
+        "intra": times,
+        "inter": [],
+        "sums": sums,
+        "reduce_bandwidth": 5e9,
+    }
+    network = measured_network(found, before)
+    assert network.inter == before.inter
+    assert network.ranks_per_node == before.ranks_per_node
+    assert network.intra.bandwidth == pytest.approx(1e9, rel=1e-6)
+    assert 0.2 < network.allreduce.efficiency < 0.5
+
+
+# the command
+
+
+def test_a_quick_calibration_writes_a_file_that_compiles(
+    tmp_path: Path, files: Path, gemsc_here: Gemsc
+) -> None:
+    path = tmp_path / "mine.toml"
+    done = gemsc_here("profile", "--calibrate", "--quick", "-o", str(path))
+    assert done.code == 0, done.err
+    device = read_hardware(str(path)).device
+    assert {"convolution-2d", "matmul", "attention", "norm-batch"} <= set(device.fit)
+    assert device.peak_flops["float32"] > 1e8
+    out = tmp_path / "program"
+    done = gemsc_here(
+        "compile", "net.py", "--hardware", str(path), "-o", str(out)
+    )
+    assert done.code == 0, done.err
+    assert f'times = "calibrated: {path}"' in (out / "plan.toml").read_text()
+
+
+@pytest.mark.mpi
+def test_the_network_is_measured_between_processes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    read_hardware("v100").write(path)
+    done = start("profile", "--network", "--ranks", "2", "-o", str(path))
+    assert done.code == 0, done.err
+    hardware = read_hardware(str(path))
+    assert hardware.device == read_hardware("v100").device
+    assert hardware.network.inter == read_hardware("v100").network.inter
+    assert 1e-7 < hardware.network.intra.latency < 1e-2
+    assert 1e7 < hardware.network.intra.bandwidth < 1e12
+    assert any("2 ranks on one node" in note for note in hardware.notes)
+
+
+@pytest.mark.parametrize("name", ["out.json", "", "taken.toml", "file/out.toml"])
+def test_a_name_that_cannot_be_written_is_refused_first(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "taken.toml").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(GemscError, match="cannot write"):
+        check_output(tmp_path / name)
+
+
+def test_profile_needs_something_to_do(gemsc_here: Gemsc) -> None:
+    done = gemsc_here("profile")
+    assert done.code == 1
+    assert "give --calibrate, --network or both" in done.err

@@ -1,0 +1,125 @@
+"""One step of many copies: messages by place, sums that hide, updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gemsc.planner.hardware import Hardware, Link, read_hardware
+from gemsc.planner.scaling import PACKING, UPDATE, Simulator
+from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, place, run
+
+MIB = 2**20
+MACHINE = read_hardware("v100")
+
+
+def machine(
+    per_node: int = 4, nic_ranks: int = 4, inter: float = 1e9, intra: float = 1e12
+) -> Hardware:
+    network = replace(
+        MACHINE.network,
+        ranks_per_node=per_node,
+        nic_ranks=nic_ranks,
+        intra=Link(latency=0.0, bandwidth=intra),
+        inter=Link(latency=0.0, bandwidth=inter),
+    )
+    return replace(MACHINE, network=network)
+
+
+def simulator(
+    where: Hardware,
+    num_stages: int = 4,
+    micro_batches: int = 8,
+    schedule: str = "1f1b",
+    gradient_bytes: int = MIB,
+    num_bytes: int = 0,
+) -> Simulator:
+    chosen = SCHEDULES[schedule]
+    counts = (micro_batches // chosen.num_replicas,) * chosen.num_replicas
+    stages = (StageCost(0.01, 0.02, 0.01),) * num_stages
+    edges = tuple(Edge(s, s + 1, num_bytes=num_bytes) for s in range(num_stages - 1))
+    rows = place(chosen.placement, num_stages, num_stages, chosen.num_replicas)
+    task = Task(stages, edges, rows, counts)
+    sizes = (gradient_bytes,) * num_stages
+    return Simulator(task, chosen.policy, where, sizes, samples=micro_batches)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "basic", "zb-h1"])
+def test_one_copy_takes_the_time_of_its_schedule_and_the_update(schedule: str) -> None:
+    one = simulator(machine(), schedule=schedule)
+    found = one.point(1)
+    update = UPDATE * MIB / MACHINE.device.memory_bandwidth
+    makespan = run(one.task, one.policy).makespan
+    assert found.step_seconds == pytest.approx(makespan + update)
+    assert found.sum_seconds == 0.0
+    assert found.algorithms == ()
+
+
+def test_a_mirrored_copy_sums_over_its_own_two_replicas() -> None:
+    found = simulator(machine(), schedule="mast", micro_batches=2).point(1)
+    assert found.sum_seconds > 0
+    assert found.algorithms
+
+
+def test_parts_add_up_and_efficiency_compares_copies() -> None:
+    many = simulator(machine(), gradient_bytes=400 * MIB)
+    one, eight = many.point(1), many.point(8)
+    assert eight.ranks == 32
+    assert eight.nodes == 8
+    assert eight.samples == 8 * one.samples
+    assert one.efficiency(one) == 1.0
+    wanted = one.step_seconds / eight.step_seconds
+    assert eight.efficiency(one) == pytest.approx(wanted)
+    assert 0 < wanted < 1
+
+
+def test_sums_hide_behind_what_a_rank_still_computes() -> None:
+    """The last stage is done first; the first one's sum is what nothing hides."""
+    found = simulator(machine(), gradient_bytes=MIB)
+    last = found.point(4)
+    sums = found._sums(4)
+    packing = PACKING * MIB / MACHINE.device.memory_bandwidth
+    assert last.sum_seconds == pytest.approx(sums[0].seconds + packing)
+    makespan = found.timeline(4).makespan
+    update = last.update_seconds
+    assert last.step_seconds == pytest.approx(makespan + last.sum_seconds + update)
+
+
+def test_messages_between_nodes_take_longer_than_inside() -> None:
+    near = simulator(machine(per_node=4), num_bytes=4 * MIB).point(1)
+    far = simulator(machine(per_node=1), num_bytes=4 * MIB).point(1)
+    assert far.step_seconds > near.step_seconds
+
+
+def test_copies_that_lie_across_nodes_are_simulated_as_such() -> None:
+    """Three ranks on nodes of four: the second copy crosses, the first does not."""
+    where = simulator(machine(), num_stages=3, num_bytes=20 * MIB)
+    inside, crossing = where._edges(2)
+    assert inside[0].seconds == pytest.approx(20 * MIB / 1e12)
+    assert crossing[0].seconds == pytest.approx(20 * MIB / 1e9)
+    assert where.point(2).step_seconds > where.point(1).step_seconds
+
+
+def test_messages_of_ranks_that_share_an_interface_share_its_bandwidth() -> None:
+    def first_edge(nic_ranks: int) -> float:
+        task = Task(
+            (StageCost(1.0, 2.0),) * 4,
+            (Edge(0, 2, num_bytes=MIB), Edge(1, 3, num_bytes=MIB)),
+            ((0, 1, 2, 3),),
+            (1,),
+        )
+        policy = SCHEDULES["gpipe"].policy
+        where = machine(per_node=2, nic_ranks=nic_ranks)
+        ((edge, _),) = Simulator(task, policy, where, (0,) * 4, 1)._edges(1)
+        return edge.seconds
+
+    assert first_edge(2) == pytest.approx(2 * first_edge(1))
+
+
+def test_two_thousand_ranks_can_be_simulated() -> None:
+    wide = simulator(machine(), num_stages=4).point(512)
+    deep = simulator(machine(), num_stages=256, micro_batches=16).point(8)
+    assert wide.ranks == deep.ranks == 2048
+    assert wide.busy_seconds > wide.idle_seconds
+    assert deep.idle_seconds > deep.busy_seconds

@@ -1,0 +1,85 @@
+"""`gemsc show`: tables that fit the terminal, whatever its width and the plan's size."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from plan_support import made_up_plan
+from rich.console import Console
+
+from gemsc.viz.columns import column, fitted, sample
+from gemsc.viz.strip import strips
+from gemsc.viz.tables import show
+
+
+def printed(width: int, *renderables: object, num_ranks: int = 0) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    if num_ranks:
+        show(made_up_plan(num_ranks), console)
+    for each in renderables:
+        console.print(each)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 300])
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_no_line_is_longer_than_the_terminal(width: int, num_ranks: int) -> None:
+    lines = printed(width, num_ranks=num_ranks)
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if line.startswith("│") != line.endswith("│")]
+    for title in ("stages", "skip", "transfers", "memory", "step", "why this split"):
+        assert [line for line in lines if title in line]
+
+
+def test_a_wide_terminal_shows_all_of_a_stage() -> None:
+    heads = {word for line in printed(200, num_ranks=4) for word in line.split()}
+    assert {"blocks", "ranks", "work", "weights", "kept", "forward", "share"} <= heads
+
+
+def test_a_narrow_one_keeps_times_and_memory() -> None:
+    heads = {word for line in printed(80, num_ranks=4) for word in line.split()}
+    assert {"ranks", "weights", "kept", "forward", "backward"} <= heads
+    assert "share" not in heads
+
+
+def test_of_many_ranks_a_sample_is_shown() -> None:
+    lines = printed(120, num_ranks=300)
+    assert len(lines) < 400
+    assert [line for line in lines if re.search(r"memory: \d\d of 300 ranks", line)]
+    assert [line for line in lines if line.startswith("rank 299")]
+
+
+def test_columns_shrink_before_they_go() -> None:
+    columns = (
+        column("name", ["x" * 60], left=True, shrinks=True),
+        column("kept", ["1234567"]),
+        column("less", ["1234567"], drop=1),
+        column("least", ["1234567"], drop=2),
+    )
+    widths = {width: printed(width, fitted("t", columns, width)) for width in (90, 50)}
+    assert "least" in widths[90][2]
+    assert "…" in widths[90][4]
+    narrow = printed(35, fitted("t", columns, 35))
+    assert "least" not in narrow[2]
+    assert "kept" in narrow[2]
+    assert max(map(len, narrow)) <= 35
+
+
+def test_a_sample_has_both_ends_and_what_is_wanted() -> None:
+    assert sample(5, 9) == [0, 1, 2, 3, 4]
+    chosen = sample(1000, 10, (777,))
+    assert len(chosen) <= 10
+    assert {0, 777, 999} <= set(chosen)
+    assert chosen == sorted(chosen)
+
+
+def test_the_step_is_drawn_to_scale() -> None:
+    """Two equal stages, two micro-batches: B takes twice as long as F."""
+    plan = made_up_plan(2, 2)
+    first, second, _ = (line.plain for line in strips(plan, 8 + 36, 8))
+    assert first == "rank 0  F0--F1--        B0======    B1======"
+    assert second == "rank 1      F0--B0======F1--B1======"
+    assert len(first) == 44

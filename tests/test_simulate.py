@@ -1,0 +1,222 @@
+"""`gemsc simulate`: models and programs on machines that are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import resource
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from command_line import MODEL, Gemsc, gemsc_here
+from rich.console import Console
+from torch import nn
+
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.planner.hardware import read_hardware
+from gemsc.schedules import SCHEDULES
+from gemsc.simulate import powers_of_two, read_counts, simulate, trace_unfilled
+from gemsc.unfilled import unfilled
+from gemsc.user_model import load_user_model
+from gemsc.viz.curve import draw_curve
+
+SCENARIOS = Path(__file__).parents[1] / "examples" / "simulate"
+
+DEEP = """\
+import torch
+from torch import nn
+
+def model():
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(16)]
+    return nn.Sequential(*layers, nn.Linear(256, 8))
+
+def example_inputs():
+    return (torch.randn(16, 256),)
+
+def example_target():
+    return torch.zeros(16, dtype=torch.long)
+
+loss = nn.CrossEntropyLoss()
+"""
+HUGE = """\
+import torch
+from torch import nn
+
+WIDTH = 60_000  # each layer has 14.4 GB of weights
+
+def model():
+    rates = torch.linspace(0, 0.3, 3).tolist()
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(r)) for r in rates]
+    return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH))
+
+def example_inputs():
+    return (torch.randn(2, WIDTH),)
+
+def example_target():
+    return torch.zeros(2, WIDTH)
+
+loss = nn.MSELoss()
+"""
+
+
+@pytest.fixture
+def gemsc(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Gemsc:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "deep.py").write_text(DEEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return gemsc_here(monkeypatch, capfd)
+
+
+# the command
+
+
+def test_a_model_is_simulated_and_its_curve_drawn(gemsc: Gemsc, tmp_path: Path) -> None:
+    words = ("--ranks", "256", "--data", "64", "--hardware", "v100", "-o", "a/curve.svg")
+    outcome = gemsc("simulate", "deep.py", *words)
+    assert outcome.code == 0, outcome.err
+    assert "Sequential on 256 ranks of NVIDIA V100" in outcome.out
+    assert "64 copies of 4 ranks" in outcome.out
+    rows = re.findall(r"^│ +([\d,]+) │ +([\d,]+) │", outcome.out, re.MULTILINE)
+    assert [int(ranks) for ranks, _ in rows] == [4, 8, 16, 32, 64, 128, 256]
+    assert re.search(r"scaling efficiency \d+\.\d+% on 256 ranks", outcome.out)
+    assert "assumed, not measured" in outcome.out
+    ElementTree.parse(tmp_path / "a" / "curve.svg")
+
+
+def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:
+    assert gemsc("compile", "deep.py", "--blocks", "2,15", "-o", "program").code == 0
+    outcome = gemsc("simulate", "program", "--data", "8", "--curve", "2,8")
+    assert outcome.code == 0, outcome.err
+    assert "8 copies of 2 ranks" in outcome.out
+    rows = re.findall(r"^│ +([\d,]+) │ +([\d,]+) │", outcome.out, re.MULTILINE)
+    assert [int(ranks) for ranks, _ in rows] == [4, 16]
+    wrong = gemsc("simulate", "program", "--ranks", "5")
+    assert wrong.code == 1
+    assert "each copy of this program has 2 ranks" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "10", "--data", "4"), "10 ranks cannot be shared by 4 copies"),
+        (("--hardware", "v1000"), "unknown hardware 'v1000'"),
+        (("--allreduce", "rings"), "unknown algorithm 'rings'"),
+        (("--curve", "1,two"), "--curve 1,two is no list of numbers"),
+        (("-o", "curve.png"), "cannot draw curve.png"),
+        (("--schedule", "1f2b"), "unknown schedule '1f2b'"),
+        (("--ranks", "64"), "64 stages need at least 64 blocks"),
+    ],
+)
+def test_mistakes_are_named(
+    words: tuple[str, ...], message: str, gemsc: Gemsc
+) -> None:
+    outcome = gemsc("simulate", "model.py", *words)
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert "help: " in outcome.err
+
+
+def test_the_algorithm_of_the_sums_can_be_chosen(gemsc: Gemsc) -> None:
+    for name in ("ring", "tree", "halving-doubling"):
+        words = ("--ranks", "32", "--data", "16", "--allreduce", name)
+        outcome = gemsc("simulate", "deep.py", *words)
+        assert outcome.code == 0, outcome.err
+        assert re.search(rf"│ {name} +│", outcome.out)
+
+
+# from Python
+
+
+def test_every_schedule_can_be_simulated(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    traced = trace_unfilled(
+        load_user_model(str(tmp_path / "deep.py")), read_hardware("v100")
+    )
+    for schedule in (*SCHEDULES, "auto"):
+        options = CompileOptions(ranks=4, data=4, schedule=schedule, hardware="v100")
+        found = simulate(traced, options)
+        assert [point.copies for point in found.points] == [1, 2, 4]
+        assert 0 < found.efficiency <= 1
+        assert found.fits
+
+
+def test_more_weights_than_memory_take_none(tmp_path: Path) -> None:
+    (tmp_path / "huge.py").write_text(HUGE)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    traced = trace_unfilled(
+        load_user_model(str(tmp_path / "huge.py")), read_hardware("h200")
+    )
+    found = simulate(traced, CompileOptions(ranks=3, hardware="h200"))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 2**20  # 1 GiB in KiB, where weights alone are 43 GB
+    assert max(found.timeline.peak_bytes) > 2 * 60_000**2 * 4
+
+
+def test_small_tensors_have_their_values_while_large_ones_have_none() -> None:
+    with unfilled():
+        small = torch.linspace(0, 1, 3).tolist()
+        layer = nn.Linear(512, 512)
+    assert small == [0.0, 0.5, 1.0]
+    assert layer.weight.shape == (512, 512)
+    assert layer.bias.abs().max() > 0
+    assert nn.Linear(512, 512).weight.abs().max() > 0  # as ever afterwards
+
+
+def test_numbers_of_copies() -> None:
+    assert powers_of_two(1) == (1,)
+    assert powers_of_two(12) == (1, 2, 4, 8, 12)
+    assert read_counts("", 4) == (1, 2, 4)
+    assert read_counts("3, 9", 4) == (3, 9)
+    with pytest.raises(GemscError, match="no list of numbers"):
+        read_counts("0,1", 4)
+
+
+def test_a_curve_of_one_point_can_be_drawn(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    traced = trace_unfilled(load_user_model(str(tmp_path / "deep.py")), read_hardware())
+    points = simulate(traced, CompileOptions(ranks=2)).points
+    root = ElementTree.fromstring(draw_curve("a < b", points).encode())
+    assert len(points) == 1
+    assert root.find("{http://www.w3.org/2000/svg}title").text == "a < b"  # type: ignore[union-attr]
+
+
+# the examples
+
+
+def test_published_figures_are_printed_beside_simulated_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (SCENARIOS / "resnet110_tiles.toml").read_text()
+    text = text.replace("resnet110_tiles.py", "deep.py")
+    machine = str(SCENARIOS / "v100-lassen.toml")
+    (tmp_path / "deep.toml").write_text(text.replace("v100-lassen.toml", machine))
+    (tmp_path / "deep.py").write_text(DEEP)
+    spec = importlib.util.spec_from_file_location("compare", SCENARIOS / "compare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    compare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compare)
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "deep.toml"), machine])
+    monkeypatch.setattr(compare, "Console", lambda: Console(width=120))
+    compare.main()
+    said = capsys.readouterr().out
+    for figure in ("7.25 h", "6.28 h", "4.21 h", "0.45 h", "SC20", "X bus"):
+        assert figure in said
+
+
+@pytest.mark.parametrize("name", ["resnet1k", "resnet110_tiles"])
+def test_scenarios_say_what_they_assume(name: str) -> None:
+    text = (SCENARIOS / f"{name}.toml").read_text()
+    for entry in ("source = ", "assumptions = [", "published_", "v100-lassen.toml"):
+        assert entry in text
+    assert (SCENARIOS / f"{name}.py").is_file()
+    lassen = read_hardware(str(SCENARIOS / "v100-lassen.toml"))
+    assert lassen.network.ranks_per_node == 4
+    assert len(lassen.notes) > 3
