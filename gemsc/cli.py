@@ -425,10 +425,11 @@ class _Watch:
     seen: set[str] = field(default_factory=set)
 
     def __call__(self, step: Pass, program: Program, seconds: float) -> None:
-        self.times.append((step.name, seconds))
+        again = " of the evaluation graph" if step.name in self.seen else ""
+        self.times.append((step.name + again, seconds))
         self.seen.add(step.name)
         if self.print_after in (step.name, "all"):
-            _say(f"--- after {step.name}")
+            _say(f"--- after {step.name}{again}")
             _say(dump(program))
 
     def finish(self) -> None:

@@ -198,8 +198,7 @@ def lower(
     hardware = read_hardware(options.hardware)
     plan = make_plan(program, task, timeline, options, source, hardware)
     steps = tuple(find_loops(order) for order in timeline.orders)
-    user_path = str(source.resolve()) if source else ""
-    compilation = Compilation(program, evaluation, traced.twins, steps, plan, user_path)
+    compilation = Compilation(program, evaluation, traced.twins, steps, plan)
     return CompiledProgram(compilation, candidates)
 
 
