@@ -19,6 +19,7 @@ from gemsc.planner.fit import fit_seconds
 from gemsc.planner.hardware import Device
 from gemsc.planner.operators import Work, describe
 from gemsc.planner.samples import FAMILIES, Call, Draw
+from gemsc.planner.stopwatch import clock_of
 from gemsc.rng import seeded
 
 __all__ = ["Effort", "Sample", "calibrate", "fit_all", "measure_operators"]
@@ -153,11 +154,12 @@ def _describe(call: Call) -> Work:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
+    clock = clock_of(device)
     _wait(device)
-    started = time.perf_counter()
+    started = clock()
     run()
     _wait(device)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _wait(device: str) -> None:

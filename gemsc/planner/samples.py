@@ -339,10 +339,10 @@ def _conv_transposed(draw: Draw) -> Iterator[Call]:
 
 # name for people, where operators come from, how many of them
 FAMILIES: tuple[tuple[str, Source, int], ...] = (
-    ("convolution", _conv_2d, 72),
-    ("convolution 1x1", _conv_1x1, 48),
-    ("convolution of volumes", _conv_3d, 48),
-    ("depthwise convolution", _conv_depthwise, 24),
+    ("convolution", _conv_2d, 120),
+    ("convolution 1x1", _conv_1x1, 96),
+    ("convolution of volumes", _conv_3d, 72),
+    ("depthwise convolution", _conv_depthwise, 48),
     ("transposed convolution", _conv_transposed, 36),
     ("matrix product", matmul, 48),
     ("batched matrix product", batched_matmul, 32),
