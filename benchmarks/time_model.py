@@ -298,7 +298,9 @@ def run_case(case: Case, hardware: str, rounds: int) -> tuple[list[float], float
         text = ""
         for name, said, took in pairs:
             errors.append(said / took - 1)
-            text += f"  {name} {1e3 * said:8.1f} {1e3 * took:8.1f} ms {errors[-1]:+6.1%}"
+            text += (
+                f"  {name} {1e3 * said:8.1f} {1e3 * took:8.1f} ms {errors[-1]:+6.1%}"
+            )
         print(f"{case.name:<20} stage {stage.index}{text}", flush=True)
     timed = run_passes(program, (TimeBlocks((x,), target, rounds=rounds),))
     best = in_program(bench.stages(timed, case.stages), program)

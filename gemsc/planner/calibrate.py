@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +37,8 @@ class Effort:
 
     share: float = 1.0
     rounds: int = 5
-    largest: float = 3e9
-    seconds: float = 140.0
+    largest: float = 1.5e9
+    seconds: float = 150.0
 
 
 QUICK = Effort(share=0.15, rounds=2, largest=3e7, seconds=5.0)
@@ -54,7 +53,10 @@ class Sample:
 
 
 def calibrate(
-    effort: Effort, *, device: str = "cpu", progress: Progress = lambda name, share: None
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    progress: Progress = lambda name, share: None,
 ) -> Device:
     """Return what this machine does with its present number of threads.
 
@@ -93,7 +95,10 @@ def fit_all(samples: list[Sample]) -> dict[str, dict[str, float]]:
 
 
 def measure_operators(
-    effort: Effort, *, device: str = "cpu", progress: Progress = lambda name, share: None
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    progress: Progress = lambda name, share: None,
 ) -> list[Sample]:
     """Time all families, each until its samples or its part of the seconds are used."""
     samples: list[Sample] = []
@@ -213,7 +218,9 @@ def _overheads(device: str) -> tuple[float, float]:
             (bare, relu, (x,)),
             (bare_back, mask, (gradient, x, 0)),
         ):
-            times.append(_seconds(lambda: [operator(*args) for _ in range(length)], device))
+            times.append(
+                _seconds(lambda: [operator(*args) for _ in range(length)], device)
+            )
     extra = [
         max(0.0, statistics.median(whole) - statistics.median(alone)) / length
         for whole, alone in ((forward, bare), (backward, bare_back))
