@@ -96,7 +96,7 @@ MISTAKES = {
         12,
         "no table",
     ),
-    "nothing at all": ("bandwidth = 1e9\n\n[network.inter]", "bandwidth = 0\n\n[network.inter]", 20, "is 0"),
+    "nothing at all": ("bandwidth = 1e8", "bandwidth = 0", 24, "is 0"),
     "less than nothing": ("latency = 1e-5", "latency = -1", 23, "is -1"),
     "infinity": ("flops = 1e-10", "flops = inf", 13, "is inf"),
     "half a rank": ("ranks_per_node = 2", "ranks_per_node = 1.5", 16, "is 1.5"),
@@ -134,5 +134,5 @@ def test_a_name_that_is_no_machine_lists_those_that_are() -> None:
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none.toml"
-    with pytest.raises(GemscError, match="hardware file .*none.toml: no such file"):
+    with pytest.raises(GemscError, match=r"hardware file .*none\.toml: no such file"):
         read_hardware(str(path))

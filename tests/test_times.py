@@ -94,7 +94,7 @@ def test_every_sampled_operator_takes_some_time(hardware: str) -> None:
     draw = Draw(random.Random(0), largest=1e6)
     seen = set()
     for _, source, _ in FAMILIES:
-        calls = [call for _ in range(3) for call in source(draw)]
+        calls = [call for _ in range(9) for call in source(draw)]
         assert calls
         for call in calls:
             result = call.operator(*call.args)

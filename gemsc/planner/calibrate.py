@@ -135,8 +135,10 @@ def _size(call: Call) -> int:
 
 
 def _time_in_turn(calls: list[Call], rounds: int, device: str) -> list[Sample]:
-    """Time each call once a round, after all the others: its weights are cold, as in a
-    model; its input is warm, as the operator before has just written it.
+    """Time each call once a round, after all the others.
+
+    So its weights are cold, as in a model; its input is warm, as if the operator before
+    had just written it.
     """
     works = [_describe(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
@@ -204,28 +206,22 @@ def _overheads(device: str) -> tuple[float, float]:
     """
     length = 100
     x = torch.randn(8, device=device, requires_grad=True)
+    gradient = torch.ones_like(x)
     chain = nn.Sequential(*[nn.ReLU() for _ in range(length)])
     relu, mask = torch.ops.aten.relu.default, torch.ops.aten.threshold_backward.default
-    forward, backward, bare, bare_back = [], [], [], []
+    outputs: list[Tensor] = []
+    rounds: list[list[float]] = []
     for _ in range(9):
         with torch.enable_grad():
-            outputs: list[Tensor] = []
-            forward.append(_seconds(lambda: outputs.append(chain(x)), device))
-            (y,) = outputs
-            gradient = torch.ones_like(y)
-            backward.append(_seconds(lambda: y.backward(gradient), device))
-        for times, operator, args in (
-            (bare, relu, (x,)),
-            (bare_back, mask, (gradient, x, 0)),
-        ):
-            times.append(
-                _seconds(lambda: [operator(*args) for _ in range(length)], device)
-            )
-    extra = [
-        max(0.0, statistics.median(whole) - statistics.median(alone)) / length
-        for whole, alone in ((forward, bare), (backward, bare_back))
-    ]
-    return extra[0], extra[1]
+            forward = _seconds(lambda: outputs.append(chain(x)), device)
+            backward = _seconds(lambda: outputs.pop().backward(gradient), device)
+        alone = _seconds(lambda: [relu(x) for _ in range(length)], device)
+        alone_back = _seconds(
+            lambda: [mask(gradient, x, 0) for _ in range(length)], device
+        )
+        rounds.append([forward - alone, backward - alone_back])
+    extra = [statistics.median(column) / length for column in zip(*rounds, strict=True)]
+    return max(0.0, extra[0]), max(0.0, extra[1])
 
 
 def _name(device: str) -> str:
