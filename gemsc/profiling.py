@@ -45,7 +45,7 @@ def calibrate_machine(
     quick: bool = False,
     progress: Progress = lambda name, share: None,
 ) -> Hardware:
-    """Measure the device and write it; the network is that of `hardware` or `output`."""
+    """Measure the device; the network stays that of `hardware`, or of `output`."""
     base = _base(output, hardware)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

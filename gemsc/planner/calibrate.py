@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class Effort:
     share: float = 1.0
     rounds: int = 5
     largest: float = 1.5e9
-    seconds: float = 150.0
+    seconds: float = 120.0
 
 
 QUICK = Effort(share=0.15, rounds=2, largest=3e7, seconds=5.0)
@@ -146,7 +147,7 @@ def _time_in_turn(calls: list[Call], rounds: int, device: str) -> list[Sample]:
         for call, found in zip(calls, times, strict=True):
             for tensor in call.warm:
                 tensor.mul_(1.0)
-            found.append(_seconds(lambda call=call: call.operator(*call.args), device))
+            found.append(_seconds(call.run, device))
     return [
         Sample(work, lower_quartile(found))
         for work, found in zip(works, times, strict=True)
@@ -154,7 +155,7 @@ def _time_in_turn(calls: list[Call], rounds: int, device: str) -> list[Sample]:
 
 
 def _describe(call: Call) -> Work:
-    result = call.operator(*call.args)
+    result = call.run()
     _, works = describe(call.operator, call.args, {}, result)
     (work,) = works
     return work
@@ -184,8 +185,9 @@ def _peaks(device: str, size: int) -> dict[str, float]:
     peaks = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        a @ b
-        times = [_seconds(lambda a=a, b=b: a @ b, device) for _ in range(5)]
+        torch.mm(a, b)
+        product = partial(torch.mm, a, b)
+        times = [_seconds(product, device) for _ in range(5)]
         peaks[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / min(times)
     return peaks
 
@@ -214,7 +216,9 @@ def _overheads(device: str) -> tuple[float, float]:
     for _ in range(9):
         with torch.enable_grad():
             forward = _seconds(lambda: outputs.append(chain(x)), device)
-            backward = _seconds(lambda: outputs.pop().backward(gradient), device)
+            run = partial(torch.autograd.backward, outputs, gradient)
+            backward = _seconds(run, device)
+            outputs.clear()
         alone = _seconds(lambda: [relu(x) for _ in range(length)], device)
         alone_back = _seconds(
             lambda: [mask(gradient, x, 0) for _ in range(length)], device

@@ -83,6 +83,8 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[
     kind, extra = _KINDS.get(name, ("other", _nothing))
     kind += _form(kind, given, results)
     features = {**_moved(given, results), "flops": float(flops)}
+    if name.endswith("_"):  # in place
+        features["fresh"] = 0.0
     features |= extra(given, results, args)
     return flops, [Work(kind, _dtype(results), features)]
 
@@ -190,6 +192,7 @@ def _filters(
     flops_per_in, flops_per_out: the same, divided by the channels in and out of one
         group: few channels leave vector lanes empty
     flops_per_row: divided by the positions of one row, which is worked on at a time
+    flops_thin: only if a picture has fewer than 8 positions
     flops_strided: only if the stride is not 1: inputs are gathered
     flops_padded: with channels rounded up to whole vectors of 16
     flops_ragged_in, flops_ragged_out: only if the channels are no multiple of 16
@@ -213,6 +216,7 @@ def _filters(
         "flops_per_in": flops / channels_in,
         "flops_per_out": flops / channels_out,
         "flops_per_row": flops / narrow.shape[-1],
+        "flops_thin": flops if positions < 8 * narrow.shape[0] else 0.0,
         "flops_strided": flops if is_strided else 0.0,
         "flops_padded": flops * rounded / (channels_in * channels_out),
         "flops_ragged_in": flops if channels_in % LANES else 0.0,

@@ -30,6 +30,10 @@ class Call:
     args: tuple[Any, ...]
     warm: tuple[Tensor, ...]
 
+    def run(self) -> Any:
+        """Return what the operator computes."""
+        return self.operator(*self.args)
+
 
 @dataclass
 class Draw:
@@ -52,7 +56,7 @@ class Draw:
 
     def channels(self, low: int = 8, high: int = 512) -> int:
         """Return a number of channels: a multiple of 16, most often."""
-        step = self.pick(16, 16, 8)
+        step = int(self.pick(16, 16, 8))
         return max(low, step * max(1, round(self.between(low, high) / step)))
 
     def tensor(self, *shape: int) -> Tensor:
@@ -67,14 +71,16 @@ class Draw:
         """Return a number of elements for an operator that moves data."""
         return self.between(1e3, self.largest / 75)
 
-    def picture(self, elements: int, low: int = 1) -> tuple[int, int, int, int]:
+    def picture(
+        self, elements: int, *, smallest: int = 4, widest: int = 512
+    ) -> tuple[int, int, int, int]:
         """Return (batch, channels, height, width) of about so many elements."""
-        batch, channels = self.between(1, 16), self.channels(8, 512)
+        batch, channels = self.between(1, 16), self.channels(8, widest)
         side = math.sqrt(elements / (batch * channels))
-        while side < max(4, low) and batch * channels > 8:
+        while side < smallest and batch * channels > 8:
             batch, channels = max(1, batch // 2), max(8, channels // 16 * 8)
             side = math.sqrt(elements / (batch * channels))
-        size = max(low, min(256, round(side)))
+        size = max(smallest, min(256, round(side)))
         return batch, channels, size, size
 
 
@@ -167,7 +173,7 @@ def attention(draw: Draw) -> Iterator[Call]:
 
 def batch_norm(draw: Draw) -> Iterator[Call]:
     """Yield batch norm in training and its backward."""
-    x = draw.tensor(*draw.picture(draw.elements()))
+    x = draw.tensor(*draw.picture(draw.elements(), smallest=2, widest=2048))
     channels = x.shape[1]
     weight, bias, mean = (draw.tensor(channels) for _ in range(3))
     variance = draw.tensor(channels).abs() + 1
@@ -271,7 +277,7 @@ def copies(draw: Draw) -> Iterator[Call]:
 
 def pooling(draw: Draw) -> Iterator[Call]:
     """Yield max and average pooling and their backwards."""
-    x = draw.tensor(*draw.picture(draw.elements(), low=8))
+    x = draw.tensor(*draw.picture(draw.elements(), smallest=8))
     kernel = draw.pick(2, 2, 3)
     window = ([kernel] * 2, [2, 2], [kernel // 2 if kernel == 3 else 0] * 2)
     forward = _ATEN.max_pool2d_with_indices.default
@@ -281,8 +287,8 @@ def pooling(draw: Draw) -> Iterator[Call]:
     back = (gradient, x, *window, [1, 1], False, indices)
     yield Call(_ATEN.max_pool2d_with_indices_backward.default, back, (gradient,))
     yield Call(_ATEN.avg_pool2d.default, (x, *window), (x,))
-    back = (gradient, x, *window, False, True, None)
-    yield Call(_ATEN.avg_pool2d_backward.default, back, (gradient,))
+    average = (gradient, x, *window, False, True, None)
+    yield Call(_ATEN.avg_pool2d_backward.default, average, (gradient,))
 
 
 def pooling_3d(draw: Draw) -> Iterator[Call]:
@@ -301,7 +307,7 @@ def pooling_3d(draw: Draw) -> Iterator[Call]:
 
 def interpolation(draw: Draw) -> Iterator[Call]:
     """Yield interpolation to twice the size, and its backward."""
-    x = draw.tensor(*draw.picture(draw.elements() // 4, low=4))
+    x = draw.tensor(*draw.picture(draw.elements() // 4))
     size = [2 * x.shape[2], 2 * x.shape[3]]
     gradient = draw.tensor(*x.shape[:2], *size)
     shape = list(x.shape)
@@ -373,7 +379,7 @@ FAMILIES: tuple[tuple[str, Source, int], ...] = (
     ("matrix product", matmul, 48),
     ("batched matrix product", batched_matmul, 32),
     ("attention", attention, 32),
-    ("batch norm", batch_norm, 32),
+    ("batch norm", batch_norm, 56),
     ("group norm", group_norm, 24),
     ("layer norm", layer_norm, 24),
     ("softmax", softmax, 24),
