@@ -55,7 +55,7 @@ def test_shipped_files_survive_a_round_trip(name: str, tmp_path: Path) -> None:
 def test_the_default_is_a_calibrated_cpu() -> None:
     device = read_hardware().device
     assert device == read_hardware("cpu-core").device
-    assert {"matmul", "convolution-2d", "convolution-2d-input"} <= set(device.fit)
+    assert {"matmul-nt", "convolution-2d", "convolution-2d-input"} <= set(device.fit)
 
 
 def test_gpus_come_from_data_sheets_and_say_so() -> None:
@@ -78,7 +78,7 @@ MISTAKES = {
     "a word misspelt": (
         "memory_bytes",
         "memory_byte",
-        5,
+        6,
         "unknown entry 'device.memory_byte'",
     ),
     "an entry missing": ("bandwidth = 1e8\n", "", 22, "no entry 'network.inter.band"),
@@ -91,10 +91,10 @@ MISTAKES = {
     "text for a number": ("1e-5", '"fast"', 23, "is 'fast', which is no number"),
     "a number for text": ('"core"', "7", 5, "device.name is 7, which is no text"),
     "a number for a table": (
-        "[device.fit.matmul]\nflops = 1e-10",
-        "fit = 3",
-        12,
-        "no table",
+        "[device.peak_flops]\nfloat32 = 1e10",
+        "peak_flops = 3",
+        9,
+        "is 3, which is no table",
     ),
     "nothing at all": ("bandwidth = 1e8", "bandwidth = 0", 24, "is 0"),
     "less than nothing": ("latency = 1e-5", "latency = -1", 23, "is -1"),
