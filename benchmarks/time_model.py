@@ -82,6 +82,7 @@ class UNet(nn.Module):
         self.last = conv(width, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return one channel of the same size."""
         skips = []
         for index, level in enumerate(self.down):
             x = level(self.pool(x) if index else x)
@@ -103,6 +104,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 100)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the scores of 100 classes."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -120,6 +122,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -141,10 +144,12 @@ class Case:
 
 
 def classes(output: Tensor) -> Tensor:
+    """Return targets for cross entropy."""
     return torch.randint(10, output.shape[:1])
 
 
 def resnet(stages: int, batch: int, size: int) -> Case:
+    """Return a ResNet-50 for pictures of `size` x `size`."""
     return Case(
         f"resnet50 {batch}x{size}",
         stages,
@@ -156,6 +161,7 @@ def resnet(stages: int, batch: int, size: int) -> Case:
 
 
 def vgg(stages: int, width: int, batch: int, size: int) -> Case:
+    """Return a VGG-16 whose first group has `width` channels."""
     return Case(
         f"vgg-{width} {batch}x{size}",
         stages,
@@ -167,6 +173,7 @@ def vgg(stages: int, width: int, batch: int, size: int) -> Case:
 
 
 def unet(stages: int, dims: int, width: int, batch: int, size: int) -> Case:
+    """Return a U-Net for pictures or volumes."""
     return Case(
         f"unet{dims}d-{width} {batch}x{size}",
         stages,
@@ -178,6 +185,7 @@ def unet(stages: int, dims: int, width: int, batch: int, size: int) -> Case:
 
 
 def encoder(stages: int, width: int, depth: int, batch: int, length: int) -> Case:
+    """Return a transformer encoder."""
     return Case(
         f"encoder-{width} {batch}x{length}",
         stages,
@@ -224,6 +232,7 @@ def _busy_seconds() -> float:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
+    """Let torch use one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -298,7 +307,9 @@ def run_case(case: Case, hardware: str, rounds: int) -> tuple[list[float], float
         text = ""
         for name, said, took in pairs:
             errors.append(said / took - 1)
-            text += f"  {name} {1e3 * said:8.1f} {1e3 * took:8.1f} ms {errors[-1]:+6.1%}"
+            text += (
+                f"  {name} {1e3 * said:8.1f} {1e3 * took:8.1f} ms {errors[-1]:+6.1%}"
+            )
         print(f"{case.name:<20} stage {stage.index}{text}", flush=True)
     timed = run_passes(program, (TimeBlocks((x,), target, rounds=rounds),))
     best = in_program(bench.stages(timed, case.stages), program)
@@ -330,8 +341,9 @@ def main() -> None:
     sizes = [abs(error) for error in errors]
     bias = math.exp(statistics.fmean(math.log1p(error) for error in errors)) - 1
     print(
-        f"{len(errors)} stage times: median error {statistics.median(sizes):.1%}, worst "
-        f"{max(sizes):.1%}, mean {bias:+.1%}; balance at worst {max(balances):+.1%}"
+        f"{len(errors)} stage times: median error {statistics.median(sizes):.1%}, "
+        f"worst {max(sizes):.1%}, mean {bias:+.1%}; balance at worst "
+        f"{max(balances):+.1%}"
     )
 
 

@@ -172,6 +172,8 @@ def plan_command(
     balance: Balance = "auto",
     placement: Placement = "auto",
     device_memory: Memory = None,
+    hardware: HardwareName = DEFAULTS.hardware,
+    profile: Profile = DEFAULTS.profile,
     most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
 ) -> None:
     """Compare ways to train on so many ranks; write no program."""
@@ -183,6 +185,8 @@ def plan_command(
         balance=balance,
         placement=placement,
         device_memory=parse_bytes(device_memory) if device_memory else None,
+        hardware=hardware,
+        profile=profile,
         check=False,
     )
     program = _compile(load_user_model(model), options, None)

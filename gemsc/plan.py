@@ -60,8 +60,9 @@ class Plan:
     `ranks` counts those of all `data` copies of the model, `micro_batches` those of all
     `replicas` of one copy; each has `micro_batch_size` samples. `sources` maps each of
     the user's files to the fingerprints of its definitions; `graph` is the fingerprint
-    of the traced graph. `times` says where the seconds come from. `order` holds, for each rank of one copy, its actions of one
-    step as text (`2F0` is the forward of stage 2 on micro-batch 0).
+    of the traced graph. `times` says where the seconds come from. `order` holds, for
+    each rank of one copy, its actions of one step as text (`2F0` is the forward of
+    stage 2 on micro-batch 0).
     """
 
     gemsc: str

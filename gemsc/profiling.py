@@ -45,7 +45,7 @@ def calibrate_machine(
     quick: bool = False,
     progress: Progress = lambda name, share: None,
 ) -> Hardware:
-    """Measure the device and write it, with the network of `hardware`, or of `output`."""
+    """Measure the device; the network stays that of `hardware`, or of `output`."""
     base = _base(output, hardware)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -87,7 +87,7 @@ def measure_on_ranks(ranks: int) -> dict[str, Any]:
 
 
 def write_network(found: dict[str, Any], output: Path, hardware: str) -> Hardware:
-    """Put measured links into `output`; the rest is as it was, or that of `hardware`."""
+    """Put measured links into `output`; the rest is that of `hardware` or `output`."""
     base = _base(output, hardware)
     nodes = "one node" if found["nodes"] == 1 else f"{found['nodes']} nodes"
     note = (

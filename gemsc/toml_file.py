@@ -58,7 +58,7 @@ class TomlFile:
 
     def location(self, keys: Sequence[str]) -> SourceLocation:
         """Return the line of an entry, or of the innermost table that is there."""
-        known = {(): 1}
+        known: dict[tuple[str, ...], int] = {(): 1}
         table: tuple[str, ...] = ()
         for number, line in enumerate(self.text.splitlines(), start=1):
             if header := _HEADER.match(line):

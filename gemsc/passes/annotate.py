@@ -154,6 +154,14 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count.forward_seconds += self.device.forward_overhead
         count.forward_seconds += sum(seconds(self.device, work) for work in works)
 
+    def book_sum(self, node: fx.Node, gradient: Tensor) -> None:
+        """Book adding a parameter's gradient to that of earlier micro-batches."""
+        add = torch.ops.aten.add_.Tensor
+        _, works = describe(add, (gradient, gradient), {}, gradient)
+        self.counts[node].backward_seconds += sum(
+            seconds(self.device, work) for work in works
+        )
+
     def _book_backward(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         running = torch._C._current_autograd_node()
         if running is not None:
@@ -227,12 +235,24 @@ def _gradient_reaches(
     loss = values[program.loss]
     if not loss.requires_grad:
         return set()
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    owners = {
+        parameter: node
+        for node in reversed(program.compute_nodes)
+        for parameter in _parameters(node, module)
+        if parameter.requires_grad
+    }
     with ledger.backward():
         gradients = torch.autograd.grad(
             loss,
-            [*(tensor for _, tensor in candidates), *parameters],
+            [*(tensor for _, tensor in candidates), *owners],
             allow_unused=True,
         )
-    pairs = zip(candidates, gradients[: len(candidates)], strict=True)
+    of_values, of_parameters = (
+        gradients[: len(candidates)],
+        gradients[len(candidates) :],
+    )
+    for node, gradient in zip(owners.values(), of_parameters, strict=True):
+        if gradient is not None:
+            ledger.book_sum(node, gradient)
+    pairs = zip(candidates, of_values, strict=True)
     return {node for (node, _), gradient in pairs if gradient is not None}

@@ -8,8 +8,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from gemsc.planner.fit import fit_seconds
 from gemsc.planner.hardware import Device
 from gemsc.planner.operators import Work, describe
 from gemsc.planner.samples import FAMILIES, Call, Draw
+from gemsc.planner.stopwatch import clock_of
 from gemsc.rng import seeded
 
 __all__ = ["Effort", "Sample", "calibrate", "fit_all", "measure_operators"]
@@ -37,8 +38,8 @@ class Effort:
 
     share: float = 1.0
     rounds: int = 5
-    largest: float = 3e9
-    seconds: float = 140.0
+    largest: float = 1.5e9
+    seconds: float = 120.0
 
 
 QUICK = Effort(share=0.15, rounds=2, largest=3e7, seconds=5.0)
@@ -53,7 +54,10 @@ class Sample:
 
 
 def calibrate(
-    effort: Effort, *, device: str = "cpu", progress: Progress = lambda name, share: None
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    progress: Progress = lambda name, share: None,
 ) -> Device:
     """Return what this machine does with its present number of threads.
 
@@ -92,7 +96,10 @@ def fit_all(samples: list[Sample]) -> dict[str, dict[str, float]]:
 
 
 def measure_operators(
-    effort: Effort, *, device: str = "cpu", progress: Progress = lambda name, share: None
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    progress: Progress = lambda name, share: None,
 ) -> list[Sample]:
     """Time all families, each until its samples or its part of the seconds are used."""
     samples: list[Sample] = []
@@ -129,8 +136,10 @@ def _size(call: Call) -> int:
 
 
 def _time_in_turn(calls: list[Call], rounds: int, device: str) -> list[Sample]:
-    """Time each call once a round, after all the others: its weights are cold, as in a
-    model; its input is warm, as the operator before has just written it.
+    """Time each call once a round, after all the others.
+
+    So its weights are cold, as in a model; its input is warm, as if the operator before
+    had just written it.
     """
     works = [_describe(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
@@ -138,7 +147,7 @@ def _time_in_turn(calls: list[Call], rounds: int, device: str) -> list[Sample]:
         for call, found in zip(calls, times, strict=True):
             for tensor in call.warm:
                 tensor.mul_(1.0)
-            found.append(_seconds(lambda call=call: call.operator(*call.args), device))
+            found.append(_seconds(call.run, device))
     return [
         Sample(work, lower_quartile(found))
         for work, found in zip(works, times, strict=True)
@@ -146,18 +155,19 @@ def _time_in_turn(calls: list[Call], rounds: int, device: str) -> list[Sample]:
 
 
 def _describe(call: Call) -> Work:
-    result = call.operator(*call.args)
+    result = call.run()
     _, works = describe(call.operator, call.args, {}, result)
     (work,) = works
     return work
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
+    clock = clock_of(device)
     _wait(device)
-    started = time.perf_counter()
+    started = clock()
     run()
     _wait(device)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _wait(device: str) -> None:
@@ -175,8 +185,9 @@ def _peaks(device: str, size: int) -> dict[str, float]:
     peaks = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        a @ b
-        times = [_seconds(lambda a=a, b=b: a @ b, device) for _ in range(5)]
+        torch.mm(a, b)
+        product = partial(torch.mm, a, b)
+        times = [_seconds(product, device) for _ in range(5)]
         peaks[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / min(times)
     return peaks
 
@@ -197,26 +208,24 @@ def _overheads(device: str) -> tuple[float, float]:
     """
     length = 100
     x = torch.randn(8, device=device, requires_grad=True)
+    gradient = torch.ones_like(x)
     chain = nn.Sequential(*[nn.ReLU() for _ in range(length)])
     relu, mask = torch.ops.aten.relu.default, torch.ops.aten.threshold_backward.default
-    forward, backward, bare, bare_back = [], [], [], []
+    outputs: list[Tensor] = []
+    rounds: list[list[float]] = []
     for _ in range(9):
         with torch.enable_grad():
-            outputs: list[Tensor] = []
-            forward.append(_seconds(lambda: outputs.append(chain(x)), device))
-            (y,) = outputs
-            gradient = torch.ones_like(y)
-            backward.append(_seconds(lambda: y.backward(gradient), device))
-        for times, operator, args in (
-            (bare, relu, (x,)),
-            (bare_back, mask, (gradient, x, 0)),
-        ):
-            times.append(_seconds(lambda: [operator(*args) for _ in range(length)], device))
-    extra = [
-        max(0.0, statistics.median(whole) - statistics.median(alone)) / length
-        for whole, alone in ((forward, bare), (backward, bare_back))
-    ]
-    return extra[0], extra[1]
+            forward = _seconds(lambda: outputs.append(chain(x)), device)
+            run = partial(torch.autograd.backward, outputs, gradient)
+            backward = _seconds(run, device)
+            outputs.clear()
+        alone = _seconds(lambda: [relu(x) for _ in range(length)], device)
+        alone_back = _seconds(
+            lambda: [mask(gradient, x, 0) for _ in range(length)], device
+        )
+        rounds.append([forward - alone, backward - alone_back])
+    extra = [statistics.median(column) / length for column in zip(*rounds, strict=True)]
+    return max(0.0, extra[0]), max(0.0, extra[1])
 
 
 def _name(device: str) -> str:

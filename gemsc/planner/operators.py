@@ -32,6 +32,7 @@ _SAME_FORMULA = {
     ),
 }
 CACHE_BYTES = 2**20  # an operator with less to move finds it in a core's own cache
+LANES = 16  # numbers in float32 that a core or a warp works on at once
 FRESH_BYTES = 2**25  # allocations of so much come from the system, page by page
 
 
@@ -78,11 +79,28 @@ def describe(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[
     if name == "convolution":
         return flops, [_convolution(args, given, results)]
     if name == "convolution_backward":
-        return flops, _convolution_backward(args, given, results)
+        return flops, _convolution_backward(args)
     kind, extra = _KINDS.get(name, ("other", _nothing))
+    kind += _form(kind, given, results)
     features = {**_moved(given, results), "flops": float(flops)}
+    if name.endswith("_"):  # in place
+        features["fresh"] = 0.0
     features |= extra(given, results, args)
     return flops, [Work(kind, _dtype(results), features)]
+
+
+def _form(kind: str, given: list[Tensor], results: list[Tensor]) -> str:
+    """Return how tensors lie, for kinds that it matters to.
+
+    Matrices: rows first (n) or transposed (t). Sums: of whole rows or of columns.
+    """
+    if kind == "matmul":
+        if results[0].dim() > 2:
+            return "-batched"
+        return "-" + "".join("n" if _has_rows(t) else "t" for t in given[-2:])
+    if kind == "pointwise-sum" and given[0].dim() and results[0].dim():
+        return "-columns" if results[0].shape[-1] == given[0].shape[-1] else ""
+    return ""
 
 
 def _dtype(results: list[Tensor]) -> str:
@@ -112,22 +130,23 @@ def _has_rows(tensor: Tensor) -> bool:
 
 
 def _convolution(args: Any, given: list[Tensor], results: list[Tensor]) -> Work:
-    x, weight, _, stride, _, _, transposed, _, groups = args
+    x, weight, bias, *shape = args
+    stride, _, _, transposed, _, groups = shape
     features = _moved(given, results)
     features |= _filters(x, weight, results[0], stride, transposed, groups)
-    return Work(f"convolution-{_variant(x, weight, transposed, groups)}", _dtype(results), features)
+    kind = _variant(x, weight, bias, shape)
+    return Work(f"convolution-{kind}", _dtype(results), features)
 
 
-def _convolution_backward(
-    args: Any, given: list[Tensor], results: list[Tensor]
-) -> list[Work]:
+def _convolution_backward(args: Any) -> list[Work]:
     """Return one kernel for each gradient that is asked for.
 
     That of the bias is a by-product of that of the weight.
     """
-    gradient, x, weight, _, stride, _, _, transposed, _, groups, wanted = args
-    kind = f"convolution-{_variant(x, weight, transposed, groups)}"
+    gradient, x, weight, _, *shape, wanted = args
+    stride, _, _, transposed, _, groups = shape
     own = _filters(x, weight, gradient, stride, transposed, groups)
+    kind = _variant(x, weight, None, shape)
     works = []
     for is_wanted, name, read, written in (
         (wanted[0], "input", [gradient, weight], x),
@@ -135,18 +154,27 @@ def _convolution_backward(
     ):
         if is_wanted:
             features = _moved(read, [written]) | own
-            works.append(Work(f"{kind}-{name}", _dtype([gradient]), features))
+            name = f"convolution-{kind}-{name}"
+            works.append(Work(name, _dtype([gradient]), features))
     return works
 
 
-def _variant(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> str:
+def _variant(x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[Any]) -> str:
+    """Return the kind of a convolution, by its form and by who computes it.
+
+    PyTorch computes some on a CPU by itself, as a product of matrices with the input
+    unfolded: small ones of one picture, 1 x 1 with one thread, transposed, float64.
+    """
+    *_, transposed, _, groups = shape
+    backend = torch._C._select_conv_backend(x, weight, bias, *shape)
+    unfolded = "-unfolded" if backend.name.startswith("Slow") else ""
     if transposed:
-        return "transposed"
+        return f"transposed{unfolded}"
     if groups > 1 and groups == x.shape[1]:
-        return "depthwise"
+        return f"depthwise{unfolded}"
     if math.prod(weight.shape[2:]) == 1:
-        return "1x1"
-    return "3d" if x.dim() == 5 else "2d"
+        return f"1x1{unfolded}"
+    return f"{'3d' if x.dim() == 5 else '2d'}{unfolded}"
 
 
 def _filters(
@@ -164,10 +192,15 @@ def _filters(
     flops_per_in, flops_per_out: the same, divided by the channels in and out of one
         group: few channels leave vector lanes empty
     flops_per_row: divided by the positions of one row, which is worked on at a time
+    flops_thin: only if a picture has fewer than 8 positions
     flops_strided: only if the stride is not 1: inputs are gathered
     flops_padded: with channels rounded up to whole vectors of 16
-    unrolled: bytes of the input with each position's neighbourhood written out
+    flops_ragged_in, flops_ragged_out: only if the channels are no multiple of 16
+    unfolded, unfolded_fresh: bytes of the input with each position's neighbourhood
+        written out; only if that memory is new each time
     weights: bytes of the weight, which is packed anew at each call
+    weights_each: the same for each picture of the batch
+    weights_far: what of these a core's own cache cannot keep from one to the next
     """
     narrow, wide = (x, y) if transposed else (y, x)
     kernel = math.prod(weight.shape[2:])
@@ -177,20 +210,27 @@ def _filters(
     flops = 2.0 * positions * kernel * channels_in * channels_out * groups
     rounded = _rounded(channels_in) * _rounded(channels_out)
     is_strided = any(step != 1 for step in stride)
+    unfolded = float(positions * kernel * wide.shape[1] * x.element_size())
     return {
         "flops": flops,
         "flops_per_in": flops / channels_in,
         "flops_per_out": flops / channels_out,
         "flops_per_row": flops / narrow.shape[-1],
+        "flops_thin": flops if positions < 8 * narrow.shape[0] else 0.0,
         "flops_strided": flops if is_strided else 0.0,
         "flops_padded": flops * rounded / (channels_in * channels_out),
-        "unrolled": float(positions * kernel * wide.shape[1] * x.element_size()),
+        "flops_ragged_in": flops if channels_in % LANES else 0.0,
+        "flops_ragged_out": flops if channels_out % LANES else 0.0,
+        "unfolded": unfolded,
+        "unfolded_fresh": unfolded if unfolded >= FRESH_BYTES else 0.0,
         "weights": float(weight.nbytes),
+        "weights_each": float(weight.nbytes * x.shape[0]),
+        "weights_far": float(max(0, weight.nbytes - CACHE_BYTES) * x.shape[0]),
     }
 
 
-def _rounded(channels: int, lanes: int = 16) -> int:
-    return lanes * math.ceil(channels / lanes)
+def _rounded(channels: int) -> int:
+    return LANES * math.ceil(channels / LANES)
 
 
 # The other kinds. Each function returns what its kind adds to the features of all.
@@ -244,7 +284,9 @@ def _windows(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str,
     return {"looked_at": float(outputs * window), "outputs": float(outputs)}
 
 
-def _positions(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
+def _positions(
+    given: list[Tensor], results: list[Tensor], args: Any
+) -> dict[str, float]:
     """Interpolation and tables: outputs are gathered one by one."""
     tensors = [t for t in (*given, *results) if t.is_floating_point()]
     return {"outputs": float(max(t.numel() for t in tensors))}
@@ -282,7 +324,8 @@ _KINDS: dict[str, tuple[str, _Extra]] = {
     "_adaptive_avg_pool2d": ("pool-average", _windows),
     "_adaptive_avg_pool2d_backward": ("pool-average-backward", _windows),
     **dict.fromkeys(
-        ("upsample_nearest2d", "upsample_nearest3d"), ("interpolate-nearest", _positions)
+        ("upsample_nearest2d", "upsample_nearest3d"),
+        ("interpolate-nearest", _positions),
     ),
     **dict.fromkeys(
         ("upsample_nearest2d_backward", "upsample_nearest3d_backward"),

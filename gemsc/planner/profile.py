@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Block, Program
 from gemsc.nests import normalize_inputs, tensor_leaves
+from gemsc.planner.stopwatch import clock_of
 from gemsc.rng import seeded
 
 __all__ = ["BlockTimes", "Progress", "time_nodes"]
@@ -94,10 +94,11 @@ def _run(
     inside = set(own)
     taken = {n for node in own for n in node.all_input_nodes if n not in inside}
     values = {node: _leaf(node, known[node]) for node in taken}
-    started = time.perf_counter()
+    clock = _clock(values)
+    started = clock()
     run_nodes(own, values, module)
     _wait(values)
-    forward = time.perf_counter() - started
+    forward = clock() - started
     given = [node for node in own if any(user not in inside for user in node.users)]
     ends = [
         tensor
@@ -109,10 +110,10 @@ def _run(
         return forward, 0.0, _detached(given, values)
     gradients = [torch.randn_like(tensor) for tensor in ends]
     detached = _detached(given, values)
-    started = time.perf_counter()
+    started = clock()
     torch.autograd.backward(ends, gradients)
     _wait(values)
-    return forward, time.perf_counter() - started, detached
+    return forward, clock() - started, detached
 
 
 def _leaf(node: fx.Node, value: Any) -> Any:
@@ -137,7 +138,15 @@ def _detached(nodes: Iterable[fx.Node], values: Values) -> Values:
     return {node: pytree.tree_map(detach, values[node]) for node in nodes}
 
 
+def _clock(values: Values) -> Callable[[], float]:
+    return clock_of("cuda" if _on_gpu(values) else "cpu")
+
+
 def _wait(values: Values) -> None:
-    leaves = pytree.tree_leaves(list(values.values()))
-    if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
+    if _on_gpu(values):
         torch.cuda.synchronize()
+
+
+def _on_gpu(values: Values) -> bool:
+    leaves = pytree.tree_leaves(list(values.values()))
+    return any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)

@@ -30,6 +30,10 @@ class Call:
     args: tuple[Any, ...]
     warm: tuple[Tensor, ...]
 
+    def run(self) -> Any:
+        """Return what the operator computes."""
+        return self.operator(*self.args)
+
 
 @dataclass
 class Draw:
@@ -51,8 +55,9 @@ class Draw:
         return self.rng.choice(choices)
 
     def channels(self, low: int = 8, high: int = 512) -> int:
-        """Return a number of channels: a multiple of 8, most often."""
-        return max(low, 8 * round(self.between(low, high) / 8))
+        """Return a number of channels: a multiple of 16, most often."""
+        step = int(self.pick(16, 16, 8))
+        return max(low, step * max(1, round(self.between(low, high) / step)))
 
     def tensor(self, *shape: int) -> Tensor:
         """Return random numbers."""
@@ -64,16 +69,18 @@ class Draw:
 
     def elements(self) -> int:
         """Return a number of elements for an operator that moves data."""
-        return self.between(1e3, self.largest / 100)
+        return self.between(1e3, self.largest / 75)
 
-    def picture(self, elements: int, low: int = 1) -> tuple[int, int, int, int]:
+    def picture(
+        self, elements: int, *, smallest: int = 4, widest: int = 512
+    ) -> tuple[int, int, int, int]:
         """Return (batch, channels, height, width) of about so many elements."""
-        batch, channels = self.between(1, 16), self.channels(8, 512)
+        batch, channels = self.between(1, 16), self.channels(8, widest)
         side = math.sqrt(elements / (batch * channels))
-        while side < max(4, low) and batch * channels > 8:
+        while side < smallest and batch * channels > 8:
             batch, channels = max(1, batch // 2), max(8, channels // 16 * 8)
             side = math.sqrt(elements / (batch * channels))
-        size = max(low, min(256, round(side)))
+        size = max(smallest, min(256, round(side)))
         return batch, channels, size, size
 
 
@@ -87,19 +94,24 @@ def convolution(
     dims: int = 2,
     depthwise: bool = False,
     transposed: bool = False,
+    single: bool = False,
+    batch: int | None = None,
 ) -> Iterator[Call]:
-    """Yield a convolution and its two gradients."""
+    """Yield a convolution and its two gradients; `single` of one small picture."""
     kernel = draw.pick(*kernels)
     stride = 2 if transposed else draw.pick(1, 1, 1, 2)
     first = not depthwise and not transposed and kernel > 1 and draw.rng.random() < 0.15
-    channels_in = draw.pick(1, 3, 4) if first else draw.channels()
-    channels_out = channels_in if depthwise else draw.channels()
+    widest = 2048 if kernel == 1 else 512
+    channels_in = draw.pick(1, 3, 4) if first else draw.channels(8, widest)
+    channels_out = channels_in if depthwise else draw.channels(8, widest)
     groups = channels_in if depthwise else 1
-    batch = draw.between(1, 16)
+    batch = 1 if single else batch or draw.between(1, 16)
     per_position = 2 * channels_in * channels_out // groups * kernel**dims * batch
     positions = (draw.work() if not depthwise else draw.work() / 20) / per_position
     side = max(2, min(128, round(positions ** (1 / dims))))
-    if per_position * side**dims > 4 * draw.largest:
+    if single:
+        side = min(side, int(math.sqrt(20480 / channels_in)))  # as PyTorch decides
+    if side < 1 or per_position * side**dims > 4 * draw.largest:
         return
     padding = 0 if transposed else kernel // 2
     inner = side if transposed else side * stride
@@ -161,7 +173,7 @@ def attention(draw: Draw) -> Iterator[Call]:
 
 def batch_norm(draw: Draw) -> Iterator[Call]:
     """Yield batch norm in training and its backward."""
-    x = draw.tensor(*draw.picture(draw.elements()))
+    x = draw.tensor(*draw.picture(draw.elements(), smallest=2, widest=2048))
     channels = x.shape[1]
     weight, bias, mean = (draw.tensor(channels) for _ in range(3))
     variance = draw.tensor(channels).abs() + 1
@@ -197,7 +209,11 @@ def layer_norm(draw: Draw) -> Iterator[Call]:
     """Yield layer norm and its backward."""
     x = _table(draw)
     width = [x.shape[1]]
-    weight, bias, gradient = draw.tensor(*width), draw.tensor(*width), draw.tensor(*x.shape)
+    weight, bias, gradient = (
+        draw.tensor(*width),
+        draw.tensor(*width),
+        draw.tensor(*x.shape),
+    )
     forward = _ATEN.native_layer_norm.default
     yield Call(forward, (x, width, weight, bias, 1e-5), (x,))
     _, mean, scale = forward(x, width, weight, bias, 1e-5)
@@ -261,7 +277,7 @@ def copies(draw: Draw) -> Iterator[Call]:
 
 def pooling(draw: Draw) -> Iterator[Call]:
     """Yield max and average pooling and their backwards."""
-    x = draw.tensor(*draw.picture(draw.elements(), low=8))
+    x = draw.tensor(*draw.picture(draw.elements(), smallest=8))
     kernel = draw.pick(2, 2, 3)
     window = ([kernel] * 2, [2, 2], [kernel // 2 if kernel == 3 else 0] * 2)
     forward = _ATEN.max_pool2d_with_indices.default
@@ -271,8 +287,8 @@ def pooling(draw: Draw) -> Iterator[Call]:
     back = (gradient, x, *window, [1, 1], False, indices)
     yield Call(_ATEN.max_pool2d_with_indices_backward.default, back, (gradient,))
     yield Call(_ATEN.avg_pool2d.default, (x, *window), (x,))
-    back = (gradient, x, *window, False, True, None)
-    yield Call(_ATEN.avg_pool2d_backward.default, back, (gradient,))
+    average = (gradient, x, *window, False, True, None)
+    yield Call(_ATEN.avg_pool2d_backward.default, average, (gradient,))
 
 
 def pooling_3d(draw: Draw) -> Iterator[Call]:
@@ -291,7 +307,7 @@ def pooling_3d(draw: Draw) -> Iterator[Call]:
 
 def interpolation(draw: Draw) -> Iterator[Call]:
     """Yield interpolation to twice the size, and its backward."""
-    x = draw.tensor(*draw.picture(draw.elements() // 4, low=4))
+    x = draw.tensor(*draw.picture(draw.elements() // 4))
     size = [2 * x.shape[2], 2 * x.shape[3]]
     gradient = draw.tensor(*x.shape[:2], *size)
     shape = list(x.shape)
@@ -325,8 +341,21 @@ def _conv_1x1(draw: Draw) -> Iterator[Call]:
     return convolution(draw, kernels=(1,))
 
 
+def _conv_1x1_many(draw: Draw) -> Iterator[Call]:
+    return convolution(draw, kernels=(1,), batch=draw.pick(16, 24, 32))
+
+
 def _conv_3d(draw: Draw) -> Iterator[Call]:
     return convolution(draw, kernels=(3,), dims=3)
+
+
+def _conv_single(draw: Draw) -> Iterator[Call]:
+    return convolution(draw, kernels=(3,), dims=draw.pick(2, 3, 3), single=True)
+
+
+def _conv_transposed_single(draw: Draw) -> Iterator[Call]:
+    dims = draw.pick(2, 3)
+    return convolution(draw, kernels=(2, 4), dims=dims, transposed=True, single=True)
 
 
 def _conv_depthwise(draw: Draw) -> Iterator[Call]:
@@ -339,15 +368,18 @@ def _conv_transposed(draw: Draw) -> Iterator[Call]:
 
 # name for people, where operators come from, how many of them
 FAMILIES: tuple[tuple[str, Source, int], ...] = (
-    ("convolution", _conv_2d, 72),
-    ("convolution 1x1", _conv_1x1, 48),
-    ("convolution of volumes", _conv_3d, 48),
-    ("depthwise convolution", _conv_depthwise, 24),
+    ("convolution", _conv_2d, 120),
+    ("convolution 1x1", _conv_1x1, 96),
+    ("convolution 1x1 of many", _conv_1x1_many, 36),
+    ("convolution of volumes", _conv_3d, 72),
+    ("convolution of one picture", _conv_single, 60),
+    ("depthwise convolution", _conv_depthwise, 48),
     ("transposed convolution", _conv_transposed, 36),
+    ("transposed, of one picture", _conv_transposed_single, 32),
     ("matrix product", matmul, 48),
     ("batched matrix product", batched_matmul, 32),
     ("attention", attention, 32),
-    ("batch norm", batch_norm, 32),
+    ("batch norm", batch_norm, 56),
     ("group norm", group_norm, 24),
     ("layer norm", layer_norm, 24),
     ("softmax", softmax, 24),

@@ -17,6 +17,7 @@ def seconds(device: Device, work: Work) -> float:
     features, those of operations scaled by the peaks of the dtypes.
     """
     fitted = device.fit.get(work.kind) or device.fit.get(family(work.kind))
+    fitted = fitted or device.fit.get(work.kind.replace("-unfolded", ""))
     if fitted is None:
         return roofline(device, work)
     slower = _peak(device, "float32") / _peak(device, work.dtype)
