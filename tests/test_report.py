@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from plan_support import made_up_plan
-from program_support import Net, X, mse, trunk, written
+from program_support import Net, trunk, written
 
 from gemsc.plan import Plan
 from gemsc.viz.report import write_report

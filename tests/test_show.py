@@ -1,4 +1,4 @@
-"""`gemsc show`: tables that fit the terminal, whatever its width and the plan's size."""
+"""`gemsc show`: tables fit the terminal, whatever its width and the plan's size."""
 
 from __future__ import annotations
 

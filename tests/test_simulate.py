@@ -78,7 +78,16 @@ def gemsc(
 
 
 def test_a_model_is_simulated_and_its_curve_drawn(gemsc: Gemsc, tmp_path: Path) -> None:
-    words = ("--ranks", "256", "--data", "64", "--hardware", "v100", "-o", "a/curve.svg")
+    words = (
+        "--ranks",
+        "256",
+        "--data",
+        "64",
+        "--hardware",
+        "v100",
+        "-o",
+        "a/curve.svg",
+    )
     outcome = gemsc("simulate", "deep.py", *words)
     assert outcome.code == 0, outcome.err
     assert "Sequential on 256 ranks of NVIDIA V100" in outcome.out
@@ -114,9 +123,7 @@ def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:
         (("--ranks", "64"), "64 stages need at least 64 blocks"),
     ],
 )
-def test_mistakes_are_named(
-    words: tuple[str, ...], message: str, gemsc: Gemsc
-) -> None:
+def test_mistakes_are_named(words: tuple[str, ...], message: str, gemsc: Gemsc) -> None:
     outcome = gemsc("simulate", "model.py", *words)
     assert outcome.code == 1
     assert message in outcome.err
@@ -203,7 +210,9 @@ def test_published_figures_are_printed_beside_simulated_ones(
     assert spec.loader is not None
     compare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(compare)
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "deep.toml"), machine])
+    monkeypatch.setattr(
+        sys, "argv", ["compare.py", str(tmp_path / "deep.toml"), machine]
+    )
     monkeypatch.setattr(compare, "Console", lambda: Console(width=120))
     compare.main()
     said = capsys.readouterr().out

@@ -54,7 +54,8 @@ def compare(path: Path, console: Console) -> None:
             shown = f"{run['published_efficiency']:.2%}", f"{result.efficiency:.2%}"
         else:
             tiles = first["published_hours"] * found[0].last.throughput
-            shown = f"{run['published_hours']} h", f"{tiles / last.throughput:.2f} h"
+            hours = f"{run['published_hours']} h" if "published_hours" in run else "-"
+            shown = hours, f"{tiles / last.throughput:.2f} h"
         fullest = max(result.timeline.peak_bytes)
         table.add_row(
             run["name"],
