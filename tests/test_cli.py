@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import MODEL, Gemsc, gemsc_here, start
 
-COMMANDS = ("compile", "run", "verify", "show", "graph")
+COMMANDS = ("compile", "run", "verify", "show", "graph", "simulate")
 
 
 @pytest.fixture
@@ -55,6 +55,18 @@ def test_show_prints_every_decision(gemsc: Gemsc) -> None:
     assert outcome.code == 0
     for part in ("Net: 2 ranks, 1f1b, 4 micro-batches", "stages", "transfers", "0F0"):
         assert part in outcome.out
+
+
+def test_the_report_is_written_by_compile_and_anew_by_show(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    gemsc("compile", "model.py", "--schedule", "auto", "-o", "program")
+    path = tmp_path / "program" / "report.html"
+    assert "What was compared" in path.read_text()
+    path.unlink()
+    outcome = gemsc("show", "program", "--html")
+    assert outcome.out == "wrote program/report.html\n"
+    assert "Why this split" in path.read_text()
 
 
 @pytest.mark.parametrize("target", ["model.py", "program"])

@@ -21,6 +21,7 @@ from gemsc.viz.panel import (
     measured_panel,
     predicted_panel,
 )
+from gemsc.viz.timeline_style import HEAD, STYLE
 
 __all__ = ["draw", "draw_inside", "grid", "panels_of", "write_timeline"]
 
@@ -41,29 +42,6 @@ OTHERS = {
 }
 LEFT, RIGHT, TOP, GAP, AXIS, LINE = 96, 110, 58, 30, 22, 20
 NARROWEST, WIDEST = 880, 2400  # of the part where time runs
-HEAD = (
-    '<defs><marker id="{id}" markerWidth="6" markerHeight="6" refX="5" refY="3" '
-    'orient="auto" markerUnits="userSpaceOnUse"><path d="M0,0.8 L5,3 L0,5.2" '
-    'fill="#3a4653" fill-opacity="0.7"/></marker></defs>'
-)
-STYLE = """
-text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
-.title { font-size: 16px; font-weight: bold }
-.name { font-size: 12px; font-weight: bold }
-.note { font-size: 10px; fill: #66707c }
-.rank { font-weight: bold; text-anchor: end }
-.lanes { font-size: 9px; fill: #66707c; text-anchor: end }
-.tick { font-size: 10px; fill: #66707c; text-anchor: middle }
-.idle { fill: #eef0f3 }
-.line { stroke: #d5dae0; stroke-width: 0.6 }
-.box { stroke: #ffffff }
-.dark { text-anchor: middle }
-.light { text-anchor: middle; fill: #ffffff }
-.resident { fill: #dfe4ea }
-.memory { fill: #a9cdb4 }
-.arrow { stroke: #3a4653; stroke-width: 0.8; stroke-opacity: 0.5; fill: none }
-.skip { stroke: #b3382c; stroke-dasharray: 3 2; stroke-opacity: 0.4 }
-"""
 
 
 def write_timeline(
@@ -101,7 +79,7 @@ def draw(heading: str, panels: Sequence[Panel]) -> str:
 
 
 def draw_inside(heading: str, panels: Sequence[Panel]) -> str:
-    """Return the same as a part of a page, whose style sheet may change its colours."""
+    """Return it as a part of a page, whose style sheet may change the colours."""
     return _Picture(heading, tuple(panels)).inside()
 
 
@@ -154,7 +132,7 @@ class _Picture:
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
                 f'height="{height}" viewBox="0 0 {width} {height}">',
                 f"<title>{escape(self.heading)}</title>",
-                f"<style>{STYLE}{self._fill_rules()}\n</style>",
+                f"<style>{self._rules()}</style>",
                 HEAD.format(id="head"),
                 '<rect width="100%" height="100%" fill="#ffffff"/>',
                 *self.parts,
@@ -165,7 +143,7 @@ class _Picture:
     def inside(self) -> str:
         """Return an element whose rules and names touch nothing else of a page."""
         width, height = self._draw(TOP - 30)
-        rules = f"{STYLE}{self._fill_rules()}".strip().splitlines()
+        rules = self._rules().strip().splitlines()
         return "\n".join(
             [
                 f'<svg class="timeline" role="img" width="{width}" height="{height}" '
@@ -184,8 +162,11 @@ class _Picture:
             y = self._panel(panel, y) + GAP
         return LEFT + self.width + RIGHT, self._legend(y)
 
-    def _fill_rules(self) -> str:
-        return "\n".join(f".{name} {{ fill: {c} }}" for name, c in self.fills.items())
+    def _rules(self) -> str:
+        fills = (
+            f".{name} {{ fill: {colour} }}\n" for name, colour in self.fills.items()
+        )
+        return STYLE + "".join(fills)
 
     def _panel(self, panel: Panel, top: int) -> int:
         """Draw one step; return where it ends."""
