@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Gemsc, start
+from command_line import MODEL, Gemsc, gemsc_here, start
 from program_support import Net, mean
 from torch import Tensor, nn
 
@@ -18,6 +18,8 @@ from gemsc.planner.hardware import Link, read_hardware
 from gemsc.planner.measured_network import fit_link, measured_network
 from gemsc.planner.profile import time_nodes
 from gemsc.profiling import check_output
+
+gemsc = pytest.fixture(gemsc_here)
 
 
 class Branches(nn.Module):
@@ -163,16 +165,17 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
 
 
 def test_a_quick_calibration_writes_a_file_that_compiles(
-    tmp_path: Path, files: Path, gemsc_here: Gemsc
+    tmp_path: Path, gemsc: Gemsc
 ) -> None:
     path = tmp_path / "mine.toml"
-    done = gemsc_here("profile", "--calibrate", "--quick", "-o", str(path))
+    done = gemsc("profile", "--calibrate", "--quick", "-o", path)
     assert done.code == 0, done.err
     device = read_hardware(str(path)).device
     assert {"convolution-2d", "matmul-nt", "attention", "norm-batch"} <= set(device.fit)
     assert device.peak_flops["float32"] > 1e8
-    out = tmp_path / "program"
-    done = gemsc_here("compile", "net.py", "--hardware", str(path), "-o", str(out))
+    model, out = tmp_path / "net.py", tmp_path / "program"
+    model.write_text(MODEL)
+    done = gemsc("compile", model, "--hardware", path, "-o", out)
     assert done.code == 0, done.err
     assert f'times = "calibrated: {path}"' in (out / "plan.toml").read_text()
 
@@ -201,7 +204,7 @@ def test_a_name_that_cannot_be_written_is_refused_first(
         check_output(tmp_path / name)
 
 
-def test_profile_needs_something_to_do(gemsc_here: Gemsc) -> None:
-    done = gemsc_here("profile")
+def test_profile_needs_something_to_do(gemsc: Gemsc) -> None:
+    done = gemsc("profile")
     assert done.code == 1
     assert "give --calibrate, --network or both" in done.err

@@ -91,7 +91,7 @@ def test_a_larger_convolution_takes_longer() -> None:
 @pytest.mark.parametrize("hardware", shipped_hardware())
 def test_every_sampled_operator_takes_some_time(hardware: str) -> None:
     device = read_hardware(hardware).device
-    draw = Draw(random.Random(0), largest=1e6)
+    draw = Draw(random.Random(0), largest=1e7)
     seen = set()
     for _, source, _ in FAMILIES:
         calls = [call for _ in range(9) for call in source(draw)]

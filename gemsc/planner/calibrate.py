@@ -74,10 +74,10 @@ def calibrate(
     return Device(
         name=_name(device),
         memory_bytes=_memory(device),
-        memory_bandwidth=bandwidth,
-        peak_flops=peaks,
-        forward_overhead=forward,
-        backward_overhead=backward,
+        memory_bandwidth=rounded(bandwidth),
+        peak_flops={dtype: rounded(peak) for dtype, peak in peaks.items()},
+        forward_overhead=rounded(forward),
+        backward_overhead=rounded(backward),
         fit=fit_all(samples),
     )
 
@@ -173,6 +173,11 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 def _wait(device: str) -> None:
     if device != "cpu":
         torch.accelerator.synchronize()
+
+
+def rounded(value: float) -> float:
+    """Return the number to four digits: a measurement has no more."""
+    return float(f"{value:.4g}")
 
 
 def lower_quartile(times: list[float]) -> float:

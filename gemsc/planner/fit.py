@@ -11,6 +11,7 @@ __all__ = ["fit_seconds", "least_squares"]
 
 Array = npt.NDArray[np.float64]
 ROUNDS = 25
+NEGLIGIBLE = 1e-3  # what no sample owes a larger part of its time to is left out
 OUTLIER = 0.3  # beyond this error, in log seconds, a sample pulls no harder
 
 
@@ -41,8 +42,10 @@ def fit_seconds(
             rows * (weight / predicted)[:, None], weight * (1.0 + error)
         )
         found = 0.5 * (found + step)
+    shares = (rows * found / (rows @ found)[:, None]).max(axis=0)
+    found[shares < NEGLIGIBLE] = 0.0
     pairs = zip(used, found / scale, strict=True)
-    return {names[index]: float(value) for index, value in pairs if value > 0}
+    return {names[index]: float(f"{value:.5g}") for index, value in pairs if value > 0}
 
 
 def least_squares(matrix: Array, right: Array) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gemsc.planner.calibrate import rounded
 from gemsc.planner.fit import fit_seconds
 from gemsc.planner.hardware import Allreduce, Link, Network
 
@@ -21,7 +22,7 @@ def measured_network(found: dict[str, Any], before: Network) -> Network:
     """
     intra = fit_link(found["intra"]) if found["intra"] else before.intra
     inter = fit_link(found["inter"]) if found["inter"] else before.inter
-    reduce_bandwidth = float(found["reduce_bandwidth"])
+    reduce_bandwidth = rounded(found["reduce_bandwidth"])
     ranks = int(found["ranks"])
     slowest = inter if found["inter"] else intra
     efficiency = sum_efficiency(found["sums"], ranks, slowest, reduce_bandwidth)
@@ -45,7 +46,8 @@ def fit_link(times: Times) -> Link:
     fitted = fit_seconds(rows, [seconds for _, seconds in times])
     fastest = max(size / seconds for size, seconds in times)
     per_byte = fitted.get("bytes", 1.0 / fastest)
-    return Link(latency=fitted.get("messages", 0.0), bandwidth=1.0 / per_byte)
+    latency = fitted.get("messages", 0.0)
+    return Link(latency=latency, bandwidth=rounded(1.0 / per_byte))
 
 
 def sum_efficiency(
@@ -60,4 +62,4 @@ def sum_efficiency(
     part = size * (ranks - 1) / ranks
     left = seconds - part / reduce_bandwidth
     ideal = 2.0 * part / link.bandwidth
-    return max(0.05, min(1.0, ideal / left)) if left > 0 else 1.0
+    return rounded(max(0.05, min(1.0, ideal / left))) if left > 0 else 1.0

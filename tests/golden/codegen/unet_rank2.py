@@ -3,8 +3,8 @@
 Written by gemsc; do not edit, compile again:
     gemsc compile FlatUNet --ranks 3
 
-Stage 2: 1.2 MFLOP forward, 4.5 KiB of parameters,
-84.0 KiB kept for each micro-batch.
+Stage 2: 1.5 MFLOP forward, 9.1 KiB of parameters,
+97.0 KiB kept for each micro-batch.
 """
 
 import torch
@@ -17,17 +17,20 @@ NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
 
 # What comes in and goes out, for each micro-batch.
-E1 = Message(
+E1_AND_E2 = Message(
     tag=2,
     source=0,
     dest=2,
-    values=(Value("e1", (2, 8, 16, 16), torch.float32, gradient=True),),
+    values=(
+        Value("e1", (2, 8, 16, 16), torch.float32, gradient=True),
+        Value("e2", (2, 8, 8, 8), torch.float32, gradient=True),
+    ),
 )
-D2 = Message(
+D3 = Message(
     tag=4,
     source=1,
     dest=2,
-    values=(Value("d2", (2, 8, 8, 8), torch.float32, gradient=True),),
+    values=(Value("d3", (2, 8, 4, 4), torch.float32, gradient=True),),
 )
 # What this rank reads of each micro-batch.
 INPUTS = {
@@ -37,13 +40,18 @@ REDUCTIONS: dict[str, tuple[int, ...]] = {}
 
 
 class Stage2(nn.Module):
-    """Stage 2: up1."""
+    """Stage 2: up2, up1."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.up2 = nn.Conv2d(16, 8, kernel_size=3, padding=1)
         self.up1 = nn.Conv2d(16, 8, kernel_size=3, padding=1)
 
-    def forward(self, e1: Tensor, d2: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, e1: Tensor, e2: Tensor, d3: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # networks.py:93  d2 = F.relu(self.up2(torch.cat([e2, F.interpolate(d3, scal ...
+        d2 = F.relu(self.up2(torch.cat([e2, F.interpolate(d3, scale_factor=2)], 1)))
         # networks.py:94  return self.up1(torch.cat([e1, F.interpolate(d2, scale_fac ...
         up1 = self.up1(torch.cat([e1, F.interpolate(d2, scale_factor=2)], 1))
         # program_support.py:58  return F.mse_loss(output, target)
@@ -56,26 +64,27 @@ STAGES = {"stage2": Stage2}
 
 def forward_stage2(worker: Worker, m: int) -> None:
     """Run stage 2 on micro-batch m."""
-    e1 = worker.receive(E1, m)  # from rank 0, a skip over 1 stage
-    d2 = worker.receive(D2, m)  # from rank 1
+    e1, e2 = worker.receive(E1_AND_E2, m)  # from rank 0, a skip over 1 stage
+    d3 = worker.receive(D3, m)  # from rank 1
     target = worker.input("target", m)
-    up1, loss = worker.run("stage2", m, e1, d2, target)
+    up1, loss = worker.run("stage2", m, e1, e2, d3, target)
     worker.add_loss(loss)
 
 
 def backward_stage2(worker: Worker, m: int) -> None:
     """Run stage 2 backward on micro-batch m."""
-    grad_e1, grad_d2 = worker.backward("stage2", m, None, worker.loss_gradient)
-    worker.send(E1.gradient, m, grad_e1)  # to rank 0, a skip over 1 stage
-    worker.send(D2.gradient, m, grad_d2)  # to rank 1
+    grad_e1, grad_e2, grad_d3 = worker.backward("stage2", m, None, worker.loss_gradient)
+    # to rank 0, a skip over 1 stage
+    worker.send(E1_AND_E2.gradient, m, grad_e1, grad_e2)
+    worker.send(D3.gradient, m, grad_d3)  # to rank 1
 
 
 def evaluate_stage2(worker: Worker, m: int) -> None:
     """Run stage 2 on micro-batch m, without gradients."""
-    e1 = worker.receive(E1, m)  # from rank 0, a skip over 1 stage
-    d2 = worker.receive(D2, m)  # from rank 1
+    e1, e2 = worker.receive(E1_AND_E2, m)  # from rank 0, a skip over 1 stage
+    d3 = worker.receive(D3, m)  # from rank 1
     target = worker.input("target", m)
-    up1, loss = worker.evaluate("stage2", m, e1, d2, target)
+    up1, loss = worker.evaluate("stage2", m, e1, e2, d3, target)
     worker.add_result(m, loss, up1)
 
 
