@@ -71,6 +71,12 @@ Placement = Annotated[
 ]
 Frontend = Annotated[str, typer.Option(help=", ".join(FRONTENDS))]
 Memory = Annotated[str | None, typer.Option(help="cap of a rank, for example 16GiB")]
+Recompute = Annotated[
+    str, typer.Option(help="off, all, auto or blocks to run again in the backward")
+]
+Offload = Annotated[
+    str, typer.Option(help="off, auto or blocks that keep activations on the host")
+]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
 
 
@@ -90,6 +96,8 @@ def compile_command(
     placement: Placement = DEFAULTS.placement,
     frontend: Frontend = DEFAULTS.frontend,
     device_memory: Memory = None,
+    recompute: Recompute = "off",
+    offload: Offload = "off",
     check: Check = DEFAULTS.check,
     print_after: Annotated[
         str, typer.Option(help="print the program after this pass, or after `all`")
@@ -108,10 +116,12 @@ def compile_command(
         chunks=chunks,
         balance=balance,
         blocks=_numbers(blocks),
-        cuts=tuple(filter(None, cuts.split(","))),
+        cuts=_names(cuts),
         placement=placement,
         frontend=frontend,
         device_memory=parse_bytes(device_memory) if device_memory else None,
+        recompute=_names(recompute),
+        offload=_names(offload),
         check=check,
     )
     check_target(output)
@@ -328,6 +338,7 @@ def _compile(
         inputs,
         loss=user.make_loss() if user.loss is not None else None,
         example_target=user.make_target(inputs),
+        optimizer=user.optimizer,
         options=options,
         source=user.path,
         after_each=watch,
@@ -342,6 +353,11 @@ def _read_dot(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise GemscError(f"there is no {path}", help="compile again") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Read names between commas; `off` is none."""
+    return () if text == "off" else tuple(filter(None, text.split(",")))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

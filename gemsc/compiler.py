@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,8 @@ from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
 from gemsc.plan import Plan
 from gemsc.planner.candidates import Candidate, alternatives, best, is_open
 from gemsc.planner.device import LINK
-from gemsc.planner.layout import layout
+from gemsc.planner.layout import Layout, layout
+from gemsc.planner.optimizer_state import Factory, optimizer_bytes
 from gemsc.planner.predict import (
     make_plan,
     reduced_bytes,
@@ -33,8 +34,10 @@ from gemsc.planner.predict import (
     sent_bytes,
 )
 from gemsc.planner.prove import prove
-from gemsc.schedules import SCHEDULES, Task, Timeline, run
+from gemsc.planner.savings import fit_memory
+from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run
 from gemsc.schedules.loops import find_loops
+from gemsc.units import show_bytes
 from gemsc.viz.graph import draw, render
 from gemsc.viz.timeline import write_timeline
 
@@ -80,6 +83,7 @@ def compile(
     *,
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
+    optimizer: Factory | None = None,
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
@@ -88,7 +92,8 @@ def compile(
     """Compile a model for several ranks.
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
-    inputs. `example_target` is what `loss(output, target)` takes with them. Choices are
+    inputs. `example_target` is what `loss(output, target)` takes with them. `optimizer`
+    takes (name, parameter) pairs; its state counts towards the memory. Choices are
     the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`.
 
     The model's parameters, buffers and the random generators stay as they are.
@@ -102,6 +107,7 @@ def compile(
         example_inputs,
         loss=loss,
         example_target=example_target,
+        optimizer=optimizer,
         frontend=options.frontend,
         check=options.check,
         after_each=after_each,
@@ -128,6 +134,7 @@ def trace(
     *,
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
+    optimizer: Factory | None = None,
     frontend: str = "record",
     check: bool = True,
     after_each: Observer | None = None,
@@ -139,6 +146,9 @@ def trace(
     with _one_thread():
         program = record(model, example_inputs, training=trains, **feed)
         program = run_passes(program, GRAPH_PASSES, after_each=after_each)
+        parameters = dict(program.module.named_parameters())
+        state = optimizer_bytes(parameters, optimizer if trains else None)
+        program = replace(program, optimizer_bytes=state)
         if check:
             check_against_eager(program, model, example_inputs, **feed, training=trains)
         evaluation = record(model, example_inputs, training=False, **feed)
@@ -154,6 +164,12 @@ def lower(
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, prove the schedule."""
+    for name in ("recompute", "offload"):
+        if "auto" in getattr(options, name) and options.device_memory is None:
+            raise GemscError(
+                f"--{name} auto needs to know how much memory a rank has",
+                help="add --device-memory 16GiB",
+            )
     candidates: tuple[Candidate, ...] = ()
     if is_open(options):
         candidates = tuple(assess(traced, each) for each in alternatives(options))
@@ -180,8 +196,42 @@ def schedule_stages(
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
+    if "auto" in (*options.recompute, *options.offload) and options.device_memory:
+        return _fitted(program, chosen, schedule.policy, options)
     task = schedule_task(program, chosen, options.device_memory)
     return program, task, run(task, schedule.policy)
+
+
+def _fitted(
+    program: Program, chosen: Layout, policy: Policy, options: CompileOptions
+) -> tuple[Program, Task, Timeline]:
+    """Keep to the memory cap: fewer micro-batches at a time, or less of each.
+
+    Raises:
+        GemscError: neither fits; says how much the leanest needs.
+    """
+    cap = options.device_memory
+    assert cap is not None
+    kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
+    found = []
+    task = schedule_task(program, chosen, cap)
+    with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
+        found.append((program, task, run(task, policy)))
+    fit = fit_memory(
+        program, cap, lambda p: run(schedule_task(p, chosen, None), policy), kinds
+    )
+    if fit.fits:
+        task = schedule_task(fit.program, chosen, None)
+        found.append((fit.program, task, fit.timeline))
+    if not found:
+        raise GemscError(
+            f"no choice of blocks for --{' and --'.join(kinds)} fits "
+            f"{show_bytes(cap)} on each rank: the leanest needs "
+            f"{show_bytes(fit.peak_bytes)}",
+            help="use more --ranks, smaller micro-batches in example_inputs(), or a "
+            "larger --device-memory",
+        )
+    return min(found, key=lambda each: each[2].makespan)
 
 
 def assess(traced: Traced, options: CompileOptions) -> Candidate:

@@ -26,6 +26,10 @@ class CompileOptions:
     `placement` "natural" is the one that the schedule is made for; `chunks` is the
     number of stages on each rank under `looped` placement; "0,1,1,0" lists the rank of
     each stage.
+
+    `recompute` and `offload` name blocks or modules whose saved activations are computed
+    again in the backward, or wait for it in host memory. "auto" takes as few as
+    `device_memory` demands, `recompute` "all" every block where that frees anything.
     """
 
     ranks: int = 2
@@ -40,6 +44,8 @@ class CompileOptions:
     placement: str = "natural"
     frontend: str = "record"
     device_memory: int | None = None
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -65,6 +71,8 @@ class CompileOptions:
                 f"--times {self.times} means nothing to --schedule {self.schedule}",
                 help="use --schedule master, or --micro-batches",
             )
+        for name in ("recompute", "offload"):
+            _check_names(name, getattr(self, name))
         if self.blocks and self.cuts:
             raise GemscError(
                 "both --blocks and --cuts are given", help="give only one of them"
@@ -105,3 +113,13 @@ class CompileOptions:
             else:
                 words.append(f"--{flag} {value}")
         return " ".join(words)
+
+
+def _check_names(option: str, names: tuple[str, ...]) -> None:
+    """Refuse `all` or `auto` beside names."""
+    words = {"all", "auto"} & set(names)
+    if words and len(names) > 1:
+        raise GemscError(
+            f"--{option} {','.join(names)} mixes '{min(words)}' with names",
+            help=f"give --{option} {min(words)}, or names only",
+        )

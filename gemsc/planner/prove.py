@@ -40,6 +40,8 @@ def prove(
         task.placement,
         task.micro_batches,
         saved_bytes=[stage.saved_bytes for stage in task.stages],
+        transient_bytes=[stage.transient_bytes for stage in task.stages],
+        gradient_bytes=[stage.gradient_bytes for stage in task.stages],
         resident_bytes=[stage.resident_bytes for stage in task.stages],
         memory_cap=task.memory_cap,
         reductions=_reductions(program, task),

@@ -57,6 +57,8 @@ def check(
     *,
     receiving: Sequence[Channel] | None = None,
     saved_bytes: Sequence[int] | None = None,
+    transient_bytes: Sequence[int] | None = None,
+    gradient_bytes: Sequence[int] | None = None,
     resident_bytes: Sequence[int] | None = None,
     memory_cap: int | None = None,
     has_backward: bool = True,
@@ -74,6 +76,8 @@ def check(
         micro_batches: their number for each replica.
         receiving: what stages receive, if that was found in another way.
         saved_bytes: for each stage, kept for each micro-batch until its backward ends.
+        transient_bytes: for each stage, on top of it during the backward.
+        gradient_bytes: for each stage, from its first backward to the end.
         resident_bytes: for each stage, on its rank all the time.
         memory_cap: the bytes that no rank may exceed.
         has_backward: False for evaluation.
@@ -94,6 +98,8 @@ def check(
         micro_batches=tuple(micro_batches),
         kinds=_kinds(has_backward, split_backward),
         saved_bytes=tuple(saved_bytes or (0,) * len(placement[0])),
+        transient_bytes=tuple(transient_bytes or (0,) * len(placement[0])),
+        gradient_bytes=tuple(gradient_bytes or (0,) * len(placement[0])),
         resident_bytes=tuple(resident_bytes or (0,) * len(placement[0])),
         reductions=tuple(reductions),
         issued=_issued(len(orders), orders, reductions, issued),
@@ -141,6 +147,8 @@ class _Proof:
     micro_batches: tuple[int, ...]
     kinds: tuple[Kind, ...]
     saved_bytes: tuple[int, ...]
+    transient_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
     resident_bytes: tuple[int, ...]
     reductions: tuple[Reduction, ...]
     issued: tuple[tuple[tuple[str, int], ...], ...]
@@ -409,13 +417,15 @@ class _Proof:
         )
 
     def _peak(self, rank: int) -> tuple[int, int, Action | None]:
-        held = sum(
-            self.resident_bytes[stage]
+        stages = {
+            stage
             for ranks in self.placement
             for stage, where in enumerate(ranks)
             if where == rank
-        )
+        }
+        held = sum(self.resident_bytes[stage] for stage in stages)
         most, most_live, live = held, 0, 0
+        without_gradients = set(stages)
         at: Action | None = None
         alive: dict[tuple[int, int, int], int] = defaultdict(int)
         for action in self.orders[rank]:
@@ -426,6 +436,14 @@ class _Proof:
                 most_live = max(most_live, live)
                 if held > most or at is None:
                     most, at = max(most, held), action
+            if action.kind is Kind.BACKWARD:
+                peak = held + self.transient_bytes[action.stage]
+                most, at = max(most, peak), action if peak > most else at
+                if action.stage in without_gradients:
+                    without_gradients.remove(action.stage)
+                    held += self.gradient_bytes[action.stage]
             if action.kind is self.kinds[-1]:
                 held, live = held - alive.pop(key), live - 1
+            if held > most:
+                most, at = held, action
         return most, most_live, at

@@ -1,0 +1,178 @@
+"""What a stage keeps of a micro-batch from its forward to its backward, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.flow import external_inputs, flow
+from gemsc.ir.program import Program
+
+__all__ = [
+    "Activations",
+    "activations",
+    "again_seconds",
+    "host_seconds",
+    "seconds_until_last_save",
+]
+
+HOST_BYTES_PER_SECOND = 4e9  # memory to memory on one core; PCIe 3 x16 copies 12e9
+
+Storages = Mapping[int, int]  # storage -> bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of one stage and one micro-batch.
+
+    `kept` stay from the forward to the end of the backward, `transient` come on top
+    for a while in the backward, at most, where blocks are recomputed or brought back;
+    `moved` wait in host memory.
+    """
+
+    kept: int
+    transient: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A segment, or the nodes between two: what stays of it, what its backward needs."""
+
+    kind: str
+    stays: Storages
+    needs: Storages
+
+
+def activations(program: Program) -> list[Activations]:
+    """Return what each stage keeps of a micro-batch.
+
+    What an earlier stage on the same rank keeps already, longer, counts there only.
+    """
+    placement = program.placement
+    assert placement is not None
+    row = placement.ranks[0]
+    found: list[Activations] = []
+    held: list[Storages] = []
+    for index in range(len(program.require_stages())):
+        known = _union(held[i] for i in range(index) if row[i] == row[index])
+        received, parts = _parts(program, index)
+        found.append(_measure(received, parts, known))
+        held.append(_union([received, *(part.stays for part in parts)]))
+    return found
+
+
+def _measure(
+    received: Storages, parts: Sequence[_Part], known: Storages
+) -> Activations:
+    """Follow one backward, from the last part to the first.
+
+    A part's storages go when its backward is done. A recomputed part needs all that is
+    saved in it at once. Offloaded parts are fetched one ahead: the last one when the
+    backward begins, and each other one when the offloaded part after it is needed.
+    """
+    offloaded = [i for i, part in enumerate(parts) if part.kind == "offload"]
+    kept = _size([received, *(part.stays for part in parts)], known)
+    peak = kept
+    if offloaded:
+        last = parts[offloaded[-1]].needs
+        peak = _size([received, *(part.stays for part in parts), last], known)
+    for position, part in enumerate(parts):
+        if part.kind == "plain":
+            continue
+        alive = [received, part.needs, *(p.stays for p in parts[: position + 1])]
+        alive += [parts[i].needs for i in offloaded if i < position][-1:]
+        peak = max(peak, _size(alive, known))
+    everything = [part.needs for part in parts if part.kind == "offload"]
+    return Activations(kept, peak - kept, _size(everything, {}))
+
+
+def _parts(program: Program, index: int) -> tuple[Storages, list[_Part]]:
+    """Return what a stage receives with a gradient, and its parts in order."""
+    stage = flow(program, index, with_outputs=False)
+    received: dict[int, int] = {}
+    for node in stage.takes:
+        facts = meta.facts(node)
+        if meta.needs_gradient(node):
+            keys = [storage for storage, _ in facts.storages]
+            received.update(dict.fromkeys(keys, facts.output_bytes))
+    parts: list[_Part] = []
+    inside = {
+        node: (segment.kind, nodes)
+        for segment, nodes in program.segments_of(index)
+        for node in nodes
+    }
+    plain: list[fx.Node] = []
+    for node in stage.nodes:
+        if node not in inside:
+            plain.append(node)
+            continue
+        kind, nodes = inside[node]
+        if node is not nodes[0]:
+            continue
+        parts.append(_plain(plain))
+        plain = []
+        stays = _inputs(nodes) if kind == "recompute" else {}
+        parts.append(_Part(kind, stays, _saved(nodes)))
+    return received, [*parts, _plain(plain)]
+
+
+def _plain(nodes: Iterable[fx.Node]) -> _Part:
+    saved = _saved(nodes)
+    return _Part("plain", saved, saved)
+
+
+def _saved(nodes: Iterable[fx.Node]) -> Storages:
+    return {key: size for node in nodes for key, size in meta.facts(node).saved}
+
+
+def _inputs(nodes: Sequence[fx.Node]) -> Storages:
+    """Return the storages of what comes into a row of nodes."""
+    return {
+        key: size
+        for node in external_inputs(nodes)
+        for key, size in meta.facts(node).storages
+    }
+
+
+def _union(many: Iterable[Storages]) -> Storages:
+    return {key: size for one in many for key, size in one.items()}
+
+
+def _size(many: Iterable[Storages], known: Storages) -> int:
+    return sum(size for key, size in _union(many).items() if key not in known)
+
+
+def again_seconds(program: Program, index: int) -> float:
+    """Return the seconds that a stage's backward needs to recompute its blocks.
+
+    A block runs again up to the last tensor that is saved in it. An operator that saves
+    only what it takes, a convolution for instance, is not run again if it comes last.
+    """
+    return sum(
+        seconds_until_last_save(nodes)
+        for segment, nodes in program.segments_of(index)
+        if segment.kind == "recompute"
+    )
+
+
+def host_seconds(num_bytes: int) -> float:
+    """Return the seconds of a copy between a device and host memory, one way."""
+    return num_bytes / HOST_BYTES_PER_SECOND
+
+
+def seconds_until_last_save(nodes: Sequence[fx.Node]) -> float:
+    """Return the seconds in which nodes run again up to the last tensor they save."""
+    saving = [i for i, node in enumerate(nodes) if meta.facts(node).saved]
+    if not saving:
+        return 0.0
+    last = nodes[saving[-1]]
+    own = {storage for storage, _ in meta.facts(last).storages}
+    runs = bool(own & {storage for storage, _ in meta.facts(last).saved})
+    return sum(
+        meta.facts(node).forward_seconds for node in nodes[: saving[-1] + runs]
+    )
+
