@@ -27,9 +27,9 @@ class CompileOptions:
     number of stages on each rank under `looped` placement; "0,1,1,0" lists the rank of
     each stage.
 
-    `recompute` and `offload` name blocks or modules whose saved activations are computed
-    again in the backward, or wait for it in host memory. "auto" takes as few as
-    `device_memory` demands, `recompute` "all" every block where that frees anything.
+    `recompute` and `offload` name blocks or modules whose saved activations are
+    computed again in the backward, or wait for it in host memory. "auto" takes as few
+    as `device_memory` demands, "all" every block where that frees anything.
     """
 
     ranks: int = 2
@@ -55,12 +55,7 @@ class CompileOptions:
             GemscError: an option is out of its range, or two contradict each other.
         """
         for name in ("ranks", "data", "micro_batches", "times", "chunks"):
-            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
-                flag = name.replace("_", "-")
-                raise GemscError(
-                    f"--{flag} is {getattr(self, name)}",
-                    help=f"give --{flag} a value of 1 or more",
-                )
+            _check_number(name, getattr(self, name))
         if self.balance not in BALANCES:
             raise GemscError(
                 f"unknown balance '{self.balance}'",
@@ -113,6 +108,14 @@ class CompileOptions:
             else:
                 words.append(f"--{flag} {value}")
         return " ".join(words)
+
+
+def _check_number(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        flag = option.replace("_", "-")
+        raise GemscError(
+            f"--{flag} is {value}", help=f"give --{flag} a value of 1 or more"
+        )
 
 
 def _check_names(option: str, names: tuple[str, ...]) -> None:

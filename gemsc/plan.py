@@ -24,7 +24,8 @@ class PlannedStage:
 
     Bytes and seconds are for one micro-batch; `saved_bytes` are kept from its forward
     to the end of its backward, `transient_bytes` come on top during it where blocks
-    are recomputed or brought back. `resident_bytes` are there all the time,
+    are recomputed or brought back (`first_transient_bytes` in the first backward, with
+    the gradients made so far). `resident_bytes` are there all the time,
     `gradient_bytes` from the first backward to the update. `recompute` and `offload`
     name the blocks that keep nothing, or keep it in host memory.
     """
@@ -40,6 +41,7 @@ class PlannedStage:
     backward_seconds: float
     gradient_bytes: int = 0
     transient_bytes: int = 0
+    first_transient_bytes: int = 0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
 

@@ -76,8 +76,9 @@ class Facts:
     Seconds are predicted for one micro-batch. `saved` holds (storage, bytes) of all
     that autograd keeps for this node's backward, without parameters and buffers;
     `saved_bytes` counts those of them that no earlier node keeps already. `storages`
-    are the (storage, bytes) of the node's own value. `heavy` nodes multiply matrices, convolve or
-    own a weight: what a stage is made of. `random` nodes draw random numbers.
+    are the (storage, bytes) of the node's own value. `heavy` nodes multiply matrices,
+    convolve or own a weight: what a stage is made of. `random` nodes draw random
+    numbers.
     """
 
     flops: int = 0

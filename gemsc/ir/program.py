@@ -232,7 +232,9 @@ class Program:
             transfers=None,
         )
 
-    def segments_of(self, stage: int) -> tuple[tuple[Segment, tuple[fx.Node, ...]], ...]:
+    def segments_of(
+        self, stage: int
+    ) -> tuple[tuple[Segment, tuple[fx.Node, ...]], ...]:
         """Return a stage's segments, each with its nodes."""
         blocks = {block.index: block for block in self.require_stages()[stage].blocks}
         return tuple(

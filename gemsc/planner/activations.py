@@ -28,23 +28,29 @@ Storages = Mapping[int, int]  # storage -> bytes
 class Activations:
     """Bytes of one stage and one micro-batch.
 
-    `kept` stay from the forward to the end of the backward, `transient` come on top
-    for a while in the backward, at most, where blocks are recomputed or brought back;
-    `moved` wait in host memory.
+    `kept` stay from the forward to the end of the backward. `transient` come on top for
+    a while in the backward, at most, where blocks are recomputed or brought back;
+    `first_transient` counts the gradients of parameters with them, which the first
+    backward of a step makes one after the other. `moved` wait in host memory.
     """
 
     kept: int
     transient: int = 0
+    first_transient: int = 0
     moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A segment, or the nodes between two: what stays of it, what its backward needs."""
+    """A segment, or the nodes between two: what stays of it, what its backward needs.
+
+    `gradients` are the bytes of its parameters.
+    """
 
     kind: str
     stays: Storages
     needs: Storages
+    gradients: int
 
 
 def activations(program: Program) -> list[Activations]:
@@ -73,21 +79,31 @@ def _measure(
     A part's storages go when its backward is done. A recomputed part needs all that is
     saved in it at once. Offloaded parts are fetched one ahead: the last one when the
     backward begins, and each other one when the offloaded part after it is needed.
+    What is fetched is a copy, even of what stays because of another part.
     """
-    offloaded = [i for i, part in enumerate(parts) if part.kind == "offload"]
-    kept = _size([received, *(part.stays for part in parts)], known)
-    peak = kept
-    if offloaded:
-        last = parts[offloaded[-1]].needs
-        peak = _size([received, *(part.stays for part in parts), last], known)
+    moved = [_without(p.needs, received) if p.kind == "offload" else {} for p in parts]
+    offloaded = [position for position, storages in enumerate(moved) if storages]
+
+    def alive(position: int, needs: Storages, *fetched: int) -> int:
+        stays = [part.stays for part in parts[: position + 1]]
+        copies = sum(_union(moved[i] for i in fetched).values())
+        return sum(_without(_union([received, *stays, needs]), known).values()) + copies
+
+    end = len(parts) - 1
+    kept = alive(end, {})
+    peak = first_peak = alive(end, {}, *offloaded[-1:])
     for position, part in enumerate(parts):
         if part.kind == "plain":
             continue
-        alive = [received, part.needs, *(p.stays for p in parts[: position + 1])]
-        alive += [parts[i].needs for i in offloaded if i < position][-1:]
-        peak = max(peak, _size(alive, known))
-    everything = [part.needs for part in parts if part.kind == "offload"]
-    return Activations(kept, peak - kept, _size(everything, {}))
+        ahead = [i for i in offloaded if i < position][-1:]
+        if part.kind == "recompute":
+            now = alive(position, part.needs, *ahead)
+        else:
+            now = alive(position, {}, position, *ahead)
+        later = sum(each.gradients for each in parts[position + 1 :])
+        peak, first_peak = max(peak, now), max(first_peak, now + later)
+    total = sum(_union(moved).values())
+    return Activations(kept, peak - kept, first_peak - kept, total)
 
 
 def _parts(program: Program, index: int) -> tuple[Storages, list[_Part]]:
@@ -116,13 +132,17 @@ def _parts(program: Program, index: int) -> tuple[Storages, list[_Part]]:
         parts.append(_plain(plain))
         plain = []
         stays = _inputs(nodes) if kind == "recompute" else {}
-        parts.append(_Part(kind, stays, _saved(nodes)))
+        parts.append(_Part(kind, stays, _saved(nodes), _gradients(nodes)))
     return received, [*parts, _plain(plain)]
 
 
-def _plain(nodes: Iterable[fx.Node]) -> _Part:
+def _plain(nodes: Sequence[fx.Node]) -> _Part:
     saved = _saved(nodes)
-    return _Part("plain", saved, saved)
+    return _Part("plain", saved, saved, _gradients(nodes))
+
+
+def _gradients(nodes: Iterable[fx.Node]) -> int:
+    return sum(meta.facts(node).parameter_bytes for node in nodes)
 
 
 def _saved(nodes: Iterable[fx.Node]) -> Storages:
@@ -142,8 +162,8 @@ def _union(many: Iterable[Storages]) -> Storages:
     return {key: size for one in many for key, size in one.items()}
 
 
-def _size(many: Iterable[Storages], known: Storages) -> int:
-    return sum(size for key, size in _union(many).items() if key not in known)
+def _without(storages: Storages, known: Storages) -> Storages:
+    return {key: size for key, size in storages.items() if key not in known}
 
 
 def again_seconds(program: Program, index: int) -> float:
@@ -172,7 +192,4 @@ def seconds_until_last_save(nodes: Sequence[fx.Node]) -> float:
     last = nodes[saving[-1]]
     own = {storage for storage, _ in meta.facts(last).storages}
     runs = bool(own & {storage for storage, _ in meta.facts(last).saved})
-    return sum(
-        meta.facts(node).forward_seconds for node in nodes[: saving[-1] + runs]
-    )
-
+    return sum(meta.facts(node).forward_seconds for node in nodes[: saving[-1] + runs])

@@ -31,7 +31,9 @@ def optimizer_bytes(
     try:
         with FakeTensorMode():
             return _after_one_step(trained, factory, small=False)
-    except Exception:  # whatever a user's optimizer does with numbers that are not there
+    except (
+        Exception
+    ):  # whatever a user's optimizer does with numbers that are not there
         pass
     try:
         return _after_one_step(trained, factory, small=True)

@@ -28,6 +28,7 @@ __all__ = [
     "sent_bytes",
 ]
 
+
 def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> Task:
     """Return what the schedule engine needs to know of the program."""
     saved = activations(program)
@@ -41,6 +42,7 @@ def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> T
             + host_seconds(saved[stage.index].moved),
             saved_bytes=saved[stage.index].kept,
             transient_bytes=saved[stage.index].transient,
+            first_transient_bytes=saved[stage.index].first_transient,
             resident_bytes=weights[stage.index].resident,
             gradient_bytes=weights[stage.index].gradients,
         )
@@ -129,6 +131,7 @@ def make_plan(
             gradient_bytes=task.stages[stage.index].gradient_bytes,
             saved_bytes=task.stages[stage.index].saved_bytes,
             transient_bytes=task.stages[stage.index].transient_bytes,
+            first_transient_bytes=task.stages[stage.index].first_transient_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
             recompute=_names(program, stage.index, "recompute"),

@@ -168,9 +168,7 @@ def _savings(program: Program, kinds: tuple[str, ...]) -> dict[int, list[Saving]
     return found
 
 
-def _savings_of(
-    program: Program, stage: Stage, kinds: tuple[str, ...]
-) -> list[Saving]:
+def _savings_of(program: Program, stage: Stage, kinds: tuple[str, ...]) -> list[Saving]:
     saved = {block.index: _saved(block) for block in stage.blocks}
     users = Counter(key for storages in saved.values() for key in storages)
     found = []

@@ -6,4 +6,12 @@ from gemsc.runtime.recompute import recompute
 from gemsc.runtime.user_objects import user_object
 from gemsc.runtime.worker import Worker
 
-__all__ = ["Input", "Message", "Value", "Worker", "offloaded", "recompute", "user_object"]
+__all__ = [
+    "Input",
+    "Message",
+    "Value",
+    "Worker",
+    "offloaded",
+    "recompute",
+    "user_object",
+]

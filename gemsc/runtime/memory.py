@@ -58,14 +58,15 @@ class ActivationMeter:
             _active.meter = None
         self.sample()
 
-    def follow(self, tensors: Iterable[Tensor]) -> None:
-        """Count these from now on, for as long as they live."""
+    def follow(self, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
+        """Count these from now on, for as long as they live, `besides` left out."""
+        left_out = self._own | {t.untyped_storage()._cdata for t in besides}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             known = self._alive.get(storage._cdata)
             if known is not None and not _gone(known[0]):
                 continue
-            if storage._cdata not in self._own:
+            if storage._cdata not in left_out:
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._alive[storage._cdata] = reference, storage.nbytes()
 

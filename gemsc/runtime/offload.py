@@ -148,7 +148,7 @@ def store_for(streams: Streams) -> Store:
 
 
 class _Moved:
-    """A storage that waits in the store; it comes back once, and goes with its users."""
+    """A storage that waits in the store; it comes back once."""
 
     def __init__(self, storage: torch.UntypedStorage, store: Store) -> None:
         self.original = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -207,7 +207,7 @@ class _Part:
         self._arrived = False
 
     def pack(self, tensor: Tensor) -> _Packed | Tensor:
-        """Move a tensor's storage; parameters and buffers stay where they are."""
+        """Move a tensor's storage, unless it stays."""
         moved = self._pack(tensor)
         if moved is None:
             return tensor.detach()
@@ -235,11 +235,20 @@ class _Part:
 
 
 class OffloadedRun:
-    """One forward of one stage: what has moved, each storage once."""
+    """One forward of one stage: what has moved, each storage once.
 
-    def __init__(self, store: Callable[[], Store], stage: nn.Module) -> None:
+    Parameters, buffers and the stage's inputs that stay until the backward do not move.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], Store],
+        stage: nn.Module,
+        staying: tuple[Tensor, ...] = (),
+    ) -> None:
         self._make_store = store
         self._stage = stage
+        self._staying = staying
         self._known: dict[tuple[int, int], ReferenceType[_Moved]] = {}
         self._last: _Part | None = None
 
@@ -259,8 +268,9 @@ class OffloadedRun:
 
     @cached_property
     def _own(self) -> set[int]:
-        """The storages of parameters and buffers, which stay."""
-        tensors = (*self._stage.parameters(), *self._stage.buffers())
+        """The storages that do not move."""
+        stage = self._stage
+        tensors = (*stage.parameters(), *stage.buffers(), *self._staying)
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def begin_part(self) -> _Part:

@@ -50,7 +50,7 @@ def recompute(block: Callable[..., T], *inputs: Tensor) -> T:
 
 
 class _EndOfBlockError(Exception):
-    """All that was saved has been computed again; the rest of the block is not needed."""
+    """All that was saved is there again; the rest of the block is not needed."""
 
 
 class _Saved:
@@ -60,7 +60,10 @@ class _Saved:
     """
 
     def __init__(
-        self, block: Callable[..., object], inputs: tuple[Tensor, ...], norms: list[_NormBase]
+        self,
+        block: Callable[..., object],
+        inputs: tuple[Tensor, ...],
+        norms: list[_NormBase],
     ) -> None:
         self._block = block
         self._inputs = inputs
@@ -97,7 +100,7 @@ class _Saved:
             with (
                 torch.enable_grad(),
                 self._same_random_numbers(),
-                _copied_statistics(self._norms),
+                _copied_statistics(self._norms) as copies,
                 saved_tensors_hooks(collect, _never),
             ):
                 self._block(*inputs)
@@ -110,7 +113,7 @@ class _Saved:
             )
         self._values = dict(enumerate(values))
         if self._meter is not None:
-            self._meter.follow(values)
+            self._meter.follow(values, besides=copies)
             self._meter.sample()
 
     def _random_state(self) -> list[Tensor]:
@@ -162,17 +165,20 @@ def _norms_that_run(stage: nn.Module) -> Iterator[list[_NormBase]]:
 
 
 @contextmanager
-def _copied_statistics(layers: list[_NormBase]) -> Iterator[None]:
-    """Let layers update copies of their running statistics.
+def _copied_statistics(layers: list[_NormBase]) -> Iterator[list[Tensor]]:
+    """Let layers update copies of their running statistics, which are yielded.
 
     The statistics themselves are not even written: graphs in flight hold them.
     """
     originals = [dict(layer._buffers) for layer in layers]
+    copies: list[Tensor] = []
     for layer in layers:
         for name, tensor in layer._buffers.items():
-            layer._buffers[name] = tensor if tensor is None else tensor.clone()
+            if tensor is not None:
+                copies.append(tensor.clone())
+                layer._buffers[name] = copies[-1]
     try:
-        yield
+        yield copies
     finally:
         for layer, buffers in zip(layers, originals, strict=True):
             layer._buffers.update(buffers)

@@ -18,7 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Arrival", "CudaStreams", "HostCopy", "NullStreams", "Streams", "streams_for"]
+__all__ = [
+    "Arrival",
+    "CudaStreams",
+    "HostCopy",
+    "NullStreams",
+    "Streams",
+    "streams_for",
+]
 
 
 _cuda: Any = torch.cuda  # its streams and events have no types

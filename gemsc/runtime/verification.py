@@ -66,5 +66,7 @@ def record_steps(
     losses = [trainer.step(input, target) for input, target in batches]
     write_tensors(folder / f"state{rank}.safetensors", trainer.all_tensors())
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
-    (folder / f"memory{rank}.json").write_text(json.dumps([meter.peak_bytes, meter.peak_total_bytes]))
+    (folder / f"memory{rank}.json").write_text(
+        json.dumps([meter.peak_bytes, meter.peak_total_bytes])
+    )
     return losses

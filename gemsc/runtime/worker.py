@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -183,12 +183,13 @@ class Worker:
         self._let_go()
         module = self.stages[stage]
         measured = self.meter.forward(inputs) if self.meter else nullcontext()
-        offloaded = OffloadedRun(lambda: self._store, module)
+        staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
+        offloaded = OffloadedRun(lambda: self._store, module, staying)
         with self._random_numbers(module, stage, m), measured, offloaded.forward():
             result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
-            tuple(tensor for tensor in inputs if tensor.requires_grad),
+            staying,
             tuple(_edge(tensor) for tensor in outputs),
             offloaded,
         )
@@ -203,21 +204,16 @@ class Worker:
         """
         self.status.enter("backward", stage, m)
         kept = self._in_flight.pop((stage, m))
+        if self.meter is not None:
+            self.meter.sample()
         kept.offloaded.prefetch()
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(kept.outputs, gradients, strict=True)
-            if edge is not None and gradient is not None
-        ]
-        if pairs:
-            edges, flowing = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, flowing)
+        _run_backward(kept.outputs, gradients)
         result = tuple(
             _own(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in kept.inputs
         )
         if self.meter is not None:
-            del kept, pairs
+            del kept
             self.meter.sample()
         return result
 
@@ -466,6 +462,20 @@ def _edge(tensor: Any) -> GradientEdge | None:
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         return get_gradient_edge(tensor)
     return None
+
+
+def _run_backward(
+    outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
+) -> None:
+    """Let the gradients flow back from the outputs that have one."""
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(outputs, gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    if pairs:
+        edges, flowing = zip(*pairs, strict=True)
+        torch.autograd.backward(edges, flowing)
 
 
 def _storage_users(tensor: Tensor) -> int:

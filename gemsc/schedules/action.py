@@ -64,7 +64,8 @@ class StageCost:
 
     `backward` is the whole backward; `weight` is the part of it that can wait, the
     gradients of the weights. `saved_bytes` are kept from the beginning of the forward
-    to the end of the backward, `transient_bytes` come on top during the backward;
+    to the end of the backward, `transient_bytes` come on top during the backward (in
+    the first one of a step, which makes the gradients, `first_transient_bytes`);
     `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
     backward to the end of the step.
     """
@@ -75,6 +76,7 @@ class StageCost:
     saved_bytes: int = 1
     resident_bytes: int = 0
     transient_bytes: int = 0
+    first_transient_bytes: int = 0
     gradient_bytes: int = 0
 
     def seconds(self, kind: Kind, *, split: bool = False) -> float:
@@ -235,9 +237,9 @@ class Timed:
 class Timeline:
     """What each rank does and when, as predicted.
 
-    `peak_bytes` are all bytes of a rank, `peak_activation_bytes` the saved and transient
-    ones, `peak_live` counts the forwards of any stage whose backward is not yet done:
-    each the largest at any time, for each rank.
+    `peak_bytes` are all bytes of a rank, `peak_activation_bytes` the saved and
+    transient ones, `peak_live` counts the forwards of any stage whose backward is not
+    yet done: each the largest at any time, for each rank.
     """
 
     ranks: tuple[tuple[Timed, ...], ...]

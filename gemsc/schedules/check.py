@@ -58,6 +58,7 @@ def check(
     receiving: Sequence[Channel] | None = None,
     saved_bytes: Sequence[int] | None = None,
     transient_bytes: Sequence[int] | None = None,
+    first_transient_bytes: Sequence[int] | None = None,
     gradient_bytes: Sequence[int] | None = None,
     resident_bytes: Sequence[int] | None = None,
     memory_cap: int | None = None,
@@ -77,6 +78,7 @@ def check(
         receiving: what stages receive, if that was found in another way.
         saved_bytes: for each stage, kept for each micro-batch until its backward ends.
         transient_bytes: for each stage, on top of it during the backward.
+        first_transient_bytes: the same for its first backward.
         gradient_bytes: for each stage, from its first backward to the end.
         resident_bytes: for each stage, on its rank all the time.
         memory_cap: the bytes that no rank may exceed.
@@ -99,6 +101,7 @@ def check(
         kinds=_kinds(has_backward, split_backward),
         saved_bytes=tuple(saved_bytes or (0,) * len(placement[0])),
         transient_bytes=tuple(transient_bytes or (0,) * len(placement[0])),
+        first_transient_bytes=tuple(first_transient_bytes or (0,) * len(placement[0])),
         gradient_bytes=tuple(gradient_bytes or (0,) * len(placement[0])),
         resident_bytes=tuple(resident_bytes or (0,) * len(placement[0])),
         reductions=tuple(reductions),
@@ -148,6 +151,7 @@ class _Proof:
     kinds: tuple[Kind, ...]
     saved_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
+    first_transient_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     resident_bytes: tuple[int, ...]
     reductions: tuple[Reduction, ...]
@@ -426,10 +430,14 @@ class _Proof:
         held = sum(self.resident_bytes[stage] for stage in stages)
         most, most_live, live = held, 0, 0
         without_gradients = set(stages)
+        posted: dict[Channel, int] = {}
         at: Action | None = None
         alive: dict[tuple[int, int, int], int] = defaultdict(int)
         for action in self.orders[rank]:
             key = (action.replica, action.stage, action.micro_batch)
+            held -= sum(posted.values())
+            posted |= self._posted(action)
+            held += sum(posted.values())
             if action.kind is Kind.FORWARD:
                 alive[key] = self.saved_bytes[action.stage]
                 held, live = held + alive[key], live + 1
@@ -437,8 +445,11 @@ class _Proof:
                 if held > most or at is None:
                     most, at = max(most, held), action
             if action.kind is Kind.BACKWARD:
-                peak = held + self.transient_bytes[action.stage]
-                most, at = max(most, peak), action if peak > most else at
+                transient = self.transient_bytes[action.stage]
+                if action.stage in without_gradients:
+                    transient = self.first_transient_bytes[action.stage]
+                if held + transient > most:
+                    most, at = held + transient, action
                 if action.stage in without_gradients:
                     without_gradients.remove(action.stage)
                     held += self.gradient_bytes[action.stage]
@@ -447,3 +458,20 @@ class _Proof:
             if held > most:
                 most, at = held, action
         return most, most_live, at
+
+    def _posted(self, action: Action) -> dict[Channel, int]:
+        """Return the bytes of the receives that are posted once an action begins."""
+        is_last = action.micro_batch + 1 == self.micro_batches[action.replica]
+        return {
+            channel: 0 if is_last else channel.num_bytes
+            for channel in self._taken[action.kind, action.replica, action.stage]
+        }
+
+    @cached_property
+    def _taken(self) -> dict[tuple[Kind, int, int], list[Channel]]:
+        """The channels that come from another rank, by what takes their messages."""
+        taken = defaultdict(list)
+        for channel in self.channels:
+            if self.travels(channel):
+                taken[channel.kind, channel.replica, channel.dest].append(channel)
+        return taken

@@ -60,8 +60,13 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
             posted[action.kind, action.replica, action.stage] = 0 if is_last else size
         if action.kind is Kind.FORWARD:
             saved, live = saved + stage.saved_bytes, live + 1
-        transient = stage.transient_bytes if action.kind is Kind.BACKWARD else 0
-        held = (saved, transient, sum(gradients.values()), sum(posted.values()), live)
+        transient = made = 0
+        if action.kind is Kind.BACKWARD:
+            transient = stage.transient_bytes
+            if action.stage not in gradients:
+                made = stage.first_transient_bytes - transient
+        ready = sum(gradients.values()) + made
+        held = (saved, transient, ready, sum(posted.values()), live)
         yield Held(timed.start, action, *held)
         if action.kind is Kind.BACKWARD:
             gradients[action.stage] = stage.gradient_bytes
