@@ -56,18 +56,22 @@ class _Part:
 def activations(program: Program) -> list[Activations]:
     """Return what each stage keeps of a micro-batch.
 
-    What an earlier stage on the same rank keeps already, longer, counts there only.
+    What an earlier stage on the same rank keeps already, longer, counts there only; but
+    each stage has a copy of its own of what it reads of the batch.
     """
     placement = program.placement
     assert placement is not None
     row = placement.ranks[0]
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    batch = _union(dict(meta.facts(node).storages) for node in inputs)
     found: list[Activations] = []
     held: list[Storages] = []
     for index in range(len(program.require_stages())):
         known = _union(held[i] for i in range(index) if row[i] == row[index])
         received, parts = _parts(program, index)
         found.append(_measure(received, parts, known))
-        held.append(_union([received, *(part.stays for part in parts)]))
+        stays = _union([received, *(part.stays for part in parts)])
+        held.append(_without(stays, batch))
     return found
 
 
