@@ -21,9 +21,10 @@ def optimizer_bytes(
     """Return, for each trained parameter, the bytes of the optimizer's state of it.
 
     The optimizer makes one step on fake tensors, which have shapes and no memory. One
-    that looks at numbers cannot; then it steps on real tensors of one element a
-    dimension, and state with the parameter's shape is scaled up. Without a factory the
-    optimizer is plain SGD, which keeps nothing.
+    that looks at numbers cannot; then it steps on real tensors with at most two
+    elements a dimension, and where its state is as long as those it is taken to be as
+    long as the parameter. Without a factory the optimizer is plain SGD, which keeps
+    nothing.
     """
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if factory is None or not trained:
@@ -46,7 +47,7 @@ def _after_one_step(
 ) -> dict[str, int]:
     copies = {}
     for name, parameter in trained.items():
-        shape = [1] * parameter.dim() if small else list(parameter.shape)
+        shape = [min(size, 2) if small else size for size in parameter.shape]
         copies[name] = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
     optimizer = factory(copies.items())
     for copy in copies.values():
@@ -54,17 +55,23 @@ def _after_one_step(
     optimizer.step()
     return {
         name: sum(
-            _bytes(tensor, copy, trained[name].numel() if small else copy.numel())
+            _bytes(tensor, copy, trained[name])
             for tensor in _tensors(optimizer.state.get(copy, {}))
         )
         for name, copy in copies.items()
     }
 
 
-def _bytes(tensor: Tensor, parameter: Tensor, numel: int) -> int:
-    if tensor.shape == parameter.shape and tensor.dim():
-        return numel * tensor.element_size()
-    return tensor.nbytes
+def _bytes(tensor: Tensor, copy: Tensor, parameter: Tensor) -> int:
+    """Return the bytes of a state whose parameter was `copy` and is `parameter`."""
+    if tensor.dim() != copy.dim():
+        return tensor.nbytes
+    count = 1
+    for mine, small, real in zip(
+        tensor.shape, copy.shape, parameter.shape, strict=True
+    ):
+        count *= real if mine == small else mine
+    return count * tensor.element_size()
 
 
 def _tensors(state: Any) -> list[Tensor]:
