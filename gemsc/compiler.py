@@ -23,12 +23,15 @@ from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
 from gemsc.plan import Plan
-from gemsc.planner.candidates import Candidate, alternatives, best, is_open
+from gemsc.planner.advice import nothing_fits
+from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
 from gemsc.planner.device import LINK
+from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import Layout, layout
 from gemsc.planner.optimizer_state import Factory, optimizer_bytes
 from gemsc.planner.predict import (
     make_plan,
+    micro_batch_size,
     reduced_bytes,
     schedule_task,
     sent_bytes,
@@ -50,7 +53,7 @@ Choice = TypeVar("Choice")
 class CompiledProgram:
     """What `compile` returns: look at it, then write it.
 
-    `candidates` are what was compared where the schedule or placement was `auto`.
+    `candidates` are what was compared where something was `auto`, best first.
     """
 
     compilation: Compilation
@@ -87,6 +90,7 @@ def compile(
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
+    edited: EditedPlan | None = None,
     **choices: Any,
 ) -> CompiledProgram:
     """Compile a model for several ranks.
@@ -94,7 +98,8 @@ def compile(
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is what `loss(output, target)` takes with them. `optimizer`
     takes (name, parameter) pairs; its state counts towards the memory. Choices are
-    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`.
+    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
+    `edited` plan decides them all.
 
     The model's parameters, buffers and the random generators stay as they are.
 
@@ -102,6 +107,8 @@ def compile(
         GemscError: the model or an option cannot be compiled; says where and why.
     """
     options = replace(options or CompileOptions(), **choices)
+    if edited is not None:
+        options = edited.options()
     traced = trace(
         model,
         example_inputs,
@@ -112,6 +119,8 @@ def compile(
         check=options.check,
         after_each=after_each,
     )
+    if edited is not None:
+        edited.check(traced.program.blocks or ())
     return lower(traced, options, source=source, after_each=after_each)
 
 
@@ -172,8 +181,8 @@ def lower(
             )
     candidates: tuple[Candidate, ...] = ()
     if is_open(options):
-        candidates = tuple(assess(traced, each) for each in alternatives(options))
-        options = best(candidates).options
+        candidates = search(traced, options)
+        options = candidates[0].options
     program, task, timeline = schedule_stages(traced, options, after_each)
     evaluation = run_passes(
         program if traced.twins is not None else traced.evaluation,
@@ -183,8 +192,7 @@ def lower(
     prove(program, evaluation, task, timeline)
     plan = make_plan(program, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
-    user_path = str(source.resolve()) if source else ""
-    compilation = Compilation(program, evaluation, traced.twins, steps, plan, user_path)
+    compilation = Compilation(program, evaluation, traced.twins, steps, plan)
     return CompiledProgram(compilation, candidates)
 
 
@@ -196,9 +204,14 @@ def schedule_stages(
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    if "auto" in (*options.recompute, *options.offload) and options.device_memory:
+    task = schedule_task(program, chosen, None)
+    timeline = run(task, schedule.policy)
+    cap = options.device_memory
+    if cap is None or max(timeline.peak_bytes) <= cap:
+        return program, replace(task, memory_cap=cap), timeline
+    if "auto" in (*options.recompute, *options.offload):
         return _fitted(program, chosen, schedule.policy, options)
-    task = schedule_task(program, chosen, options.device_memory)
+    task = replace(task, memory_cap=cap)
     return program, task, run(task, schedule.policy)
 
 
@@ -221,7 +234,7 @@ def _fitted(
         program, cap, lambda p: run(schedule_task(p, chosen, None), policy), kinds
     )
     if fit.fits:
-        task = schedule_task(fit.program, chosen, None)
+        task = schedule_task(fit.program, chosen, cap)
         found.append((fit.program, task, fit.timeline))
     if not found:
         raise GemscError(
@@ -234,21 +247,38 @@ def _fitted(
     return min(found, key=lambda each: each[2].makespan)
 
 
+def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
+    """Return all that agrees with the options, best first.
+
+    Raises:
+        GemscError: nothing fits; says what would.
+    """
+    found = ranked([assess(traced, each) for each in alternatives(options)])
+    if not found[0].fits():
+        raise nothing_fits(found, lambda other: assess(traced, other))
+    return tuple(found)
+
+
 def assess(traced: Traced, options: CompileOptions) -> Candidate:
-    """Return what is predicted for one choice of schedule and placement."""
+    """Return what is predicted for one choice."""
     uncapped = replace(options, device_memory=None)
     try:
         program, task, timeline = schedule_stages(traced, uncapped)
-        if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
-            # the engine may find an order that holds less at a time
-            program, task, timeline = schedule_stages(traced, options)
     except GemscError as error:
         return Candidate(options, problem=error.message)
+    if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
+        with suppress(GemscError):  # there may be an order that holds less at a time
+            program, task, timeline = schedule_stages(traced, options)
     sums = reduced_bytes(program, options.data)
+    fullest = max(range(options.ranks), key=lambda rank: timeline.peak_bytes[rank])
+    size = micro_batch_size(program)
     return Candidate(
         options,
         seconds=timeline.makespan + LINK.seconds(2 * max(sums)),
-        peak_bytes=max(timeline.peak_bytes),
+        samples=options.data * sum(task.micro_batches) * size,
+        micro_batch_size=size,
+        peak_bytes=timeline.peak_bytes[fullest],
+        activation_bytes=timeline.peak_activation_bytes[fullest],
         bubble=timeline.bubble,
         sent_bytes=sent_bytes(program, task) + sum(sums),
     )

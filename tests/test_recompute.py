@@ -20,6 +20,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
+from gemsc.planner.edited import EditedPlan
 from gemsc.runtime import recompute
 from gemsc.verify import StepRecord, compare
 
@@ -177,11 +178,29 @@ def test_an_unknown_name_is_told_with_those_near(tmp_path: Path) -> None:
 
 
 def test_a_block_is_named_once() -> None:
-    with pytest.raises(GemscError, match="is named twice: by --recompute layer1"):
-        lower(
-            traced("resnet18"),
-            CompileOptions(recompute=("layer1",), offload=("layer1.0",)),
-        )
+    names = ("layer1.0",)
+    with pytest.raises(
+        GemscError, match="named twice, by --recompute and by --offload"
+    ):
+        lower(traced("resnet18"), CompileOptions(recompute=names, offload=names))
+
+
+def test_a_block_goes_by_its_own_name_before_that_of_its_module() -> None:
+    options = CompileOptions(recompute=("layer1",), offload=("layer1.0",))
+    program = lower(traced("resnet18"), options)
+    first = program.plan.stages[0]
+    assert first.recompute == ["layer1"]
+    assert first.offload == ["layer1.0"]
+
+
+@pytest.mark.parametrize("names", [("all",), ("layer1", "layer2.0")])
+def test_an_edited_plan_keeps_them(names: tuple[str, ...], tmp_path: Path) -> None:
+    program = compiled(
+        "resnet18", CompileOptions(recompute=names, offload=("fc",)), tmp_path / "one"
+    )
+    edited = EditedPlan.read(tmp_path / "one" / "plan.toml")
+    again = lower(traced("resnet18"), edited.options())
+    assert again.compilation.program.segments == program.compilation.program.segments
 
 
 @pytest.mark.parametrize("word", ["all", "auto"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import groupby
 from typing import ClassVar
 
 from gemsc.errors import GemscError
@@ -26,9 +27,9 @@ __all__ = ["MarkSegments"]
 class MarkSegments(Pass):
     """Find the blocks that the user names; see `CompileOptions.recompute`.
 
-    A name makes one segment of all its blocks, cut where stages are. "all" makes one of
-    each block that saves more than it takes; "auto" is decided later, when the schedule
-    is known.
+    A module's name makes one segment of its blocks, cut where stages are. "all" makes
+    one of each block that saves more than it takes; "auto" is decided later, when the
+    schedule is known.
     """
 
     name: ClassVar[str] = "mark-segments"
@@ -41,40 +42,60 @@ class MarkSegments(Pass):
     def apply(self, program: Program) -> Program:
         """Return the program with its segments.
 
+        A block that is named itself goes by that, not by the name of its module.
+
         Raises:
             GemscError: no block has such a name, a block is named twice, or cannot run
                 twice because it changes something.
         """
-        found = [
-            *self._segments(program, "recompute", self.recompute),
-            *self._segments(program, "offload", self.offload),
+        wishes = [
+            (kind, name)
+            for kind, names in (
+                ("recompute", _expanded(program, self.recompute)),
+                ("offload", _expanded(program, self.offload)),
+            )
+            for name in names
         ]
-        _refuse_twice(program, found)
-        for segment in found:
-            if segment.kind == "recompute":
-                _refuse_effects(program, segment)
-        found.sort(key=lambda segment: segment.blocks)
-        return replace(program, segments=tuple(found))
-
-    def _segments(
-        self, program: Program, kind: str, names: Sequence[str]
-    ) -> Iterator[Segment]:
         blocks = program.blocks or ()
-        if tuple(names) == ("all",):
+        owner: dict[int, tuple[str, str]] = {}
+        for kind, name in wishes:
             for block in blocks:
-                if frees_anything(block) and may_recompute(program, block):
-                    yield Segment(block.name, kind, (block.index,))
-            return
-        for name in names:
-            if name in ("auto", "off"):
-                continue
-            inside = {b.index for b in blocks if _lies_in(b, name)}
+                if block.name == name:
+                    _refuse_twice(block, owner.get(block.index), kind)
+                    owner[block.index] = kind, name
+        for kind, name in wishes:
+            inside = [block for block in blocks if _lies_in(block, name)]
             if not inside:
                 raise _unknown(kind, name, blocks)
-            for stage in program.require_stages():
-                mine = [b.index for b in stage.blocks if b.index in inside]
-                for run in _runs(mine):
-                    yield Segment(name, kind, run)
+            for block in inside:
+                owner.setdefault(block.index, (kind, name))
+        segments = tuple(_segments(program, owner))
+        for segment in segments:
+            if segment.kind == "recompute":
+                _refuse_effects(program, segment)
+        return replace(program, segments=segments)
+
+
+def _expanded(program: Program, names: Sequence[str]) -> Sequence[str]:
+    """Return names of blocks or modules: for "all" each block where it helps."""
+    if tuple(names) == ("all",):
+        return [
+            block.name
+            for block in program.blocks or ()
+            if frees_anything(block) and may_recompute(program, block)
+        ]
+    return [name for name in names if name not in ("auto", "off")]
+
+
+def _segments(
+    program: Program, owner: dict[int, tuple[str, str]]
+) -> Iterator[Segment]:
+    """Yield the runs of blocks with one owner in one stage."""
+    for stage in program.require_stages():
+        for wish, run in groupby(stage.blocks, lambda block: owner.get(block.index)):
+            if wish is not None:
+                kind, name = wish
+                yield Segment(name, kind, tuple(block.index for block in run))
 
 
 def _lies_in(block: Block, path: str) -> bool:
@@ -87,17 +108,6 @@ def _lies_in(block: Block, path: str) -> bool:
     return any(p == path or p.startswith(f"{path}.") for p in [*paths, block.name])
 
 
-def _runs(indices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Split into runs of consecutive numbers."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return [tuple(run) for run in runs]
-
-
 def _unknown(kind: str, name: str, blocks: Sequence[Block]) -> GemscError:
     names = [block.name for block in blocks]
     close = get_close_matches(name, names, n=3, cutoff=0.4)
@@ -107,18 +117,12 @@ def _unknown(kind: str, name: str, blocks: Sequence[Block]) -> GemscError:
     )
 
 
-def _refuse_twice(program: Program, segments: Sequence[Segment]) -> None:
-    owner: dict[int, Segment] = {}
-    for segment in segments:
-        for index in segment.blocks:
-            other = owner.setdefault(index, segment)
-            if other is not segment:
-                block = (program.blocks or ())[index].name
-                raise GemscError(
-                    f"block '{block}' is named twice: by --{other.kind} {other.name} "
-                    f"and --{segment.kind} {segment.name}",
-                    help="name each block once",
-                )
+def _refuse_twice(block: Block, known: tuple[str, str] | None, kind: str) -> None:
+    if known is not None:
+        raise GemscError(
+            f"block '{block.name}' is named twice, by --{known[0]} and by --{kind}",
+            help="name each block once",
+        )
 
 
 def _refuse_effects(program: Program, segment: Segment) -> None:
