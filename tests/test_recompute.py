@@ -193,11 +193,16 @@ def test_a_block_goes_by_its_own_name_before_that_of_its_module() -> None:
     assert first.offload == ["layer1.0"]
 
 
-@pytest.mark.parametrize("names", [("all",), ("layer1", "layer2.0")])
-def test_an_edited_plan_keeps_them(names: tuple[str, ...], tmp_path: Path) -> None:
-    program = compiled(
-        "resnet18", CompileOptions(recompute=names, offload=("fc",)), tmp_path / "one"
-    )
+@pytest.mark.parametrize(
+    "options",
+    [
+        CompileOptions(recompute=("all",)),
+        CompileOptions(recompute=("layer1", "layer2.0"), offload=("fc",)),
+    ],
+    ids=CompileOptions.command_line,
+)
+def test_an_edited_plan_keeps_them(options: CompileOptions, tmp_path: Path) -> None:
+    program = compiled("resnet18", options, tmp_path / "one")
     edited = EditedPlan.read(tmp_path / "one" / "plan.toml")
     again = lower(traced("resnet18"), edited.options())
     assert again.compilation.program.segments == program.compilation.program.segments

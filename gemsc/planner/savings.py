@@ -44,6 +44,24 @@ class Fit:
         return max(self.timeline.peak_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The cheapest way known to free so much: its last saving, and those before it."""
+
+    seconds: float
+    last: Saving | None = None
+    before: _State | None = None
+
+    def savings(self) -> list[Saving]:
+        """Return all of them, in the order of blocks."""
+        found = []
+        state: _State | None = self
+        while state is not None and state.last is not None:
+            found.append(state.last)
+            state = state.before
+        return found[::-1]
+
+
 def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | None:
     """Return the savings that together free `needed` bytes in the fewest seconds.
 
@@ -52,8 +70,8 @@ def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | Non
     """
     unit = -(-max(1, needed) // _UNITS)
     goal = -(-needed // unit)
-    best: list[tuple[float, tuple[Saving, ...]] | None] = [None] * (goal + 1)
-    best[0] = (0.0, ())
+    best: list[_State | None] = [None] * (goal + 1)
+    best[0] = _State(0.0)
     by_block = groupby(sorted(savings, key=lambda s: s.block), lambda s: s.block)
     for _, choices in by_block:
         options = [(saving, saving.freed // unit) for saving in choices]
@@ -63,12 +81,12 @@ def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | Non
                 continue
             for saving, units in options:
                 then = min(goal, have + units)
-                cost = state[0] + saving.seconds
+                cost = state.seconds + saving.seconds
                 known = best[then]
-                if then > have and (known is None or cost < known[0]):
-                    best[then] = (cost, (*state[1], saving))
+                if then > have and (known is None or cost < known.seconds):
+                    best[then] = _State(cost, saving, state)
     found = best[goal]
-    return None if found is None else found[1]
+    return None if found is None else tuple(found.savings())
 
 
 def fit_memory(
