@@ -219,3 +219,29 @@ def test_a_cap_that_nothing_keeps_to_is_refused() -> None:
     with pytest.raises(GemscError, match="the leanest needs") as error:
         lower(traced("unet"), options)
     assert "--ranks" in error.value.help
+
+
+def test_just_below_what_1f1b_needs(tmp_path: Path) -> None:
+    need = max(lower(traced("unet"), CompileOptions(ranks=2)).plan.peak_bytes)
+    options = CompileOptions(
+        ranks=2, schedule="auto", recompute=("auto",), device_memory=need - 1
+    )
+    plan = lower(traced("unet"), options).plan
+    recomputed = [name for stage in plan.stages for name in stage.recompute]
+    assert recomputed or plan.schedule != "1f1b"
+    program = lower(traced("unet"), replace(options, schedule="1f1b"))
+    assert max(program.plan.peak_bytes) < need
+    write_directory(program.compilation, tmp_path / "program")
+    batch = MODELS["unet"].inputs(4, torch.float32)
+    record = run_on_threads(tmp_path / "program", 2, [batch] * 2, dtype=torch.float32)
+    assert max(record.peak_bytes) < need
+
+
+def test_the_advice_names_recompute_with_numbers() -> None:
+    options = CompileOptions(ranks=2, micro_batches=1)
+    lean = lower(traced("unet"), replace(options, recompute=("all",)))
+    cap = max(lean.plan.peak_bytes) + 1000
+    assert cap < max(lower(traced("unet"), options).plan.peak_bytes)
+    with pytest.raises(GemscError, match="no schedule fits") as error:
+        lower(traced("unet"), replace(options, schedule="auto", device_memory=cap))
+    assert "add --recompute auto" in error.value.help
