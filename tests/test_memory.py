@@ -243,5 +243,6 @@ def test_the_advice_names_recompute_with_numbers() -> None:
     cap = max(lean.plan.peak_bytes) + 1000
     assert cap < max(lower(traced("unet"), options).plan.peak_bytes)
     with pytest.raises(GemscError, match="no schedule fits") as error:
-        lower(traced("unet"), replace(options, schedule="auto", device_memory=cap))
+        open_ = {"schedule": "auto", "placement": "linear", "device_memory": cap}
+        lower(traced("unet"), replace(options, **open_))
     assert "add --recompute auto" in error.value.help

@@ -42,7 +42,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A segment, or the nodes between two: what stays of it, what its backward needs.
+    """A segment, or a node of none: what stays of it, what its backward needs.
 
     `gradients` are the bytes of its parameters.
     """
@@ -78,34 +78,32 @@ def activations(program: Program) -> list[Activations]:
 def _measure(
     received: Storages, parts: Sequence[_Part], known: Storages
 ) -> Activations:
-    """Follow one backward, from the last part to the first.
+    """Return what is kept, and what is alive when a part's backward begins, at most.
 
-    A part's storages go when its backward is done. A recomputed part needs all that is
-    saved in it at once. Offloaded parts are fetched one ahead: the last one when the
-    backward begins, and each other one when the offloaded part after it is needed.
-    What is fetched is a copy, even of what stays because of another part.
+    Backward goes from the last part to the first; a part's storages go when its own is
+    done. A recomputed part needs all that is saved in it at once. Offloaded parts are
+    fetched one ahead: the last one when the backward begins, each other one when the
+    offloaded part after it is needed. What is fetched is a copy, even of what stays
+    because of another part.
     """
     moved = [_without(p.needs, received) if p.kind == "offload" else {} for p in parts]
     offloaded = [position for position, storages in enumerate(moved) if storages]
-
-    def alive(position: int, needs: Storages, *fetched: int) -> int:
-        stays = [part.stays for part in parts[: position + 1]]
-        copies = sum(_union(moved[i] for i in fetched).values())
-        return sum(_without(_union([received, *stays, needs]), known).values()) + copies
-
-    end = len(parts) - 1
-    kept = alive(end, {})
-    peak = first_peak = alive(end, {}, *offloaded[-1:])
-    for position, part in enumerate(parts):
-        if part.kind == "plain":
-            continue
-        ahead = [i for i in offloaded if i < position][-1:]
-        if part.kind == "recompute":
-            now = alive(position, part.needs, *ahead)
-        else:
-            now = alive(position, {}, position, *ahead)
-        later = sum(each.gradients for each in parts[position + 1 :])
+    everything = _without(_union([received, *(p.stays for p in parts)]), known)
+    kept = sum(everything.values())
+    peak = first_peak = kept + sum(_union(moved[i] for i in offloaded[-1:]).values())
+    alive = {*known, *received}
+    held = sum(_without(received, known).values())
+    later = sum(part.gradients for part in parts)
+    ahead: Storages = {}
+    for part, copies in zip(parts, moved, strict=True):
+        held += sum(_missing(part.stays, alive).values())
+        alive.update(part.stays)
+        later -= part.gradients
+        fetched = _union([copies, ahead])
+        again = _missing(part.needs, alive) if part.kind == "recompute" else {}
+        now = held + sum(fetched.values()) + sum(again.values())
         peak, first_peak = max(peak, now), max(first_peak, now + later)
+        ahead = copies or ahead
     total = sum(_union(moved).values())
     return Activations(kept, peak - kept, first_peak - kept, total)
 
@@ -133,16 +131,16 @@ def _parts(program: Program, index: int) -> tuple[Storages, list[_Part]]:
         kind, nodes = inside[node]
         if node is not nodes[0]:
             continue
-        parts.append(_plain(plain))
+        parts += map(_plain, plain)
         plain = []
         stays = _inputs(nodes) if kind == "recompute" else {}
         parts.append(_Part(kind, stays, _saved(nodes), _gradients(nodes)))
-    return received, [*parts, _plain(plain)]
+    return received, [*parts, *map(_plain, plain)]
 
 
-def _plain(nodes: Sequence[fx.Node]) -> _Part:
-    saved = _saved(nodes)
-    return _Part("plain", saved, saved, _gradients(nodes))
+def _plain(node: fx.Node) -> _Part:
+    saved = _saved([node])
+    return _Part("plain", saved, saved, _gradients([node]))
 
 
 def _gradients(nodes: Iterable[fx.Node]) -> int:
@@ -167,6 +165,10 @@ def _union(many: Iterable[Storages]) -> Storages:
 
 
 def _without(storages: Storages, known: Storages) -> Storages:
+    return _missing(storages, set(known))
+
+
+def _missing(storages: Storages, known: set[int]) -> Storages:
     return {key: size for key, size in storages.items() if key not in known}
 
 

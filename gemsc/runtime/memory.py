@@ -25,9 +25,10 @@ class ActivationMeter:
 
     Counted are what autograd saves and what a stage has received with a gradient, from
     the forward to the end of the backward; not the parameters, `persistent`. Storages
-    are held weakly, so that the meter changes nothing; their peak is taken after each
-    forward and backward, and when a block has been recomputed or brought back. The
-    buffer of a receive posted ahead counts once a stage has taken it.
+    are held weakly, so that the meter changes nothing. Their peak is taken after each
+    forward and backward, whenever a backward takes what was saved, and when a block has
+    been recomputed or brought back. The buffer of a receive posted ahead counts once a
+    stage has taken it.
 
     `others` gives whatever else should count towards `peak_total_bytes`: parameters,
     gradients, optimizer state, buffers.
@@ -52,7 +53,7 @@ class ActivationMeter:
         self.follow(tensor for tensor in inputs if tensor.requires_grad)
         _active.meter = self
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(self._save, self._take):
                 yield
         finally:
             _active.meter = None
@@ -90,6 +91,10 @@ class ActivationMeter:
     def _save(self, tensor: Tensor) -> Tensor:
         self.follow([tensor])
         return tensor.detach()  # the tensor itself may hold what holds it
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        self.sample()
+        return tensor
 
 
 def _gone(storage: StorageWeakRef) -> bool:
