@@ -99,6 +99,12 @@ HardwareName = Annotated[
     str, typer.Option(help="machine to plan for: a shipped one, or a .toml file")
 ]
 Profile = Annotated[bool, typer.Option(help="time the model's blocks on this machine")]
+Recompute = Annotated[
+    str, typer.Option(help="off, all, auto or blocks to run again in the backward")
+]
+Offload = Annotated[
+    str, typer.Option(help="off, auto or blocks that keep activations on the host")
+]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
 
 
@@ -123,6 +129,8 @@ def compile_command(
     device_memory: Memory = None,
     hardware: HardwareName = DEFAULTS.hardware,
     profile: Profile = DEFAULTS.profile,
+    recompute: Recompute = "off",
+    offload: Offload = "off",
     check: Check = DEFAULTS.check,
     print_after: Annotated[
         str, typer.Option(help="print the program after this pass, or after `all`")
@@ -141,12 +149,14 @@ def compile_command(
         chunks=chunks,
         balance=balance,
         blocks=_numbers(blocks),
-        cuts=tuple(filter(None, cuts.split(","))),
+        cuts=_names(cuts),
         placement=placement,
         frontend=frontend,
         device_memory=parse_bytes(device_memory) if device_memory else None,
         hardware=hardware,
         profile=profile,
+        recompute=_names(recompute),
+        offload=_names(offload),
         check=check,
     )
     check_target(output)
@@ -174,6 +184,8 @@ def plan_command(
     device_memory: Memory = None,
     hardware: HardwareName = DEFAULTS.hardware,
     profile: Profile = DEFAULTS.profile,
+    recompute: Recompute = "off",
+    offload: Offload = "off",
     most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
 ) -> None:
     """Compare ways to train on so many ranks; write no program."""
@@ -187,6 +199,8 @@ def plan_command(
         device_memory=parse_bytes(device_memory) if device_memory else None,
         hardware=hardware,
         profile=profile,
+        recompute=_names(recompute),
+        offload=_names(offload),
         check=False,
     )
     program = _compile(load_user_model(model), options, None)
@@ -477,6 +491,7 @@ def _compile(
             inputs,
             loss=user.make_loss() if user.loss is not None else None,
             example_target=user.make_target(inputs),
+            optimizer=user.optimizer,
             options=options,
             source=user.path,
             after_each=watch,
@@ -497,6 +512,11 @@ def _read_dot(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise GemscError(f"there is no {path}", help="compile again") from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Read names between commas; `off` is none."""
+    return () if text == "off" else tuple(filter(None, text.split(",")))
 
 
 def _read_edited(path: Path, options: CompileOptions) -> EditedPlan:

@@ -28,7 +28,8 @@ from gemsc.planner.advice import nothing_fits
 from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.hardware import Hardware, read_hardware
-from gemsc.planner.layout import layout
+from gemsc.planner.layout import Layout, layout
+from gemsc.planner.optimizer_state import Factory, optimizer_bytes
 from gemsc.planner.predict import (
     make_plan,
     micro_batch_size,
@@ -38,8 +39,10 @@ from gemsc.planner.predict import (
 )
 from gemsc.planner.profile import Progress
 from gemsc.planner.prove import prove
-from gemsc.schedules import SCHEDULES, Task, Timeline, run
+from gemsc.planner.savings import fit_memory
+from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run
 from gemsc.schedules.loops import find_loops
+from gemsc.units import show_bytes
 from gemsc.viz.graph import draw, render
 from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline
@@ -88,6 +91,7 @@ def compile(
     *,
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
+    optimizer: Factory | None = None,
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
@@ -98,7 +102,8 @@ def compile(
     """Compile a model for several ranks.
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
-    inputs. `example_target` is what `loss(output, target)` takes with them. Choices are
+    inputs. `example_target` is what `loss(output, target)` takes with them. `optimizer`
+    takes (name, parameter) pairs; its state counts towards the memory. Choices are
     the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
     `edited` plan decides them all. `progress(block, share)` is told how far
     `profile=True` has come.
@@ -116,6 +121,7 @@ def compile(
         example_inputs,
         loss=loss,
         example_target=example_target,
+        optimizer=optimizer,
         frontend=options.frontend,
         check=options.check,
         hardware=read_hardware(options.hardware),
@@ -147,6 +153,7 @@ def trace(
     *,
     loss: Callable[..., Any] | None = None,
     example_target: Any = None,
+    optimizer: Factory | None = None,
     frontend: str = "record",
     check: bool = True,
     hardware: Hardware | None = None,
@@ -166,6 +173,9 @@ def trace(
         program = record(model, example_inputs, training=trains, **feed)
         device = hardware.device if hardware else None
         program = run_passes(program, graph_passes(device), after_each=after_each)
+        parameters = dict(program.module.named_parameters())
+        state = optimizer_bytes(parameters, optimizer if trains else None)
+        program = replace(program, optimizer_bytes=state)
         if check:
             check_against_eager(program, model, example_inputs, **feed, training=trains)
         if profile:
@@ -184,6 +194,12 @@ def lower(
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, prove the schedule."""
+    for name in ("recompute", "offload"):
+        if "auto" in getattr(options, name) and options.device_memory is None:
+            raise GemscError(
+                f"--{name} auto needs to know how much memory a rank has",
+                help="add --device-memory 16GiB",
+            )
     candidates: tuple[Candidate, ...] = ()
     if is_open(options):
         candidates = search(traced, options)
@@ -211,8 +227,50 @@ def schedule_stages(
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
     network = read_hardware(options.hardware).network
-    task = schedule_task(program, chosen, options.device_memory, network)
+    task = schedule_task(program, chosen, None, network)
+    timeline = run(task, schedule.policy)
+    cap = options.device_memory
+    if cap is None or max(timeline.peak_bytes) <= cap:
+        return program, replace(task, memory_cap=cap), timeline
+    if "auto" in (*options.recompute, *options.offload):
+        return _fitted(program, chosen, schedule.policy, options)
+    task = replace(task, memory_cap=cap)
     return program, task, run(task, schedule.policy)
+
+
+def _fitted(
+    program: Program, chosen: Layout, policy: Policy, options: CompileOptions
+) -> tuple[Program, Task, Timeline]:
+    """Keep to the memory cap: fewer micro-batches at a time, or less of each.
+
+    Raises:
+        GemscError: neither fits; says how much the leanest needs.
+    """
+    cap = options.device_memory
+    assert cap is not None
+    network = read_hardware(options.hardware).network
+    kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
+    found = []
+    task = schedule_task(program, chosen, cap, network)
+    with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
+        found.append((program, task, run(task, policy)))
+
+    def simulate(leaner: Program) -> Timeline:
+        return run(schedule_task(leaner, chosen, None, network), policy)
+
+    fit = fit_memory(program, cap, simulate, kinds)
+    if fit.fits:
+        task = schedule_task(fit.program, chosen, cap, network)
+        found.append((fit.program, task, fit.timeline))
+    if not found:
+        raise GemscError(
+            f"no choice of blocks for --{' and --'.join(kinds)} fits "
+            f"{show_bytes(cap)} on each rank: the leanest needs "
+            f"{show_bytes(fit.peak_bytes)}",
+            help="use more --ranks, smaller micro-batches in example_inputs(), or a "
+            "larger --device-memory",
+        )
+    return min(found, key=lambda each: each[2].makespan)
 
 
 def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
@@ -247,7 +305,7 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
         samples=options.data * sum(task.micro_batches) * size,
         micro_batch_size=size,
         peak_bytes=timeline.peak_bytes[fullest],
-        activation_bytes=timeline.peak_bytes[fullest] - task.resident_bytes(fullest),
+        activation_bytes=timeline.peak_activation_bytes[fullest],
         bubble=timeline.bubble,
         sent_bytes=sent_bytes(program, task) + sum(sums),
     )

@@ -33,6 +33,9 @@ class CompileOptions:
 
     `hardware` names a shipped machine or a hardware file; "" is one core of a CPU.
     `profile` times the model's blocks on this machine instead of predicting them.
+    `recompute` and `offload` name blocks or modules whose saved activations are
+    computed again in the backward, or wait for it in host memory. "auto" takes as few
+    as `device_memory` demands, "all" every block where that frees anything.
     """
 
     ranks: int = 2
@@ -49,6 +52,8 @@ class CompileOptions:
     device_memory: int | None = None
     hardware: str = ""
     profile: bool = False
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -68,6 +73,8 @@ class CompileOptions:
                 f"--times {self.times} means nothing to --schedule {self.schedule}",
                 help="use --schedule master, or --micro-batches",
             )
+        for name in ("recompute", "offload"):
+            _check_names(name, getattr(self, name))
         if self.blocks and self.cuts:
             raise GemscError(
                 "both --blocks and --cuts are given", help="give only one of them"
@@ -122,3 +129,13 @@ class CompileOptions:
             else:
                 words.append(f"--{flag} {value}")
         return " ".join(words)
+
+
+def _check_names(option: str, names: tuple[str, ...]) -> None:
+    """Refuse `all` or `auto` beside names."""
+    words = {"all", "auto"} & set(names)
+    if words and len(names) > 1:
+        raise GemscError(
+            f"--{option} {','.join(names)} mixes '{min(words)}' with names",
+            help=f"give --{option} {min(words)}, or names only",
+        )

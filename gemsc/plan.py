@@ -23,7 +23,11 @@ class PlannedStage:
     """One stage: what it holds, where it runs, what it is predicted to take.
 
     Bytes and seconds are for one micro-batch; `saved_bytes` are kept from its forward
-    to the end of its backward, `resident_bytes` are there all the time.
+    to the end of its backward, `transient_bytes` come on top during it where blocks
+    are recomputed or brought back (`first_transient_bytes` in the first backward, with
+    the gradients made so far). `resident_bytes` are there all the time,
+    `gradient_bytes` from the first backward to the update. `recompute` and `offload`
+    name the blocks that keep nothing, or keep it in host memory.
     """
 
     index: int
@@ -35,6 +39,11 @@ class PlannedStage:
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
+    gradient_bytes: int = 0
+    transient_bytes: int = 0
+    first_transient_bytes: int = 0
+    recompute: list[str] = field(default_factory=list)
+    offload: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +69,9 @@ class Plan:
     `ranks` counts those of all `data` copies of the model, `micro_batches` those of all
     `replicas` of one copy; each has `micro_batch_size` samples. `sources` maps each of
     the user's files to the fingerprints of its definitions; `graph` is the fingerprint
-    of the traced graph. `times` says where the seconds come from. `order` holds, for
-    each rank of one copy, its actions of one step as text (`2F0` is the forward of
-    stage 2 on micro-batch 0).
+    of the traced graph. `times` says where the seconds come from. `memory` holds the
+    parts of the peak of each rank of one copy, in bytes, `order` its actions of one
+    step as text (`2F0` is the forward of stage 2 on micro-batch 0).
     """
 
     gemsc: str
@@ -85,6 +94,7 @@ class Plan:
     activation_bytes: list[int]
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
+    memory: list[dict[str, int]] = field(default_factory=list)
     skips: list[dict[str, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
@@ -162,7 +172,8 @@ def _build(kind: type[T], data: dict[str, Any]) -> T:
     """
     values = {}
     for item in fields(kind):  # type: ignore[arg-type]
-        if item.name not in data and item.default_factory is not MISSING:
+        optional = item.default is not MISSING or item.default_factory is not MISSING
+        if item.name not in data and optional:
             continue
         value = data[item.name]
         wanted = _KINDS.get(str(item.type).split("[")[0])

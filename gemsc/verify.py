@@ -51,6 +51,7 @@ class StepRecord:
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
     activation_bytes: list[int] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
         record.gradients.update(gradients)
         record.state.update(read_tensors(folder / f"state{rank}.safetensors"))
         peak = json.loads((folder / f"memory{rank}.json").read_text())
-        record.activation_bytes.append(peak)
+        record.activation_bytes.append(peak[0])
+        record.peak_bytes.append(peak[1])
     return record
 
 

@@ -14,11 +14,27 @@ def channels_of(task: Task) -> list[Channel]:
     for replica in range(len(task.placement)):
         for e in task.edges:
             channels.append(
-                Channel(len(channels), e.source, e.dest, False, replica, ("x",))
+                Channel(
+                    len(channels),
+                    e.source,
+                    e.dest,
+                    False,
+                    replica,
+                    ("x",),
+                    e.num_bytes,
+                )
             )
             if e.gradient and task.has_backward:
                 channels.append(
-                    Channel(len(channels), e.dest, e.source, True, replica, ("x",))
+                    Channel(
+                        len(channels),
+                        e.dest,
+                        e.source,
+                        True,
+                        replica,
+                        ("x",),
+                        e.num_bytes,
+                    )
                 )
     return channels
 
@@ -93,7 +109,7 @@ def random_task(
 def least_memory(task: Task) -> int:
     """Return the bytes that the fullest rank needs for one micro-batch."""
     return max(
-        task.resident_bytes(rank)
+        task.fixed_bytes(rank)
         + max(
             sum(task.stages[s].saved_bytes for r, s in lanes if r == replica)
             for replica in range(len(task.placement))

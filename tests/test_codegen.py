@@ -85,6 +85,29 @@ def test_the_files_of_a_unet(golden: Callable[[str, str], None]) -> None:
         golden(text, f"unet_{name}")
 
 
+def test_the_files_of_a_unet_whose_blocks_keep_nothing(
+    golden: Callable[[str, str], None],
+) -> None:
+    program = compile(
+        networks.FlatUNet(), (networks.PICTURE,), loss=mse,
+        example_target=networks.PICTURE, ranks=1,
+        recompute=("down1", "up3"), offload=("down2", "up1"),
+    )  # fmt: skip
+    (text,) = program.rank_modules().values()
+    golden(text, "keeps_nothing.py")
+
+
+@pytest.mark.parametrize("kind", ["recompute", "offload"])
+@pytest.mark.parametrize("name", ["unet", "densecnn", "encoder", "resnet50"])
+def test_files_with_segments_are_formatted(
+    name: str, kind: str, all_files: Path
+) -> None:
+    choice: Any = {kind: ("all",)}
+    files = files_of(name, ranks=2, micro_batches=4, **choice)
+    assert any(f"{kind}(" in text or "offloaded()" in text for text in files.values())
+    keep(all_files, f"{name}_{kind}", files)
+
+
 def test_the_files_of_an_encoder_with_tied_weights(
     golden: Callable[[str, str], None],
 ) -> None:

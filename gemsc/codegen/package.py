@@ -170,6 +170,7 @@ def _stage_text(
         twins=twins,
         evaluation=evaluation,
         structure=_structure(compilation),
+        segments=compilation.program.segments_of(stage.index),
     )
 
 

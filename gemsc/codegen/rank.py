@@ -22,7 +22,7 @@ __all__ = ["write_rank"]
 
 IMPORTED = [
     *("F", "Input", "Message", "Tensor", "Value", "Worker"),
-    *("nn", "operator", "torch", "user_object"),
+    *("nn", "offloaded", "operator", "recompute", "torch", "user_object"),
 ]
 
 
@@ -91,7 +91,8 @@ class _RankWriter:
         if _uses(body, "F"):
             head.line("from torch.nn import functional as F")
         head.line()
-        names = [name for name in ("Input", "Message", "Value") if _uses(body, name)]
+        wanted = ("Input", "Message", "Value", "offloaded", "recompute")
+        names = [name for name in wanted if _uses(body, name)]
         if self.user_objects:
             names.append("user_object")
         names.append("Worker")

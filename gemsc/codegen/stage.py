@@ -17,17 +17,21 @@ from gemsc.codegen.expressions import (
     is_attribute,
     quoted,
 )
+from gemsc.codegen.parts import Part, Segments, split_parts
 from gemsc.codegen.writer import Names, Writer, comment, split_arguments
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
-from gemsc.ir.flow import StageFlow, base_name, has_random
+from gemsc.ir.flow import StageFlow, base_name, has_random, inner_flow
 from gemsc.ir.layers import layer_source
 from gemsc.ir.program import Program
 
 __all__ = ["StageText", "write_stage"]
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-RESERVED = ("self", "torch", "nn", "F", "Tensor", "operator", "device", "user")
+RESERVED = (
+    *("self", "torch", "nn", "F", "Tensor", "operator", "device", "user"),
+    *("offloaded", "recompute"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class StageText:
     `twins` maps each node to its like in the graph for evaluation; where the two graphs
     differ in more than constants it is None and the class gets a second forward, for
     `evaluation`. `structure` turns the texts of the outputs into what the model returns.
+    `segments` are blocks that are recomputed or offloaded, with their nodes.
     """
 
     class_name: str
@@ -48,6 +53,7 @@ class StageText:
     twins: dict[fx.Node, fx.Node] | None
     evaluation: StageFlow
     structure: Callable[[list[str]], str]
+    segments: Segments = ()
 
     @property
     def apart(self) -> bool:
@@ -75,12 +81,25 @@ def write_stage(
         writer.line()
         if frozen:
             _write_train(writer, frozen)
-        _write_forward(writer, stage, "forward", stage.flow, user)
+        parts = split_parts(stage.flow.nodes, stage.segments, _method_names(stage))
+        _write_forward(writer, stage, "forward", stage.flow, user, parts)
+        for part in parts:
+            if part.kind == "recompute":
+                writer.line()
+                inner = inner_flow(stage.flow, part.nodes)
+                about = f"{part.name}: runs again in the backward, keeps its inputs only."
+                _write_forward(writer, stage, part.method, inner, user, about=about)
         if stage.apart:
             writer.line()
             _write_forward(writer, stage, "forward_eval", stage.evaluation, user)
     writer.line()
     writer.line()
+
+
+def _method_names(stage: StageText) -> Names:
+    """Return names for further methods, apart from all that the class has."""
+    tops = (path.partition(".")[0] for path in _paths(stage))
+    return Names([*dir(nn.ModuleDict()), *tops, "forward_eval"])
 
 
 def _docstring(text: str, room: int) -> str:
@@ -221,7 +240,10 @@ def _write_forward(
     name: str,
     flow: StageFlow,
     user: Callable[[UserObject], str],
+    parts: Sequence[Part] | None = None,
+    about: str = "",
 ) -> None:
+    parts = [Part("plain", flow.nodes)] if parts is None else parts
     names = Names(RESERVED)
     local: dict[fx.Node, str] = {}
     for node in flow.takes:
@@ -229,10 +251,12 @@ def _write_forward(
     arguments = ["self", *(f"{local[node]}: Tensor" for node in flow.takes)]
     writer.call(f"def {name}(", arguments, f") -> {_result(len(flow.gives))}:")
     with writer.indented():
-        if _mentions_device(flow.nodes):
+        if about:
+            writer.line(_docstring(about, writer.room))
+        if _mentions_device([n for p in parts if not p.method for n in p.nodes]):
             source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
             writer.line(f"device = {source}.device")
-        _Body(writer, stage, flow, names, local, user).write()
+        _Body(writer, stage, flow, names, local, user).write(parts)
 
 
 def _result(count: int) -> str:
@@ -287,12 +311,15 @@ class _Body:
         last.update(dict.fromkeys(self.flow.gives, end))
         return last
 
-    def write(self) -> None:
-        for region, nodes in _runs(self.flow.nodes):
-            with _modes(self.writer, region):
-                for node in nodes:
-                    self._add(node)
-                self._flush()
+    def write(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.kind == "recompute":
+                self._write_recompute(part)
+            elif part.kind == "offload":
+                with self.writer.block("with offloaded():"):
+                    self._write_nodes(part.nodes)
+            else:
+                self._write_nodes(part.nodes)
         gives = [self.local[node] for node in self.flow.gives]
         if len(", ".join(gives)) > self.writer.room - len("return "):
             self.writer.items("return (", gives, ")")
@@ -300,6 +327,28 @@ class _Body:
             self.writer.line(f"return {', '.join(gives)}")
         elif not self.flow.nodes:
             self.writer.line("pass")
+
+    def _write_nodes(self, nodes: Sequence[fx.Node]) -> None:
+        for region, run in _runs(nodes):
+            with _modes(self.writer, region):
+                for node in run:
+                    self._add(node)
+                self._flush()
+
+    def _write_recompute(self, part: Part) -> None:
+        inner = inner_flow(self.flow, part.nodes)
+        arguments = [f"self.{part.method}", *(self.local[n] for n in inner.takes)]
+        self._release(self.position[part.nodes[-1]])
+        for node in inner.gives:
+            self.local[node] = self.names.unique(self._wish(node))
+        targets = ", ".join(self.local[node] for node in inner.gives)
+        self.writer.call(f"{targets} = recompute(", arguments)
+        self.shown, self.shown_path = None, ""
+
+    def _release(self, position: int) -> None:
+        """Let the names of values be used again that nothing uses after a node."""
+        for value in [v for v in self.local if self.last_use.get(v, -1) <= position]:
+            self.names.release(self.local.pop(value))
 
     def _add(self, node: fx.Node) -> None:
         if self.pending is not None and not self._may_nest(self.pending[0], node):
@@ -349,9 +398,7 @@ class _Body:
         node, (text, _) = self.pending
         self.pending = None
         self._write_comment(node)
-        position = self.position[node]
-        for value in [v for v in self.local if self.last_use.get(v, -1) <= position]:
-            self.names.release(self.local.pop(value))
+        self._release(self.position[node])
         if not node.users and node not in self.flow.gives:
             self._write_statement(text)
             return

@@ -55,6 +55,9 @@ def _lines(program: Program) -> Iterator[str]:
             yield from (f"  {_node_line(node)}" for node in block.nodes)
     else:
         yield from (_node_line(n) for n in program.graph.nodes if n.op != "output")
+    for segment in program.segments or ():
+        inside = ", ".join(map(str, segment.blocks))
+        yield f"segment {segment.name} {segment.kind}: blocks {inside}"
     for transfer in program.transfers or ():
         names = ", ".join(f"%{value.name}" for value in transfer.values)
         yield f"transfer {transfer.index} {transfer.source} -> {transfer.dest}: {names}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,10 @@ from gemsc.ir.program import Program, Transfer
 __all__ = [
     "StageFlow",
     "base_name",
+    "external_inputs",
     "flow",
     "has_random",
+    "inner_flow",
     "message_tag",
     "owned_tensors",
     "reductions",
@@ -72,6 +75,32 @@ def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
     )
     gives = tuple(node for node in nodes if node in wanted)
     return StageFlow(index, nodes, incoming, inputs, outgoing, gives)
+
+
+def external_inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Return the values that nodes use and none of them computes, in order of use.
+
+    Parameters and buffers are not among them.
+    """
+    inside = set(nodes)
+    used = dict.fromkeys(
+        source
+        for node in nodes
+        for source in node.all_input_nodes
+        if source not in inside and source.op != "get_attr"
+    )
+    return tuple(used)
+
+
+def inner_flow(stage: StageFlow, nodes: tuple[fx.Node, ...]) -> StageFlow:
+    """Return some consecutive nodes of a stage as a function of their own."""
+    elsewhere = set(stage.nodes) - set(nodes)
+    gives = tuple(
+        node
+        for node in nodes
+        if node in stage.gives or any(user in elsewhere for user in node.users)
+    )
+    return StageFlow(stage.index, nodes, (), external_inputs(nodes), (), gives)
 
 
 def value_names(

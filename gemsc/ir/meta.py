@@ -76,8 +76,9 @@ class Facts:
     Seconds are predicted for one micro-batch. `saved` holds (storage, bytes) of all
     that autograd keeps for this node's backward, without parameters and buffers;
     `saved_bytes` counts those of them that no earlier node keeps already. `storages`
-    are those of the node's own value. `heavy` nodes multiply matrices, convolve or
-    own a weight: what a stage is made of. `random` nodes draw random numbers.
+    are the (storage, bytes) of the node's own value. `heavy` nodes multiply matrices,
+    convolve or own a weight: what a stage is made of. `random` nodes draw random
+    numbers.
     """
 
     flops: int = 0
@@ -86,7 +87,7 @@ class Facts:
     parameter_bytes: int = 0
     saved_bytes: int = 0
     saved: tuple[tuple[int, int], ...] = ()
-    storages: tuple[int, ...] = ()
+    storages: tuple[tuple[int, int], ...] = ()
     heavy: bool = False
     random: bool = False
     forward_seconds: float = 0.0
@@ -155,7 +156,7 @@ def region(node: fx.Node) -> Region:
 
 
 def facts(node: fx.Node) -> Facts:
-    """Return the annotate pass' facts; zeros for placeholders and outputs."""
+    """Return the annotate pass' facts; of placeholders their bytes and storages."""
     return cast("Facts", node.meta.get("gemsc_facts", Facts()))
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "Input",
     "Placement",
     "Program",
+    "Segment",
     "Skip",
     "Slot",
     "Stage",
@@ -93,6 +94,19 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive blocks of one stage that do not keep what autograd saves in them.
+
+    `kind` is "recompute" (they run again in the backward) or "offload" (what they save
+    waits for the backward in host memory). `blocks` are indices.
+    """
+
+    name: str
+    kind: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """(replica, stage) -> ranks: `ranks[replica][stage]` are that stage's ranks."""
 
@@ -146,6 +160,7 @@ class Program:
     tensors that are neither parameter nor buffer under `_constants`.
     `aliases` maps each further name of a tied parameter to its first name.
     `frozen` are the paths of layers that stay in eval mode while the model trains.
+    `optimizer_bytes` is the state that the optimizer keeps of each parameter.
     """
 
     name: str
@@ -159,7 +174,9 @@ class Program:
     blocks: tuple[Block, ...] | None = None
     stages: tuple[Stage, ...] | None = None
     placement: Placement | None = None
+    segments: tuple[Segment, ...] | None = None
     transfers: tuple[Transfer, ...] | None = None
+    optimizer_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -211,7 +228,19 @@ class Program:
             blocks=None,
             stages=None,
             placement=None,
+            segments=None,
             transfers=None,
+        )
+
+    def segments_of(
+        self, stage: int
+    ) -> tuple[tuple[Segment, tuple[fx.Node, ...]], ...]:
+        """Return a stage's segments, each with its nodes."""
+        blocks = {block.index: block for block in self.require_stages()[stage].blocks}
+        return tuple(
+            (segment, tuple(n for b in segment.blocks for n in blocks[b].nodes))
+            for segment in self.segments or ()
+            if segment.blocks[0] in blocks
         )
 
     def require_stages(self) -> tuple[Stage, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -76,7 +76,20 @@ class Annotate(Pass):
         for node in program.compute_nodes:
             meta.set_facts(node, ledger.facts(node, values[node], fake, seen))
             meta.set_needs_gradient(node, node in reached)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                meta.set_facts(node, _facts_of_input(values[node]))
         return program
+
+
+def _storage_sizes(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return tuple({s._cdata: s.nbytes() for s in storages}.items())
+
+
+def _facts_of_input(value: Tensor) -> meta.Facts:
+    sizes = _storage_sizes([value])
+    return meta.Facts(output_bytes=value.nbytes, storages=sizes)
 
 
 def _storages(module: nn.Module) -> set[int]:
@@ -186,7 +199,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter_bytes=sum(p.nbytes for p in _parameters(node, module)),
             saved_bytes=sum(fresh.values()),
             saved=tuple(count.saved.items()),
-            storages=tuple({t.untyped_storage()._cdata for t in outputs}),
+            storages=_storage_sizes(outputs),
             heavy=count.flops > 0
             or any(p.dim() > 1 for p in _parameters(node, module)),
             random=count.random,

@@ -14,6 +14,7 @@ from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import FollowStages
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.insert_comms import InsertComms
+from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.planner.hardware import Device
 from gemsc.planner.layout import Layout
@@ -45,6 +46,7 @@ def stage_passes(options: CompileOptions, chosen: Layout) -> tuple[Pass, ...]:
             chosen.placement, options.ranks, chosen.num_replicas, chosen.explicit
         ),
         CheckStatistics(chosen.num_replicas * options.data),
+        MarkSegments(options.recompute, options.offload),
         InsertComms(),
     )
 

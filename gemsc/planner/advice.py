@@ -27,7 +27,11 @@ def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
         )
     leanest = min(built, key=lambda c: c.peak_bytes)
     cap = leanest.options.device_memory or 0
-    ways = [*_more_ranks(leanest, assess), *_smaller_micro_batches(leanest, cap)]
+    ways = [
+        *_more_ranks(leanest, assess),
+        *_recompute(leanest, assess),
+        *_smaller_micro_batches(leanest, cap),
+    ]
     return GemscError(
         f"no schedule fits {show_bytes(cap)} on each rank: the leanest, "
         f"{leanest.name}, needs {show_bytes(leanest.peak_bytes)}",
@@ -46,6 +50,19 @@ def _more_ranks(leanest: Candidate, assess: Assess) -> list[str]:
                 f"{show_bytes(found.peak_bytes)})"
             ]
     return []
+
+
+def _recompute(leanest: Candidate, assess: Assess) -> list[str]:
+    if leanest.options.recompute:
+        return []
+    found = assess(replace(leanest.options, recompute=("auto",)))
+    if not found.fits():
+        return []
+    slower = found.seconds / leanest.seconds - 1 if leanest.seconds else 0.0
+    return [
+        f"add --recompute auto ({found.name} then needs "
+        f"{show_bytes(found.peak_bytes)} and is {slower:.0%} slower)"
+    ]
 
 
 def _smaller_micro_batches(leanest: Candidate, cap: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -76,8 +76,15 @@ def options_of(plan: Plan, path: Path) -> CompileOptions:
         "balance": "explicit",
         "blocks": tuple(len(stage.blocks) for stage in plan.stages),
         "placement": _placement(plan, path),
+        "recompute": _all_of(stage.recompute for stage in plan.stages),
+        "offload": _all_of(stage.offload for stage in plan.stages),
     }
     return CompileOptions(**{**given, **changed})
+
+
+def _all_of(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the names of all stages, each once."""
+    return tuple(dict.fromkeys(name for each in names for name in each))
 
 
 def _placement(plan: Plan, path: Path) -> str:

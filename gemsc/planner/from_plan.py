@@ -42,6 +42,9 @@ def task_of(plan: Plan) -> Task:
                 backward=stage.backward_seconds,
                 saved_bytes=stage.saved_bytes,
                 resident_bytes=stage.resident_bytes,
+                transient_bytes=stage.transient_bytes,
+                first_transient_bytes=stage.first_transient_bytes,
+                gradient_bytes=stage.gradient_bytes,
             )
             for stage in plan.stages
         ),

@@ -12,75 +12,42 @@ import torch
 from gemsc.fingerprint import fingerprint, source_fingerprints
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
-from gemsc.ir.flow import flow
 from gemsc.ir.program import Program, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
+from gemsc.planner.activations import activations, again_seconds, host_seconds
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
+from gemsc.planner.memory import peak_parts, stage_weights
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
 __all__ = [
     "make_plan",
     "micro_batch_size",
     "reduced_bytes",
-    "saved_bytes",
     "schedule_task",
     "sent_bytes",
 ]
-
-PARAMETER_COPIES = 2  # weights and gradients; optimizers may add one or two more
-
-
-def saved_storages(program: Program, index: int) -> dict[int, int]:
-    """Return the storages, with their bytes, that a stage keeps of a micro-batch.
-
-    That is what autograd saves (exact) and the received values whose gradient is
-    sent back.
-    """
-    stage = flow(program, index, with_outputs=False)
-    storages: dict[int, int] = {}
-    for node in stage.takes:
-        facts = meta.facts(node)
-        if meta.needs_gradient(node):
-            storages.update(dict.fromkeys(facts.storages, facts.output_bytes))
-    for node in stage.nodes:
-        storages.update(meta.facts(node).saved)
-    return storages
-
-
-def saved_bytes(program: Program) -> list[int]:
-    """Return, for each stage, the bytes that it keeps of a micro-batch.
-
-    What an earlier stage on the same rank keeps already, longer, counts there only.
-    """
-    placement = program.placement
-    assert placement is not None
-    row = placement.ranks[0]
-    kept = [saved_storages(program, s.index) for s in program.require_stages()]
-    sizes = []
-    for index, storages in enumerate(kept):
-        known = {
-            storage
-            for earlier in range(index)
-            if row[earlier] == row[index]
-            for storage in kept[earlier]
-        }
-        sizes.append(sum(size for key, size in storages.items() if key not in known))
-    return sizes
 
 
 def schedule_task(
     program: Program, chosen: Layout, memory_cap: int | None, network: Network
 ) -> Task:
     """Return what the schedule engine needs to know of the program."""
-    saved = saved_bytes(program)
+    saved = activations(program)
+    weights = stage_weights(program)
     stages = tuple(
         StageCost(
-            forward=stage.total("forward_seconds"),
-            backward=stage.total("backward_seconds"),
-            saved_bytes=saved[stage.index],
-            resident_bytes=PARAMETER_COPIES * stage.total("parameter_bytes"),
+            forward=stage.total("forward_seconds")
+            + host_seconds(saved[stage.index].moved),
+            backward=stage.total("backward_seconds")
+            + again_seconds(program, stage.index)
+            + host_seconds(saved[stage.index].moved),
+            saved_bytes=saved[stage.index].kept,
+            transient_bytes=saved[stage.index].transient,
+            first_transient_bytes=saved[stage.index].first_transient,
+            resident_bytes=weights[stage.index].resident,
+            gradient_bytes=weights[stage.index].gradients,
         )
         for stage in program.require_stages()
     )
@@ -178,9 +145,14 @@ def make_plan(
             flops=stage.total("flops"),
             parameter_bytes=stage.total("parameter_bytes"),
             resident_bytes=task.stages[stage.index].resident_bytes,
+            gradient_bytes=task.stages[stage.index].gradient_bytes,
             saved_bytes=task.stages[stage.index].saved_bytes,
+            transient_bytes=task.stages[stage.index].transient_bytes,
+            first_transient_bytes=task.stages[stage.index].first_transient_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
+            recompute=_names(program, stage.index, "recompute"),
+            offload=_names(program, stage.index, "offload"),
         )
         for stage in program.require_stages()
     ]
@@ -216,9 +188,10 @@ def make_plan(
         step_seconds=timeline.makespan,
         bubble=timeline.bubble,
         peak_bytes=list(timeline.peak_bytes),
-        activation_bytes=[
-            peak - task.resident_bytes(rank)
-            for rank, peak in enumerate(timeline.peak_bytes)
+        activation_bytes=list(timeline.peak_activation_bytes),
+        memory=[
+            asdict(peak_parts(program, task, timeline, rank))
+            for rank in range(task.num_ranks)
         ],
         stages=stages,
         transfers=transfers,
@@ -238,6 +211,12 @@ def times_text(hardware: Hardware, options: CompileOptions) -> str:
         return "measured"
     kind = "calibrated" if hardware.device.fit else "data sheet"
     return f"{kind}: {options.hardware or DEFAULT_HARDWARE}"
+
+
+def _names(program: Program, stage: int, kind: str) -> list[str]:
+    """Return the names of a stage's segments of one kind."""
+    segments = [segment for segment, _ in program.segments_of(stage)]
+    return [segment.name for segment in segments if segment.kind == kind]
 
 
 def _skips(program: Program) -> list[dict[str, object]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gemsc.ir import meta
 from gemsc.ir.flow import flow, message_tag, owned_tensors, reductions
 from gemsc.ir.program import Program
+from gemsc.planner.predict import num_bytes
 from gemsc.schedules import Action, Kind, Task, Timeline
 from gemsc.schedules.check import Channel, Reduction, Report, check
 
@@ -40,6 +41,9 @@ def prove(
         task.placement,
         task.micro_batches,
         saved_bytes=[stage.saved_bytes for stage in task.stages],
+        transient_bytes=[stage.transient_bytes for stage in task.stages],
+        first_transient_bytes=[s.first_transient_bytes for s in task.stages],
+        gradient_bytes=[stage.gradient_bytes for stage in task.stages],
         resident_bytes=[stage.resident_bytes for stage in task.stages],
         memory_cap=task.memory_cap,
         reductions=_reductions(program, task),
@@ -75,12 +79,15 @@ def _channels(
                 for value in transfer.values
                 if meta.needs_gradient(value)
             )
-            channels.append(Channel(tag, *ends, replica=replica, signature=there))
+            size = num_bytes(transfer)
+            channels.append(
+                Channel(tag, *ends, replica=replica, signature=there, num_bytes=size)
+            )
             if back and program is both[0]:
                 channels.append(
                     Channel(
                         tag + 1, *ends[::-1], gradient=True, replica=replica,
-                        signature=back,
+                        signature=back, num_bytes=size,
                     )
                 )  # fmt: skip
     return channels

@@ -63,6 +63,11 @@ class Incoming:
         self._link.advance()
         return self._request.done()
 
+    @property
+    def buffer(self) -> Tensor:
+        """The memory that the message comes into."""
+        return self._buffer
+
     def take(self) -> Tensor:
         """Wait politely; return the tensor on the device. Call it once.
 

@@ -1,7 +1,8 @@
-"""Count the memory of activations that is really alive: predicted against measured."""
+"""Count the memory that is really alive on a rank: predicted against measured."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["ActivationMeter"]
+__all__ = ["ActivationMeter", "active_meter"]
+
+_active = threading.local()  # the meter of the stage that runs forward on this thread
+
+
+def active_meter() -> ActivationMeter | None:
+    """Return the meter that follows the forward that is running, if any."""
+    return getattr(_active, "meter", None)
 
 
 class ActivationMeter:
@@ -17,44 +25,76 @@ class ActivationMeter:
 
     Counted are what autograd saves and what a stage has received with a gradient, from
     the forward to the end of the backward; not the parameters, `persistent`. Storages
-    are held weakly, so that the meter changes nothing; their peak is taken after each
-    forward. The buffer of a receive posted ahead counts once a stage has taken it.
+    are held weakly, so that the meter changes nothing. Their peak is taken after each
+    forward and backward, whenever a backward takes what was saved, and when a block has
+    been recomputed or brought back. The buffer of a receive posted ahead counts once a
+    stage has taken it.
+
+    `others` gives whatever else should count towards `peak_total_bytes`: parameters,
+    gradients, optimizer state, buffers.
     """
 
-    def __init__(self, persistent: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(
+        self,
+        persistent: Callable[[], Iterable[Tensor]],
+        others: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
         self._persistent = persistent
+        self._others = others
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._own: set[int] = set()
         self.peak_bytes = 0
+        self.peak_total_bytes = 0
 
     @contextmanager
     def forward(self, inputs: Iterable[Tensor]) -> Iterator[None]:
         """Follow what a stage's forward receives and saves."""
         self._own = {t.untyped_storage()._cdata for t in self._persistent()}
-        for tensor in inputs:
-            if tensor.requires_grad:
-                self._follow(tensor)
-        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t):
-            yield
-        self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
+        self.follow(tensor for tensor in inputs if tensor.requires_grad)
+        _active.meter = self
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._save, self._take):
+                yield
+        finally:
+            _active.meter = None
+        self.sample()
+
+    def follow(self, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
+        """Count these from now on, for as long as they live, `besides` left out."""
+        left_out = self._own | {t.untyped_storage()._cdata for t in besides}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            known = self._alive.get(storage._cdata)
+            if known is not None and not _gone(known[0]):
+                continue
+            if storage._cdata not in left_out:
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._alive[storage._cdata] = reference, storage.nbytes()
+
+    def sample(self) -> None:
+        """Take the peak of what is alive now."""
+        activations = self.alive_bytes()
+        self.peak_bytes = max(self.peak_bytes, activations)
+        others = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for tensor in self._others()
+        }
+        total = activations + sum(others.values())
+        self.peak_total_bytes = max(self.peak_total_bytes, total)
 
     def alive_bytes(self) -> int:
-        """Return the bytes that are alive now."""
+        """Return the bytes of activations that are alive now."""
         for key in [key for key, (known, _) in self._alive.items() if _gone(known)]:
             del self._alive[key]
         return sum(size for _, size in self._alive.values())
 
     def _save(self, tensor: Tensor) -> Tensor:
-        self._follow(tensor)
+        self.follow([tensor])
         return tensor.detach()  # the tensor itself may hold what holds it
 
-    def _follow(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        known = self._alive.get(storage._cdata)
-        if known is not None and not _gone(known[0]):
-            return
-        if storage._cdata not in self._own:
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._alive[storage._cdata] = reference, storage.nbytes()
+    def _take(self, tensor: Tensor) -> Tensor:
+        self.sample()
+        return tensor
 
 
 def _gone(storage: StorageWeakRef) -> bool:

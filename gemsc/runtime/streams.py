@@ -18,7 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CudaStreams", "HostCopy", "NullStreams", "Streams", "streams_for"]
+__all__ = [
+    "Arrival",
+    "CudaStreams",
+    "HostCopy",
+    "NullStreams",
+    "Streams",
+    "streams_for",
+]
 
 
 _cuda: Any = torch.cuda  # its streams and events have no types
@@ -42,6 +49,22 @@ class HostCopy:
     def ready(self) -> bool:
         """Whether the data is there; never blocks."""
         return self.event is None or self.event.query()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor that is on its way to the device."""
+
+    tensor: Tensor
+    event: Any = None
+
+    def take(self) -> Tensor:
+        """Return it; what is computed next waits for it."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream(self.tensor.device)
+            stream.wait_event(self.event)
+            self.tensor.record_stream(stream)
+        return self.tensor
 
 
 class Streams(Protocol):
@@ -75,6 +98,10 @@ class Streams(Protocol):
 
     def to_device(self, buffer: Tensor) -> Tensor:
         """Start to copy to the device; what is computed next waits for it."""
+        ...
+
+    def fetch(self, copy: HostCopy) -> Arrival:
+        """Start to copy back what `to_host` copied; nothing waits for it yet."""
         ...
 
     def use(self, tensor: Tensor) -> Tensor:
@@ -111,6 +138,10 @@ class NullStreams:
     def to_device(self, buffer: Tensor) -> Tensor:
         """Return the buffer itself."""
         return buffer
+
+    def fetch(self, copy: HostCopy) -> Arrival:
+        """Return the tensor itself."""
+        return Arrival(copy.buffer)
 
     def use(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""
@@ -172,6 +203,16 @@ class CudaStreams:
             tensor = buffer.to(self.device, non_blocking=True)
         torch.cuda.current_stream(self.device).wait_stream(self._inward)
         return self.use(tensor)
+
+    def fetch(self, copy: HostCopy) -> Arrival:
+        """Copy on the inward stream, once the copy outward is done."""
+        with torch.cuda.stream(self._inward):
+            if copy.event is not None:
+                self._inward.wait_event(copy.event)
+            tensor = copy.buffer.to(self.device, non_blocking=True)
+            event = _cuda.Event()
+            event.record(self._inward)
+        return Arrival(tensor, event)
 
     def use(self, tensor: Tensor) -> Tensor:
         """Keep the memory from its own stream until the compute stream is done."""

@@ -41,7 +41,7 @@ def record_steps(
     """Train on `batches`; write gradients of the first step and the last state.
 
     Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
-    `losses{rank}.json` and `memory{rank}.json`, the peak bytes of its activations.
+    `losses{rank}.json` and `memory{rank}.json`: peak bytes of activations and of all.
     """
     trainer = Trainer(
         directory,
@@ -59,10 +59,14 @@ def record_steps(
         trainer.worker.before_update = None
 
     trainer.worker.before_update = write_gradients
-    meter = ActivationMeter(lambda: trainer.all_tensors().values())
+    meter = ActivationMeter(
+        lambda: trainer.all_tensors().values(), trainer.worker.other_tensors
+    )
     trainer.worker.meter = meter
     losses = [trainer.step(input, target) for input, target in batches]
     write_tensors(folder / f"state{rank}.safetensors", trainer.all_tensors())
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
-    (folder / f"memory{rank}.json").write_text(json.dumps(meter.peak_bytes))
+    (folder / f"memory{rank}.json").write_text(
+        json.dumps([meter.peak_bytes, meter.peak_total_bytes])
+    )
     return losses

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from gemsc.errors import GemscError
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.memory import ActivationMeter
 from gemsc.runtime.message import Input, Message
+from gemsc.runtime.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.progress import Status
 from gemsc.runtime.reduction import GradientSums, RunningStatistics
 from gemsc.runtime.transport import Group, Request
@@ -28,6 +31,7 @@ class _InFlight:
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[GradientEdge | None, ...]
+    offloaded: OffloadedRun
 
 
 @dataclass
@@ -179,12 +183,15 @@ class Worker:
         self._let_go()
         module = self.stages[stage]
         measured = self.meter.forward(inputs) if self.meter else nullcontext()
-        with self._random_numbers(module, stage, m), measured:
+        staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
+        offloaded = OffloadedRun(lambda: self._store, module, staying)
+        with self._random_numbers(module, stage, m), measured, offloaded.forward():
             result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
-            tuple(tensor for tensor in inputs if tensor.requires_grad),
+            staying,
             tuple(_edge(tensor) for tensor in outputs),
+            offloaded,
         )
         return result
 
@@ -197,18 +204,17 @@ class Worker:
         """
         self.status.enter("backward", stage, m)
         kept = self._in_flight.pop((stage, m))
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(kept.outputs, gradients, strict=True)
-            if edge is not None and gradient is not None
-        ]
-        if pairs:
-            edges, flowing = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, flowing)
+        if self.meter is not None:
+            self.meter.sample()
+        kept.offloaded.prefetch()
+        _run_backward(kept.outputs, gradients)
         result = tuple(
             _own(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in kept.inputs
         )
+        if self.meter is not None:
+            del kept
+            self.meter.sample()
         return result
 
     @property
@@ -282,6 +288,11 @@ class Worker:
             parameter.grad = None
 
     # -------------------------------------------------------- helpers
+
+    @cached_property
+    def _store(self) -> Store:
+        """Where offloaded activations wait."""
+        return store_for(self.link.streams)
 
     @property
     def _is_update(self) -> bool:
@@ -358,6 +369,19 @@ class Worker:
             for stage in self.stages.values()
             for name, parameter in stage.named_parameters()
         }
+
+    def other_tensors(self) -> Iterator[Tensor]:
+        """Yield all that this rank holds besides activations: for the meter."""
+        for stage in self.stages.values():
+            yield from stage.buffers()
+        for parameter in self.named_parameters().values():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        if self.optimizer is not None:
+            states = self.optimizer.state_dict()["state"]
+            yield from (t for t in tree_leaves(states) if isinstance(t, Tensor))
+        yield from (incoming.buffer for incoming in self._posted.values())
 
     def bind_batch(self, sources: Mapping[str, Any]) -> dict[str, Tensor]:
         """Pick this rank's tensors out of a batch and check them.
@@ -438,6 +462,20 @@ def _edge(tensor: Any) -> GradientEdge | None:
     if isinstance(tensor, Tensor) and tensor.requires_grad:
         return get_gradient_edge(tensor)
     return None
+
+
+def _run_backward(
+    outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
+) -> None:
+    """Let the gradients flow back from the outputs that have one."""
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(outputs, gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    if pairs:
+        edges, flowing = zip(*pairs, strict=True)
+        torch.autograd.backward(edges, flowing)
 
 
 def _storage_users(tensor: Tensor) -> int:

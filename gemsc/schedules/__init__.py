@@ -3,6 +3,7 @@
 from gemsc.schedules.action import Action, Edge, Kind, StageCost, Task, Timed, Timeline
 from gemsc.schedules.clock import replay
 from gemsc.schedules.engine import Policy, run
+from gemsc.schedules.held import Held, held_bytes
 from gemsc.schedules.policies import (
     BASIC,
     BIDIRECTIONAL,
@@ -20,6 +21,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Edge",
+    "Held",
     "Kind",
     "Policy",
     "Schedule",
@@ -27,6 +29,7 @@ __all__ = [
     "Task",
     "Timed",
     "Timeline",
+    "held_bytes",
     "place",
     "replay",
     "run",

@@ -64,7 +64,10 @@ class StageCost:
 
     `backward` is the whole backward; `weight` is the part of it that can wait, the
     gradients of the weights. `saved_bytes` are kept from the beginning of the forward
-    to the end of the backward; `resident_bytes` are there all the time.
+    to the end of the backward, `transient_bytes` come on top during the backward (in
+    the first one of a step, which makes the gradients, `first_transient_bytes`);
+    `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
+    backward to the end of the step.
     """
 
     forward: float
@@ -72,6 +75,9 @@ class StageCost:
     weight: float = 0.0
     saved_bytes: int = 1
     resident_bytes: int = 0
+    transient_bytes: int = 0
+    first_transient_bytes: int = 0
+    gradient_bytes: int = 0
 
     def seconds(self, kind: Kind, *, split: bool = False) -> float:
         """Return how long an action takes; `split` if weight gradients are apart."""
@@ -180,9 +186,42 @@ class Task:
                 length[stage] = max(length[stage], 1 + length[edge.dest])
         return tuple(length)
 
+    def stages_on(self, rank: int) -> list[StageCost]:
+        """Return the stages of a rank; replicas of one stage share their weights."""
+        return [self.stages[s] for s in sorted({s for _, s in self.lanes[rank]})]
+
     def resident_bytes(self, rank: int) -> int:
         """Return the bytes that are on a rank all the time."""
-        return sum(self.stages[stage].resident_bytes for _, stage in self.lanes[rank])
+        return sum(stage.resident_bytes for stage in self.stages_on(rank))
+
+    def fixed_bytes(self, rank: int) -> int:
+        """Return what a rank may need besides what is saved of micro-batches."""
+        stages = self.stages_on(rank)
+        return (
+            self.resident_bytes(rank)
+            + sum(stage.gradient_bytes for stage in stages)
+            + sum(map(sum, (self.posted_bytes(*lane) for lane in self.lanes[rank])))
+            + max((stage.transient_bytes for stage in stages), default=0)
+        )
+
+    def posted_bytes(self, replica: int, stage: int) -> tuple[int, int]:
+        """Return the bytes of the receives that a stage posts ahead.
+
+        First those of values, then those of gradients.
+        """
+        ranks = self.placement[replica]
+        return (
+            sum(
+                edge.num_bytes
+                for edge in self.inputs[stage]
+                if ranks[edge.source] != ranks[stage]
+            ),
+            sum(
+                edge.num_bytes
+                for edge in self.outputs[stage]
+                if ranks[edge.dest] != ranks[stage] and edge.gradient
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +237,16 @@ class Timed:
 class Timeline:
     """What each rank does and when, as predicted.
 
-    `peak_bytes` are resident and saved bytes, `peak_live` counts the forwards of any
-    stage whose backward is not yet done: both the largest at any time, for each rank.
+    `peak_bytes` are all bytes of a rank, `peak_activation_bytes` the saved and
+    transient ones, `peak_live` counts the forwards of any stage whose backward is not
+    yet done: each the largest at any time, for each rank.
     """
 
     ranks: tuple[tuple[Timed, ...], ...]
     makespan: float
     peak_bytes: tuple[int, ...]
     peak_live: tuple[int, ...]
+    peak_activation_bytes: tuple[int, ...] = ()
 
     def order(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of one rank, in order."""

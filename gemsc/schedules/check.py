@@ -57,6 +57,9 @@ def check(
     *,
     receiving: Sequence[Channel] | None = None,
     saved_bytes: Sequence[int] | None = None,
+    transient_bytes: Sequence[int] | None = None,
+    first_transient_bytes: Sequence[int] | None = None,
+    gradient_bytes: Sequence[int] | None = None,
     resident_bytes: Sequence[int] | None = None,
     memory_cap: int | None = None,
     has_backward: bool = True,
@@ -74,6 +77,9 @@ def check(
         micro_batches: their number for each replica.
         receiving: what stages receive, if that was found in another way.
         saved_bytes: for each stage, kept for each micro-batch until its backward ends.
+        transient_bytes: for each stage, on top of it during the backward.
+        first_transient_bytes: the same for its first backward.
+        gradient_bytes: for each stage, from its first backward to the end.
         resident_bytes: for each stage, on its rank all the time.
         memory_cap: the bytes that no rank may exceed.
         has_backward: False for evaluation.
@@ -94,6 +100,9 @@ def check(
         micro_batches=tuple(micro_batches),
         kinds=_kinds(has_backward, split_backward),
         saved_bytes=tuple(saved_bytes or (0,) * len(placement[0])),
+        transient_bytes=tuple(transient_bytes or (0,) * len(placement[0])),
+        first_transient_bytes=tuple(first_transient_bytes or (0,) * len(placement[0])),
+        gradient_bytes=tuple(gradient_bytes or (0,) * len(placement[0])),
         resident_bytes=tuple(resident_bytes or (0,) * len(placement[0])),
         reductions=tuple(reductions),
         issued=_issued(len(orders), orders, reductions, issued),
@@ -141,6 +150,9 @@ class _Proof:
     micro_batches: tuple[int, ...]
     kinds: tuple[Kind, ...]
     saved_bytes: tuple[int, ...]
+    transient_bytes: tuple[int, ...]
+    first_transient_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
     resident_bytes: tuple[int, ...]
     reductions: tuple[Reduction, ...]
     issued: tuple[tuple[tuple[str, int], ...], ...]
@@ -409,23 +421,57 @@ class _Proof:
         )
 
     def _peak(self, rank: int) -> tuple[int, int, Action | None]:
-        held = sum(
-            self.resident_bytes[stage]
+        stages = {
+            stage
             for ranks in self.placement
             for stage, where in enumerate(ranks)
             if where == rank
-        )
+        }
+        held = sum(self.resident_bytes[stage] for stage in stages)
         most, most_live, live = held, 0, 0
+        without_gradients = set(stages)
+        posted: dict[Channel, int] = {}
         at: Action | None = None
         alive: dict[tuple[int, int, int], int] = defaultdict(int)
         for action in self.orders[rank]:
             key = (action.replica, action.stage, action.micro_batch)
+            held -= sum(posted.values())
+            posted |= self._posted(action)
+            held += sum(posted.values())
             if action.kind is Kind.FORWARD:
                 alive[key] = self.saved_bytes[action.stage]
                 held, live = held + alive[key], live + 1
                 most_live = max(most_live, live)
                 if held > most or at is None:
                     most, at = max(most, held), action
+            if action.kind is Kind.BACKWARD:
+                transient = self.transient_bytes[action.stage]
+                if action.stage in without_gradients:
+                    transient = self.first_transient_bytes[action.stage]
+                if held + transient > most:
+                    most, at = held + transient, action
+                if action.stage in without_gradients:
+                    without_gradients.remove(action.stage)
+                    held += self.gradient_bytes[action.stage]
             if action.kind is self.kinds[-1]:
                 held, live = held - alive.pop(key), live - 1
+            if held > most:
+                most, at = held, action
         return most, most_live, at
+
+    def _posted(self, action: Action) -> dict[Channel, int]:
+        """Return the bytes of the receives that are posted once an action begins."""
+        is_last = action.micro_batch + 1 == self.micro_batches[action.replica]
+        return {
+            channel: 0 if is_last else channel.num_bytes
+            for channel in self._taken[action.kind, action.replica, action.stage]
+        }
+
+    @cached_property
+    def _taken(self) -> dict[tuple[Kind, int, int], list[Channel]]:
+        """The channels that come from another rank, by what takes their messages."""
+        taken = defaultdict(list)
+        for channel in self.channels:
+            if self.travels(channel):
+                taken[channel.kind, channel.replica, channel.dest].append(channel)
+        return taken

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gemsc.errors import InternalError
 from gemsc.schedules.action import Action, Kind, Task, Timed, Timeline
+from gemsc.schedules.held import held_bytes
 
 __all__ = ["Clock", "replay"]
 
@@ -130,23 +131,23 @@ class Clock:
 
     def timeline(self) -> Timeline:
         """Return all that was done, with the peaks."""
-        peaks = [self._peaks(rank) for rank in range(self.task.num_ranks)]
+        held = [
+            tuple(held_bytes(self.task, rank, timed))
+            for rank, timed in enumerate(self.ranks)
+        ]
+        resident = [self.task.resident_bytes(rank) for rank in range(len(held))]
         ends = [timed.end for rank in self.ranks for timed in rank]
         return Timeline(
             ranks=tuple(map(tuple, self.ranks)),
             makespan=max(ends, default=0.0),
-            peak_bytes=tuple(peak for peak, _ in peaks),
-            peak_live=tuple(live for _, live in peaks),
+            peak_bytes=tuple(
+                base + max((each.total for each in row), default=0)
+                for base, row in zip(resident, held, strict=True)
+            ),
+            peak_live=tuple(
+                max((each.live for each in row), default=0) for row in held
+            ),
+            peak_activation_bytes=tuple(
+                max((each.activations for each in row), default=0) for row in held
+            ),
         )
-
-    def _peaks(self, rank: int) -> tuple[int, int]:
-        held = most_held = self.task.resident_bytes(rank)
-        live = most_live = 0
-        for timed in self.ranks[rank]:
-            saved = self.task.stages[timed.action.stage].saved_bytes
-            if timed.action.kind is Kind.FORWARD:
-                held, live = held + saved, live + 1
-                most_held, most_live = max(most_held, held), max(most_live, live)
-            if timed.action.kind is self.last_kind:
-                held, live = held - saved, live - 1
-        return most_held, most_live

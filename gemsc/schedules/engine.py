@@ -171,7 +171,7 @@ def _require_memory(task: Task) -> None:
         return
     short = []
     for rank in range(task.num_ranks):
-        need = task.resident_bytes(rank) + max(run_bytes(task, rank), default=0)
+        need = task.fixed_bytes(rank) + max(run_bytes(task, rank), default=0)
         if need > task.memory_cap:
             short.append(f"rank {rank} needs {need:,} bytes")
     if short:
@@ -300,7 +300,7 @@ def _group(task: Task) -> int:
         return group
     for rank in range(task.num_ranks):
         need = sum(run_bytes(task, rank))
-        room = task.memory_cap - task.resident_bytes(rank)
+        room = task.memory_cap - task.fixed_bytes(rank)
         group = min(group, room // need) if need else group
     return max(1, group)
 
@@ -319,7 +319,7 @@ class _Room:
         self._lanes = task.lanes[rank]
         self._limit = policy.live_runs
         self._cap = task.memory_cap
-        self._resident = task.resident_bytes(rank)
+        self._fixed = task.fixed_bytes(rank)
         self._replicas = sorted({replica for replica, _ in self._lanes})
         self._need = dict(
             zip(self._order_of_need(), run_bytes(task, rank), strict=True)
@@ -332,7 +332,7 @@ class _Room:
         """Whether the micro-batch of a forward may enter, or has done so."""
         if self._limit is None and self._cap is None:
             return True
-        runs, held = 0, self._resident
+        runs, held = 0, self._fixed
         for replica in self._replicas:
             first = self._finished(replica)
             last = min(

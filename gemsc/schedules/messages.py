@@ -16,7 +16,8 @@ class Channel:
 
     Stage `source` sends and stage `dest` receives: values go to a later stage after
     each forward, gradients (`gradient`) to an earlier one after each backward.
-    `signature` is what both ends must agree on, such as shapes and dtypes.
+    `signature` is what both ends must agree on, such as shapes and dtypes. A message
+    has `num_bytes`.
     """
 
     tag: int
@@ -25,6 +26,7 @@ class Channel:
     gradient: bool = False
     replica: int = 0
     signature: tuple[Any, ...] = ()
+    num_bytes: int = 0
 
     @property
     def kind(self) -> Kind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gemsc.schedules import Action, Kind, Task, Timed, Timeline
+from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
 
 __all__ = ["Arrow", "Mark", "Panel", "Row", "Span", "measured_panel", "predicted_panel"]
 
@@ -107,7 +107,7 @@ def predicted_panel(task: Task, timeline: Timeline) -> Panel:
                 for timed in actions
             ),
             task.lanes[rank],
-            tuple(_memory(task, actions, task.resident_bytes(rank))),
+            tuple(_memory(task, rank, actions)),
             task.resident_bytes(rank),
             timeline.peak_bytes[rank],
         )
@@ -136,20 +136,18 @@ def _span(mark: Mark) -> Span:
 
 
 def _memory(
-    task: Task, actions: Sequence[Timed], held: int
+    task: Task, rank: int, actions: Sequence[Timed]
 ) -> Iterator[tuple[float, int]]:
-    """Yield times, and the bytes that a rank holds from then on."""
-    done = {timed.action.kind for timed in actions}
-    last = Kind.WEIGHT if Kind.WEIGHT in done else Kind.BACKWARD
-    yield 0.0, held
-    for timed in actions:
-        saved = task.stages[timed.action.stage].saved_bytes
-        if timed.action.kind is Kind.FORWARD:
-            held += saved
-            yield timed.start, held
-        if timed.action.kind is last or not task.has_backward:
-            held -= saved
-            yield timed.end, held
+    """Yield times, and the bytes that a rank holds from then on.
+
+    At the end of the step the gradients go.
+    """
+    resident = task.resident_bytes(rank)
+    yield 0.0, resident
+    for held in held_bytes(task, rank, actions):
+        yield held.time, resident + held.total
+    if actions:
+        yield actions[-1].end, resident
 
 
 def _arrows(task: Task, rows: Sequence[Row]) -> Iterator[Arrow]:

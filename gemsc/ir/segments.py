@@ -1,0 +1,27 @@
+"""Which blocks can be recomputed, and where that frees memory."""
+
+from __future__ import annotations
+
+from gemsc.ir import meta
+from gemsc.ir.flow import external_inputs
+from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.program import Block, Program
+
+__all__ = ["frees_anything", "may_recompute"]
+
+
+def frees_anything(block: Block) -> bool:
+    """Whether autograd saves anything inside that does not come from outside."""
+    taken = {
+        key
+        for node in external_inputs(block.nodes)
+        for key, _ in meta.facts(node).storages
+    }
+    saved = {key for node in block.nodes for key, _ in meta.facts(node).saved}
+    given = {key for key, _ in meta.facts(block.nodes[-1]).storages}
+    return bool(saved - taken - given)
+
+
+def may_recompute(program: Program, block: Block) -> bool:
+    """Whether a block can run twice: it writes nothing but its layers' statistics."""
+    return not any(mutated_inputs(node, program.module) for node in block.nodes)

@@ -1,0 +1,138 @@
+"""Mark segments: blocks that are recomputed or offloaded instead of kept.
+
+Example, --recompute layer1 --offload layer2.0:
+    segment layer1 recompute      # blocks layer1.0 and layer1.1, as one
+    segment layer2.0 offload
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import groupby
+from typing import ClassVar
+
+from gemsc.errors import GemscError
+from gemsc.ir import meta
+from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.program import Block, Program, Segment
+from gemsc.ir.segments import frees_anything, may_recompute
+from gemsc.passes.base import Pass
+
+__all__ = ["MarkSegments"]
+
+
+@dataclass(frozen=True)
+class MarkSegments(Pass):
+    """Find the blocks that the user names; see `CompileOptions.recompute`.
+
+    A module's name makes one segment of its blocks, cut where stages are. "all" makes
+    one of each block that saves more than it takes; "auto" is decided later, when the
+    schedule is known.
+    """
+
+    name: ClassVar[str] = "mark-segments"
+    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    provides: ClassVar[tuple[str, ...]] = ("segments",)
+
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with its segments.
+
+        A block that is named itself goes by that, not by the name of its module.
+
+        Raises:
+            GemscError: no block has such a name, a block is named twice, or cannot run
+                twice because it changes something.
+        """
+        wishes = [
+            (kind, name)
+            for kind, names in (
+                ("recompute", _expanded(program, self.recompute)),
+                ("offload", _expanded(program, self.offload)),
+            )
+            for name in names
+        ]
+        blocks = program.blocks or ()
+        owner: dict[int, tuple[str, str]] = {}
+        for kind, name in wishes:
+            for block in blocks:
+                if block.name == name:
+                    _refuse_twice(block, owner.get(block.index), kind)
+                    owner[block.index] = kind, name
+        for kind, name in wishes:
+            inside = [block for block in blocks if _lies_in(block, name)]
+            if not inside:
+                raise _unknown(kind, name, blocks)
+            for block in inside:
+                owner.setdefault(block.index, (kind, name))
+        segments = tuple(_segments(program, owner))
+        for segment in segments:
+            if segment.kind == "recompute":
+                _refuse_effects(program, segment)
+        return replace(program, segments=segments)
+
+
+def _expanded(program: Program, names: Sequence[str]) -> Sequence[str]:
+    """Return names of blocks or modules: for "all" each block where it helps."""
+    if tuple(names) == ("all",):
+        return [
+            block.name
+            for block in program.blocks or ()
+            if frees_anything(block) and may_recompute(program, block)
+        ]
+    return [name for name in names if name not in ("auto", "off")]
+
+
+def _segments(
+    program: Program, owner: dict[int, tuple[str, str]]
+) -> Iterator[Segment]:
+    """Yield the runs of blocks with one owner in one stage."""
+    for stage in program.require_stages():
+        for wish, run in groupby(stage.blocks, lambda block: owner.get(block.index)):
+            if wish is not None:
+                kind, name = wish
+                yield Segment(name, kind, tuple(block.index for block in run))
+
+
+def _lies_in(block: Block, path: str) -> bool:
+    """Whether a block has layers in a module, or bears its name."""
+    heavy = [n for n in block.nodes if meta.facts(n).heavy] or list(block.nodes)
+    paths = [
+        str(node.target) if node.op == "call_module" else meta.module_path(node)
+        for node in heavy
+    ]
+    return any(p == path or p.startswith(f"{path}.") for p in [*paths, block.name])
+
+
+def _unknown(kind: str, name: str, blocks: Sequence[Block]) -> GemscError:
+    names = [block.name for block in blocks]
+    close = get_close_matches(name, names, n=3, cutoff=0.4)
+    return GemscError(
+        f"--{kind} {name}: no block lies in a module '{name}'",
+        help="blocks: " + ", ".join(close or names),
+    )
+
+
+def _refuse_twice(block: Block, known: tuple[str, str] | None, kind: str) -> None:
+    if known is not None:
+        raise GemscError(
+            f"block '{block.name}' is named twice, by --{known[0]} and by --{kind}",
+            help="name each block once",
+        )
+
+
+def _refuse_effects(program: Program, segment: Segment) -> None:
+    for index in segment.blocks:
+        block = (program.blocks or ())[index]
+        for node in block.nodes:
+            if mutated_inputs(node, program.module):
+                raise GemscError(
+                    f"--recompute {segment.name}: block '{block.name}' changes a "
+                    "tensor that it does not own, and would do so twice",
+                    at=meta.location(node),
+                    help="leave it out, or --offload it",
+                )

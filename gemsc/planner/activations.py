@@ -1,0 +1,201 @@
+"""What a stage keeps of a micro-batch from its forward to its backward, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.flow import external_inputs, flow
+from gemsc.ir.program import Program
+
+__all__ = [
+    "Activations",
+    "activations",
+    "again_seconds",
+    "host_seconds",
+    "seconds_until_last_save",
+]
+
+HOST_BYTES_PER_SECOND = 4e9  # memory to memory on one core; PCIe 3 x16 copies 12e9
+
+Storages = Mapping[int, int]  # storage -> bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of one stage and one micro-batch.
+
+    `kept` stay from the forward to the end of the backward. `transient` come on top for
+    a while in the backward, at most, where blocks are recomputed or brought back;
+    `first_transient` counts the gradients of parameters with them, which the first
+    backward of a step makes one after the other. `moved` wait in host memory.
+    """
+
+    kept: int
+    transient: int = 0
+    first_transient: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A segment, or a node of none: what stays of it, what its backward needs.
+
+    `gradients` are the bytes of its parameters.
+    """
+
+    kind: str
+    stays: Storages
+    needs: Storages
+    gradients: int
+
+
+def activations(program: Program) -> list[Activations]:
+    """Return what each stage keeps of a micro-batch.
+
+    What an earlier stage on the same rank keeps already, longer, counts there only; but
+    each stage has a copy of its own of what it reads of the batch.
+    """
+    placement = program.placement
+    assert placement is not None
+    row = placement.ranks[0]
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    batch = _union(dict(meta.facts(node).storages) for node in inputs)
+    found: list[Activations] = []
+    held: list[Storages] = []
+    for index in range(len(program.require_stages())):
+        known = _union(held[i] for i in range(index) if row[i] == row[index])
+        received, parts = _parts(program, index)
+        found.append(_measure(received, parts, known))
+        stays = _union([received, *(part.stays for part in parts)])
+        held.append(_without(stays, batch))
+    return found
+
+
+def _measure(
+    received: Storages, parts: Sequence[_Part], known: Storages
+) -> Activations:
+    """Return what is kept, and what is alive when a part's backward begins, at most.
+
+    Backward goes from the last part to the first; a part's storages go when its own is
+    done. A recomputed part needs all that is saved in it at once. Offloaded parts are
+    fetched one ahead: the last one when the backward begins, each other one when the
+    offloaded part after it is needed. What is fetched is a copy, even of what stays
+    because of another part.
+    """
+    moved = [_without(p.needs, received) if p.kind == "offload" else {} for p in parts]
+    offloaded = [position for position, storages in enumerate(moved) if storages]
+    everything = _without(_union([received, *(p.stays for p in parts)]), known)
+    kept = sum(everything.values())
+    peak = first_peak = kept + sum(_union(moved[i] for i in offloaded[-1:]).values())
+    alive = {*known, *received}
+    held = sum(_without(received, known).values())
+    later = sum(part.gradients for part in parts)
+    ahead: Storages = {}
+    for part, copies in zip(parts, moved, strict=True):
+        held += sum(_missing(part.stays, alive).values())
+        alive.update(part.stays)
+        later -= part.gradients
+        fetched = _union([copies, ahead])
+        again = _missing(part.needs, alive) if part.kind == "recompute" else {}
+        now = held + sum(fetched.values()) + sum(again.values())
+        peak, first_peak = max(peak, now), max(first_peak, now + later)
+        ahead = copies or ahead
+    total = sum(_union(moved).values())
+    return Activations(kept, peak - kept, first_peak - kept, total)
+
+
+def _parts(program: Program, index: int) -> tuple[Storages, list[_Part]]:
+    """Return what a stage receives with a gradient, and its parts in order."""
+    stage = flow(program, index, with_outputs=False)
+    received: dict[int, int] = {}
+    for node in stage.takes:
+        facts = meta.facts(node)
+        if meta.needs_gradient(node):
+            keys = [storage for storage, _ in facts.storages]
+            received.update(dict.fromkeys(keys, facts.output_bytes))
+    parts: list[_Part] = []
+    inside = {
+        node: (segment.kind, nodes)
+        for segment, nodes in program.segments_of(index)
+        for node in nodes
+    }
+    plain: list[fx.Node] = []
+    for node in stage.nodes:
+        if node not in inside:
+            plain.append(node)
+            continue
+        kind, nodes = inside[node]
+        if node is not nodes[0]:
+            continue
+        parts += map(_plain, plain)
+        plain = []
+        stays = _inputs(nodes) if kind == "recompute" else {}
+        parts.append(_Part(kind, stays, _saved(nodes), _gradients(nodes)))
+    return received, [*parts, *map(_plain, plain)]
+
+
+def _plain(node: fx.Node) -> _Part:
+    saved = _saved([node])
+    return _Part("plain", saved, saved, _gradients([node]))
+
+
+def _gradients(nodes: Iterable[fx.Node]) -> int:
+    return sum(meta.facts(node).parameter_bytes for node in nodes)
+
+
+def _saved(nodes: Iterable[fx.Node]) -> Storages:
+    return {key: size for node in nodes for key, size in meta.facts(node).saved}
+
+
+def _inputs(nodes: Sequence[fx.Node]) -> Storages:
+    """Return the storages of what comes into a row of nodes."""
+    return {
+        key: size
+        for node in external_inputs(nodes)
+        for key, size in meta.facts(node).storages
+    }
+
+
+def _union(many: Iterable[Storages]) -> Storages:
+    return {key: size for one in many for key, size in one.items()}
+
+
+def _without(storages: Storages, known: Storages) -> Storages:
+    return _missing(storages, set(known))
+
+
+def _missing(storages: Storages, known: set[int]) -> Storages:
+    return {key: size for key, size in storages.items() if key not in known}
+
+
+def again_seconds(program: Program, index: int) -> float:
+    """Return the seconds that a stage's backward needs to recompute its blocks.
+
+    A block runs again up to the last tensor that is saved in it. An operator that saves
+    only what it takes, a convolution for instance, is not run again if it comes last.
+    """
+    return sum(
+        seconds_until_last_save(nodes)
+        for segment, nodes in program.segments_of(index)
+        if segment.kind == "recompute"
+    )
+
+
+def host_seconds(num_bytes: int) -> float:
+    """Return the seconds of a copy between a device and host memory, one way."""
+    return num_bytes / HOST_BYTES_PER_SECOND
+
+
+def seconds_until_last_save(nodes: Sequence[fx.Node]) -> float:
+    """Return the seconds in which nodes run again up to the last tensor they save."""
+    saving = [i for i, node in enumerate(nodes) if meta.facts(node).saved]
+    if not saving:
+        return 0.0
+    last = nodes[saving[-1]]
+    own = {storage for storage, _ in meta.facts(last).storages}
+    runs = bool(own & {storage for storage, _ in meta.facts(last).saved})
+    return sum(meta.facts(node).forward_seconds for node in nodes[: saving[-1] + runs])

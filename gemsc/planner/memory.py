@@ -1,0 +1,98 @@
+"""The memory of each rank over the time of a step: what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gemsc.ir.flow import owned_tensors
+from gemsc.ir.program import Program
+from gemsc.schedules import Task, Timeline, held_bytes
+
+__all__ = ["MemoryParts", "StageWeights", "memory_curve", "peak_parts", "stage_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeights:
+    """Bytes of what a stage owns, whatever the micro-batches.
+
+    `parameters` have the buffers with them; `optimizer` is the state that the user's
+    optimizer keeps after its first step.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def resident(self) -> int:
+        """What is there all the time."""
+        return self.parameters + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """What the memory of a rank is made of at one time, in bytes.
+
+    `activations` are what backwards will need, `messages` the buffers of receives
+    posted ahead.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    messages: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return (
+            self.parameters
+            + self.optimizer
+            + self.gradients
+            + self.activations
+            + self.messages
+        )
+
+
+def stage_weights(program: Program) -> list[StageWeights]:
+    """Return the bytes of each stage's parameters, gradients and optimizer state."""
+    module = program.module
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    found = []
+    for names in owned_tensors(program):
+        owned = {name: tensors[name] for name in names}
+        trained = {name: t for name, t in owned.items() if t.requires_grad}
+        found.append(
+            StageWeights(
+                parameters=sum(tensor.nbytes for tensor in owned.values()),
+                gradients=sum(tensor.nbytes for tensor in trained.values()),
+                optimizer=sum(program.optimizer_bytes.get(name, 0) for name in trained),
+            )
+        )
+    return found
+
+
+def memory_curve(
+    program: Program, task: Task, timeline: Timeline, rank: int
+) -> list[tuple[float, MemoryParts]]:
+    """Return what a rank holds from each time on, in seconds from the step's begin."""
+    weights = stage_weights(program)
+    own = [weights[stage] for stage in sorted({s for _, s in task.lanes[rank]})]
+    parameters = sum(stage.parameters for stage in own)
+    optimizer = sum(stage.optimizer for stage in own)
+    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, 0))]
+    for held in held_bytes(task, rank, timeline.ranks[rank]):
+        parts = MemoryParts(
+            parameters, optimizer, held.gradients, held.activations, held.messages
+        )
+        curve.append((held.time, parts))
+    return curve
+
+
+def peak_parts(
+    program: Program, task: Task, timeline: Timeline, rank: int
+) -> MemoryParts:
+    """Return what a rank's memory is made of when it holds most."""
+    curve = memory_curve(program, task, timeline, rank)
+    return max((parts for _, parts in curve), key=lambda parts: parts.total)

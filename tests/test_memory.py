@@ -1,0 +1,248 @@
+"""The memory of each rank: what it is made of, and how it is made to fit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MODELS
+from support import run_on_threads
+from test_parity import traced
+from torch import nn
+
+from gemsc.codegen.package import write_directory
+from gemsc.compiler import lower
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.planner.memory import MemoryParts, memory_curve
+from gemsc.planner.optimizer_state import optimizer_bytes
+from gemsc.planner.savings import Saving, cheapest
+from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+# -------------------------------------------------------------- optimizer state
+
+
+PARAMETERS = {
+    "a": nn.Parameter(torch.zeros(3, 5)),
+    "b": nn.Parameter(torch.zeros(7)),
+    "fixed": nn.Parameter(torch.zeros(9), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        adamw,
+        momentum,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.Adam(p, amsgrad=True, foreach=False),
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+        lambda p: torch.optim.Adafactor(p),
+    ],
+)
+def test_optimizer_state_is_that_of_a_real_step(optimizer) -> None:
+    trained = {n: p for n, p in PARAMETERS.items() if p.requires_grad}
+    copies = {n: nn.Parameter(p.detach().clone()) for n, p in trained.items()}
+    real = optimizer(copies.items())
+    for parameter in copies.values():
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    wanted = {
+        name: sum(
+            value.nbytes
+            for value in real.state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor)
+        )
+        for name, parameter in copies.items()
+    }
+    assert optimizer_bytes(PARAMETERS, optimizer) == wanted
+
+
+class Looking(torch.optim.Adam):
+    """An optimizer that looks at numbers."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(bool(p.grad.abs().max() > 1e9) for p in group["params"]):
+                raise RuntimeError
+        return super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_numbers_is_measured_small() -> None:
+    found = optimizer_bytes(PARAMETERS, lambda p: Looking(p, lr=0.1))
+    assert found == {"a": 2 * 60 + 4, "b": 2 * 28 + 4}
+
+
+def test_no_optimizer_is_plain_sgd() -> None:
+    assert optimizer_bytes(PARAMETERS, None) == {}
+
+
+# ------------------------------------------------------------------ the timeline
+
+
+def test_what_a_rank_holds_over_time() -> None:
+    cost = StageCost(
+        1.0, 2.0, saved_bytes=10, resident_bytes=100, transient_bytes=5,
+        first_transient_bytes=8, gradient_bytes=50,
+    )  # fmt: skip
+    task = Task.chain([cost], [2])
+    timeline = run(task, SCHEDULES["gpipe"].policy)
+    rows = [
+        (held.saved, held.transient, held.gradients)
+        for held in held_bytes(task, 0, timeline.ranks[0])
+    ]
+    assert rows == [
+        *((10, 0, 0), (20, 0, 0)),  # two forwards
+        *((20, 5, 3), (10, 0, 50)),  # the first backward makes the gradients
+        *((10, 5, 50), (0, 0, 50)),
+    ]
+    assert timeline.peak_bytes == (100 + 10 + 5 + 50,)
+    assert timeline.peak_activation_bytes == (25,)
+
+
+def test_the_parts_of_the_peak(tmp_path: Path) -> None:
+    case = MODELS["resnet18"]
+    graph = traced("resnet18")
+    state = optimizer_bytes(dict(graph.program.module.named_parameters()), adamw)
+    graph = replace(graph, program=replace(graph.program, optimizer_bytes=state))
+    program = lower(graph, CompileOptions(ranks=2, micro_batches=4))
+    write_directory(program.compilation, tmp_path / "program")
+    batch = case.inputs(4, torch.float32)
+    record = run_on_threads(
+        tmp_path / "program", 2, [batch] * 2, dtype=torch.float32, optimizer=adamw
+    )
+    plan = program.plan
+    assert record.peak_bytes == plan.peak_bytes
+    trained = sum(p.nbytes for p in case.build().parameters())
+    assert sum(part["optimizer"] for part in plan.memory) > 2 * trained
+    for part, peak in zip(plan.memory, plan.peak_bytes, strict=True):
+        assert MemoryParts(**part).total == peak
+
+
+def test_the_curve_begins_with_the_weights() -> None:
+    program = lower(traced("unet"), CompileOptions(ranks=2))
+    compilation = program.compilation
+    from gemsc.planner.from_plan import task_of, timeline_of
+
+    task, timeline = task_of(program.plan), timeline_of(program.plan)
+    curve = memory_curve(compilation.program, task, timeline, 0)
+    assert curve[0][1].total == curve[0][1].parameters
+    assert max(parts.total for _, parts in curve) == program.plan.peak_bytes[0]
+
+
+# ------------------------------------------------------------------- to make fit
+
+
+def test_the_cheapest_set() -> None:
+    savings = [
+        Saving(0, "recompute", 100, 1.0),
+        Saving(1, "recompute", 60, 0.4),
+        Saving(2, "recompute", 60, 0.4),
+        Saving(2, "offload", 100, 0.9),
+    ]
+    assert cheapest(savings, 100) == (savings[1], savings[2])
+    assert cheapest(savings, 101) == (savings[1], savings[2])
+    assert cheapest(savings, 150) == (savings[1], savings[3])
+    assert cheapest(savings, 260) == (savings[0], savings[1], savings[3])
+    assert cheapest(savings, 261) is None
+    assert cheapest(savings, 0) == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=8),
+    st.integers(1, 150),
+)
+def test_the_cheapest_set_is_the_best_of_all(pairs, needed) -> None:
+    savings = [Saving(i, "recompute", *pair) for i, pair in enumerate(pairs)]
+    costs = [
+        sum(saving.seconds for saving in some)
+        for count in range(len(savings) + 1)
+        for some in itertools.combinations(savings, count)
+        if sum(saving.freed for saving in some) >= needed
+    ]
+    found = cheapest(savings, needed)
+    if not costs:
+        assert found is None
+    else:
+        assert sum(saving.seconds for saving in found) == min(costs)
+        assert sum(saving.freed for saving in found) >= needed
+
+
+@pytest.mark.parametrize("kind", ["recompute", "offload"])
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("unet", "1f1b"), ("resnet18", "gpipe")]
+)
+def test_auto_stays_under_the_cap(
+    name: str, schedule: str, kind: str, tmp_path: Path
+) -> None:
+    options = CompileOptions(ranks=2, schedule=schedule, micro_batches=4)
+    free = lower(traced(name), options)
+    everything = lower(traced(name), replace(options, **{kind: ("all",)}))
+    peaks = max(free.plan.peak_bytes), max(everything.plan.peak_bytes)
+    assert peaks[1] < peaks[0]
+    cap = (peaks[0] + peaks[1]) // 2
+    fitted = replace(options, device_memory=cap, **{kind: ("auto",)})
+    program = lower(traced(name), fitted)
+    assert max(program.plan.peak_bytes) <= cap
+    assert program.plan.step_seconds <= everything.plan.step_seconds
+    write_directory(program.compilation, tmp_path / "program")
+    batch = MODELS[name].inputs(4, torch.float32)
+    record = run_on_threads(tmp_path / "program", 2, [batch] * 2, dtype=torch.float32)
+    assert max(record.peak_bytes) <= cap
+    assert record.peak_bytes == program.plan.peak_bytes
+
+
+def test_a_cap_that_all_keeps_to_changes_nothing() -> None:
+    options = CompileOptions(device_memory=10**9, recompute=("auto",))
+    program = lower(traced("unet"), options)
+    assert program.compilation.program.segments == ()
+
+
+def test_a_cap_that_nothing_keeps_to_is_refused() -> None:
+    options = CompileOptions(device_memory=1000, recompute=("auto",))
+    with pytest.raises(GemscError, match="the leanest needs") as error:
+        lower(traced("unet"), options)
+    assert "--ranks" in error.value.help
+
+
+def test_just_below_what_1f1b_needs(tmp_path: Path) -> None:
+    need = max(lower(traced("unet"), CompileOptions(ranks=2)).plan.peak_bytes)
+    options = CompileOptions(
+        ranks=2, schedule="auto", recompute=("auto",), device_memory=need - 1
+    )
+    plan = lower(traced("unet"), options).plan
+    recomputed = [name for stage in plan.stages for name in stage.recompute]
+    assert recomputed or plan.schedule != "1f1b"
+    program = lower(traced("unet"), replace(options, schedule="1f1b"))
+    assert max(program.plan.peak_bytes) < need
+    write_directory(program.compilation, tmp_path / "program")
+    batch = MODELS["unet"].inputs(4, torch.float32)
+    record = run_on_threads(tmp_path / "program", 2, [batch] * 2, dtype=torch.float32)
+    assert max(record.peak_bytes) < need
+
+
+def test_the_advice_names_recompute_with_numbers() -> None:
+    options = CompileOptions(ranks=2, micro_batches=1)
+    lean = lower(traced("unet"), replace(options, recompute=("all",)))
+    cap = max(lean.plan.peak_bytes) + 1000
+    assert cap < max(lower(traced("unet"), options).plan.peak_bytes)
+    with pytest.raises(GemscError, match="no schedule fits") as error:
+        open_ = {"schedule": "auto", "placement": "linear", "device_memory": cap}
+        lower(traced("unet"), replace(options, **open_))
+    assert "add --recompute auto" in error.value.help
