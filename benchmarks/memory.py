@@ -162,10 +162,8 @@ def measure(model: Model, directory: Path, ranks: int) -> list[int]:
             optimizer=model.optimizer,
             device=torch.device("cpu"),
         )
-        meter = ActivationMeter(
-            lambda: trainer.all_tensors().values(), trainer.worker.other_tensors
-        )
-        trainer.worker.meter = meter
+        worker = trainer.worker
+        worker.meter = meter = ActivationMeter(worker.own_tensors, worker.other_tensors)
         for _ in range(STEPS):
             trainer.step(inputs, target)
         return meter.peak_total_bytes
@@ -208,9 +206,7 @@ def main() -> None:
             cells.append(f"{max(predicted) / 2**20:7.2f} {100 * worst:+7.2f}%")
         print(f"{name:<28}" + " ".join(f"{c:>16}" for c in cells), flush=True)
     under = sum(error < 0.02 for error in errors)
-    print(
-        f"worst error {100 * max(errors):.2f} %; {under} of {len(errors)} under 2 %"
-    )
+    print(f"worst error {100 * max(errors):.2f} %; {under} of {len(errors)} under 2 %")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
+from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.planner.memory import MemoryParts, memory_curve
 from gemsc.planner.optimizer_state import optimizer_bytes
 from gemsc.planner.savings import Saving, cheapest
@@ -137,8 +138,6 @@ def test_the_parts_of_the_peak(tmp_path: Path) -> None:
 def test_the_curve_begins_with_the_weights() -> None:
     program = lower(traced("unet"), CompileOptions(ranks=2))
     compilation = program.compilation
-    from gemsc.planner.from_plan import task_of, timeline_of
-
     task, timeline = task_of(program.plan), timeline_of(program.plan)
     curve = memory_curve(compilation.program, task, timeline, 0)
     assert curve[0][1].total == curve[0][1].parameters
@@ -242,7 +241,7 @@ def test_the_advice_names_recompute_with_numbers() -> None:
     lean = lower(traced("unet"), replace(options, recompute=("all",)))
     cap = max(lean.plan.peak_bytes) + 1000
     assert cap < max(lower(traced("unet"), options).plan.peak_bytes)
+    open_ = {"schedule": "auto", "placement": "linear", "device_memory": cap}
     with pytest.raises(GemscError, match="no schedule fits") as error:
-        open_ = {"schedule": "auto", "placement": "linear", "device_memory": cap}
         lower(traced("unet"), replace(options, **open_))
     assert "add --recompute auto" in error.value.help

@@ -56,12 +56,23 @@ class MemoryParts:
 
 
 def stage_weights(program: Program) -> list[StageWeights]:
-    """Return the bytes of each stage's parameters, gradients and optimizer state."""
+    """Return the bytes of each stage's parameters, gradients and optimizer state.
+
+    A tied parameter that a later stage of the same ranks has too counts there only.
+    """
     module = program.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    ranks = _ranks(program)
+    names_of = owned_tensors(program)
     found = []
-    for names in owned_tensors(program):
-        owned = {name: tensors[name] for name in names}
+    for index, names in enumerate(names_of):
+        elsewhere = {
+            name
+            for later in range(index + 1, len(names_of))
+            if ranks[index] <= ranks[later]
+            for name in names_of[later]
+        }
+        owned = {name: tensors[name] for name in names if name not in elsewhere}
         trained = {name: t for name, t in owned.items() if t.requires_grad}
         found.append(
             StageWeights(
@@ -71,6 +82,16 @@ def stage_weights(program: Program) -> list[StageWeights]:
             )
         )
     return found
+
+
+def _ranks(program: Program) -> list[set[int]]:
+    """Return the ranks that have each stage, in any replica."""
+    placement = program.placement
+    assert placement is not None
+    return [
+        {rank for row in placement.ranks for rank in row[stage.index]}
+        for stage in program.require_stages()
+    ]
 
 
 def memory_curve(

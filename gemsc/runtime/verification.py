@@ -59,9 +59,7 @@ def record_steps(
         trainer.worker.before_update = None
 
     trainer.worker.before_update = write_gradients
-    meter = ActivationMeter(
-        lambda: trainer.all_tensors().values(), trainer.worker.other_tensors
-    )
+    meter = ActivationMeter(trainer.worker.own_tensors, trainer.worker.other_tensors)
     trainer.worker.meter = meter
     losses = [trainer.step(input, target) for input, target in batches]
     write_tensors(folder / f"state{rank}.safetensors", trainer.all_tensors())

@@ -370,12 +370,16 @@ class Worker:
             for name, parameter in stage.named_parameters()
         }
 
+    def own_tensors(self) -> Iterator[Tensor]:
+        """Yield the parameters and buffers of all stages, those of replicas too."""
+        for stage in self.stages.values():
+            yield from stage.parameters()
+            yield from stage.buffers()
+
     def other_tensors(self) -> Iterator[Tensor]:
         """Yield all that this rank holds besides activations: for the meter."""
-        for stage in self.stages.values():
-            yield from stage.buffers()
+        yield from self.own_tensors()
         for parameter in self.named_parameters().values():
-            yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
         if self.optimizer is not None:
