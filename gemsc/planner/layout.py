@@ -18,8 +18,8 @@ class Layout:
     """What the options mean for one schedule.
 
     `micro_batches` holds the number of micro-batches of each replica, `live` how many
-    of them equal stages would hold at most. `explicit` lists the rank of each stage
-    where the user gave them.
+    of them equal stages would hold at most (empty where memory is not balanced).
+    `explicit` lists the rank of each stage where the user gave them.
     """
 
     placement: str
@@ -69,9 +69,12 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
     rows: tuple[tuple[int, ...], ...] = (explicit,)
     if not explicit:
         rows = place(kind, num_stages, options.ranks, len(counts))
-    task = Task.chain([StageCost(1.0, 2.0, 1.0)] * num_stages, counts, placement=rows)
-    peak = run(task, schedule.policy).peak_live
-    live = tuple(-(-peak[rank] // rows[0].count(rank)) for rank in rows[0])
+    live: tuple[int, ...] = ()
+    if options.balance == "memory":
+        equal = [StageCost(1.0, 2.0, 1.0)] * num_stages
+        task = Task.chain(equal, counts, placement=rows)
+        peak = run(task, schedule.policy).peak_live
+        live = tuple(-(-peak[rank] // rows[0].count(rank)) for rank in rows[0])
     name = "explicit" if explicit else kind
     return Layout(name, num_stages, counts, live, explicit)
 
