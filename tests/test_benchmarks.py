@@ -54,3 +54,12 @@ def test_the_split_benchmark_prints_a_row_for_each_split():
     assert [row.split()[1] for row in splits[:3]] == ["chosen", "auto", "equal"]
     assert len(splits) >= 10
     assert numbers(rows[-1].partition(":")[2])
+
+
+def test_the_time_model_benchmark_prints_errors_and_balances():
+    lines = run_quickly("time_model.py")
+    stages = [line for line in lines if " stage " in line]
+    assert len(stages) == 6
+    assert all(len(numbers(line)) == 4 for line in stages)
+    assert sum(" balance: " in line for line in lines) == 3
+    assert re.match(r"12 stage times: median error \d+\.\d%", lines[-1])
