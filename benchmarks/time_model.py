@@ -213,7 +213,7 @@ CASES = (
     encoder(3, 256, 6, 8, 128),
     encoder(4, 512, 4, 4, 256),
 )
-QUICK = (resnet(2, 1, 32), unet(2, 3, 4, 1, 8), encoder(2, 64, 2, 2, 16))
+QUICK = (resnet(2, 2, 32), unet(2, 3, 4, 1, 16), encoder(2, 64, 2, 2, 16))
 
 
 def others(interval: Callable[[], object]) -> float:
