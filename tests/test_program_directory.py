@@ -187,7 +187,7 @@ def test_what_is_no_checkpoint_of_this_program_is_refused(
     folder = tmp_path / "checkpoint"
     on_threads(program, lambda trainer: trainer.save(folder))
 
-    assert gemsc("compile", "model.py", "--cuts", "third", "-o", "other").code == 0
+    assert gemsc("compile", "model.py", "--cuts", "second", "-o", "other").code == 0
     with pytest.raises(GemscError, match="by ranks that share the model otherwise"):
         on_threads(Path("other"), lambda trainer: trainer.resume(folder))
 
