@@ -35,6 +35,7 @@ from gemsc.passes.manager import run_passes
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.planner.hardware import read_hardware
 from gemsc.planner.profile import BlockTimes, time_nodes
+from gemsc.runtime.launch import restart_like_a_rank
 
 BUSY = 0.1  # cores that others may take while something is measured
 
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="tiny: does it run?")
     options = parser.parse_args()
+    restart_like_a_rank()
     chosen = QUICK if options.quick else CASES
     errors: list[float] = []
     balances: list[float] = []

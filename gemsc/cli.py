@@ -42,6 +42,7 @@ from gemsc.profiling import (
     measure_on_ranks,
     write_network,
 )
+from gemsc.runtime.launch import restart_like_a_rank
 from gemsc.runtime.measure import measure
 from gemsc.runtime.network import is_rank
 from gemsc.runtime.network import main as measure_on_this_rank
@@ -366,6 +367,7 @@ def profile_command(
             write_network(found, output, hardware)
         return
     if calibrate:
+        restart_like_a_rank()
         with _progress() as show:
             calibrate_machine(output, hardware, threads, quick=quick, progress=show)
     if network:
@@ -483,6 +485,8 @@ def _compile(
     watch: Hook | None,
     plan_path: Path | None = None,
 ) -> CompiledProgram:
+    if options.profile:
+        restart_like_a_rank()
     edited = _read_edited(plan_path, options) if plan_path is not None else None
     inputs = user.make_inputs()
     with _progress() if options.profile else nullcontext(_say_nothing) as progress:
