@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.errors import InternalError
-from gemsc.ir.meta import TensorSpec, facts
+from gemsc.errors import InternalError, SourceLocation
+from gemsc.ir.meta import TensorSpec, facts, location
 
 __all__ = [
+    "Barrier",
     "Block",
     "DataclassValue",
     "Input",
@@ -134,6 +135,23 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Barrier:
+    """A node before which a tiled value had to be gathered, and why.
+
+    `num_bytes` are those of the gathered value; every tile then computes all of it.
+    """
+
+    node: fx.Node
+    reason: str
+    num_bytes: int
+
+    @property
+    def location(self) -> SourceLocation | None:
+        """The user's line."""
+        return location(self.node)
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A graph and what is known of it. None means: no pass has provided it yet.
 
@@ -146,6 +164,7 @@ class Program:
     tensors that are neither parameter nor buffer under `_constants`.
     `aliases` maps each further name of a tied parameter to its first name.
     `frozen` are the paths of layers that stay in eval mode while the model trains.
+    `barriers` are the places where split stages had to gather a value.
     """
 
     name: str
@@ -160,6 +179,7 @@ class Program:
     stages: tuple[Stage, ...] | None = None
     placement: Placement | None = None
     transfers: tuple[Transfer, ...] | None = None
+    barriers: tuple[Barrier, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -1,0 +1,47 @@
+"""Split tiles: the graph that one tile of a split stage runs.
+
+Example, two tiles one above the other, on the upper one:
+    %conv = call_module conv(%x)                       # before, 64 x 64, padding 1
+    %halo = redistribute(%x, Exchange(...))            # after: 34 x 66 of 64 x 64
+    %conv = call_module conv(%halo)                    # 32 x 64, padding 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gemsc.errors import InternalError
+from gemsc.ir.program import Program
+from gemsc.passes.base import Pass
+
+__all__ = ["SplitTiles"]
+
+
+@dataclass(frozen=True)
+class SplitTiles(Pass):
+    """Lower the stages that have a grid to what one tile of it runs.
+
+    `grids` has one entry per stage: tiles along each spatial axis, () for a stage that
+    is not split. `tile` is the tile whose graph is wanted; a stage with a smaller grid
+    is lowered for tile `tile % size`, so that one program holds all stages and its
+    layouts say what every tile of every stage holds.
+
+    A value that goes from one stage to another with the same grid arrives as it is
+    held. Where the grids differ, the later stage begins with a `redistribute` node
+    whose exchange has as many held boxes as the earlier grid has tiles and as many
+    wanted ones as its own: that node is what the transfer does.
+
+    The result has blocks and stages of the new nodes, the placement, and no transfers.
+    """
+
+    name: ClassVar[str] = "split-tiles"
+    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    provides: ClassVar[tuple[str, ...]] = ("stages",)
+
+    grids: tuple[tuple[int, ...], ...]
+    tile: int = 0
+
+    def apply(self, program: Program) -> Program:
+        """Return the program of one tile."""
+        raise InternalError("not lowered yet")
