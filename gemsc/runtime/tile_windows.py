@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gemsc.boxes import Interval
 
@@ -20,6 +19,7 @@ __all__ = [
     "average_pool",
     "resize",
     "rows_read",
+    "taps",
 ]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -149,11 +149,8 @@ def resize(value: Tensor, how: Resize) -> Tensor:
 def taps(
     how: Resize, axis: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return columns and weights: output i is the sum over k of w[k][i] * x[c[k][i]].
-
-    Real tensors, also where the value is fake.
-    """
-    with _disable_current_modes(), torch.no_grad():
+    """Return columns and weights: output i is the sum over k of w[k][i] * x[c[k][i]]."""
+    with torch.no_grad():
         matrix = weight_rows(how, axis, dtype, device)
         used = matrix != 0
         count = max(int(used.sum(1).max()), 1)
@@ -167,7 +164,7 @@ def taps(
 
 def rows_read(how: Resize, axis: int) -> Interval:
     """Return which inputs the outputs of a tile read along an axis."""
-    with _disable_current_modes(), torch.no_grad():
+    with torch.no_grad():
         used = [
             weight_rows(how, axis, dtype, torch.device("cpu")) != 0
             for dtype in (torch.float32, torch.float64)

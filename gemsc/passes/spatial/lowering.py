@@ -375,6 +375,12 @@ class Lowering:
         self._parts[key] = new
         return new
 
+    def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
+        """Return a node that holds just what its tile has of an old node's value."""
+        if all(new is not local.node for local in self._env.values()):
+            self._describe(new, old, axes, self.grid)
+        return Local(new, axes)
+
     def exchange(
         self,
         shape: tuple[int, ...],

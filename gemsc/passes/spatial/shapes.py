@@ -172,7 +172,7 @@ def _slice(
         _rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries)
     )
     if all(entry == slice(None) for entry in rest):
-        return Local(part, out_axes)
+        return low.stands_for(part, node, out_axes)
     return low.create(
         node, "call_function", operator.getitem, (part, rest), {}, out_axes
     )
