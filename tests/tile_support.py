@@ -73,15 +73,20 @@ def on_tiles(
     loss: Any,
     target: Any,
     grid: tuple[int, ...],
-    **options: Any,
+    *,
+    facts: bool = False,
 ) -> Step:
-    """Run one step on the tiles of a grid, each a thread; put the parts together."""
+    """Run one step on the tiles of a grid, each a thread; put the parts together.
+
+    With `facts` the whole pass runs, without only the lowering: that is quicker.
+    """
     traced = record(model, inputs, loss=loss, target=target)
     program = one_stage(run_passes(traced, (Canonicalize(),)))
     count = prod(grid)
+    passes = [SplitTiles((grid,), tile) for tile in range(count)]
     programs = [
-        run_passes(program, (SplitTiles((grid,), tile, **options),))
-        for tile in range(count)
+        run_passes(program, (step,)) if facts else step.lower(program)
+        for step in passes
     ]
     feed = {"input": inputs, "target": target}
     modules = [copy.deepcopy(_plain(p.module)) for p in programs]

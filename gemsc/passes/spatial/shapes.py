@@ -241,9 +241,7 @@ def along(low: Lowering, call: Call) -> Local:
     source = call.input
     axes = low.axes(source)
     dims = len(low.shape(source))
-    given = call.get("dim")
-    if given is None and call.node.target in ("glu",):
-        given = -1
+    given = call.get("dim", call.get("dims"))
     if axes is None or not _are_dims(given):
         raise Refused("it goes over all elements")
     along_dims = {int(d) % dims for d in ([given] if isinstance(given, int) else given)}
