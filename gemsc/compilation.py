@@ -29,7 +29,6 @@ class Compilation:
     twins: dict[fx.Node, fx.Node] | None
     steps: tuple[tuple[Step, ...], ...]
     plan: Plan
-    user_path: str
 
     @cached_property
     def owned(self) -> tuple[tuple[str, ...], ...]:

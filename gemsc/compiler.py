@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,11 +23,14 @@ from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
 from gemsc.plan import Plan
-from gemsc.planner.candidates import Candidate, alternatives, best, is_open
+from gemsc.planner.advice import nothing_fits
+from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
 from gemsc.planner.device import LINK
+from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import layout
 from gemsc.planner.predict import (
     make_plan,
+    micro_batch_size,
     reduced_bytes,
     schedule_task,
     sent_bytes,
@@ -47,7 +50,7 @@ Choice = TypeVar("Choice")
 class CompiledProgram:
     """What `compile` returns: look at it, then write it.
 
-    `candidates` are what was compared where the schedule or placement was `auto`.
+    `candidates` are what was compared where something was `auto`, best first.
     """
 
     compilation: Compilation
@@ -83,13 +86,15 @@ def compile(
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
+    edited: EditedPlan | None = None,
     **choices: Any,
 ) -> CompiledProgram:
     """Compile a model for several ranks.
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is what `loss(output, target)` takes with them. Choices are
-    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`.
+    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
+    `edited` plan decides them all.
 
     The model's parameters, buffers and the random generators stay as they are.
 
@@ -97,6 +102,8 @@ def compile(
         GemscError: the model or an option cannot be compiled; says where and why.
     """
     options = replace(options or CompileOptions(), **choices)
+    if edited is not None:
+        options = edited.options()
     traced = trace(
         model,
         example_inputs,
@@ -106,6 +113,8 @@ def compile(
         check=options.check,
         after_each=after_each,
     )
+    if edited is not None:
+        edited.check(traced.program.blocks or ())
     return lower(traced, options, source=source, after_each=after_each)
 
 
@@ -156,8 +165,8 @@ def lower(
     """Cut a traced model into stages, schedule them, prove the schedule."""
     candidates: tuple[Candidate, ...] = ()
     if is_open(options):
-        candidates = tuple(assess(traced, each) for each in alternatives(options))
-        options = best(candidates).options
+        candidates = search(traced, options)
+        options = candidates[0].options
     program, task, timeline = schedule_stages(traced, options, after_each)
     evaluation = run_passes(
         program if traced.twins is not None else traced.evaluation,
@@ -167,8 +176,7 @@ def lower(
     prove(program, evaluation, task, timeline)
     plan = make_plan(program, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
-    user_path = str(source.resolve()) if source else ""
-    compilation = Compilation(program, evaluation, traced.twins, steps, plan, user_path)
+    compilation = Compilation(program, evaluation, traced.twins, steps, plan)
     return CompiledProgram(compilation, candidates)
 
 
@@ -184,21 +192,38 @@ def schedule_stages(
     return program, task, run(task, schedule.policy)
 
 
+def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
+    """Return all that agrees with the options, best first.
+
+    Raises:
+        GemscError: nothing fits; says what would.
+    """
+    found = ranked([assess(traced, each) for each in alternatives(options)])
+    if not found[0].fits():
+        raise nothing_fits(found, lambda other: assess(traced, other))
+    return tuple(found)
+
+
 def assess(traced: Traced, options: CompileOptions) -> Candidate:
-    """Return what is predicted for one choice of schedule and placement."""
+    """Return what is predicted for one choice."""
     uncapped = replace(options, device_memory=None)
     try:
         program, task, timeline = schedule_stages(traced, uncapped)
-        if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
-            # the engine may find an order that holds less at a time
-            program, task, timeline = schedule_stages(traced, options)
     except GemscError as error:
         return Candidate(options, problem=error.message)
+    if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
+        with suppress(GemscError):  # there may be an order that holds less at a time
+            program, task, timeline = schedule_stages(traced, options)
     sums = reduced_bytes(program, options.data)
+    fullest = max(range(options.ranks), key=lambda rank: timeline.peak_bytes[rank])
+    size = micro_batch_size(program)
     return Candidate(
         options,
         seconds=timeline.makespan + LINK.seconds(2 * max(sums)),
-        peak_bytes=max(timeline.peak_bytes),
+        samples=options.data * sum(task.micro_batches) * size,
+        micro_batch_size=size,
+        peak_bytes=timeline.peak_bytes[fullest],
+        activation_bytes=timeline.peak_bytes[fullest] - task.resident_bytes(fullest),
         bubble=timeline.bubble,
         sent_bytes=sent_bytes(program, task) + sum(sums),
     )

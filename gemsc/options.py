@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 
 from gemsc.errors import GemscError
 
-__all__ = ["BALANCES", "CompileOptions"]
+__all__ = ["AUTO", "BALANCES", "CompileOptions"]
 
-BALANCES = ("compute", "memory", "explicit")
+BALANCES = ("compute", "memory", "explicit", "auto")
+AUTO = -1  # a number that is left to the compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,10 @@ class CompileOptions:
     them. `times` is the number of pairs of runs of `master`: 2 x times micro-batches.
     `placement` "natural" is the one that the schedule is made for; `chunks` is the
     number of stages on each rank under `looped` placement; "0,1,1,0" lists the rank of
-    each stage.
+    each stage. `schedule`, `placement` and `balance` may be "auto", `micro_batches` and
+    `data` AUTO: the compiler takes what is fastest as predicted and fits
+    `device_memory`. With `data` AUTO, `ranks` and `micro_batches` are those of all
+    copies together.
     """
 
     ranks: int = 2
@@ -48,13 +52,7 @@ class CompileOptions:
         Raises:
             GemscError: an option is out of its range, or two contradict each other.
         """
-        for name in ("ranks", "data", "micro_batches", "times", "chunks"):
-            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
-                flag = name.replace("_", "-")
-                raise GemscError(
-                    f"--{flag} is {getattr(self, name)}",
-                    help=f"give --{flag} a value of 1 or more",
-                )
+        self._check_counts()
         if self.balance not in BALANCES:
             raise GemscError(
                 f"unknown balance '{self.balance}'",
@@ -90,6 +88,18 @@ class CompileOptions:
                 "--cuts layer2,layer3 (where each later stage begins)",
             )
 
+    def _check_counts(self) -> None:
+        for name in ("ranks", "data", "micro_batches", "times", "chunks"):
+            value = getattr(self, name)
+            if value == AUTO and name in ("data", "micro_batches"):
+                continue
+            if value is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise GemscError(
+                    f"--{flag} is {getattr(self, name)}",
+                    help=f"give --{flag} a value of 1 or more",
+                )
+
     def command_line(self) -> str:
         """Return the flags that differ from the defaults, as a user would type them."""
         words = [f"--ranks {self.ranks}"]
@@ -98,7 +108,9 @@ class CompileOptions:
             if field.name == "ranks" or value == field.default:
                 continue
             flag = field.name.replace("_", "-")
-            if isinstance(value, bool):
+            if value == AUTO and field.name in ("data", "micro_batches"):
+                words.append(f"--{flag} auto")
+            elif isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             elif isinstance(value, tuple):
                 words.append(f"--{flag} {','.join(map(str, value))}")

@@ -45,7 +45,6 @@ class RankText:
     num_replicas: int
     reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
-    user_path: str
 
     def transfers(self, run: Run) -> tuple[Transfer, ...]:
         """Return the transfers of a run, each once, in training and evaluation."""
