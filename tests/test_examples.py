@@ -20,6 +20,7 @@ EXAMPLES = (
     "densenet",
     "encoder",
     "unet_histology.model",
+    "amoebanet.model",
 )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MODELS
-from resnet import ResNetV2
+from models import MODELS, AmoebaNet, ResNetV2
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, nn
 
@@ -75,6 +74,13 @@ def test_networks_on_tiles_are_the_networks(
 def test_a_residual_network_of_version_2() -> None:
     x, target = torch.randn(2, 3, 37, 37), torch.tensor([1, 0])
     step = check(ResNetV2(depth=20, width=4), x, (2, 2), F.cross_entropy, target)
+    assert not step.barriers
+
+
+def test_a_network_of_cells() -> None:
+    x, target = torch.randn(2, 3, 48, 64), torch.tensor([1, 0])
+    model = AmoebaNet(num_cells=3, width=16)
+    step = check(model, x, (2, 2), F.cross_entropy, target)
     assert not step.barriers
 
 
