@@ -70,7 +70,7 @@ class SplitTiles(Pass):
         probe = Probe(mode, fake_copy(program.module, mode))
         first = Lowering(program, self.grids, self.tile, probe, lower)
         first.run()
-        wide = first.wide_inputs()  # inputs come with their halo
+        wide = first.inputs.wide_inputs()  # inputs come with their halo
         return Lowering(program, self.grids, self.tile, probe, lower, wide).run()
 
 

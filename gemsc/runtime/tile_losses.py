@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gemsc.runtime.grid import Grid
+    from gemsc.runtime.tile_layers import LayersOnTiles
 
 __all__ = ["cross_entropy"]
 
 
 def cross_entropy(
-    grid: Grid,
+    grid: LayersOnTiles,
     output: Tensor,
     target: Tensor,
     weight: Tensor | None = None,

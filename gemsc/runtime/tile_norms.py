@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from gemsc.runtime.grid import Grid
+    from gemsc.runtime.tile_layers import LayersOnTiles
 
 __all__ = ["Statistics", "normalize", "normalize_channels", "update_running"]
 
@@ -37,7 +37,7 @@ class Statistics:
 
 
 def normalize(
-    grid: Grid,
+    grid: LayersOnTiles,
     value: Tensor,
     dims: tuple[int, ...],
     weight: Tensor | None,
@@ -55,7 +55,7 @@ def normalize(
 
 
 def normalize_channels(
-    grid: Grid,
+    grid: LayersOnTiles,
     value: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -90,7 +90,7 @@ class _Normalize(torch.autograd.Function):
         value: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        grid: Grid,
+        grid: LayersOnTiles,
         dims: tuple[int, ...],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -143,7 +143,7 @@ class _NormalizeChannels(torch.autograd.Function):
         value: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        grid: Grid,
+        grid: LayersOnTiles,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, variance, count = _merged_channels(grid, value)
@@ -194,7 +194,7 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _merged(
-    grid: Grid, value: Tensor, dims: tuple[int, ...]
+    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance over `dims` and all tiles, and the number of elements.
 
@@ -209,7 +209,9 @@ def _merged(
     return _merge(grid, mean, variance, count)
 
 
-def _merged_channels(grid: Grid, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merged_channels(
+    grid: LayersOnTiles, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same over all dimensions but 1, by BatchNorm's own kernel."""
     count = value.numel() // value.shape[1]
     mean, variance = torch.batch_norm_update_stats(_wide(value), None, None, 0.0)
@@ -217,7 +219,7 @@ def _merged_channels(grid: Grid, value: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _merge(
-    grid: Grid, mean: Tensor, variance: Tensor, count: int
+    grid: LayersOnTiles, mean: Tensor, variance: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     table = mean.new_zeros((grid.num_tiles, 3, *mean.shape), dtype=torch.float64)
     table[grid.tile, 0] = count

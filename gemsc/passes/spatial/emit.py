@@ -38,9 +38,9 @@ def call_again(
     kwargs = fx.node.map_arg(call.node.kwargs, inputs.__getitem__)
     target = call.node.target
     if call.layer is not None and changed:
-        if low.is_shared(str(target)) and call.kind in _AS_FUNCTION:
+        if low.layers.is_shared(str(target)) and call.kind in _AS_FUNCTION:
             return _as_function(low, call, axes, args, changed, partial=partial)
-        low.set_layer(str(target), low.changed_layer(call.node, changed))
+        low.layers.replace(str(target), low.layers.changed(call.node, changed))
     elif changed:
         places = {name: i for i, name in enumerate(call.names[: len(args)])}
         args = tuple(

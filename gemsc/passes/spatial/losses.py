@@ -73,7 +73,7 @@ def cross_entropy(low: Lowering, call: Call) -> Local:
         return call_again(low, call, (axes[0], *axes[2:]), inputs)
     both = (inputs[output], inputs[target])
     if call.layer is not None:
-        low.tile_layer(call.node, "cross_entropy")
+        low.layers.with_all_tiles(call.node, "cross_entropy")
         target_path = call.node.target
         return low.create(call.node, "call_module", target_path, both, {}, None)
     given: dict[str, Any] = {

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from gemsc.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.boxes import Box, everything, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layout import Layout
-from gemsc.ir.program import Barrier, Block, Input, Program, Stage
-from gemsc.ir.tile_ops import Exchange, TileLayer
+from gemsc.ir.program import Barrier, Block, Program, Stage
+from gemsc.ir.tile_ops import Exchange
 from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.cuts import Axes, boxes, coordinates, cut, fits, num_tiles
+from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
+from gemsc.passes.spatial.inputs import Inputs, Wide
+from gemsc.passes.spatial.layers import Layers
+from gemsc.passes.spatial.refused import Refused
+from gemsc.passes.spatial.values import (
+    Local,
+    describe,
+    held_boxes,
+    last_axes,
+    whole_shape,
+)
 
 __all__ = ["Local", "Lowering", "Refused", "Rule"]
 
 
-class Refused(Exception):  # noqa: N818 - no error: the caller gathers instead
-    """A rule cannot compute a node on tiles; says why, for the report."""
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """A value as the lowered graph has it.
-
-    `axes` says which of its dimensions are cut; None: every tile holds all of it. Of a
-    tuple of tensors, all have the same axes.
-    """
-
-    node: fx.Node
-    axes: Axes | None
-
-
 Rule = Callable[["Lowering", fx.Node], Local]
-InputKey = tuple[str, tuple[int, ...]]  # a placeholder's name, the grid that uses it
-Wide = dict[InputKey, tuple[Box, ...]]
 
 
 class Lowering:
@@ -66,8 +56,6 @@ class Lowering:
         self.graph = self.module.graph
         self.grid: tuple[int, ...] = ()
         self.barriers: list[Barrier] = []
-        self.wishes: dict[InputKey, list[tuple[Box, ...]]] = {}
-        self._wide = wide or {}
         self._rule = rule
         self._grids = grids
         self._tile = tile
@@ -78,20 +66,18 @@ class Lowering:
             for node in stage.nodes
         }
         self._env: dict[fx.Node, Local] = {}
-        self._inputs: dict[tuple[fx.Node, tuple[int, ...]], Local] = {}
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
         self._exchanges: dict[Any, Exchange] = {}
         self._made: list[fx.Node] = []
-        self._calls = Counter(
-            str(n.target) for n in program.graph.nodes if n.op == "call_module"
-        )
+        self.layers = Layers(program, self.module)
+        self.inputs = Inputs(program, grids, tile, wide or {})
 
     # ------------------------------------------------------------ run
 
     def run(self) -> Program:
         """Lower every node; return the program, without facts."""
-        inputs = self._add_inputs()
+        inputs = self.inputs.add_to(self.graph)
         for node in self.program.graph.nodes:
             if node.op == "get_attr":
                 self._env[node] = Local(self.graph.node_copy(node), None)
@@ -142,86 +128,8 @@ class Lowering:
     def _result(self, node: fx.Node) -> fx.Node:
         """Return an output of the model where it was computed."""
         if node.op == "placeholder":
-            return next(v.node for (n, _), v in self._inputs.items() if n is node)
+            return self.inputs.any_of(node)
         return self._env[node].node
-
-    # --------------------------------------------------------- inputs
-
-    def _add_inputs(self) -> tuple[Input, ...]:
-        """Add a placeholder for each input and each grid that uses it."""
-        result = []
-        by_name = {item.name: item for item in self.program.inputs}
-        for node in self.program.graph.nodes:
-            if node.op != "placeholder":
-                continue
-            stages = {self._stage_of[u] for u in node.users if u in self._stage_of}
-            grids = dict.fromkeys(self._grids[index] for index in sorted(stages))
-            for grid in grids or {(): None}:
-                axes = self._image_axes(node, grid)
-                new = self.graph.placeholder(node.name)
-                self._describe(new, node, axes, grid)
-                self._widen(new, node, axes, grid)
-                self._inputs[node, grid] = Local(new, axes)
-                spec = replace(
-                    by_name[node.name].spec, shape=tuple(meta.value(new).shape)
-                )
-                result.append(replace(by_name[node.name], name=new.name, spec=spec))
-        return tuple(result)
-
-    def _widen(
-        self, new: fx.Node, node: fx.Node, axes: Axes | None, grid: tuple[int, ...]
-    ) -> None:
-        """Let an input come with the halo that its users want."""
-        wide = self._wide.get((node.name, grid))
-        if wide is None:
-            return
-        shape, fake = self.shape(node), meta.value(node)
-        owned = self._boxes(shape, axes, grid)
-        meta.set_layout(new, Layout(shape, wide, owned))
-        with fake.fake_mode:
-            place = self._tile % num_tiles(grid)
-            meta.set_value(new, fake.new_empty(shape_of(wide[place])))
-
-    def wide_inputs(self) -> Wide:
-        """Return what each input that is cut should hold, so that nothing is sent."""
-        result: Wide = {}
-        for (name, grid), wishes in self.wishes.items():
-            node = next(n for n, g in self._inputs if n.name == name and g == grid)
-            shape = self.shape(node)
-            owned = self._boxes(shape, self._inputs[node, grid].axes, grid)
-            image = everything(shape)
-            boxes = tuple(
-                hull(mine, *(intersection(wish[tile], image) for wish in wishes))
-                for tile, mine in enumerate(owned)
-            )
-            if boxes != owned:
-                result[name, grid] = boxes
-        return result
-
-    def _image_axes(self, node: fx.Node, grid: tuple[int, ...]) -> Axes | None:
-        """Return how an input is cut: images and masks, not labels or sequences."""
-        shape = self.shape(node)
-        axes = self.last_axes(len(shape), grid)
-        images = [
-            self.shape(n)
-            for n in self.program.graph.nodes
-            if n.op == "placeholder" and len(self.shape(n)) == len(grid) + 2
-        ]
-        if axes is None or not fits(shape, axes, grid):
-            return None
-        sizes = shape[len(shape) - len(grid) :]
-        if len(shape) == len(grid) + 2:
-            return axes
-        alike = any(image[2:] == sizes for image in images)
-        return axes if alike and len(shape) == len(grid) + 1 else None
-
-    def last_axes(self, dims: int, grid: tuple[int, ...] | None = None) -> Axes | None:
-        """Return the axes that cut the last dimensions, None if there are too few."""
-        grid = self.grid if grid is None else grid
-        if dims < len(grid) or not grid:
-            return None
-        cuts = tuple(axis if parts > 1 else None for axis, parts in enumerate(grid))
-        return (*(None,) * (dims - len(grid)), *cuts)
 
     # --------------------------------------------- what rules look up
 
@@ -237,14 +145,13 @@ class Lowering:
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of a whole value; () for what is no tensor."""
-        fake = meta.value(node)
-        return tuple(fake.shape) if isinstance(fake, Tensor) else ()
+        return whole_shape(node)
 
     def get(self, node: fx.Node) -> Local:
         """Return a value as the stage at hand has it."""
         if node.op == "placeholder":
-            local = self._inputs[node, self.grid]
-            if (node.name, self.grid) in self._wide:
+            local = self.inputs[node, self.grid]
+            if self.inputs.is_wide(node, self.grid):
                 owned = self.owned(self.shape(node), local.axes)
                 return Local(self._part_of_input(node, owned, 0.0), local.axes)
             return local
@@ -260,11 +167,11 @@ class Lowering:
     def _cross(self, node: fx.Node, source: tuple[int, ...]) -> Local:
         """Let a value arrive from a stage with another grid, as what it sends."""
         shape, local = self.shape(node), self._env[node]
-        axes = self.last_axes(len(shape)) if len(shape) == len(self.grid) + 2 else None
+        axes = last_axes(len(shape), self.grid) if len(shape) == len(self.grid) + 2 else None
         if axes is not None and not fits(shape, axes, self.grid):
             axes = None
-        held = self._boxes(shape, local.axes, source)
-        wanted = self._boxes(shape, axes, self.grid)
+        held = held_boxes(shape, local.axes, source)
+        wanted = held_boxes(shape, axes, self.grid)
         exchange = self.exchange(shape, held, wanted)
         new = self._create(
             "call_function",
@@ -273,13 +180,13 @@ class Lowering:
             {},
             node.name,
         )
-        self._describe(new, node, axes, self.grid)
+        describe(new, node, axes, self.grid, self._tile)
         return Local(new, axes)
 
     def axes(self, node: fx.Node) -> Axes | None:
         """Return which dimensions of a value are cut, None if it is whole."""
         if node.op == "placeholder":
-            return self._inputs[node, self.grid].axes
+            return self.inputs[node, self.grid].axes
         return self.get(node).axes
 
     def held(self, node: fx.Node) -> tuple[Box, ...]:
@@ -288,15 +195,7 @@ class Lowering:
 
     def owned(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[Box, ...]:
         """Return what each tile of the stage holds of a value with these axes."""
-        return self._boxes(shape, axes, self.grid)
-
-    @staticmethod
-    def _boxes(
-        shape: tuple[int, ...], axes: Axes | None, grid: tuple[int, ...]
-    ) -> tuple[Box, ...]:
-        if axes is None:
-            return (everything(shape),) * num_tiles(grid)
-        return boxes(shape, axes, grid)
+        return held_boxes(shape, axes, self.grid)
 
     def share(self, shape: tuple[int, ...], axes: Axes) -> float:
         """Return the part of all elements that the tile at hand holds."""
@@ -323,7 +222,7 @@ class Lowering:
     ) -> Local:
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
-        self._describe(new, like, axes, self.grid)
+        describe(new, like, axes, self.grid, self._tile)
         if partial:
             meta.set_layout(new, None)
         return Local(new, axes)
@@ -339,26 +238,6 @@ class Lowering:
         node = self.graph.create_node(op, target, args, kwargs, name=name)
         self._made.append(node)
         return node
-
-    def _describe(
-        self,
-        new: fx.Node,
-        old: fx.Node,
-        axes: Axes | None,
-        grid: tuple[int, ...],
-    ) -> None:
-        """Give a node the facts of the old one, with local shapes and a layout."""
-        meta.copy_meta(old, new)
-        fake = meta.value(old)
-        if not isinstance(fake, Tensor) or not grid:
-            meta.set_layout(new, None)
-            return
-        shape = tuple(fake.shape)
-        layout = Layout(shape, self._boxes(shape, axes, grid))
-        meta.set_layout(new, layout)
-        place = self._tile % num_tiles(grid)
-        with fake.fake_mode:  # type: ignore[attr-defined]
-            meta.set_value(new, fake.new_empty(layout.local_shape(place)))
 
     def copy(
         self,
@@ -385,7 +264,7 @@ class Lowering:
         Wanted boxes may reach outside it: there is `fill`.
         """
         wanted = tuple(wanted)
-        if node.op == "placeholder" and self._inputs[node, self.grid].axes is not None:
+        if node.op == "placeholder" and self.inputs[node, self.grid].axes is not None:
             return self._part_of_input(node, wanted, fill)
         local = self.get(node)
         shape = self.shape(node)
@@ -394,11 +273,9 @@ class Lowering:
     def _part_of_input(
         self, node: fx.Node, wanted: tuple[Box, ...], fill: float
     ) -> fx.Node:
-        local, shape = self._inputs[node, self.grid], self.shape(node)
+        local, shape = self.inputs[node, self.grid], self.shape(node)
         owned = self.owned(shape, local.axes)
-        key = (node.name, self.grid)
-        self.wishes.setdefault(key, []).append(wanted)
-        held = self._wide.get(key, owned)
+        held = self.inputs.held(node, self.grid, wanted)
         return self._part_of(local.node, shape, held, wanted, fill, owned)
 
     def _part_of(
@@ -432,7 +309,7 @@ class Lowering:
         """Return a node that holds just what its tile has of an old node's value."""
         is_other = any(new is local.node for local in self._env.values())
         if new.op != "placeholder" and not is_other:
-            self._describe(new, old, axes, self.grid)
+            describe(new, old, axes, self.grid, self._tile)
         return Local(new, axes)
 
     def exchange(
@@ -488,12 +365,6 @@ class Lowering:
             self.barriers.append(Barrier(local.node, reason, num_bytes))
         return local
 
-    # --------------------------------------------------------- layers
-
-    def is_shared(self, path: str) -> bool:
-        """Whether a layer is called more than once."""
-        return self._calls[path] > 1
-
     def parameter(self, call: fx.Node, name: str) -> fx.Node | None:
         """Return the node of a parameter of the layer called, None if it has none."""
         path = str(call.target)
@@ -505,42 +376,3 @@ class Lowering:
         with fake.fake_mode:
             meta.set_value(node, fake.new_empty(tensor.shape, dtype=tensor.dtype))
         return node
-
-    def set_layer(self, path: str, layer: nn.Module) -> None:
-        """Put a layer in the place of the user's, whose module stays as it is."""
-        *parents, name = path.split(".")
-        owner: nn.Module = self.module
-        for parent in parents:
-            child = owner.get_submodule(parent)
-            shallow = _shallow(child)
-            owner._modules[parent] = shallow
-            owner = shallow
-        owner._modules[name] = layer
-
-    def changed_layer(self, node: fx.Node, changes: dict[str, Any]) -> nn.Module:
-        """Return a copy of a node's layer with other settings; the same parameters.
-
-        Raises:
-            Refused: the layer is called elsewhere too.
-        """
-        path = str(node.target)
-        if self.is_shared(path):
-            raise Refused("the layer is called more than once")
-        layer = _shallow(self.program.module.get_submodule(path))
-        for name, value in changes.items():
-            setattr(layer, name, value)
-        return layer
-
-    def tile_layer(
-        self, node: fx.Node, method: str, *extra: Any, **changes: Any
-    ) -> None:
-        """Make a node's layer one that works with all tiles."""
-        layer = self.changed_layer(node, changes)
-        self.set_layer(str(node.target), TileLayer(layer, method, *extra))
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """Return a copy with the same children, parameters and buffers."""
-    copied = copy.copy(module)
-    copied.__dict__["_modules"] = dict(module._modules)
-    return copied

@@ -52,7 +52,7 @@ def _with_all_tiles(
     axes, node = _axes(low, call), call.node
     part = low.get(call.input).node
     if call.layer is not None:
-        low.tile_layer(node, layer_method, *extra)
+        low.layers.with_all_tiles(node, layer_method, *extra)
         return low.create(node, "call_module", node.target, (part,), {}, axes)
     given = {
         name: call.arguments[name]

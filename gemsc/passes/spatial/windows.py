@@ -22,6 +22,7 @@ from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.padding import pad_like
+from gemsc.passes.spatial.values import last_axes
 
 __all__ = [
     "average_pooling",
@@ -55,7 +56,7 @@ def spatial_axes(low: Lowering, source: fx.Node, rank: int) -> Axes:
     axes = low.axes(source)
     dims = len(low.shape(source))
     if axes is None:
-        axes = low.last_axes(dims)
+        axes = last_axes(dims, low.grid)
         if axes is None or len(low.grid) != rank:
             raise Refused("the grid has other dimensions")
     if any(axis is not None for axis in axes[: dims - rank]):
