@@ -71,6 +71,18 @@ Placement = Annotated[
 ]
 Frontend = Annotated[str, typer.Option(help=", ".join(FRONTENDS))]
 Memory = Annotated[str | None, typer.Option(help="cap of a rank, for example 16GiB")]
+Tiles = Annotated[
+    str, typer.Option(help="split pictures over ranks: 2x2, 4x1, 2x2x2, 2x2,2x1")
+]
+LocalBatchnorm = Annotated[
+    bool,
+    typer.Option(
+        "--local-batchnorm", help="BatchNorm of each tile alone: cheaper, not exact"
+    ),
+]
+FuseHalos = Annotated[
+    str, typer.Option(help="layers that share one wide halo: auto, off or a number")
+]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
 
 
@@ -91,6 +103,9 @@ def compile_command(
     frontend: Frontend = DEFAULTS.frontend,
     device_memory: Memory = None,
     check: Check = DEFAULTS.check,
+    tiles: Tiles = "",
+    local_batchnorm: LocalBatchnorm = DEFAULTS.local_batchnorm,
+    fuse_halos: FuseHalos = DEFAULTS.fuse_halos,
     print_after: Annotated[
         str, typer.Option(help="print the program after this pass, or after `all`")
     ] = "",
@@ -113,6 +128,9 @@ def compile_command(
         frontend=frontend,
         device_memory=parse_bytes(device_memory) if device_memory else None,
         check=check,
+        tiles=tuple(filter(None, tiles.split(","))),
+        local_batchnorm=local_batchnorm,
+        fuse_halos=fuse_halos,
     )
     check_target(output)
     watch = _Watch(print_after, time_passes)

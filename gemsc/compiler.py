@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from gemsc.codegen.package import rank_modules, write_directory
-from gemsc.compilation import Compilation
+from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
@@ -21,7 +21,12 @@ from gemsc.options import CompileOptions
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
-from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
+from gemsc.passes.pipeline import (
+    GRAPH_PASSES,
+    evaluation_passes,
+    stage_passes,
+    tile_programs,
+)
 from gemsc.plan import Plan
 from gemsc.planner.candidates import Candidate, alternatives, best, is_open
 from gemsc.planner.device import LINK
@@ -158,49 +163,81 @@ def lower(
     if is_open(options):
         candidates = tuple(assess(traced, each) for each in alternatives(options))
         options = best(candidates).options
-    program, task, timeline = schedule_stages(traced, options, after_each)
+    done = schedule_stages(traced, options, after_each)
+    program, task, timeline = done.program, done.task, done.timeline
+    twins = traced.twins if len(done.tiles) == 1 else None
     evaluation = run_passes(
-        program if traced.twins is not None else traced.evaluation,
-        evaluation_passes(program, twins=traced.twins is not None),
+        program if twins is not None else traced.evaluation,
+        evaluation_passes(program, twins=twins is not None),
         after_each=after_each,
     )
-    prove(program, evaluation, task, timeline)
-    plan = make_plan(program, task, timeline, options, source)
+    whole = TileProgram(program, evaluation, twins)
+    tiles = _with_evaluation(whole, done.tiles, options, after_each)
+    prove(tiles[0].program, tiles[0].evaluation, task, timeline)
+    plan = make_plan(program, done.tiles, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
     user_path = str(source.resolve()) if source else ""
-    compilation = Compilation(program, evaluation, traced.twins, steps, plan, user_path)
+    compilation = Compilation(whole, tiles, steps, plan, user_path)
     return CompiledProgram(compilation, candidates)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A program cut into stages, what each tile of its grids runs, and the schedule."""
+
+    program: Program
+    tiles: tuple[Program, ...]
+    task: Task
+    timeline: Timeline
 
 
 def schedule_stages(
     traced: Traced, options: CompileOptions, after_each: Observer | None = None
-) -> tuple[Program, Task, Timeline]:
-    """Cut, place and schedule: what the options decide, before any text."""
+) -> Scheduled:
+    """Cut, place, split and schedule: what the options decide, before any text."""
     schedule = _choose("schedule", options.schedule, SCHEDULES)
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    task = schedule_task(program, chosen, options.device_memory)
-    return program, task, run(task, schedule.policy)
+    tiles = tile_programs(program, options, after_each=after_each)
+    task = schedule_task(tiles, chosen, options.device_memory)
+    return Scheduled(program, tiles, task, run(task, schedule.policy))
+
+
+def _with_evaluation(
+    whole: TileProgram,
+    tiles: tuple[Program, ...],
+    options: CompileOptions,
+    after_each: Observer | None,
+) -> tuple[TileProgram, ...]:
+    """Return what each tile runs, with its evaluation."""
+    if len(tiles) == 1:
+        return (whole,)
+    evaluations = tile_programs(
+        whole.evaluation, options, training=tiles[0], after_each=after_each
+    )
+    pairs = zip(tiles, evaluations, strict=True)
+    return tuple(TileProgram(ours, theirs, None) for ours, theirs in pairs)
 
 
 def assess(traced: Traced, options: CompileOptions) -> Candidate:
     """Return what is predicted for one choice of schedule and placement."""
     uncapped = replace(options, device_memory=None)
+    cap = options.device_memory
     try:
-        program, task, timeline = schedule_stages(traced, uncapped)
-        if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
+        done = schedule_stages(traced, uncapped)
+        if cap and max(done.timeline.peak_bytes) > cap:
             # the engine may find an order that holds less at a time
-            program, task, timeline = schedule_stages(traced, options)
+            done = schedule_stages(traced, options)
     except GemscError as error:
         return Candidate(options, problem=error.message)
-    sums = reduced_bytes(program, options.data)
+    sums = reduced_bytes(done.program, options.data)
     return Candidate(
         options,
-        seconds=timeline.makespan + LINK.seconds(2 * max(sums)),
-        peak_bytes=max(timeline.peak_bytes),
-        bubble=timeline.bubble,
-        sent_bytes=sent_bytes(program, task) + sum(sums),
+        seconds=done.timeline.makespan + LINK.seconds(2 * max(sums)),
+        peak_bytes=max(done.timeline.peak_bytes),
+        bubble=done.timeline.bubble,
+        sent_bytes=sent_bytes(done.tiles[0], done.task) + sum(sums),
     )
 
 

@@ -16,9 +16,19 @@ from torch.nn import functional as F
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
+from gemsc.ir.tile_ops import Exchange, is_tile_op
 from gemsc.ir.twins import keywords_of_both
 
-__all__ = ["UserObject", "access", "as_tuple", "expression", "is_attribute", "literal", "quoted"]
+__all__ = [
+    "Named",
+    "UserObject",
+    "access",
+    "as_tuple",
+    "expression",
+    "is_attribute",
+    "literal",
+    "quoted",
+]
 
 PREFIXED = 7
 POWER = 8
@@ -79,18 +89,21 @@ class Choice:
 
 Shown = tuple[str, int]  # text and how tightly it binds
 Name = Callable[[fx.Node], Shown]
+# the name of something that the module defines or imports at its top
+Named = Callable[[UserObject | Exchange], str]
 
 
 def expression(
-    node: fx.Node, name: Name, twin: fx.Node | None, user: Callable[[UserObject], str]
+    node: fx.Node, name: Name, twin: fx.Node | None, named: Named
 ) -> Shown:
     """Return the node's computation as text, and how tightly the text binds.
 
     `name(node)` gives the text of an input; `twin` is the same node in the graph for
-    evaluation, whose constants may differ; `user` gives the text of a user's object.
+    evaluation, whose constants may differ; `named` gives the name of a user's object
+    or of a constant.
     """
     args, kwargs = _with_choices(node, twin)
-    show = _Show(name)
+    show = _Show(name, named)
     if node.op == "call_module":
         return _call(access("self", str(node.target)), args, kwargs, show), ATOM
     if node.op == "call_method":
@@ -98,7 +111,7 @@ def expression(
         return _call(f"{owner}.{node.target}", args[1:], kwargs, show), ATOM
     if node.op != "call_function":
         raise InternalError(f"no expression for {node.op} {node.name}")
-    return _function(node, args, kwargs, show, user)
+    return _function(node, args, kwargs, show, named)
 
 
 def _function(
@@ -106,9 +119,11 @@ def _function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     show: _Show,
-    user: Callable[[UserObject], str],
+    named: Named,
 ) -> Shown:
     target: Any = node.target
+    if is_tile_op(node):
+        return _call(f"self.grid.{target.__name__}", args, kwargs, show), ATOM
     if target in INFIX and len(args) == 2 and not kwargs:
         return _infix(*INFIX[target], args, show)
     if target in PREFIX:
@@ -122,7 +137,7 @@ def _function(
         return f"{show.bound(args[0], ATOM)}.{args[1]}", ATOM
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        text = user(UserObject(owner.__module__, owner.__qualname__))
+        text = named(UserObject(owner.__module__, owner.__qualname__))
         return _call(f"{text}.apply", args, kwargs, show), ATOM
     return _call(_public_name(node), args, kwargs, show), ATOM
 
@@ -167,8 +182,9 @@ def _call(head: str, args: tuple[Any, ...], kwargs: dict[str, Any], show: _Show)
 class _Show:
     """Arguments as text."""
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: Name, named: Named) -> None:
         self.name = name
+        self.named = named
 
     def __call__(self, value: Any) -> str:
         return self.pair(value)[0]
@@ -181,6 +197,8 @@ class _Show:
     def pair(self, value: Any) -> Shown:
         if isinstance(value, fx.Node):
             return self.name(value)
+        if isinstance(value, Exchange):
+            return self.named(value), ATOM
         if isinstance(value, Choice):
             if value.training is True and value.evaluation is False:
                 return "self.training", ATOM

@@ -1,7 +1,20 @@
 """What a generated rank file and its main program need; nothing of the compiler."""
 
-from gemsc.runtime.message import Input, Message, Value
+from gemsc.runtime.grid import Exchange, Grid
+from gemsc.runtime.grid_message import GridMessage, TileValue
+from gemsc.runtime.message import Input, Message, Tiles, Value
 from gemsc.runtime.user_objects import user_object
 from gemsc.runtime.worker import Worker
 
-__all__ = ["Input", "Message", "Value", "Worker", "user_object"]
+__all__ = [
+    "Exchange",
+    "Grid",
+    "GridMessage",
+    "Input",
+    "Message",
+    "TileValue",
+    "Tiles",
+    "Value",
+    "Worker",
+    "user_object",
+]
