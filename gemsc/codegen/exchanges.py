@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from gemsc.boxes import Box, everything
-from gemsc.ir.flow import base_name, is_exchange
+from gemsc.ir.flow import base_name, exchange_of, is_exchange
 from gemsc.ir.tile_ops import Exchange
 
 __all__ = ["exchanges_of", "note_of", "wish_of"]
@@ -45,8 +45,7 @@ def note_of(node: fx.Node, tile: int | None) -> str:
     """Return what a tile gets in an exchange, for a comment; '' for other nodes."""
     if tile is None or not is_exchange(node):
         return ""
-    exchange = node.args[1]
-    assert isinstance(exchange, Exchange)
+    exchange = exchange_of(node)
     held, wanted = exchange.held[tile], exchange.wanted[tile]
     whole = everything(exchange.shape)
     if wanted == whole and held != whole:

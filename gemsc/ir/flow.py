@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import fx
@@ -12,11 +13,12 @@ from torch import fx
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Transfer
-from gemsc.ir.tile_ops import redistribute
+from gemsc.ir.tile_ops import Exchange, redistribute
 
 __all__ = [
     "StageFlow",
     "base_name",
+    "exchange_of",
     "flow",
     "has_random",
     "is_exchange",
@@ -107,6 +109,11 @@ def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]
 def is_exchange(node: fx.Node) -> bool:
     """Whether a node changes the layout of a value."""
     return node.op == "call_function" and node.target is redistribute
+
+
+def exchange_of(node: fx.Node) -> Exchange:
+    """Return what the tiles exchange in a node that changes a layout."""
+    return cast("Exchange", node.args[1])
 
 
 def value_names(

@@ -48,9 +48,8 @@ class GatherOutputs(Pass):
                 mark = graph.call_function(whole, (mapping[node],))
                 meta.copy_meta(node, mark)
                 marks[mapping[node]] = mark
-        (result,) = mapping[program.output].args
-        loss, values = result  # type: ignore[misc]
-        given = tuple(marks.get(node, node) for node in values)  # type: ignore[call-overload,union-attr]
+        given = tuple(marks.get(mapping[node], mapping[node]) for node in program.outputs)
+        loss = mapping[program.loss] if program.loss is not None else None
         mapping[program.output].args = ((loss, given),)
         added = tuple(marks[mapping[node]] for node in outputs)
         return keep_stages(program, graph, mapping, {home.index: added})
@@ -68,6 +67,7 @@ class DropMarks(Pass):
         graph, mapping = copy_graph(program)
         for node in [n for n in program.graph.nodes if n.target is whole]:
             mark = mapping.pop(node)
-            mark.replace_all_uses_with(mark.args[0])
+            (value,) = mark.all_input_nodes
+            mark.replace_all_uses_with(value)
             graph.erase_node(mark)
         return keep_stages(program, graph, mapping)

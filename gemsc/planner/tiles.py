@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import cast
 
 from torch import fx
 
 from gemsc.boxes import everything
 from gemsc.ir import meta
-from gemsc.ir.flow import is_exchange, joins
+from gemsc.ir.flow import exchange_of, is_exchange, joins
 from gemsc.ir.program import Program, Stage, Transfer
-from gemsc.runtime.exchange import Exchange
+from gemsc.ir.tile_ops import Exchange
 
 __all__ = ["Traffic", "ends", "exchanges", "most_bytes", "moved_bytes"]
 
@@ -33,7 +32,7 @@ def ends(program: Program, transfer: Transfer, value: fx.Node) -> Exchange:
     placement = program.placement
     assert placement is not None
     for join in joins(program, transfer, value):
-        return cast("Exchange", join.args[1])
+        return exchange_of(join)
     row = placement.ranks[0]
     layout = meta.layout(value)
     shape = layout.shape if layout is not None else meta.spec(value).shape
@@ -92,7 +91,7 @@ def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
 
 
 def _traffic(node: fx.Node) -> Traffic:
-    exchange = cast("Exchange", node.args[1])
+    exchange = exchange_of(node)
     size = meta.spec(node).dtype.itemsize
     sent: Counter[int] = Counter()
     for piece in exchange.pieces:

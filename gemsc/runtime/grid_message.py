@@ -102,6 +102,11 @@ class GridMessage:
         """The values that this message has: for gradients those that have one."""
         return tuple(v for v in self.values if v.gradient or not self.is_gradient)
 
+    @property
+    def gradients(self) -> tuple[bool, ...]:
+        """For each value, whether its gradient travels back."""
+        return tuple(value.gradient for value in self.given)
+
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """What travels between each two ranks; empty parts do not."""

@@ -44,9 +44,9 @@ class Message:
         return self.source == self.dest
 
     @property
-    def given(self) -> tuple[Value, ...]:
-        """The values that this message has."""
-        return self.values
+    def gradients(self) -> tuple[bool, ...]:
+        """For each value, whether its gradient travels back."""
+        return tuple(value.gradient for value in self.values)
 
     @cached_property
     def gradient(self) -> Message:

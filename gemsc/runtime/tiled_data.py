@@ -1,10 +1,10 @@
 """Pictures that never exist whole: each rank reads the part that its tile needs.
 
-    class Slides(Dataset):                       # a TiledDataset
-        shape = (16384, 16384)
-        def __len__(self): ...
-        def read(self, index, box):              # ((0, 8195), (0, 8195)) on tile 0
-            return picture_part, mask_part
+class Slides(Dataset):                       # a TiledDataset
+shape = (16384, 16384)
+def __len__(self): ...
+def read(self, index, box):              # ((0, 8195), (0, 8195)) on tile 0
+return picture_part, mask_part
 """
 
 from __future__ import annotations

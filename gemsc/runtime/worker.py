@@ -169,19 +169,17 @@ class Worker:
         else:
             tensors = self._take(message, m)
         if self._training and not message.is_gradient:
-            for tensor, value in zip(tensors, message.given, strict=True):
-                tensor.requires_grad_(value.gradient)
+            for tensor, gradient in zip(tensors, message.gradients, strict=True):
+                tensor.requires_grad_(gradient)
         return _single(tuple(tensors))
 
     def send(self, message: Message | GridMessage, m: int, *tensors: Tensor) -> None:
         """Start to send; never blocks."""
         if message.is_local:
-            values = zip(tensors, message.given, strict=True)
+            follows = self._training and not message.is_gradient
             self._local[message.tag, m] = tuple(
-                tensor.detach().requires_grad_(
-                    value.gradient and self._training and not message.is_gradient
-                )
-                for tensor, value in values
+                tensor.detach().requires_grad_(gradient and follows)
+                for tensor, gradient in zip(tensors, message.gradients, strict=True)
             )
             return
         self._let_go()
@@ -232,7 +230,7 @@ class Worker:
 
     @property
     def loss_gradient(self) -> Tensor:
-        """What each micro-batch's loss weighs on this rank in the mean over the batch."""
+        """What each micro-batch's loss weighs here in the mean over the batch."""
         count = self.copy_micro_batches * self.num_copies * self.accumulate
         count *= self.num_tiles  # each has the whole loss; their gradients add up
         return torch.full_like(self._losses[-1], 1.0 / count)
@@ -254,7 +252,7 @@ class Worker:
             return self.stages[stage].forward_eval(*inputs)  # type: ignore[operator]
 
     def add_result(self, m: int, loss: Tensor | None, output: Any) -> None:
-        """Keep what the model returned for a micro-batch, on the first tile of a grid."""
+        """Keep what the model returned for a micro-batch; a grid's first tile does."""
         if self.tile == 0:
             self._results.append((loss, output))
 
@@ -316,7 +314,7 @@ class Worker:
         ranks = tuple(self.first_rank + rank for rank in self.tiles.ranks)
         grid = Grid(self.link, ranks, self.tiles.tile)
         for stage in self.stages.values():
-            stage.grid = grid
+            stage.grid = grid  # type: ignore[assignment]
         return grid
 
     def _make_group(self, key: str) -> Group:
