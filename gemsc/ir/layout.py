@@ -1,15 +1,12 @@
-"""Box and Layout: which part of a value each tile of a grid holds."""
+"""Layout: which part of a value each tile of a grid holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemsc.errors import InternalError
+from gemsc.boxes import Box, everything, shape_of
 
-__all__ = ["Box", "Layout", "intersection", "is_inside", "shape_of"]
-
-Interval = tuple[int, int]
-Box = tuple[Interval, ...]  # half-open global indices, one interval per dimension
+__all__ = ["Box", "Layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +26,7 @@ class Layout:
     @staticmethod
     def whole(shape: tuple[int, ...], num_tiles: int) -> Layout:
         """Return the layout where every tile holds everything."""
-        box = tuple((0, size) for size in shape)
-        return Layout(tuple(shape), (box,) * num_tiles)
+        return Layout(tuple(shape), (everything(shape),) * num_tiles)
 
     @property
     def num_tiles(self) -> int:
@@ -40,8 +36,7 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """Whether every tile holds everything."""
-        everything = tuple((0, size) for size in self.shape)
-        return all(box == everything for box in self.boxes)
+        return all(box == everything(self.shape) for box in self.boxes)
 
     @property
     def given(self) -> tuple[Box, ...]:
@@ -51,30 +46,3 @@ class Layout:
     def local_shape(self, tile: int) -> tuple[int, ...]:
         """Return the shape of what one tile holds."""
         return shape_of(self.boxes[tile])
-
-
-def shape_of(box: Box) -> tuple[int, ...]:
-    """Return the lengths of the intervals."""
-    if any(stop < start for start, stop in box):
-        raise InternalError(f"box {box} ends before it begins")
-    return tuple(stop - start for start, stop in box)
-
-
-def intersection(a: Box, b: Box) -> Box:
-    """Return what two boxes share; where nothing is shared, an empty interval."""
-    pairs = zip(a, b, strict=True)
-    result = []
-    for (a_start, a_stop), (b_start, b_stop) in pairs:
-        start = max(a_start, b_start)
-        result.append((start, max(start, min(a_stop, b_stop))))
-    return tuple(result)
-
-
-def is_inside(inner: Box, outer: Box) -> bool:
-    """Whether every element of `inner` is in `outer`; an empty box is in any."""
-    if any(start >= stop for start, stop in inner):
-        return True
-    return all(
-        o_start <= i_start and i_stop <= o_stop
-        for (i_start, i_stop), (o_start, o_stop) in zip(inner, outer, strict=True)
-    )

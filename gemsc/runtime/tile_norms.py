@@ -1,0 +1,146 @@
+"""Normalization whose statistics are those of all tiles, forward and backward.
+
+Each tile brings count, mean and sum of squared deviations; they are merged by the
+formula of Chan, Golub and LeVeque (1979), which does not cancel as E[x^2] - E[x]^2
+does. With xhat = (x - mean) * rstd, h = gradient * weight and n elements in all:
+
+    dx = rstd * (h - sum(h) / n - xhat * sum(h * xhat) / n)
+
+whose two sums go over all tiles in one message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from gemsc.runtime.grid import Grid
+
+__all__ = ["Statistics", "normalize", "update_running"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Statistics:
+    """Mean and biased variance over some dimensions (kept, of size 1) and all tiles."""
+
+    __slots__ = ("count", "mean", "variance")
+
+    def __init__(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        self.mean = mean
+        self.variance = variance
+        self.count = count
+
+
+def normalize(
+    grid: Grid,
+    value: Tensor,
+    dims: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Statistics]:
+    """Return the normalized tile, and the statistics of all tiles.
+
+    Statistics go over `dims`; weight and bias have as many dimensions as the value.
+    """
+    result, mean, variance, count = _Normalize.apply(
+        value, weight, bias, grid, dims, eps
+    )
+    return result, Statistics(mean, variance, count)
+
+
+def update_running(
+    statistics: Statistics, mean: Tensor, variance: Tensor, momentum: float
+) -> None:
+    """Let running averages move towards new statistics, as BatchNorm does."""
+    count = statistics.count
+    unbiased = statistics.variance * (count / (count - 1))
+    with torch.no_grad():
+        mean.lerp_(statistics.mean.reshape(-1).to(mean.dtype), momentum)
+        variance.lerp_(unbiased.reshape(-1).to(variance.dtype), momentum)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: Grid,
+        dims: tuple[int, ...],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _merged(grid, value, dims)
+        rstd = (variance + eps).rsqrt()
+        scale = rstd if weight is None else rstd * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        result = torch.addcmul(shift, _wide(value), scale).to(value.dtype)
+        ctx.save_for_backward(value, weight, mean, rstd, count)
+        ctx.grid, ctx.dims = grid, dims
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        value, weight, mean, rstd, count = ctx.saved_tensors
+        gradient = _wide(gradient)
+        normal = (_wide(value) - mean) * rstd
+        weight_gradient = bias_gradient = None
+        product = gradient * normal
+        if ctx.needs_input_grad[1]:
+            weight_gradient = product.sum_to_size(weight.shape).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            bias_gradient = gradient.sum_to_size(ctx.bias_shape)
+        if weight is not None:
+            gradient, product = gradient * weight, product * weight
+        sums = torch.stack(
+            [gradient.sum(ctx.dims, keepdim=True), product.sum(ctx.dims, keepdim=True)]
+        )
+        sums = ctx.grid.add_up(sums) / count.to(sums.dtype)
+        result = (gradient - sums[0] - normal * sums[1]) * rstd
+        result = result.to(value.dtype)
+        return result, weight_gradient, bias_gradient, None, None, None
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Return half precision as float32: sums must not round to it."""
+    return value.float() if value.dtype in _HALF else value
+
+
+def _merged(
+    grid: Grid, value: Tensor, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance over `dims` and all tiles, and the number of elements.
+
+    Each tile writes into its own row of a table that is added up: a gather in one
+    message. The table is in float64: a count in float32 is exact to 2^24 only.
+    """
+    value = _wide(value.detach())
+    count = 1
+    for dim in dims:
+        count *= value.shape[dim]
+    if count:
+        variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
+    else:
+        shape = [1 if d in dims else n for d, n in enumerate(value.shape)]
+        variance = mean = value.new_zeros(shape)
+    table = value.new_zeros((grid.num_tiles, 3, *mean.shape), dtype=torch.float64)
+    table[grid.tile, 0] = count
+    table[grid.tile, 1] = mean
+    table[grid.tile, 2] = variance
+    counts, means, variances = grid.add_up(table).unbind(1)
+    total = counts.sum(0)
+    merged = (counts * means).sum(0) / total
+    spread = counts * (variances + (means - merged).square())
+    number = total.reshape(-1)[0]
+    return merged.to(value.dtype), (spread.sum(0) / total).to(value.dtype), number
