@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from test_parity import FLOAT64, _default_dtype, worst_error  # noqa: F401
 from whole_tiles import WholeTiles
 

@@ -30,28 +30,25 @@ class WholeTiles(Pass):
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         stage_of = {n: s.index for s in program.require_stages() for n in s.nodes}
-        joins: dict[tuple[fx.Node, int], fx.Node] = {}
+        joins: dict[tuple[fx.Node, int | None], fx.Node] = {}
         lists: list[list[fx.Node]] = [[] for _ in program.require_stages()]
         for node in program.graph.nodes:
             stage = stage_of.get(node)
-
-            def arrived(source: fx.Node, stage: int | None = stage) -> fx.Node:
-                return joins.get((source, -1 if stage is None else stage), mapping[source])
-
-            if stage is not None:
-                for source in node.all_input_nodes:
-                    origin = stage_of.get(source, stage)
-                    if self.grids[origin] != self.grids[stage]:
-                        if (source, stage) not in joins:
-                            exchange = self._exchange(source, origin, stage)
-                            join = graph.call_function(
-                                redistribute, (mapping[source], exchange)
-                            )
-                            meta.copy_meta(source, join)
-                            self._spread(join, stage)
-                            joins[source, stage] = join
-                            lists[stage].append(join)
-            mapping[node] = graph.node_copy(node, arrived)
+            for source in node.all_input_nodes if stage is not None else ():
+                origin = stage_of.get(source, stage)
+                crosses = self.grids[origin] != self.grids[stage]
+                if crosses and (source, stage) not in joins:
+                    exchange = self._exchange(source, origin, stage)
+                    tile = self.tile % len(exchange.wanted)
+                    join = graph.call_function(
+                        redistribute, (mapping[source], exchange, tile)
+                    )
+                    meta.copy_meta(source, join)
+                    self._spread(join, stage)
+                    joins[source, stage] = join
+                    lists[stage].append(join)
+            arrived = {n: joins.get((n, stage), mapping[n]) for n in mapping}
+            mapping[node] = graph.node_copy(node, arrived.__getitem__)
             meta.copy_meta(node, mapping[node])
             if stage is not None:
                 lists[stage].append(mapping[node])

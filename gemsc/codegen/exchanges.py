@@ -9,7 +9,7 @@ from torch import fx
 
 from gemsc.boxes import Box, everything
 from gemsc.ir.flow import base_name, exchange_of, is_exchange
-from gemsc.ir.tile_ops import Exchange
+from gemsc.ir.tile_ops import Exchange, all_reduce
 
 __all__ = ["exchanges_of", "note_of", "wish_of"]
 
@@ -22,9 +22,8 @@ def exchanges_of(stage: Any) -> Iterator[tuple[fx.Node, Exchange]]:
     flows = (stage.flow, stage.evaluation) if stage.apart else (stage.flow,)
     for flow in flows:
         for node in flow.nodes:
-            for argument in (*node.args, *node.kwargs.values()):
-                if isinstance(argument, Exchange):
-                    yield node, argument
+            if is_exchange(node):
+                yield node, exchange_of(node)
 
 
 def wish_of(node: fx.Node, exchange: Exchange) -> str:
@@ -42,8 +41,12 @@ def wish_of(node: fx.Node, exchange: Exchange) -> str:
 
 
 def note_of(node: fx.Node, tile: int | None) -> str:
-    """Return what a tile gets in an exchange, for a comment; '' for other nodes."""
-    if tile is None or not is_exchange(node):
+    """Return what a tile gets from the others, for a comment; '' for other nodes."""
+    if tile is None:
+        return ""
+    if node.target is all_reduce:
+        return "sum over the tiles"
+    if not is_exchange(node):
         return ""
     exchange = exchange_of(node)
     held, wanted = exchange.held[tile], exchange.wanted[tile]

@@ -22,13 +22,14 @@ from gemsc.schedules.loops import Loop, Step
 __all__ = ["write_rank"]
 
 IMPORTED = [
-    *("Exchange", "F", "Grid", "GridMessage", "Input", "Message", "Tensor"),
+    *("AxisWindows", "Exchange", "F", "Grid", "GridMessage", "Input", "Message"),
+    *("Resize", "Tensor"),
     *("TileValue", "Tiles", "Value", "Worker"),
     *("nn", "operator", "torch", "user_object"),
 ]
 FROM_RUNTIME = (
-    *("Exchange", "Grid", "GridMessage", "Input", "Message", "TileValue", "Tiles"),
-    "Value",
+    *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message", "Resize"),
+    *("TileValue", "Tiles", "Value"),
 )
 
 

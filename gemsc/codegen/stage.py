@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx, nn
@@ -24,7 +25,7 @@ from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, has_random
 from gemsc.ir.layers import layer_source
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import is_tile_op
+from gemsc.ir.tile_ops import TileLayer
 
 __all__ = ["StageText", "write_stage"]
 
@@ -186,6 +187,8 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_layer(writer: Writer, path: str, layer: nn.Module) -> None:
+    if isinstance(layer, TileLayer):  # the grid works with the user's own
+        layer = cast("nn.Module", layer.layer)
     source = layer_source(layer)
     if source is None:
         raise GemscError(
@@ -320,7 +323,7 @@ class _Body:
     def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
         return (
             list(node.users) == [consumer]
-            and not is_tile_op(node)
+            and not note_of(node, self.stage.tile)
             and node not in self.flow.gives
             and meta.location(node) == meta.location(consumer)
             and meta.location(node) is not None
@@ -331,7 +334,10 @@ class _Body:
     def _expression(self, node: fx.Node) -> tuple[str, int]:
         twins = self.stage.twins
         twin = twins.get(node) if twins else None
-        return expression(node, self._name, twin, self.named)
+        layer = None
+        if node.op == "call_module":
+            layer = self._submodule(str(node.target))
+        return expression(node, self._name, twin, self.named, layer)
 
     def _name(self, node: fx.Node) -> tuple[str, int]:
         if self.pending is not None and node is self.pending[0]:

@@ -1,17 +1,19 @@
 """What a generated rank file and its main program need; nothing of the compiler."""
 
-from gemsc.runtime.grid import Exchange, Grid
+from gemsc.runtime.grid import AxisWindows, Exchange, Grid, Resize
 from gemsc.runtime.grid_message import GridMessage, TileValue
 from gemsc.runtime.message import Input, Message, Tiles, Value
 from gemsc.runtime.user_objects import user_object
 from gemsc.runtime.worker import Worker
 
 __all__ = [
+    "AxisWindows",
     "Exchange",
     "Grid",
     "GridMessage",
     "Input",
     "Message",
+    "Resize",
     "TileValue",
     "Tiles",
     "Value",
