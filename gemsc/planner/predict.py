@@ -257,7 +257,7 @@ def make_plan(
         stages=stages,
         transfers=transfers,
         groups=[list(ranks) for ranks in groups] if placement.grids else [],
-        barriers=[_barrier(barrier) for barrier in first.barriers],
+        barriers=[_barrier(first, barrier) for barrier in first.barriers],
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
@@ -268,10 +268,12 @@ def make_plan(
     )
 
 
-def _barrier(barrier: Barrier) -> dict[str, object]:
+def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:
     """Return where a split value is gathered, and why."""
     at = barrier.location
+    stages = program.require_stages()
     return {
+        "stage": next(s.index for s in stages if barrier.node in s.nodes),
         "value": barrier.node.name,
         "reason": barrier.reason,
         "num_bytes": barrier.num_bytes,

@@ -8,9 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Box", "Input", "Message", "Tiles", "Value"]
+from gemsc.boxes import Box
 
-Box = tuple[tuple[int, int], ...]  # half-open global indices, one per dimension
+__all__ = ["Input", "Message", "Tiles", "Value"]
+
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
 
 

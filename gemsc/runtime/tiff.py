@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gemsc.boxes import Box
 from gemsc.errors import GemscError
-from gemsc.runtime.message import Box
+
+try:
+    import tifffile
+except ImportError:
+    raise GemscError(
+        "TIFF files need the package tifffile, which is not installed",
+        help="pip install tifffile",
+    ) from None
 
 __all__ = ["TiffPicture"]
 
@@ -29,8 +36,7 @@ class TiffPicture:
         """Look at the file.
 
         Raises:
-            GemscError: tifffile is not installed, or the file is none that can be read
-                in parts.
+            GemscError: the file is none that can be read in parts.
         """
         self.path = Path(path)
         with self._open() as file:
@@ -45,7 +51,6 @@ class TiffPicture:
             self.channels: int = page.shape[2] if page.ndim == 3 else 1
 
     def _open(self) -> Any:
-        tifffile = _library()
         try:
             return tifffile.TiffFile(self.path)
         except (OSError, tifffile.TiffFileError) as error:
@@ -90,15 +95,3 @@ def _paste(part: Any, tile: Any, y: int, x: int) -> None:
     part[rows, columns] = tile[
         rows.start - y : rows.stop - y, columns.start - x : columns.stop - x
     ]
-
-
-def _library() -> ModuleType:
-    try:
-        import tifffile
-    except ImportError:
-        raise GemscError(
-            "TIFF files need the package tifffile, which is not installed",
-            help="pip install tifffile",
-        ) from None
-    module: ModuleType = tifffile
-    return module

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from gemsc.runtime.message import Box, Input
+from gemsc.boxes import Box
+from gemsc.runtime.message import Input
 
 __all__ = ["TiledDataset", "Window", "window_of"]
 
