@@ -206,7 +206,9 @@ class Constants:
 
 
 def boxes(values: Sequence[Box]) -> str:
-    """Return boxes as text, one for each tile."""
+    """Return boxes as text, one for each tile; once if all are the same."""
+    if len(values) > 1 and len(set(values)) == 1:
+        return f"({as_tuple(values[0])},) * {len(values)}"
     return as_tuple(values)
 
 
