@@ -14,7 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gemsc.runtime.grid import AxisWindows, Exchange, Grid, Resize, ShapeGrid
+from gemsc.runtime.grid import (
+    AxisWindows,
+    Exchange,
+    Grid,
+    Resize,
+    ShapeGrid,
+    rows_read,
+)
 
 __all__ = [
     "FUNCTIONS",
@@ -34,6 +41,7 @@ __all__ = [
     "on_grid",
     "redistribute",
     "resize",
+    "rows_read",
 ]
 
 _current = threading.local()

@@ -28,7 +28,7 @@ from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 from gemsc.planner.device import CPU_CORE, Device
 
-__all__ = ["Annotate"]
+__all__ = ["Annotate", "annotate"]
 
 _ATEN = torch.ops.aten
 _FREE = frozenset(
@@ -63,24 +63,32 @@ class Annotate(Pass):
         """Return the program with facts on every node (of a copied graph)."""
         module = with_graph(program.module, _copied(program.graph))
         program = program.with_module(module)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fake = fake_copy(module, mode)
-        fake.train(self.training)
-        for path in program.frozen:
-            fake.get_submodule(path).eval()
-        ledger = _Ledger(self.device, _storages(fake))
-        values: dict[fx.Node, Any] = {}
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = fake_like(meta.value(node), mode)
-        with mode, ledger, torch.random.fork_rng(devices=[]):
-            run_nodes(module.graph.nodes, values, fake, observe=ledger.observe)
-            reached = _gradient_reaches(program, values)
-        seen: set[int] = set()
-        for node in program.compute_nodes:
-            meta.set_facts(node, ledger.facts(node, values[node], fake, seen))
-            meta.set_needs_gradient(node, node in reached)
+        annotate(program, device=self.device, training=self.training)
         return program
+
+
+def annotate(
+    program: Program, *, device: Device = CPU_CORE, training: bool = True
+) -> dict[fx.Node, Any]:
+    """Attach facts to the nodes of a program's own graph; return their fake values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_copy(program.module, mode)
+    fake.train(training)
+    for path in program.frozen:
+        fake.get_submodule(path).eval()
+    ledger = _Ledger(device, _storages(fake))
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = fake_like(meta.value(node), mode)
+    with mode, ledger, torch.random.fork_rng(devices=[]):
+        run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
+        reached = _gradient_reaches(program, values)
+    seen: set[int] = set()
+    for node in program.compute_nodes:
+        meta.set_facts(node, ledger.facts(node, values[node], fake, seen))
+        meta.set_needs_gradient(node, node in reached)
+    return values
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

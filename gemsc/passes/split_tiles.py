@@ -11,9 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from gemsc.errors import InternalError
+from gemsc.ir import meta
+from gemsc.ir.fake import fake_copy
 from gemsc.ir.program import Program
+from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
+from gemsc.passes.spatial.classify import Probe
+from gemsc.passes.spatial.cuts import num_tiles
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules import lower
 
 __all__ = ["SplitTiles"]
 
@@ -41,7 +51,34 @@ class SplitTiles(Pass):
 
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
+    training: bool = True
 
     def apply(self, program: Program) -> Program:
         """Return the program of one tile."""
-        raise InternalError("not lowered yet")
+        num_stages = len(program.require_stages())
+        if len(self.grids) != num_stages:
+            raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        probe = Probe(mode, fake_copy(program.module, mode))
+        lowered = Lowering(program, self.grids, self.tile, probe, lower).run()
+        for node, value in annotate(lowered, training=self.training).items():
+            meta.set_value(node, value)
+        _check_shapes(lowered, self.grids, self.tile)
+        return lowered
+
+
+def _check_shapes(
+    program: Program, grids: tuple[tuple[int, ...], ...], tile: int
+) -> None:
+    """Compare what fake tensors gave with what the layouts say."""
+    for stage, grid in zip(program.require_stages(), grids, strict=True):
+        place = tile % num_tiles(grid)
+        for node in stage.nodes:
+            layout = meta.layout(node)
+            if layout is None or not isinstance(meta.value(node), Tensor):
+                continue
+            found, wanted = tuple(meta.value(node).shape), layout.local_shape(place)
+            if found != wanted:
+                raise InternalError(
+                    f"%{node.name} has shape {found} on tile {place}, not {wanted}"
+                )

@@ -29,10 +29,11 @@ from gemsc.runtime.tile_windows import (
     adaptive_pool,
     average_pool,
     resize,
+    rows_read,
 )
 from gemsc.runtime.transport import Group, Request
 
-__all__ = ["AxisWindows", "Exchange", "Grid", "Resize", "ShapeGrid"]
+__all__ = ["AxisWindows", "Exchange", "Grid", "Resize", "ShapeGrid", "rows_read"]
 
 FIRST_TAG = 16384  # below are the transfers between stages
 NUM_INDICES = 8192  # with two tags each: values, and their gradients

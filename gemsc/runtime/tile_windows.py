@@ -13,7 +13,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemsc.boxes import Interval
 
-__all__ = ["AxisWindows", "Resize", "adaptive_pool", "average_pool", "resize"]
+__all__ = [
+    "AxisWindows",
+    "Resize",
+    "adaptive_pool",
+    "average_pool",
+    "resize",
+    "rows_read",
+]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _ADAPTIVE: dict[tuple[str, int], Any] = {
@@ -156,6 +163,17 @@ def taps(
         begin, end = how.inputs[axis]
         local = (columns - begin).clamp(0, end - begin - 1)
     return tuple(local.unbind(1)), tuple(weights.unbind(1))
+
+
+def rows_read(how: Resize, axis: int) -> Interval:
+    """Return which inputs the outputs of a tile read along an axis."""
+    with _disable_current_modes(), torch.no_grad():
+        used = [
+            weight_rows(how, axis, dtype, torch.device("cpu")) != 0
+            for dtype in (torch.float32, torch.float64)
+        ]
+        columns = torch.cat(used).any(0).nonzero().flatten().tolist()
+    return (columns[0], columns[-1] + 1) if columns else (0, 1)
 
 
 def weight_rows(

@@ -44,6 +44,7 @@ class Call:
     arguments: dict[str, Any]
     layer: nn.Module | None = None
     names: tuple[str, ...] = ()
+    detail: str = ""  # of the kind: the rank of windows, the mode of a padding layer
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -52,6 +53,11 @@ class Call:
         """Return an argument, or the default if it was not given."""
         value = self.arguments.get(name)
         return default if value is None else value
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions that a window moves over."""
+        return int(self.detail)
 
     @property
     def input(self) -> fx.Node:
@@ -73,9 +79,10 @@ def describe(node: fx.Node, module: nn.Module) -> Call:
         kind, names = "", ""
     order = tuple(names.split())
     arguments = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
-    if kind in _VARIADIC and len(node.args) > len(order):  # x.sum(2, 3)
+    if kind.partition(":")[0] in _VARIADIC and len(node.args) > len(order):  # x.sum(2, 3)
         arguments[order[-1]] = node.args[len(order) - 1 :]
-    return Call(node, kind, arguments, names=order)
+    kind, _, detail = kind.partition(":")
+    return Call(node, kind, arguments, names=order, detail=detail)
 
 
 def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
@@ -89,7 +96,8 @@ def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
             arguments["input"] = first
             if others:
                 arguments["target"] = others[0]
-            return Call(node, kind, arguments, layer)
+            kind, _, detail = kind.partition(":")
+            return Call(node, kind, arguments, layer, detail=detail)
     return Call(node, "", {}, layer)
 
 
@@ -99,7 +107,7 @@ def _pair(word: str) -> tuple[str, str]:
     return name, attribute or name
 
 
-_VARIADIC = frozenset({"mean", "sum", "local"})
+_VARIADIC = frozenset({"mean", "sum"})
 
 # Operations that work along `dim` and leave the other dimensions alone.
 _ALONG = (
@@ -111,13 +119,13 @@ _ALONG = (
 
 def _functions() -> Iterator[tuple[Any, str, str]]:
     for rank in (1, 2, 3):
-        yield f"conv{rank}d", "conv", _CONV
-        yield f"conv_transpose{rank}d", "conv_transpose", _TRANSPOSED
-        yield f"max_pool{rank}d", "max_pool", _MAX_POOL
-        yield f"avg_pool{rank}d", "avg_pool", _AVG_POOL
-        yield f"lp_pool{rank}d", "lp_pool", _LP_POOL
-        yield f"adaptive_avg_pool{rank}d", "adaptive_avg_pool", _ADAPTIVE
-        yield f"adaptive_max_pool{rank}d", "adaptive_max_pool", _ADAPTIVE
+        yield f"conv{rank}d", f"conv:{rank}", _CONV
+        yield f"conv_transpose{rank}d", f"conv_transpose:{rank}", _TRANSPOSED
+        yield f"max_pool{rank}d", f"max_pool:{rank}", _MAX_POOL
+        yield f"avg_pool{rank}d", f"avg_pool:{rank}", _AVG_POOL
+        yield f"lp_pool{rank}d", f"lp_pool:{rank}", _LP_POOL
+        yield f"adaptive_avg_pool{rank}d", f"adaptive_avg_pool:{rank}", _ADAPTIVE
+        yield f"adaptive_max_pool{rank}d", f"adaptive_max_pool:{rank}", _ADAPTIVE
         yield f"dropout{rank}d", "channel_dropout", "input p training inplace"
     yield "feature_dropout", "channel_dropout", "input p training"
     yield "feature_alpha_dropout", "channel_dropout", "input p training inplace"
@@ -177,25 +185,25 @@ _METHODS: dict[str, tuple[str, str]] = {
 
 def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     windows = "kernel_size stride padding"
-    dims = ("1d", "2d", "3d")
-    for d in dims:
+    for rank in (1, 2, 3):
+        d = f"{rank}d"
         conv = f"{windows} dilation groups padding_mode"
-        yield getattr(nn, f"Conv{d}"), "conv", conv
-        yield getattr(nn, f"ConvTranspose{d}"), "conv_transpose", (
+        yield getattr(nn, f"Conv{d}"), f"conv:{rank}", conv
+        yield getattr(nn, f"ConvTranspose{d}"), f"conv_transpose:{rank}", (
             f"{conv} output_padding"
         )
-        yield getattr(nn, f"MaxPool{d}"), "max_pool", (
+        yield getattr(nn, f"MaxPool{d}"), f"max_pool:{rank}", (
             f"{windows} dilation ceil_mode return_indices"
         )
         average = f"{windows} ceil_mode count_include_pad"
-        yield getattr(nn, f"AvgPool{d}"), "avg_pool", (
+        yield getattr(nn, f"AvgPool{d}"), f"avg_pool:{rank}", (
             average if d == "1d" else f"{average} divisor_override"
         )
-        yield getattr(nn, f"LPPool{d}"), "lp_pool", (
+        yield getattr(nn, f"LPPool{d}"), f"lp_pool:{rank}", (
             "norm_type kernel_size stride ceil_mode"
         )
-        yield getattr(nn, f"AdaptiveAvgPool{d}"), "adaptive_avg_pool", "output_size"
-        yield getattr(nn, f"AdaptiveMaxPool{d}"), "adaptive_max_pool", (
+        yield getattr(nn, f"AdaptiveAvgPool{d}"), f"adaptive_avg_pool:{rank}", "output_size"
+        yield getattr(nn, f"AdaptiveMaxPool{d}"), f"adaptive_max_pool:{rank}", (
             "output_size return_indices"
         )
         for mode, cls in (
@@ -205,8 +213,8 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
             ("circular", "CircularPad"),
         ):
             value = " value" if mode == "constant" else ""
-            yield getattr(nn, f"{cls}{d}"), f"pad {mode}", f"pad:padding{value}"
-        yield getattr(nn, f"ZeroPad{d}"), "pad constant", "pad:padding value"
+            yield getattr(nn, f"{cls}{d}"), f"pad:{mode}", f"pad:padding{value}"
+        yield getattr(nn, f"ZeroPad{d}"), "pad:constant", "pad:padding value"
         yield getattr(nn, f"BatchNorm{d}"), "batch_norm", "eps"
         yield getattr(nn, f"InstanceNorm{d}"), "instance_norm", (
             "eps track_running_stats"
