@@ -43,3 +43,11 @@ def test_grids_that_compute_everything_on_each_tile(
     name: str, plan: CompileOptions, tmp_path: Path
 ) -> None:
     assert worst_error(name, plan, tmp_path / "program", num_steps=2) <= FLOAT64
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)
+@pytest.mark.parametrize("name", ["resnet18", "unet", "densecnn"])
+def test_grids_compute_what_one_process_does(
+    name: str, plan: CompileOptions, tmp_path: Path
+) -> None:
+    assert worst_error(name, plan, tmp_path / "program", num_steps=2) <= FLOAT64
