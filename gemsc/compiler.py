@@ -17,6 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir.program import Program
+from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
@@ -165,14 +166,13 @@ def lower(
         options = best(candidates).options
     done = schedule_stages(traced, options, after_each)
     program, task, timeline = done.program, done.task, done.timeline
-    twins = traced.twins if len(done.tiles) == 1 else None
     evaluation = run_passes(
-        program if twins is not None else traced.evaluation,
-        evaluation_passes(program, twins=twins is not None),
+        program if traced.twins is not None else traced.evaluation,
+        evaluation_passes(program, twins=traced.twins is not None),
         after_each=after_each,
     )
-    whole = TileProgram(program, evaluation, twins)
-    tiles = _with_evaluation(whole, done.tiles, options, after_each)
+    whole = TileProgram(program, evaluation, traced.twins)
+    tiles = _with_evaluation(traced, whole, done.tiles, after_each)
     prove(tiles[0].program, tiles[0].evaluation, task, timeline)
     plan = make_plan(program, done.tiles, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
@@ -199,25 +199,34 @@ def schedule_stages(
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    tiles = tile_programs(program, options, after_each=after_each)
+    tiles = tile_programs(program, after_each=after_each)
     task = schedule_task(tiles, chosen, options.device_memory)
     return Scheduled(program, tiles, task, run(task, schedule.policy))
 
 
 def _with_evaluation(
+    traced: Traced,
     whole: TileProgram,
     tiles: tuple[Program, ...],
-    options: CompileOptions,
     after_each: Observer | None,
 ) -> tuple[TileProgram, ...]:
-    """Return what each tile runs, with its evaluation."""
+    """Return what each tile runs, with its evaluation.
+
+    Twins stay twins where the two graphs split alike, but for constants.
+    """
     if len(tiles) == 1:
         return (whole,)
-    evaluations = tile_programs(
-        whole.evaluation, options, training=tiles[0], after_each=after_each
-    )
-    pairs = zip(tiles, evaluations, strict=True)
-    return tuple(TileProgram(ours, theirs, None) for ours, theirs in pairs)
+    evaluation = whole.evaluation
+    if traced.twins is not None:
+        evaluation = same_stages(whole.program, traced.evaluation, traced.twins)
+    splits = tile_programs(evaluation, training=tiles[0], after_each=after_each)
+    found = []
+    for tile, split in zip(tiles, splits, strict=True):
+        twins = find_twins(tile, split) if traced.twins is not None else None
+        if twins is not None:
+            split = run_passes(tile, evaluation_passes(tile, twins=True))
+        found.append(TileProgram(tile, split, twins))
+    return tuple(found)
 
 
 def assess(traced: Traced, options: CompileOptions) -> Candidate:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 from torch import fx
 
-from gemsc.codegen.exchanges import exchanges_of, wish_of
+from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import as_tuple, literal, quoted
 from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.writer import Names, Writer, split_arguments
 from gemsc.boxes import Box
 from gemsc.errors import InternalError
 from gemsc.ir import meta
+from gemsc.ir.flow import base_name
 from gemsc.ir.program import Input, Program, Transfer
 from gemsc.ir.tile_ops import Exchange
 from gemsc.planner.tiles import ends
@@ -37,6 +39,11 @@ class Constants:
             for node, exchange in exchanges_of(run.stage):
                 if exchange not in self.exchanges:
                     self.exchanges[exchange] = taken.unique(wish_of(node, exchange))
+            if run.stage.flow.index == text.evaluation.home:
+                gathers = gathers_of(text.evaluation, text.tile)
+                for node, exchange in gathers.items():
+                    wish = f"WHOLE_{base_name(node).upper()}"
+                    self.exchanges[exchange] = taken.unique(wish)
 
     def _name_messages(self, run: Run, taken: Names) -> None:
         for transfer in self.text.transfers(run):
@@ -206,9 +213,13 @@ class Constants:
 
 
 def boxes(values: Sequence[Box]) -> str:
-    """Return boxes as text, one for each tile; once if all are the same."""
+    """Return boxes as text, short where they are all the same, or rows of a grid."""
+    axes = [tuple(dict.fromkeys(axis)) for axis in zip(*values, strict=True)]
     if len(values) > 1 and len(set(values)) == 1:
         return f"({as_tuple(values[0])},) * {len(values)}"
+    if len(values) > 1 and tuple(product(*axes)) == tuple(values):
+        shown = [str(axis[0]) if len(axis) == 1 else str([*axis]) for axis in axes]
+        return f"tile_boxes({', '.join(shown)})"
     return as_tuple(values)
 
 

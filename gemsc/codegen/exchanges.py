@@ -8,10 +8,12 @@ from typing import Any
 from torch import fx
 
 from gemsc.boxes import Box, everything
+from gemsc.ir import meta
 from gemsc.ir.flow import base_name, exchange_of, is_exchange
+from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import Exchange, all_reduce
 
-__all__ = ["exchanges_of", "note_of", "wish_of"]
+__all__ = ["exchanges_of", "gathers_of", "note_of", "wish_of"]
 
 # how the sides of a box are called, with two axes of tiles
 SIDES = (("row", "up", "down"), ("column", "left", "right"))
@@ -40,6 +42,29 @@ def wish_of(node: fx.Node, exchange: Exchange) -> str:
     return f"HALO_{base_name(user).upper()}"
 
 
+def gathers_of(evaluation: Program, tile: int | None) -> dict[fx.Node, Exchange]:
+    """Return how the tiles put the model's outputs together, where the loss is.
+
+    What comes from another grid comes whole.
+    """
+    if tile is None:
+        return {}
+    placement = evaluation.placement
+    assert placement is not None
+    stages = evaluation.require_stages()
+    stage_of = {node: stage.index for stage in stages for node in stage.nodes}
+    home = placement.grid(evaluation.home)
+    found = {}
+    for node in evaluation.outputs:
+        layout = meta.layout(node)
+        here = node not in stage_of or placement.grid(stage_of[node]) == home
+        if here and layout is not None and not layout.is_whole:
+            whole = (everything(layout.shape),) * layout.num_tiles
+            owned = layout.owned
+            found[node] = Exchange(0, layout.shape, layout.boxes, whole, owned=owned)
+    return found
+
+
 def note_of(node: fx.Node, tile: int | None) -> str:
     """Return what a tile gets from the others, for a comment; '' for other nodes."""
     if tile is None:
@@ -55,11 +80,14 @@ def note_of(node: fx.Node, tile: int | None) -> str:
         return f"gather {len(exchange.held)} tiles"
     if held == whole:
         return "this tile's part"
-    return ", ".join(_widths(held, wanted)) or "nothing on this tile"
+    widths = list(_widths(held, wanted))
+    if len(widths) == 2 * (len(held) - 2) and len({count for count, _ in widths}) == 1:
+        return f"halo of {widths[0][0]}"
+    return ", ".join(text for _, text in widths) or "nothing on this tile"
 
 
-def _widths(held: Box, wanted: Box) -> Iterator[str]:
-    """Yield how much further a wanted box reaches on each side."""
+def _widths(held: Box, wanted: Box) -> Iterator[tuple[int, str]]:
+    """Yield how much further a wanted box reaches on each side, and that as text."""
     num_axes = len(held) - 2
     for axis, ((start, stop), (first, end)) in enumerate(
         zip(held[2:], wanted[2:], strict=True)
@@ -70,4 +98,4 @@ def _widths(held: Box, wanted: Box) -> Iterator[str]:
         for count, side in ((start - first, before), (end - stop, after)):
             if count:
                 plural = "s" if num_axes == 2 and abs(count) > 1 else ""
-                yield f"{count} {noun}{plural} {side}"
+                yield count, f"{count} {noun}{plural} {side}"

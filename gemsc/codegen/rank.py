@@ -7,6 +7,7 @@ import re
 from torch import fx
 
 from gemsc.codegen.constants import Constants
+from gemsc.codegen.exchanges import gathers_of
 from gemsc.codegen.expressions import UserObject, quoted
 from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.stage import write_stage
@@ -25,7 +26,7 @@ IMPORTED = [
     *("AxisWindows", "Exchange", "F", "Grid", "GridMessage", "Input", "Message"),
     *("Resize", "Tensor"),
     *("TileValue", "Tiles", "Value", "Worker"),
-    *("nn", "operator", "torch", "user_object"),
+    *("nn", "operator", "tile_boxes", "torch", "user_object"),
 ]
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message", "Resize"),
@@ -99,6 +100,8 @@ class _RankWriter:
             head.line("from torch.nn import functional as F")
         head.line()
         names = [name for name in FROM_RUNTIME if _uses(body, name)]
+        if _uses(body, "tile_boxes"):
+            names.append("tile_boxes")
         if self.user_objects:
             names.append("user_object")
         names.append("Worker")
@@ -307,6 +310,16 @@ class _RankWriter:
                 )
             if node not in local:
                 local[node] = f"worker.input({quoted(node.name)}, m)"
+        for node, exchange in gathers_of(program, self.text.tile).items():
+            name = f"whole_{base_name(node)}"
+            constant = self.constants.exchanges[exchange]
+            count = len(exchange.held)
+            self.writer.call(
+                f"{name} = worker.gather(",
+                [local[node], constant],
+                note=f"from {count} tiles",
+            )
+            local[node] = name
         outputs = [local[node] for node in program.outputs]
         structure = run.stage.structure(outputs)
         loss = local[program.loss] if program.loss is not None else "None"

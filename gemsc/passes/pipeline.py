@@ -17,7 +17,6 @@ from gemsc.passes.check_statistics import CheckStatistics
 from gemsc.passes.check_tiles import CheckTiles
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import FollowStages
-from gemsc.passes.gather_outputs import DropMarks, GatherOutputs
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.manager import Observer, run_passes
@@ -75,15 +74,14 @@ def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
 
 def tile_programs(
     program: Program,
-    options: CompileOptions,
     *,
     training: Program | None = None,
     after_each: Observer | None = None,
 ) -> tuple[Program, ...]:
     """Return what the ranks of each tile run; without grids the program itself.
 
-    With `training`, what each tile runs in training, `program` is for evaluation: its
-    outputs come together, and its transfers are numbered after those of training.
+    With `training`, what the first tile runs in training, `program` is for evaluation:
+    its outputs travel as well, and its transfers are numbered after those of training.
     """
     placement = program.placement
     assert placement is not None
@@ -91,13 +89,11 @@ def tile_programs(
         return (program,)
     comms = InsertComms()
     if training is not None:
-        program = run_passes(program, (GatherOutputs(),), after_each=after_each)
         comms = InsertComms(outputs=True, first_index=len(training.transfers or ()))
     tiles = []
     for tile in range(placement.num_tiles):
         passes: tuple[Pass, ...] = (
             SplitTiles(placement.grids, tile),
-            DropMarks(),
             AnnotateTiles(training=training is None),
             comms,
         )

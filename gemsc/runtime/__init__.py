@@ -1,5 +1,6 @@
 """What a generated rank file and its main program need; nothing of the compiler."""
 
+from gemsc.boxes import tile_boxes
 from gemsc.runtime.grid import AxisWindows, Exchange, Grid, Resize
 from gemsc.runtime.grid_message import GridMessage, TileValue
 from gemsc.runtime.message import Input, Message, Tiles, Value
@@ -18,5 +19,6 @@ __all__ = [
     "Tiles",
     "Value",
     "Worker",
+    "tile_boxes",
     "user_object",
 ]

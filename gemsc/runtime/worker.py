@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gemsc.errors import GemscError
+from gemsc.runtime.exchange import Exchange
 from gemsc.runtime.grid import Grid
 from gemsc.runtime.grid_message import GridMessage
 from gemsc.runtime.link import Incoming, Link
@@ -250,6 +251,11 @@ class Worker:
         self.status.enter("evaluation", stage, m)
         with torch.no_grad():
             return self.stages[stage].forward_eval(*inputs)  # type: ignore[operator]
+
+    def gather(self, tensor: Tensor, exchange: Exchange) -> Tensor:
+        """Return all of a value of which each tile has a part, in evaluation."""
+        assert self.grid is not None
+        return self.grid.collect(tensor, exchange)
 
     def add_result(self, m: int, loss: Tensor | None, output: Any) -> None:
         """Keep what the model returned for a micro-batch; a grid's first tile does."""
