@@ -172,7 +172,7 @@ def lower(
         after_each=after_each,
     )
     whole = TileProgram(program, evaluation, traced.twins)
-    tiles = _with_evaluation(traced, whole, done.tiles, after_each)
+    tiles = _with_evaluation(traced, whole, done.tiles, options, after_each)
     prove(tiles[0].program, tiles[0].evaluation, task, timeline)
     plan = make_plan(program, done.tiles, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
@@ -199,7 +199,7 @@ def schedule_stages(
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    tiles = tile_programs(program, after_each=after_each)
+    tiles = tile_programs(program, options, after_each=after_each)
     task = schedule_task(tiles, chosen, options.device_memory)
     return Scheduled(program, tiles, task, run(task, schedule.policy))
 
@@ -208,6 +208,7 @@ def _with_evaluation(
     traced: Traced,
     whole: TileProgram,
     tiles: tuple[Program, ...],
+    options: CompileOptions,
     after_each: Observer | None,
 ) -> tuple[TileProgram, ...]:
     """Return what each tile runs, with its evaluation.
@@ -219,7 +220,9 @@ def _with_evaluation(
     evaluation = whole.evaluation
     if traced.twins is not None:
         evaluation = same_stages(whole.program, traced.evaluation, traced.twins)
-    splits = tile_programs(evaluation, training=tiles[0], after_each=after_each)
+    splits = tile_programs(
+        evaluation, options, training=tiles[0], after_each=after_each
+    )
     found = []
     for tile, split in zip(tiles, splits, strict=True):
         twins = find_twins(tile, split) if traced.twins is not None else None

@@ -19,6 +19,7 @@ from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import FollowStages
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.insert_comms import InsertComms
+from gemsc.passes.local_batchnorm import LocalBatchnorm
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.split_tiles import SplitTiles
@@ -74,6 +75,7 @@ def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
 
 def tile_programs(
     program: Program,
+    options: CompileOptions,
     *,
     training: Program | None = None,
     after_each: Observer | None = None,
@@ -94,6 +96,7 @@ def tile_programs(
     for tile in range(placement.num_tiles):
         passes: tuple[Pass, ...] = (
             SplitTiles(placement.grids, tile),
+            *((LocalBatchnorm(),) if options.local_batchnorm else ()),
             AnnotateTiles(training=training is None),
             comms,
         )
