@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.boxes import everything
-from gemsc.compiler import trace
+from gemsc.frontend.record import record
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.tile_ops import on_grid
+from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.runtime.grid import Grid
@@ -72,15 +73,20 @@ def on_tiles(
     loss: Any,
     target: Any,
     grid: tuple[int, ...],
-    **options: Any,
+    *,
+    facts: bool = False,
 ) -> Step:
-    """Run one step on the tiles of a grid, each a thread; put the parts together."""
-    traced = trace(model, inputs, loss=loss, example_target=target, check=False)
-    program = one_stage(traced.program)
+    """Run one step on the tiles of a grid, each a thread; put the parts together.
+
+    With `facts` the whole pass runs, without only the lowering: that is quicker.
+    """
+    traced = record(model, inputs, loss=loss, target=target)
+    program = one_stage(run_passes(traced, (Canonicalize(),)))
     count = prod(grid)
+    passes = [SplitTiles((grid,), tile) for tile in range(count)]
     programs = [
-        run_passes(program, (SplitTiles((grid,), tile, **options),))
-        for tile in range(count)
+        run_passes(program, (step,)) if facts else step.lower(program)
+        for step in passes
     ]
     feed = {"input": inputs, "target": target}
     modules = [copy.deepcopy(_plain(p.module)) for p in programs]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.runtime.grid import (
     AxisWindows,
@@ -21,6 +22,7 @@ from gemsc.runtime.grid import (
     Resize,
     ShapeGrid,
     rows_read,
+    taps,
 )
 
 __all__ = [
@@ -83,9 +85,12 @@ def adaptive_pool(*args: Any, **kwargs: Any) -> Tensor:
     return _grid().adaptive_pool(*args, **kwargs)
 
 
-def resize(*args: Any, **kwargs: Any) -> Tensor:
-    """See `Grid.resize`."""
-    return _grid().resize(*args, **kwargs)
+def resize(value: Tensor, how: Resize) -> Tensor:
+    """See `Grid.resize`; for a fake value, too, the weights are real."""
+    with unset_fake_temporarily():
+        for axis in range(len(how.sizes)):
+            taps(how, axis, value.dtype, value.device)
+    return _grid().resize(value, how)
 
 
 def functional_batch_norm(*args: Any, **kwargs: Any) -> Tensor:

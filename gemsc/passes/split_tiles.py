@@ -58,13 +58,17 @@ class SplitTiles(Pass):
         num_stages = len(program.require_stages())
         if len(self.grids) != num_stages:
             raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        probe = Probe(mode, fake_copy(program.module, mode))
-        lowered = Lowering(program, self.grids, self.tile, probe, lower).run()
+        lowered = self.lower(program)
         for node, value in annotate(lowered, training=self.training).items():
             meta.set_value(node, value)
         _check_shapes(lowered, self.grids, self.tile)
         return lowered
+
+    def lower(self, program: Program) -> Program:
+        """Return the program of one tile with layouts, but without facts."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        probe = Probe(mode, fake_copy(program.module, mode))
+        return Lowering(program, self.grids, self.tile, probe, lower).run()
 
 
 def _check_shapes(

@@ -30,10 +30,19 @@ from gemsc.runtime.tile_windows import (
     average_pool,
     resize,
     rows_read,
+    taps,
 )
 from gemsc.runtime.transport import Group, Request
 
-__all__ = ["AxisWindows", "Exchange", "Grid", "Resize", "ShapeGrid", "rows_read"]
+__all__ = [
+    "AxisWindows",
+    "Exchange",
+    "Grid",
+    "Resize",
+    "ShapeGrid",
+    "rows_read",
+    "taps",
+]
 
 FIRST_TAG = 16384  # below are the transfers between stages
 NUM_INDICES = 8192  # with two tags each: values, and their gradients

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from gemsc.boxes import Interval
 
@@ -20,6 +19,7 @@ __all__ = [
     "average_pool",
     "resize",
     "rows_read",
+    "taps",
 ]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -149,11 +149,8 @@ def resize(value: Tensor, how: Resize) -> Tensor:
 def taps(
     how: Resize, axis: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return columns and weights: output i is the sum over k of w[k][i] * x[c[k][i]].
-
-    Real tensors, also where the value is fake.
-    """
-    with _disable_current_modes(), torch.no_grad():
+    """Return columns and weights: output i is the sum over k of w[k][i] * x[c[k][i]]."""
+    with torch.no_grad():
         matrix = weight_rows(how, axis, dtype, device)
         used = matrix != 0
         count = max(int(used.sum(1).max()), 1)
@@ -167,7 +164,7 @@ def taps(
 
 def rows_read(how: Resize, axis: int) -> Interval:
     """Return which inputs the outputs of a tile read along an axis."""
-    with _disable_current_modes(), torch.no_grad():
+    with torch.no_grad():
         used = [
             weight_rows(how, axis, dtype, torch.device("cpu")) != 0
             for dtype in (torch.float32, torch.float64)
@@ -181,23 +178,30 @@ def weight_rows(
 ) -> Tensor:
     """Return the rows of the weight matrix (outputs x whole input) of a tile's axis.
 
-    The other axes keep size 1, so that the same kernel runs as for the whole value.
+    The other axes have two equal rows, so that the kernel of the whole value runs: with
+    a single one PyTorch smooths nothing.
     """
     rank = len(how.sizes)
     in_size, out_size = how.sizes[axis]
+    others = [min(2, size) for size, _ in how.sizes]
     basis = torch.eye(in_size, dtype=dtype, device=device)
     shape = [1] * rank
     shape[axis] = in_size
-    target: dict[str, Any] = {"size": [1] * rank}
-    target["size"][axis] = out_size
+    inputs = basis.view(in_size, 1, *shape).repeat(1, 1, *_but(others, axis, 1))
+    target: dict[str, Any] = {"size": _but(others, axis, out_size)}
     if any(scale is not None for scale in how.scales):
-        target = {"scale_factor": [1.0] * rank}
-        target["scale_factor"][axis] = how.scales[axis]
+        target = {"scale_factor": _but([1.0] * rank, axis, how.scales[axis])}
     options: dict[str, Any] = {"align_corners": how.align_corners}
     if how.antialias:
         options["antialias"] = True
-    full = F.interpolate(
-        basis.view(in_size, 1, *shape), mode=how.mode, **target, **options
-    )
+    full = F.interpolate(inputs, mode=how.mode, **target, **options)
+    for dim in range(rank, 0, -1):
+        if dim - 1 != axis:
+            full = full.select(dim + 1, 0)
     start, stop = how.outputs[axis]
-    return full.view(in_size, out_size)[:, start:stop].t().contiguous()
+    return full.reshape(in_size, out_size)[:, start:stop].t().contiguous()
+
+
+def _but(values: list[Any], axis: int, value: Any) -> list[Any]:
+    """Return the values with another one at `axis`."""
+    return [*values[:axis], value, *values[axis + 1 :]]

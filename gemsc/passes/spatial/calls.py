@@ -110,11 +110,22 @@ def _pair(word: str) -> tuple[str, str]:
 _VARIADIC = frozenset({"mean", "sum"})
 
 # Operations that work along `dim` and leave the other dimensions alone.
-_ALONG = (
-    "softmax log_softmax argmax argmin cumsum cumprod logsumexp sort topk flip roll "
-    "amax amin max min prod std var norm all any glu normalize cosine_similarity "
-    "index_select select unsqueeze"
-).split()
+_ALONG = {
+    **dict.fromkeys(
+        (
+            "softmax log_softmax softmin argmax argmin cumsum cumprod logsumexp sort "
+            "amax amin prod std var all any glu index_select"
+        ).split(),
+        "input dim",
+    ),
+    "max": "input dim",
+    "min": "input dim",
+    "topk": "input k dim",
+    "norm": "input p dim",
+    "normalize": "input p dim",
+    "roll": "input shifts dim",
+    "flip": "input dim",
+}
 
 
 def _functions() -> Iterator[tuple[Any, str, str]]:
@@ -147,8 +158,8 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
     yield "stack", "stack", "tensors dim"
     yield "mean", "mean", _REDUCTION
     yield "sum", "sum", _REDUCTION
-    for name in _ALONG:
-        yield name, "along", "input dim"
+    for name, names in _ALONG.items():
+        yield name, "along", names
     yield "narrow", "narrow", "input dim start length"
     yield "mse_loss", "loss", _LOSS
     yield "l1_loss", "loss", _LOSS
@@ -178,7 +189,7 @@ _METHODS: dict[str, tuple[str, str]] = {
     "mean": ("mean", _REDUCTION),
     "sum": ("sum", _REDUCTION),
     "narrow": ("narrow", "input dim start length"),
-    **{name: ("along", "input dim") for name in _ALONG},
+    **{name: ("along", names) for name, names in _ALONG.items()},
 }
 
 

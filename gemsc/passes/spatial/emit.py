@@ -34,7 +34,7 @@ def call_again(
         if source not in inputs:
             inputs[source] = low.whole(source)
     args = fx.node.map_arg(call.node.args, inputs.__getitem__)
-    kwargs = dict(fx.node.map_arg(call.node.kwargs, inputs.__getitem__))
+    kwargs = fx.node.map_arg(call.node.kwargs, inputs.__getitem__)
     target = call.node.target
     if call.layer is not None and changed:
         low.set_layer(str(target), low.changed_layer(call.node, changed))
@@ -44,7 +44,8 @@ def call_again(
             changed.get(call.names[i], argument) if i < len(call.names) else argument
             for i, argument in enumerate(args)
         )
-        kwargs |= {n: value for n, value in changed.items() if n not in places}
+        others = {n: value for n, value in changed.items() if n not in places}
+        kwargs = {**kwargs, **others}
     return low.create(
         call.node, call.node.op, target, args, kwargs, axes, partial=partial
     )

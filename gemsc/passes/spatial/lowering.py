@@ -375,6 +375,13 @@ class Lowering:
         self._parts[key] = new
         return new
 
+    def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
+        """Return a node that holds just what its tile has of an old node's value."""
+        is_other = any(new is local.node for local in self._env.values())
+        if new.op != "placeholder" and not is_other:
+            self._describe(new, old, axes, self.grid)
+        return Local(new, axes)
+
     def exchange(
         self,
         shape: tuple[int, ...],

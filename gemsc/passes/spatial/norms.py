@@ -59,9 +59,8 @@ def _with_all_tiles(
         for name in names
         if call.arguments.get(name) is not None
     }
-    kwargs = fx.node.map_arg(given, low.whole)
-    kwargs |= keywords or {}
-    return low.create(node, "call_function", function, (part,), dict(kwargs), axes)
+    kwargs = {**fx.node.map_arg(given, low.whole), **(keywords or {})}
+    return low.create(node, "call_function", function, (part,), kwargs, axes)
 
 
 def batch_norm(low: Lowering, call: Call) -> Local:

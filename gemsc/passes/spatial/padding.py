@@ -31,8 +31,10 @@ def pad(low: Lowering, call: Call) -> Local:
     )
     mode = call.detail or call.get("mode", "constant")
     if mode == "constant":
-        return Local(low.part(source, wanted, float(call.get("value", 0.0))), axes)
-    return Local(pad_like(low, source, axes, wanted, mode, call), axes)
+        part = low.part(source, wanted, float(call.get("value", 0.0)))
+    else:
+        part = pad_like(low, source, axes, wanted, mode, call)
+    return low.stands_for(part, node, axes)
 
 
 def _before(padding: Any, dims: int) -> tuple[int, ...]:
@@ -65,7 +67,9 @@ def pad_like(
         for box in wanted
     )
     part = low.part(source, taken)
-    rank = len(shape) - _first_padded(wanted, shape)
+    rank = len(shape) - 2
+    if rank < 1:
+        raise Refused("it has no batch")
     ours = list(zip(taken[low.place], wanted[low.place], shape, strict=True))
     pads: list[tuple[int, int]] = []
     rows: list[tuple[int, int]] = []
@@ -86,14 +90,3 @@ def pad_like(
             partial=True,
         )
     return crop(low, call, local, rows).node
-
-
-def _first_padded(wanted: tuple[Box, ...], shape: tuple[int, ...]) -> int:
-    """Return the first dimension that any tile pads."""
-    padded = [
-        dim
-        for box in wanted
-        for dim, ((start, stop), size) in enumerate(zip(box, shape, strict=True))
-        if start < 0 or stop > size
-    ]
-    return min(padded, default=len(shape))

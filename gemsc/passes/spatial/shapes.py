@@ -172,7 +172,7 @@ def _slice(
         _rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries)
     )
     if all(entry == slice(None) for entry in rest):
-        return Local(part, out_axes)
+        return low.stands_for(part, node, out_axes)
     return low.create(
         node, "call_function", operator.getitem, (part, rest), {}, out_axes
     )
@@ -241,9 +241,7 @@ def along(low: Lowering, call: Call) -> Local:
     source = call.input
     axes = low.axes(source)
     dims = len(low.shape(source))
-    given = call.get("dim")
-    if given is None and call.node.target in ("glu",):
-        given = -1
+    given = call.get("dim", call.get("dims"))
     if axes is None or not _are_dims(given):
         raise Refused("it goes over all elements")
     along_dims = {int(d) % dims for d in ([given] if isinstance(given, int) else given)}
