@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from models import MODELS
 from program_support import on_ranks
 from support import run_on_threads
@@ -14,11 +15,11 @@ from test_parity import (
     traced,
     worst_error,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from whole_tiles import WholeTiles
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import compile, lower
+from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.runtime.trainer import Trainer
@@ -149,45 +150,6 @@ def test_a_checkpoint_of_tiles_goes_on_where_it_was(tmp_path: Path) -> None:
     assert on_ranks(tmp_path / "p", ranks, resumed, dtype=torch.float64) == expected
 
 
-class Dropped(nn.Module):
-    """A network with dropout on tiles, and on what they have gathered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.conv, self.drop = nn.Conv2d(1, 4, 3, padding=1), nn.Dropout(0.5)
-            self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.conv(x)).relu()
-        return self.head(self.drop(x.mean((2, 3))))
-
-
-def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path) -> None:
-    x, y = torch.randn(2, 1, 8, 8), torch.tensor([0, 1])
-    losses = []
-    for name, choices in (("one", {"ranks": 1}), ("four", {"ranks": 4, "tiles": "2x2"})):
-        program = compile(
-            Dropped(),
-            (x,),
-            loss=nn.functional.cross_entropy,
-            example_target=y,
-            micro_batches=1,
-            **choices,
-        )
-        write_directory(program.compilation, tmp_path / name)
-        found = on_ranks(
-            tmp_path / name,
-            program.plan.ranks,
-            lambda trainer: [trainer.step((x,), y) for _ in range(2)],
-            dtype=torch.float64,
-        )
-        assert all(each == found[0] for each in found)
-        losses.append(found[0])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
-
-
 def test_local_batchnorm_is_another_model(tmp_path: Path) -> None:
     plan = options(ranks=4, tiles="2x2", micro_batches=1, local_batchnorm=True)
     assert worst_error("resnet18", plan, tmp_path) > 1e-3
@@ -240,7 +202,11 @@ def test_options_that_no_model_could_have(
         ("unet", {"ranks": 2, "tiles": "2"}, "splits 1 axes, input 'x' has 2"),
         ("unet", {"ranks": 8, "tiles": "2x2x2"}, "splits 3 axes, input 'x' has 2"),
         ("unet", {"ranks": 64, "tiles": "64x1"}, "the height into 64 tiles"),
-        ("mlp", {"ranks": 2, "tiles": "2x1"}, "splits pictures, and the model has none"),
+        (
+            "mlp",
+            {"ranks": 2, "tiles": "2x1"},
+            "splits pictures, and the model has none",
+        ),
         ("unet", {"ranks": 5, "tiles": "2x2", "placement": "0,1,5"}, "groups of ranks"),
     ],
 )

@@ -41,5 +41,7 @@ def test_random_networks_on_tiles_are_the_networks(first: int) -> None:
 
 
 def test_many_more_random_networks(request: pytest.FixtureRequest) -> None:
-    for seed in range(NUM_GRAPHS, NUM_GRAPHS + request.config.getoption("--many-graphs")):
+    for seed in range(
+        NUM_GRAPHS, NUM_GRAPHS + request.config.getoption("--many-graphs")
+    ):
         check(seed)

@@ -7,11 +7,11 @@ from itertools import product
 
 from torch import fx
 
+from gemsc.boxes import Box
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import as_tuple, literal, quoted
 from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.writer import Names, Writer, split_arguments
-from gemsc.boxes import Box
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name
@@ -159,7 +159,9 @@ class Constants:
 
     def _write_exchanges(self) -> None:
         if self.exchanges:
-            self.writer.line("# What the tiles hold of a value, and what they want of it.")
+            self.writer.line(
+                "# What the tiles hold of a value, and what they want of it."
+            )
         for exchange, name in self.exchanges.items():
             arguments = [
                 f"index={exchange.index}",

@@ -59,9 +59,7 @@ class StageText:
         return self.twins is None
 
 
-def write_stage(
-    writer: Writer, stage: StageText, named: Named
-) -> None:
+def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
     """Write the class; `named` gives the names of what stands at the module's top."""
     base = _containers(stage)[""]
     with writer.block(f"class {stage.class_name}({base}):"):

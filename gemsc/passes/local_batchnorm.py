@@ -36,7 +36,8 @@ class LocalBatchnorm(Pass):
 
     def apply(self, program: Program) -> Program:
         """Return the program with the user's own layers in the place of the grid's."""
-        graph, mapping = fx.Graph(), {}
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
         for node in program.graph.nodes:
             mapping[node] = graph.node_copy(node, mapping.__getitem__)
             meta.copy_meta(node, mapping[node])

@@ -47,9 +47,7 @@ class PlaceStages(Pass):
         """Return the program with its placement."""
         num_stages = len(program.require_stages())
         groups = self.groups or ((),) * self.num_ranks
-        rows = self.rows or place(
-            self.kind, num_stages, len(groups), self.num_replicas
-        )
+        rows = self.rows or place(self.kind, num_stages, len(groups), self.num_replicas)
         edges = [0, *accumulate(prod(grid) for grid in groups)]
         members = [tuple(range(start, end)) for start, end in pairwise(edges)]
         ranks = tuple(tuple(members[group] for group in row) for row in rows)

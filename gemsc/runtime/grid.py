@@ -22,7 +22,7 @@ from gemsc.boxes import Box, Interval, shape_of
 from gemsc.runtime.exchange import Exchange, Piece
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.tile_losses import cross_entropy
-from gemsc.runtime.tile_norms import normalize, update_running
+from gemsc.runtime.tile_norms import normalize, normalize_channels, update_running
 from gemsc.runtime.tile_windows import (
     AxisWindows,
     Resize,
@@ -110,11 +110,7 @@ class Grid:
         """Return `F.batch_norm` of all tiles' elements."""
         if not training:
             return F.batch_norm(value, running_mean, running_var, weight, bias, eps=eps)
-        dims = (0, *range(2, value.dim()))
-        shape = (1, -1, *(1,) * (value.dim() - 2))
-        result, statistics = normalize(
-            self, value, dims, _view(weight, shape), _view(bias, shape), eps
-        )
+        result, statistics = normalize_channels(self, value, weight, bias, eps)
         if running_mean is not None and running_var is not None:
             update_running(statistics, running_mean, running_var, momentum)
         return result

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from gemsc.runtime.grid import Grid
 
-__all__ = ["Statistics", "normalize", "update_running"]
+__all__ = ["Statistics", "normalize", "normalize_channels", "update_running"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -50,6 +50,23 @@ def normalize(
     """
     result, mean, variance, count = _Normalize.apply(
         value, weight, bias, grid, dims, eps
+    )
+    return result, Statistics(mean, variance, count)
+
+
+def normalize_channels(
+    grid: Grid,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Statistics]:
+    """Return the tile normalized over all but dimension 1, and its statistics.
+
+    The same as `normalize`, by the kernels that BatchNorm itself uses.
+    """
+    result, mean, variance, count = _NormalizeChannels.apply(
+        value, weight, bias, grid, eps
     )
     return result, Statistics(mean, variance, count)
 
@@ -112,6 +129,64 @@ class _Normalize(torch.autograd.Function):
         return result, weight_gradient, bias_gradient, None, None, None
 
 
+class _NormalizeChannels(torch.autograd.Function):
+    """BatchNorm with given statistics, and what these add to the gradient.
+
+    PyTorch's backward with fixed statistics gives h * rstd, and the sums of g and
+    g * xhat as the gradients of bias and weight; the rest is linear in the value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: Grid,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _merged_channels(grid, value)
+        result = torch.native_batch_norm(
+            value, weight, bias, mean, variance, False, 0.0, eps
+        )[0]
+        ctx.save_for_backward(value, weight, mean, variance, count)
+        ctx.grid, ctx.eps = grid, eps
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        value, weight, mean, variance, count = ctx.saved_tensors
+        result, product, total = torch.ops.aten.native_batch_norm_backward(
+            gradient.contiguous(),
+            value,
+            weight,
+            mean,
+            variance,
+            None,
+            None,
+            False,
+            ctx.eps,
+            [True, True, True],
+        )
+        rstd = (variance + ctx.eps).rsqrt()
+        sums = torch.stack([total, product]).to(mean.dtype)
+        if weight is not None:
+            sums = sums * weight
+        sums = ctx.grid.add_up(sums) / count.to(mean.dtype)
+        slope = -rstd.square() * sums[1]
+        constant = -rstd * sums[0] - slope * mean
+        shape = (1, -1, *(1,) * (value.dim() - 2))
+        slope, constant = slope.to(result.dtype), constant.to(result.dtype)
+        result.addcmul_(value, slope.view(shape)).add_(constant.view(shape))
+        weight_gradient = product if ctx.needs_input_grad[1] else None
+        bias_gradient = total if ctx.needs_input_grad[2] else None
+        return result, weight_gradient, bias_gradient, None, None
+
+
 def _wide(value: Tensor) -> Tensor:
     """Return half precision as float32: sums must not round to it."""
     return value.float() if value.dtype in _HALF else value
@@ -129,12 +204,21 @@ def _merged(
     count = 1
     for dim in dims:
         count *= value.shape[dim]
-    if count:
-        variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
-    else:
-        shape = [1 if d in dims else n for d, n in enumerate(value.shape)]
-        variance = mean = value.new_zeros(shape)
-    table = value.new_zeros((grid.num_tiles, 3, *mean.shape), dtype=torch.float64)
+    variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
+    return _merge(grid, mean, variance, count)
+
+
+def _merged_channels(grid: Grid, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same over all dimensions but 1, by BatchNorm's own kernel."""
+    count = value.numel() // value.shape[1]
+    mean, variance = torch.batch_norm_update_stats(_wide(value), None, None, 0.0)
+    return _merge(grid, mean, variance, count)
+
+
+def _merge(
+    grid: Grid, mean: Tensor, variance: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    table = mean.new_zeros((grid.num_tiles, 3, *mean.shape), dtype=torch.float64)
     table[grid.tile, 0] = count
     table[grid.tile, 1] = mean
     table[grid.tile, 2] = variance
@@ -143,4 +227,4 @@ def _merged(
     merged = (counts * means).sum(0) / total
     spread = counts * (variances + (means - merged).square())
     number = total.reshape(-1)[0]
-    return merged.to(value.dtype), (spread.sum(0) / total).to(value.dtype), number
+    return merged.to(mean.dtype), (spread.sum(0) / total).to(mean.dtype), number
