@@ -10,6 +10,7 @@ __all__ = [
     "Box",
     "Interval",
     "everything",
+    "hull",
     "intersection",
     "is_inside",
     "shape_of",
@@ -48,6 +49,15 @@ def intersection(a: Box, b: Box) -> Box:
         start = max(a_start, b_start)
         result.append((start, max(start, min(a_stop, b_stop))))
     return tuple(result)
+
+
+def hull(first: Box, *others: Box) -> Box:
+    """Return the smallest box that holds all of these; empty ones do not count."""
+    filled = [box for box in others if all(start < stop for start, stop in box)]
+    return tuple(
+        (min(start for start, _ in sides), max(stop for _, stop in sides))
+        for sides in zip(first, *filled, strict=True)
+    )
 
 
 def is_inside(inner: Box, outer: Box) -> bool:

@@ -22,9 +22,10 @@ from gemsc.fingerprint import source_fingerprints
 from gemsc.frontend import FRONTENDS
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
-from gemsc.options import BALANCES, CompileOptions
+from gemsc.options import AUTO, BALANCES, CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.plan import Plan
+from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.runtime.measure import measure
 from gemsc.runtime.start import start
@@ -57,10 +58,14 @@ Spec = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
 Directory = Annotated[Path, typer.Argument(help="what `gemsc compile -o` wrote")]
 Ranks = Annotated[int, typer.Option(help="processes that share the model")]
 Schedule = Annotated[str, typer.Option(help=", ".join(("auto", *SCHEDULES)))]
-Data = Annotated[int, typer.Option(help="copies of the model that share the batch")]
+Data = Annotated[
+    str, typer.Option(help="copies of the model that share the batch, or auto")
+]
 Times = Annotated[int | None, typer.Option(help="master: pairs of runs in one step")]
 Chunks = Annotated[int, typer.Option(help="looped placement: stages on each rank")]
-MicroBatches = Annotated[int, typer.Option(help="example_inputs() in one step")]
+MicroBatches = Annotated[
+    str, typer.Option(help="example_inputs() in one step, or auto")
+]
 Balance = Annotated[str, typer.Option(help=", ".join(BALANCES))]
 Blocks = Annotated[str, typer.Option(help="explicit: blocks of each stage, 3,4,4,5")]
 Cuts = Annotated[
@@ -90,10 +95,13 @@ Check = Annotated[bool, typer.Option(help="compare the traced graph with the mod
 def compile_command(
     model: Spec,
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("build/program"),
+    plan: Annotated[
+        Path | None, typer.Option(help="an edited plan.toml, in place of options")
+    ] = None,
     ranks: Ranks = DEFAULTS.ranks,
-    data: Data = DEFAULTS.data,
+    data: Data = str(DEFAULTS.data),
     schedule: Schedule = DEFAULTS.schedule,
-    micro_batches: MicroBatches = DEFAULTS.micro_batches,
+    micro_batches: MicroBatches = str(DEFAULTS.micro_batches),
     times: Times = DEFAULTS.times,
     chunks: Chunks = DEFAULTS.chunks,
     balance: Balance = DEFAULTS.balance,
@@ -116,9 +124,9 @@ def compile_command(
     """Compile a model into a program directory."""
     options = CompileOptions(
         ranks=ranks,
-        data=data,
+        data=_count(data, "--data"),
         schedule=schedule,
-        micro_batches=micro_batches,
+        micro_batches=_count(micro_batches, "--micro-batches"),
         times=times,
         chunks=chunks,
         balance=balance,
@@ -134,21 +142,50 @@ def compile_command(
     )
     check_target(output)
     watch = _Watch(print_after, time_passes)
-    program = _compile(load_user_model(model), options, watch)
+    program = _compile(load_user_model(model), options, watch, plan)
     watch.finish()
-    if program.candidates:
-        chosen = f"{program.plan.schedule}, {program.plan.placement}"
-        show_candidates(program.candidates, chosen, console)
     note = program.write(output)
-    plan = program.plan
-    stages = ", ".join(f"{len(stage.blocks)}" for stage in plan.stages)
-    console.print(
-        f"{plan.model}: {plan.ranks} ranks, stages of {stages} blocks, "
-        f"{plan.schedule}, {plan.micro_batches} micro-batches -> {output}",
-        highlight=False,
-    )
+    _report(program, f" -> {output}")
     if note:
         console.print(f"note: {note}", highlight=False)
+
+
+@app.command("plan")
+def plan_command(
+    model: Spec,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write plan.toml: edit it")
+    ] = None,
+    ranks: Ranks = DEFAULTS.ranks,
+    data: Data = "auto",
+    schedule: Schedule = "auto",
+    micro_batches: MicroBatches = str(DEFAULTS.micro_batches),
+    balance: Balance = "auto",
+    placement: Placement = "auto",
+    device_memory: Memory = None,
+    most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
+) -> None:
+    """Compare ways to train on so many ranks; write no program."""
+    options = CompileOptions(
+        ranks=ranks,
+        data=_count(data, "--data"),
+        schedule=schedule,
+        micro_batches=_count(micro_batches, "--micro-batches"),
+        balance=balance,
+        placement=placement,
+        device_memory=parse_bytes(device_memory) if device_memory else None,
+        check=False,
+    )
+    program = _compile(load_user_model(model), options, None)
+    _report(program, most=most)
+    show_plan(program.plan, console)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(program.plan.to_toml(output.parent), encoding="utf-8")
+        console.print(
+            f"wrote {output}: edit it, then gemsc compile {model} --plan {output}",
+            highlight=False,
+        )
 
 
 @app.command(
@@ -324,10 +361,11 @@ class _Watch:
     seen: set[str] = field(default_factory=set)
 
     def __call__(self, step: Pass, program: Program, seconds: float) -> None:
-        self.times.append((step.name, seconds))
+        again = " of the evaluation graph" if step.name in self.seen else ""
+        self.times.append((step.name + again, seconds))
         self.seen.add(step.name)
         if self.print_after in (step.name, "all"):
-            _say(f"--- after {step.name}")
+            _say(f"--- after {step.name}{again}")
             _say(dump(program))
 
     def finish(self) -> None:
@@ -341,12 +379,29 @@ class _Watch:
                 _say(f"{seconds * 1e3:8.1f} ms  {name}")
 
 
+def _report(program: CompiledProgram, where: str = "", most: int = 8) -> None:
+    """Print what was chosen, and why where there was a choice."""
+    if program.candidates:
+        show_candidates(program.candidates, console, most)
+    plan = program.plan
+    stages = ", ".join(f"{len(stage.blocks)}" for stage in plan.stages)
+    console.print(
+        f"{plan.model}: {plan.ranks} ranks, stages of {stages} blocks, "
+        f"{plan.schedule}, {plan.micro_batches} micro-batches{where}",
+        highlight=False,
+    )
+
+
 Hook = Callable[[Pass, Program, float], None]
 
 
 def _compile(
-    user: UserModel, options: CompileOptions, watch: Hook | None
+    user: UserModel,
+    options: CompileOptions,
+    watch: Hook | None,
+    plan_path: Path | None = None,
 ) -> CompiledProgram:
+    edited = _read_edited(plan_path, options) if plan_path is not None else None
     inputs = user.make_inputs()
     program = compile(
         user.make_model(),
@@ -356,6 +411,7 @@ def _compile(
         options=options,
         source=user.path,
         after_each=watch,
+        edited=edited,
     )
     sources = {**program.plan.sources, str(user.path): source_fingerprints(user.path)}
     plan = replace(program.plan, spec=user.spec, sources=sources)
@@ -367,6 +423,29 @@ def _read_dot(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise GemscError(f"there is no {path}", help="compile again") from None
+
+
+def _read_edited(path: Path, options: CompileOptions) -> EditedPlan:
+    if options != DEFAULTS:
+        raise GemscError(
+            f"{options.command_line()} beside --plan, which decides everything",
+            help=f"change {path} instead",
+        )
+    return EditedPlan.read(path)
+
+
+def _count(text: str, flag: str) -> int:
+    if text == "auto":
+        return AUTO
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise GemscError(
+            f"{flag} is {text}", help=f"give {flag} a value of 1 or more, or auto"
+        )
+    return count
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -49,7 +49,6 @@ class Compilation:
     tiles: tuple[TileProgram, ...]
     steps: tuple[tuple[Step, ...], ...]
     plan: Plan
-    user_path: str
 
     @property
     def program(self) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,11 +29,14 @@ from gemsc.passes.pipeline import (
     tile_programs,
 )
 from gemsc.plan import Plan
-from gemsc.planner.candidates import Candidate, alternatives, best, is_open
+from gemsc.planner.advice import nothing_fits
+from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
 from gemsc.planner.device import LINK
+from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import layout
 from gemsc.planner.predict import (
     make_plan,
+    micro_batch_size,
     reduced_bytes,
     schedule_task,
     sent_bytes,
@@ -53,7 +56,7 @@ Choice = TypeVar("Choice")
 class CompiledProgram:
     """What `compile` returns: look at it, then write it.
 
-    `candidates` are what was compared where the schedule or placement was `auto`.
+    `candidates` are what was compared where something was `auto`, best first.
     """
 
     compilation: Compilation
@@ -89,13 +92,15 @@ def compile(
     options: CompileOptions | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
+    edited: EditedPlan | None = None,
     **choices: Any,
 ) -> CompiledProgram:
     """Compile a model for several ranks.
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
     inputs. `example_target` is what `loss(output, target)` takes with them. Choices are
-    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`.
+    the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
+    `edited` plan decides them all.
 
     The model's parameters, buffers and the random generators stay as they are.
 
@@ -103,6 +108,8 @@ def compile(
         GemscError: the model or an option cannot be compiled; says where and why.
     """
     options = replace(options or CompileOptions(), **choices)
+    if edited is not None:
+        options = edited.options()
     traced = trace(
         model,
         example_inputs,
@@ -112,6 +119,8 @@ def compile(
         check=options.check,
         after_each=after_each,
     )
+    if edited is not None:
+        edited.check(traced.program.blocks or ())
     return lower(traced, options, source=source, after_each=after_each)
 
 
@@ -162,8 +171,8 @@ def lower(
     """Cut a traced model into stages, schedule them, prove the schedule."""
     candidates: tuple[Candidate, ...] = ()
     if is_open(options):
-        candidates = tuple(assess(traced, each) for each in alternatives(options))
-        options = best(candidates).options
+        candidates = search(traced, options)
+        options = candidates[0].options
     done = schedule_stages(traced, options, after_each)
     program, task, timeline = done.program, done.task, done.timeline
     evaluation = run_passes(
@@ -176,8 +185,7 @@ def lower(
     prove(tiles[0].program, tiles[0].evaluation, task, timeline)
     plan = make_plan(program, done.tiles, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
-    user_path = str(source.resolve()) if source else ""
-    compilation = Compilation(whole, tiles, steps, plan, user_path)
+    compilation = Compilation(whole, tiles, steps, plan)
     return CompiledProgram(compilation, candidates)
 
 
@@ -232,22 +240,38 @@ def _with_evaluation(
     return tuple(found)
 
 
+def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
+    """Return all that agrees with the options, best first.
+
+    Raises:
+        GemscError: nothing fits; says what would.
+    """
+    found = ranked([assess(traced, each) for each in alternatives(options)])
+    if not found[0].fits():
+        raise nothing_fits(found, lambda other: assess(traced, other))
+    return tuple(found)
+
+
 def assess(traced: Traced, options: CompileOptions) -> Candidate:
-    """Return what is predicted for one choice of schedule and placement."""
+    """Return what is predicted for one choice."""
     uncapped = replace(options, device_memory=None)
-    cap = options.device_memory
     try:
         done = schedule_stages(traced, uncapped)
-        if cap and max(done.timeline.peak_bytes) > cap:
-            # the engine may find an order that holds less at a time
-            done = schedule_stages(traced, options)
     except GemscError as error:
         return Candidate(options, problem=error.message)
-    sums = reduced_bytes(done.program, options.data)
+    if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
+        with suppress(GemscError):  # there may be an order that holds less at a time
+            done = schedule_stages(traced, options)
+    peaks, sums = done.timeline.peak_bytes, reduced_bytes(done.program, options.data)
+    fullest = max(range(len(peaks)), key=lambda group: peaks[group])
+    size = micro_batch_size(done.program)
     return Candidate(
         options,
         seconds=done.timeline.makespan + LINK.seconds(2 * max(sums)),
-        peak_bytes=max(done.timeline.peak_bytes),
+        samples=options.data * sum(done.task.micro_batches) * size,
+        micro_batch_size=size,
+        peak_bytes=peaks[fullest],
+        activation_bytes=peaks[fullest] - done.task.resident_bytes(fullest),
         bubble=done.timeline.bubble,
         sent_bytes=sent_bytes(done.tiles[0], done.task) + sum(sums),
     )

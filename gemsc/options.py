@@ -8,9 +8,10 @@ from math import prod
 
 from gemsc.errors import GemscError
 
-__all__ = ["BALANCES", "CompileOptions"]
+__all__ = ["AUTO", "BALANCES", "CompileOptions"]
 
-BALANCES = ("compute", "memory", "explicit")
+BALANCES = ("compute", "memory", "explicit", "auto")
+AUTO = -1  # a number that is left to the compiler
 GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
@@ -28,7 +29,10 @@ class CompileOptions:
     them. `times` is the number of pairs of runs of `master`: 2 x times micro-batches.
     `placement` "natural" is the one that the schedule is made for; `chunks` is the
     number of stages on each rank under `looped` placement; "0,1,1,0" lists the rank of
-    each stage.
+    each stage. `schedule`, `placement` and `balance` may be "auto", `micro_batches` and
+    `data` AUTO: the compiler takes what is fastest as predicted and fits
+    `device_memory`. With `data` AUTO, `ranks` and `micro_batches` are those of all
+    copies together.
 
     `tiles` splits the picture of the leading groups of ranks: "2x2" gives the first
     stage four ranks, a tile of 2 x 2 each; "2x2,2x1" gives the second stage two. The
@@ -61,13 +65,7 @@ class CompileOptions:
         Raises:
             GemscError: an option is out of its range, or two contradict each other.
         """
-        for name in ("ranks", "data", "micro_batches", "times", "chunks"):
-            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
-                flag = name.replace("_", "-")
-                raise GemscError(
-                    f"--{flag} is {getattr(self, name)}",
-                    help=f"give --{flag} a value of 1 or more",
-                )
+        self._check_counts()
         self._check_tiles()
         if self.balance not in BALANCES:
             raise GemscError(
@@ -139,6 +137,18 @@ class CompileOptions:
                 help="give the most layers that share one halo, or auto or off",
             )
 
+    def _check_counts(self) -> None:
+        for name in ("ranks", "data", "micro_batches", "times", "chunks"):
+            value = getattr(self, name)
+            if value == AUTO and name in ("data", "micro_batches"):
+                continue
+            if value is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise GemscError(
+                    f"--{flag} is {getattr(self, name)}",
+                    help=f"give --{flag} a value of 1 or more",
+                )
+
     def command_line(self) -> str:
         """Return the flags that differ from the defaults, as a user would type them."""
         words = [f"--ranks {self.ranks}"]
@@ -147,7 +157,9 @@ class CompileOptions:
             if field.name == "ranks" or value == field.default:
                 continue
             flag = field.name.replace("_", "-")
-            if isinstance(value, bool):
+            if value == AUTO and field.name in ("data", "micro_batches"):
+                words.append(f"--{flag} auto")
+            elif isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             elif isinstance(value, tuple):
                 words.append(f"--{flag} {','.join(map(str, value))}")

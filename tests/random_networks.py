@@ -144,16 +144,27 @@ class RandomNetwork(nn.Sequential):
             padding, stride = self.each(0, 1, 1, 2), self.each(1, 1, 2, 3)
         mode = self.pick("zeros", "zeros", "zeros", "reflect", "replicate", "circular")
         return self.layer("Conv")(
-            channels, outputs, kernel, stride, padding,
-            dilation=self.each(1, 1, 2), groups=groups, padding_mode=mode,
+            channels,
+            outputs,
+            kernel,
+            stride,
+            padding,
+            dilation=self.each(1, 1, 2),
+            groups=groups,
+            padding_mode=mode,
             bias=self.pick(True, False),
         )
 
     def transposed(self, shape: Shape) -> nn.Module:
         return self.layer("ConvTranspose")(
-            shape[1], self.pick(2, 3), self.each(1, 2, 3, 4), self.each(1, 2, 2, 3),
-            padding=self.each(0, 0, 1), output_padding=self.each(0, 0, 1),
-            dilation=self.each(1, 1, 2), bias=self.pick(True, False),
+            shape[1],
+            self.pick(2, 3),
+            self.each(1, 2, 3, 4),
+            self.each(1, 2, 2, 3),
+            padding=self.each(0, 0, 1),
+            output_padding=self.each(0, 0, 1),
+            dilation=self.each(1, 1, 2),
+            bias=self.pick(True, False),
         )
 
     def pool(self, shape: Shape) -> nn.Module:
@@ -169,7 +180,10 @@ class RandomNetwork(nn.Sequential):
             )
         if kind == "avg":
             return self.layer("AvgPool")(
-                kernel, stride, padding, ceil_mode=ceil,
+                kernel,
+                stride,
+                padding,
+                ceil_mode=ceil,
                 count_include_pad=self.pick(True, False),
             )
         if kind == "lp":
@@ -181,18 +195,25 @@ class RandomNetwork(nn.Sequential):
         channels = shape[1]
         kind = self.pick("batch", "batch", "group", "instance", "layer", "function")
         if kind == "batch":
-            options = {"momentum": self.pick(0.1, 0.3), "affine": self.pick(True, False)}
+            options = {
+                "momentum": self.pick(0.1, 0.3),
+                "affine": self.pick(True, False),
+            }
             return self.layer("BatchNorm")(channels, **options)
         if kind == "group":
-            groups = self.pick(*(g for g in range(1, channels + 1) if channels % g == 0))
+            groups = self.pick(
+                *(g for g in range(1, channels + 1) if channels % g == 0)
+            )
             return nn.GroupNorm(groups, channels)
         # with a batch of one and a gradient of channels last, its backward in PyTorch
         # is wrong
         if kind == "instance" and shape[0] > 1:
             return self.layer("InstanceNorm")(channels, affine=self.pick(True, False))
         if kind == "layer":
-            return nn.LayerNorm(shape[self.pick(1, 2):])
-        return Function(lambda x: F.batch_norm(x, None, None, training=True), "batch_norm")
+            return nn.LayerNorm(shape[self.pick(1, 2) :])
+        return Function(
+            lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"
+        )
 
     def activation(self, shape: Shape) -> nn.Module:
         functions = {
@@ -206,7 +227,11 @@ class RandomNetwork(nn.Sequential):
         name = self.pick(*functions, "PReLU", "SiLU", "Softplus")
         if name == "PReLU":
             return nn.PReLU(shape[1])
-        return Function(functions[name], name) if name in functions else getattr(nn, name)()
+        return (
+            Function(functions[name], name)
+            if name in functions
+            else getattr(nn, name)()
+        )
 
     def resize(self, shape: Shape) -> nn.Module:
         mode = self.pick(*MODES[self.rank])
@@ -230,14 +255,18 @@ class RandomNetwork(nn.Sequential):
         choices = (-1, 0, 1, 2) if mode == "constant" else (0, 1, 2)
         amounts = [self.pick(*choices) for _ in range(2 * self.rank)]
         value = self.pick(0.0, 1.5) if mode == "constant" else None
-        return Function(lambda x: F.pad(x, amounts, mode, value), f"pad {mode} {amounts}")
+        return Function(
+            lambda x: F.pad(x, amounts, mode, value), f"pad {mode} {amounts}"
+        )
 
     def other(self, shape: Shape) -> nn.Module:
         kind = self.pick("gate", "crop", "step", "shuffle", "channels", "last", "roll")
         if kind == "gate":
             return Gate(shape[1], self.rank)
         if kind == "crop":
-            return Function(lambda x: x[..., 1:-1] if x.shape[-1] > 4 else x[:, :], "crop")
+            return Function(
+                lambda x: x[..., 1:-1] if x.shape[-1] > 4 else x[:, :], "crop"
+            )
         if kind == "step":
             return Function(lambda x: x[:, :, ::2], "step")
         if kind == "shuffle" and self.rank == 2:
@@ -245,7 +274,9 @@ class RandomNetwork(nn.Sequential):
                 return nn.PixelShuffle(2)
             return nn.PixelUnshuffle(2)
         if kind == "channels":
-            return Function(lambda x: torch.cat(x.split(1, 1)[::-1], 1) + x[:, :1], "split")
+            return Function(
+                lambda x: torch.cat(x.split(1, 1)[::-1], 1) + x[:, :1], "split"
+            )
         if kind == "last":
             return ChannelsLast(shape[1])
         return Function(lambda x: x.roll(1, -1), "roll")
@@ -279,6 +310,12 @@ class RandomNetwork(nn.Sequential):
         return Level(down, body, up)
 
 
+def dice(output: Tensor, target: Tensor) -> Tensor:
+    dims = tuple(range(2, output.dim()))
+    both = (output * target).sum(dims)
+    return 1 - (2 * both / (output.sum(dims) + target.sum(dims))).mean()
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weighted": lambda o, t: (o * t).mean() + o.square().mean(),
     "mse": F.mse_loss,
@@ -288,8 +325,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         o, t.argmax(1), torch.arange(1.0, 1 + o.shape[1], dtype=o.dtype), ignore_index=1
     ),
     "smooth": lambda o, t: F.cross_entropy(o, t.softmax(1), label_smoothing=0.1),
-    "dice": lambda o, t: 1 - 2 * (o.sigmoid() * t.sigmoid()).sum((0, 2)).mean()
-    / (o.sigmoid() + t.sigmoid()).sum((0, 2)).mean(),
+    "dice": lambda o, t: dice(o.sigmoid(), t.sigmoid()),
 }
 
 
@@ -304,7 +340,11 @@ def random_case(
     shape = (rng.choice([1, 2]), rng.choice([1, 2, 4]))
     shape += tuple(rng.choice(sizes) for _ in range(rank))
     model = RandomNetwork(rng, shape, rng.randint(2, 6))
-    grids = {1: [(2,), (3,)], 2: [(2, 2), (2, 1), (1, 3), (3, 2)], 3: [(2, 1, 2), (1, 2, 1)]}
+    grids = {
+        1: [(2,), (3,)],
+        2: [(2, 2), (2, 1), (1, 3), (3, 2)],
+        3: [(2, 1, 2), (1, 2, 1)],
+    }
     x = torch.randn(shape)
     target = torch.randn(model.out_shape)
     loss = LOSSES[rng.choice(list(LOSSES))]

@@ -114,12 +114,12 @@ FILES = {
     ),
     "loss is no scalar": Mistake(
         ("the loss has shape [2, 4]",),
-        MODEL + "def loss(output, target):\n    return output\n",
+        MODEL + f"def loss(output, target):{HERE}\n    return output\n",
         advises="take the mean",
     ),
     "loss does not learn": Mistake(
         ("no parameter gets a gradient",),
-        MODEL + "def loss(output, target):\n    return output.detach().sum()\n",
+        MODEL + f"def loss(output, target):{HERE}\n    return output.detach().sum()\n",
         advises="detach",
     ),
     "dataset of no pairs": Mistake(

@@ -45,3 +45,12 @@ def test_the_cpu_cost_benchmark_prints_a_row_for_each_group():
     ]
     assert "others used" in note
     assert all(len(numbers(row)) == 5 and min(numbers(row)) > 0 for row in rows)
+
+
+@pytest.mark.mpi
+def test_the_split_benchmark_prints_a_row_for_each_split():
+    _, *rows = run_quickly("splits.py")
+    splits = [row for row in rows if row.startswith("mlp")]
+    assert [row.split()[1] for row in splits[:3]] == ["chosen", "auto", "equal"]
+    assert len(splits) >= 10
+    assert numbers(rows[-1].partition(":")[2])

@@ -33,7 +33,7 @@ PLANS = (
     options(ranks=4, tiles="2x2", micro_batches=2),
     options(ranks=2, tiles="2x1", micro_batches=3),
     options(ranks=4, tiles="2x1", micro_batches=4, schedule="1f1b"),
-    options(ranks=6, tiles="2x2,2x1", micro_batches=3, schedule="gpipe"),
+    options(ranks=6, tiles="3x1,2x1", micro_batches=3, schedule="gpipe"),
     options(ranks=4, tiles="2x1,2x1", micro_batches=3),
     options(ranks=4, tiles="2x1", schedule="mast"),
     options(ranks=4, tiles="2x1", schedule="master", times=2),
@@ -52,11 +52,10 @@ def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_whole")
 @pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)
-@pytest.mark.parametrize("name", ["resnet18", "unet", "densecnn"])
 def test_grids_that_compute_everything_on_each_tile(
-    name: str, plan: CompileOptions, tmp_path: Path
+    plan: CompileOptions, tmp_path: Path
 ) -> None:
-    assert worst_error(name, plan, tmp_path / "program", num_steps=2) <= FLOAT64
+    assert worst_error("densecnn", plan, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)

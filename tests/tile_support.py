@@ -20,7 +20,7 @@ from gemsc.ir.tile_ops import on_grid
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
 from gemsc.passes.split_tiles import SplitTiles
-from gemsc.runtime.grid import Grid
+from gemsc.runtime.grid import Grid, saved_in_parts
 from gemsc.runtime.link import Link
 from gemsc.runtime.local import run_local
 from gemsc.runtime.streams import NullStreams
@@ -38,6 +38,7 @@ class Step:
     parameters: dict[str, Tensor]  # gradients
     buffers: dict[str, Tensor]
     programs: list[Program] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)  # bytes kept for backward, by tile
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
@@ -105,6 +106,7 @@ def on_tiles(
         {},
         parts[0]["buffers"],
         programs,
+        [part["saved"] for part in parts],
     )
     for part in parts:
         assert torch.equal(part["loss"], result.loss)
@@ -155,11 +157,25 @@ def _run(
             given[str(item.path[1])] = values[node], box, tuple(value.shape)
     for path in program.frozen:
         module.get_submodule(path).eval()
-    run_nodes(program.graph.nodes, values, module)
+    kept: dict[int, Tensor] = {}
+
+    def follow(tensor: Tensor) -> None:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+
+    with saved_in_parts(follow):
+        run_nodes(program.graph.nodes, values, module)
+    own = {
+        t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())
+    }
+    saved = sum(
+        t.untyped_storage().nbytes() for key, t in kept.items() if key not in own
+    )
+    kept.clear()
     loss = values[program.loss]
     loss.backward(torch.full_like(loss, 1 / count))
     return {
         "loss": loss.detach(),
+        "saved": saved,
         "outputs": [values[node].detach() for node in program.outputs],
         "parameters": {
             n: p.grad for n, p in module.named_parameters() if p.grad is not None

@@ -12,6 +12,7 @@ from gemsc.ir.holder import with_graph
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import Exchange, redistribute
+from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 
 __all__ = ["WholeTiles"]
@@ -25,6 +26,7 @@ class WholeTiles(Pass):
 
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
+    training: bool = True
 
     def apply(self, program: Program) -> Program:
         graph = fx.Graph()
@@ -59,6 +61,7 @@ class WholeTiles(Pass):
             block = replace(stage_.blocks[0], index=stage_.index, nodes=tuple(nodes))
             blocks.append(block)
             stages.append(replace(stage_, blocks=(block,)))
+        annotate(new, training=self.training)
         return replace(
             new,
             blocks=tuple(blocks),

@@ -153,7 +153,6 @@ def _rank_text(compilation: Compilation, rank: int) -> RankText:
         num_replicas=plan.replicas,
         reductions=sums,
         names=names,
-        user_path=compilation.user_path,
         tile=tile,
     )
 

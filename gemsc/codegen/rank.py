@@ -114,7 +114,7 @@ class _RankWriter:
         if self.user_objects:
             head.line()
         for item, name in self.user_objects.items():
-            arguments = [quoted(self.text.user_path), quoted(item.module)]
+            arguments = ["__file__", quoted(item.module)]
             head.call(f"{name} = user_object(", [*arguments, quoted(item.qualname)])
 
     def named(self, item: UserObject | Exchange) -> str:

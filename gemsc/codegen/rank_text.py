@@ -45,7 +45,6 @@ class RankText:
     num_replicas: int
     reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
-    user_path: str
     tile: int | None = None  # of the grid that the rank is in, if any
 
     def transfers(self, run: Run) -> tuple[Transfer, ...]:

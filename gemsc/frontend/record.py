@@ -189,20 +189,25 @@ def _record_assignments(
 
 
 def _check_loss(loss: Any, request: _Request) -> None:
+    code = getattr(request.loss, "__code__", None)
+    at = SourceLocation(code.co_filename, code.co_firstlineno) if code else None
     if not isinstance(loss, torch.Tensor):
         raise GemscError(
             f"the loss is of type {type(loss).__name__}",
+            at=at,
             help="return one tensor with one element",
         )
     if loss.shape != ():
         raise GemscError(
             f"the loss has shape {list(loss.shape)}; it must be a scalar",
+            at=at,
             help="take the mean, for example with reduction='mean'",
         )
     learns = any(parameter.requires_grad for parameter in request.model.parameters())
     if request.training and learns and not loss.requires_grad:
         raise GemscError(
             "no parameter gets a gradient from the loss",
+            at=at,
             help="compute the loss from the model's output, without detach or no_grad",
         )
 

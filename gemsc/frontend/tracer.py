@@ -202,7 +202,11 @@ class Tracer(TorchFunctionMode):
                 return _data_error(cause, at)
             cause = cause.__cause__ or cause.__context__
         text = " ".join(str(error).split())
-        return GemscError(f"{what}: {type(error).__name__}: {text}", at=at)
+        return GemscError(
+            f"{what}: {type(error).__name__}: {text}",
+            at=at,
+            help="it must run as plain PyTorch on example_inputs() and their target",
+        )
 
 
 def _without_checkpoint(args: _Args) -> Any:

@@ -21,6 +21,7 @@ from gemsc.runtime.grid import (
     Grid,
     Resize,
     ShapeGrid,
+    kept_of,
     rows_read,
     taps,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "functional_group_norm",
     "functional_instance_norm",
     "functional_layer_norm",
+    "kept_of",
     "on_grid",
     "redistribute",
     "resize",

@@ -25,6 +25,7 @@ from gemsc.ir.fake import fake_copy, fake_like
 from gemsc.ir.holder import with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import kept_of
 from gemsc.passes.base import Pass
 from gemsc.planner.device import CPU_CORE, Device
 
@@ -133,9 +134,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.node = None
 
     def _save(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.persistent:
-            self.counts[self.node].saved[storage._cdata] = storage.nbytes()
+        for part in kept_of(tensor):
+            storage = part.untyped_storage()
+            if storage._cdata not in self.persistent:
+                self.counts[self.node].saved[storage._cdata] = storage.nbytes()
         return tensor
 
     def __torch_dispatch__(

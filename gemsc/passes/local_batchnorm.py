@@ -18,6 +18,7 @@ from gemsc.ir import meta
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, functional_batch_norm
+from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 
 __all__ = ["LocalBatchnorm"]
@@ -33,6 +34,8 @@ class LocalBatchnorm(Pass):
 
     name: ClassVar[str] = "local-batchnorm"
     requires: ClassVar[tuple[str, ...]] = ("stages",)
+
+    training: bool = True
 
     def apply(self, program: Program) -> Program:
         """Return the program with the user's own layers in the place of the grid's."""
@@ -50,6 +53,7 @@ class LocalBatchnorm(Pass):
                 if isinstance(layer, TileLayer) and layer.method == "batch_norm":
                     own = cast("nn.Module", layer.layer)
                     _set_layer(changed.module, str(node.target), own)
+        annotate(changed, training=self.training)
         return changed
 
 

@@ -9,7 +9,6 @@ from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
-from gemsc.passes.annotate_tiles import AnnotateTiles
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
 from gemsc.passes.canonicalize import Canonicalize
@@ -92,12 +91,12 @@ def tile_programs(
     comms = InsertComms()
     if training is not None:
         comms = InsertComms(outputs=True, first_index=len(training.transfers or ()))
+    local = (LocalBatchnorm(training is None),) if options.local_batchnorm else ()
     tiles = []
     for tile in range(placement.num_tiles):
         passes: tuple[Pass, ...] = (
-            SplitTiles(placement.grids, tile),
-            *((LocalBatchnorm(),) if options.local_batchnorm else ()),
-            AnnotateTiles(training=training is None),
+            SplitTiles(placement.grids, tile, training=training is None),
+            *local,
             comms,
         )
         watch = after_each if tile == 0 else None  # the others differ in sizes only

@@ -68,7 +68,10 @@ class SplitTiles(Pass):
         """Return the program of one tile with layouts, but without facts."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         probe = Probe(mode, fake_copy(program.module, mode))
-        return Lowering(program, self.grids, self.tile, probe, lower).run()
+        first = Lowering(program, self.grids, self.tile, probe, lower)
+        first.run()
+        wide = first.wide_inputs()  # inputs come with their halo
+        return Lowering(program, self.grids, self.tile, probe, lower, wide).run()
 
 
 def _check_shapes(

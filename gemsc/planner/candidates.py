@@ -1,15 +1,18 @@
-"""Which schedules and placements `auto` tries, and how the best one is told."""
+"""What `auto` tries, and how the best of it is told."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
 
 from gemsc.errors import GemscError
-from gemsc.options import CompileOptions
-from gemsc.units import show_bytes
+from gemsc.options import AUTO, CompileOptions
+from gemsc.schedules import SCHEDULES
+from gemsc.units import show_bytes, show_seconds
 
-__all__ = ["Candidate", "alternatives", "best", "is_open"]
+__all__ = ["Candidate", "alternatives", "is_open", "ranked", "reason"]
 
 PAIRS = (
     ("basic", "linear"),
@@ -21,27 +24,48 @@ PAIRS = (
     ("bidirectional", "mirrored"),
     ("chimera", "mirrored"),
 )
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule on a placement, with what is predicted for one step.
+    """One way to train, with what is predicted for one step of all copies.
 
-    `peak_bytes` is that of the fullest rank; `sent_bytes` counts values, gradients and
-    sums of gradients of one copy of the model. `problem` says why it cannot be.
+    `samples` are those of a step, in micro-batches of `micro_batch_size`. `peak_bytes`
+    is that of the fullest rank, `activation_bytes` the part of it that grows with the
+    micro-batches; `sent_bytes` counts values, gradients and sums of gradients of one
+    copy of the model. `problem` says why it cannot be.
     """
 
     options: CompileOptions
     seconds: float = 0.0
+    samples: int = 0
+    micro_batch_size: int = 1
     peak_bytes: int = 0
+    activation_bytes: int = 0
     bubble: float = 0.0
     sent_bytes: int = 0
     problem: str = ""
 
     @property
     def name(self) -> str:
-        """For example `1f1b, folded`."""
-        return f"{self.options.schedule}, {self.options.placement}"
+        """For example `1f1b folded, M=4, 2 copies`; M counts micro-batches."""
+        chosen = self.options
+        placement = ""
+        if chosen.placement not in ("natural", SCHEDULES[chosen.schedule].placement):
+            placement = f" {chosen.placement}"
+        parts = [
+            f"{chosen.schedule}{placement}" if chosen.ranks > 1 else "one rank",
+            f"M={chosen.micro_batches}",
+            f"{chosen.data} copies" if chosen.data > 1 else "",
+            "by memory" if chosen.balance == "memory" else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def samples_per_second(self) -> float:
+        """What counts: candidates may differ in the samples of a step."""
+        return self.samples / self.seconds if self.seconds else 0.0
 
     def fits(self) -> bool:
         """Whether it can be built and stays below the memory cap."""
@@ -50,21 +74,45 @@ class Candidate:
 
 
 def is_open(options: CompileOptions) -> bool:
-    """Whether schedule or placement are left to the compiler."""
-    return "auto" in (options.schedule, options.placement)
+    """Whether anything is left to the compiler."""
+    names = (options.schedule, options.placement, options.balance)
+    return "auto" in names or AUTO in (options.data, options.micro_batches)
 
 
 def alternatives(options: CompileOptions) -> list[CompileOptions]:
-    """Return what to try: every pair that agrees with what the user has fixed.
+    """Return what to try: all that agrees with what the user has fixed.
+
+    Where the number of copies is open, `ranks` and `micro_batches` are those of all
+    copies together; what cannot be divided is left out.
 
     Raises:
-        GemscError: no pair does.
+        GemscError: nothing agrees.
     """
-    found = [
-        replace(options, schedule=schedule, placement=placement)
+    pairs = [
+        (schedule, placement)
         for schedule, placement in PAIRS
         if options.schedule in ("auto", schedule)
         and options.placement in ("auto", "natural", placement)
+    ]
+    if options.schedule != "auto" and options.placement != "auto":
+        pairs = [(options.schedule, options.placement)]
+    balances = (
+        ("compute", "memory") if options.balance == "auto" else (options.balance,)
+    )
+    found = [
+        replace(
+            options,
+            ranks=share.ranks,
+            data=share.data,
+            micro_batches=share.micro_batches,
+            schedule=schedule,
+            placement=placement,
+            balance=balance,
+        )
+        for share, (schedule, placement), balance in product(
+            _shares(options), pairs, balances
+        )
+        if share.ranks > 1 or (schedule, placement) == pairs[0]
     ]
     if not found:
         raise GemscError(
@@ -75,25 +123,94 @@ def alternatives(options: CompileOptions) -> list[CompileOptions]:
     return found
 
 
-def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the fastest that fits.
+class _Share(NamedTuple):
+    """Ranks and micro-batches of one copy, and the number of copies."""
 
-    Raises:
-        GemscError: none fits; says how much the leanest needs.
+    ranks: int
+    data: int
+    micro_batches: int
+
+
+def _shares(options: CompileOptions) -> list[_Share]:
+    copies: Iterable[int] = (options.data,)
+    if options.data == AUTO:
+        copies = (d for d in range(1, options.ranks + 1) if options.ranks % d == 0)
+    found = []
+    for data in copies:
+        ranks = options.ranks // data if options.data == AUTO else options.ranks
+        counts: Sequence[int] = (options.micro_batches,)
+        if options.micro_batches == AUTO:
+            counts = MICRO_BATCHES
+        elif options.data == AUTO:
+            divides = options.micro_batches % data == 0
+            counts = (options.micro_batches // data,) if divides else ()
+        found += [_Share(ranks, data, count) for count in counts]
+    return found
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates, best first: those that fit, by samples per second.
+
+    What comes within 1 % is as fast; of those the one that needs less memory is first.
+    Of candidates that come to the same only the first is kept.
     """
-    fitting = [candidate for candidate in candidates if candidate.fits()]
-    if fitting:
-        return min(fitting, key=lambda c: (c.seconds, c.peak_bytes))
-    built = [candidate for candidate in candidates if not candidate.problem]
-    if not built:
-        raise GemscError(
-            f"no schedule can be built: {candidates[0].problem}",
-            help="try another number of --ranks or --micro-batches",
+    candidates = _distinct(candidates)
+    built = [c for c in candidates if not c.problem]
+    fastest = max((c.samples_per_second for c in built if c.fits()), default=0.0)
+
+    def order(candidate: Candidate) -> tuple[bool, bool, float, int]:
+        speed = candidate.samples_per_second
+        if speed > 0.99 * fastest:
+            speed = fastest
+        return (
+            bool(candidate.problem),
+            not candidate.fits(),
+            -speed,
+            candidate.peak_bytes,
         )
-    leanest = min(built, key=lambda c: c.peak_bytes)
-    cap = leanest.options.device_memory or 0
-    raise GemscError(
-        f"no schedule fits {show_bytes(cap)} on each rank: the leanest, "
-        f"{leanest.name}, needs {show_bytes(leanest.peak_bytes)}",
-        help="use more --ranks, or smaller micro-batches in example_inputs()",
-    )
+
+    return sorted(candidates, key=order)
+
+
+def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    known: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        o = candidate.options
+        same = (o.schedule, o.placement, o.data, o.micro_batches, candidate.problem)
+        found = (candidate.seconds, candidate.peak_bytes, candidate.sent_bytes)
+        known.setdefault((*same, *found), candidate)
+    return list(known.values())
+
+
+def reason(candidates: Sequence[Candidate]) -> str:
+    """Say why the first of the ranked candidates won."""
+    first = candidates[0]
+    rivals = [c for c in candidates[1:] if not c.problem]
+    fitting = [c for c in rivals if c.fits()]
+    faster = [c for c in rivals if c.samples_per_second > first.samples_per_second]
+    parts = []
+    if not rivals:
+        parts.append("the only one that can be built")
+    elif not fitting:
+        parts.append("the only one that fits")
+    else:
+        second = fitting[0]
+        gain = first.samples_per_second / second.samples_per_second - 1
+        if abs(gain) < 0.01:
+            parts.append(
+                f"as fast as {second.name} with {show_bytes(first.peak_bytes)} "
+                f"instead of {show_bytes(second.peak_bytes)}"
+            )
+        else:
+            parts.append(
+                f"{gain:.0%} faster than {second.name}: ranks are idle "
+                f"{first.bubble:.0%} of the time, there {second.bubble:.0%}"
+            )
+    tight = [c for c in faster if not c.fits() and first.fits()]
+    if tight:
+        other = max(tight, key=lambda c: c.samples_per_second)
+        parts.append(
+            f"{other.name} would take {show_seconds(other.seconds)} a step, but needs "
+            f"{show_bytes(other.peak_bytes)} on a rank"
+        )
+    return "; ".join(parts)

@@ -24,6 +24,7 @@ from gemsc.schedules import Edge, StageCost, Task, Timeline
 
 __all__ = [
     "make_plan",
+    "micro_batch_size",
     "reduced_bytes",
     "saved_bytes",
     "schedule_task",
@@ -177,6 +178,11 @@ def reduced_bytes(program: Program, data: int) -> list[int]:
     return sums
 
 
+def micro_batch_size(program: Program) -> int:
+    """Return the samples of one micro-batch: the first input's first size."""
+    return next((item.spec.shape[0] for item in program.inputs if item.spec.shape), 1)
+
+
 def has_gradient(transfer: Transfer) -> bool:
     """Whether any gradient travels back."""
     return any(meta.needs_gradient(value) for value in transfer.values)
@@ -244,9 +250,7 @@ def make_plan(
         schedule=options.schedule,
         placement=placement.name,
         micro_batches=sum(task.micro_batches),
-        micro_batch_size=next(
-            (item.spec.shape[0] for item in program.inputs if item.spec.shape), 1
-        ),
+        micro_batch_size=micro_batch_size(program),
         step_seconds=timeline.makespan,
         bubble=timeline.bubble,
         peak_bytes=list(timeline.peak_bytes),

@@ -8,7 +8,7 @@ around the gradient, and what a tile received it sends home, to be added there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from gemsc.runtime.exchange import Exchange, Piece
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.tile_losses import cross_entropy
 from gemsc.runtime.tile_norms import normalize, normalize_channels, update_running
+from gemsc.runtime.tile_saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tile_windows import (
     AxisWindows,
     Resize,
@@ -40,7 +41,9 @@ __all__ = [
     "Grid",
     "Resize",
     "ShapeGrid",
+    "kept_of",
     "rows_read",
+    "saved_in_parts",
     "taps",
 ]
 
@@ -274,7 +277,7 @@ class Grid:
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return the wanted box. Own pieces are copied while the others arrive."""
-        held_box, box = exchange.held[self.tile], exchange.wanted[self.tile]
+        held_box = exchange.held[self.tile]
         mine = self._pieces(exchange)
         tag = FIRST_TAG + 2 * (exchange.index % NUM_INDICES)
         messages = _Messages(self, tag, held.dtype)
@@ -282,17 +285,41 @@ class Grid:
         messages.send(
             (p.dest, held[p.within(held_box)]) for p in mine if p.source == self.tile
         )
+        result = self._begun(held, exchange)
+        strips = [messages.take(p.source) for p in self._incoming(exchange)]
+        self._put(result, exchange, strips)
+        messages.finish()
+        remember(result, (held, *strips), self._assembler(exchange))
+        return result
+
+    def _begun(self, held: Tensor, exchange: Exchange) -> Tensor:
+        """Return the wanted box with what the tile has itself, and what is filled."""
+        held_box, box = exchange.held[self.tile], exchange.wanted[self.tile]
         result = held.new_empty(shape_of(box))
         for part in exchange.outside(self.tile):
             result[part] = exchange.fill
-        for piece in mine:
+        for piece in self._pieces(exchange):
             if piece.source == piece.dest:
                 result[piece.within(box)] = held[piece.within(held_box)]
-        for piece in mine:
-            if piece.source != self.tile:
-                result[piece.within(box)] = messages.take(piece.source)
-        messages.finish()
         return result
+
+    def _put(
+        self, result: Tensor, exchange: Exchange, strips: Sequence[Tensor]
+    ) -> None:
+        """Put what other tiles sent into the wanted box."""
+        box = exchange.wanted[self.tile]
+        for piece, strip in zip(self._incoming(exchange), strips, strict=True):
+            result[piece.within(box)] = strip
+
+    def _assembler(self, exchange: Exchange) -> Callable[..., Tensor]:
+        """Return the function that puts a wanted box together once more."""
+
+        def assemble(held: Tensor, *strips: Tensor) -> Tensor:
+            result = self._begun(held, exchange)
+            self._put(result, exchange, strips)
+            return result
+
+        return assemble
 
     def give_back(self, gradient: Tensor, exchange: Exchange) -> Tensor:
         """Return the gradient of the held box: the transpose of `collect`.
@@ -316,6 +343,13 @@ class Grid:
                 result[piece.within(held_box)] += messages.take(piece.dest)
         messages.finish()
         return result
+
+    def _incoming(self, exchange: Exchange) -> list[Piece]:
+        return [
+            piece
+            for piece in exchange.pieces
+            if piece.dest == self.tile and piece.source != self.tile
+        ]
 
     def _pieces(self, exchange: Exchange) -> list[Piece]:
         return [p for p in exchange.pieces if self.tile in (p.source, p.dest)]
@@ -365,7 +399,12 @@ class ShapeGrid(Grid):
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return a tensor of the wanted box's shape."""
-        return held.new_empty(shape_of(exchange.wanted[self.tile]))
+        tile = self.tile % len(exchange.wanted)
+        result = held.new_empty(shape_of(exchange.wanted[tile]))
+        if len(exchange.held) == len(exchange.wanted):
+            strips = [held.new_empty(p.shape) for p in self._incoming(exchange)]
+            remember(result, (held, *strips), lambda *_: held)
+        return result
 
     def give_back(self, gradient: Tensor, exchange: Exchange) -> Tensor:
         """Return a tensor of the held box's shape."""

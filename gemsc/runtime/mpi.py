@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import GemscError, InternalError
+from gemsc.runtime.doorbell import Doorbell
 from gemsc.runtime.transport import (
     Request,
     check_message,
@@ -47,18 +48,22 @@ def _import_mpi() -> Any:  # the module, which starts MPI when it is first impor
 class _MessageRequest:
     """A send or a receive; keeps the tensor alive until it is complete."""
 
-    __slots__ = ("_mpi", "_pieces", "_status", "_tensor", "_text")
+    __slots__ = ("_bell", "_mpi", "_pieces", "_status", "_tensor", "_text", "peer")
 
     def __init__(
         self,
         mpi: Any,
+        bell: Doorbell,
+        peer: int,
         pieces: list[tuple[MPI.Request, int]],
         tensor: Tensor,
         text: str,
         *,
         is_send: bool,
     ) -> None:
+        self.peer = peer
         self._mpi = mpi
+        self._bell = bell
         self._pieces = pieces  # requests, and the bytes of each
         self._status = None if is_send else mpi.Status()
         self._tensor: Tensor | None = tensor
@@ -75,6 +80,8 @@ class _MessageRequest:
                 return False
             del self._pieces[0]
             self._check_size(num_bytes)
+            if self._status is not None:
+                self._bell.ring(self.peer)
         self._tensor = None
         return True
 
@@ -90,12 +97,17 @@ class _MessageRequest:
 class _SumRequest:
     """A sum in flight, perhaps in a float32 copy that is put back at the end."""
 
-    __slots__ = ("_request", "_staged", "_tensor")
+    __slots__ = ("_request", "_ring", "_staged", "_tensor")
 
     def __init__(
-        self, request: MPI.Request | None, tensor: Tensor, staged: Tensor
+        self,
+        request: MPI.Request | None,
+        tensor: Tensor,
+        staged: Tensor,
+        ring: Callable[[], None],
     ) -> None:
         self._request = request
+        self._ring = ring  # the others: they may wait for this rank's part
         self._tensor = tensor
         self._staged = staged
 
@@ -105,6 +117,7 @@ class _SumRequest:
         if not self._request.Test():
             return False
         self._request = None
+        self._ring()
         if self._staged is not self._tensor:
             self._tensor.copy_(self._staged)
         return True
@@ -125,8 +138,11 @@ class _TestRequest:
 class MpiGroup:
     """Some of the ranks, with a communicator of their own."""
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...], bell: Doorbell
+    ) -> None:
         self.ranks = ranks
+        self._bell = bell
         self._mpi = mpi
         self._comm = comm
         self._types: dict[torch.dtype, MPI.Datatype] = {
@@ -144,7 +160,7 @@ class MpiGroup:
         check_sum(tensor)
         tensor = tensor.detach()
         if len(self.ranks) == 1:
-            return _SumRequest(None, tensor, tensor)
+            return _SumRequest(None, tensor, tensor, self._ring)
         half = tensor.dtype in (torch.bfloat16, torch.float16)
         staged = tensor.to(torch.float32) if half else tensor
         if staged.dtype not in self._types:
@@ -153,7 +169,12 @@ class MpiGroup:
         request = self._comm.Iallreduce(
             self._mpi.IN_PLACE, [buffer, self._types[staged.dtype]], self._mpi.SUM
         )
-        return _SumRequest(request, tensor, staged)
+        self._ring()
+        return _SumRequest(request, tensor, staged, self._ring)
+
+    def _ring(self) -> None:
+        for rank in self.ranks:
+            self._bell.ring(rank)
 
     def free(self) -> None:
         """Give the communicator back."""
@@ -177,6 +198,20 @@ class MpiTransport:
         self._messages = world.Dup()
         self._control = world.Dup()
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
+        self._neighbours = self._find_neighbours()
+        job = self.broadcast_object(Doorbell.new_job())
+        others = [rank for rank in self._neighbours if rank != self.rank]
+        self._bell = Doorbell(str(job), self.rank, others)
+
+        self.barrier()  # all bells are there
+
+    def _find_neighbours(self) -> list[int]:
+        """Return the ranks of this machine, ascending."""
+        machine = self._control.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
+        try:
+            return machine.allgather(self.rank)
+        finally:
+            machine.Free()
 
     def _check_launcher(self, *, whole_world: bool) -> None:
         """Find an mpirun and an mpi4py of different MPI libraries: all are rank 0."""
@@ -188,14 +223,10 @@ class MpiTransport:
                 help=f"mpi4py uses {library}: start the ranks with its own mpirun",
             )
 
-    @cached_property
+    @property
     def local_rank(self) -> int:
-        """Its number among the ranks of one machine; all ranks ask together."""
-        machine = self._control.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)
-        try:
-            return machine.Get_rank()
-        finally:
-            machine.Free()
+        """Its number among the ranks of one machine."""
+        return self._neighbours.index(self.rank)
 
     @cached_property
     def cuda_aware(self) -> bool:
@@ -234,13 +265,21 @@ class MpiTransport:
             pieces.append((request, num_bytes))
             address += num_bytes
             left -= num_bytes
+        if is_send:
+            self._bell.ring(peer)
         towards = "send to" if is_send else "receive from"
         text = f"rank {self.rank}: {towards} rank {peer} with tag {tag}"
-        return _MessageRequest(self._mpi, pieces, tensor, text, is_send=is_send)
+        return _MessageRequest(
+            self._mpi, self._bell, peer, pieces, tensor, text, is_send=is_send
+        )
 
     def wait(self, *requests: Request) -> None:
-        """Return when all requests are complete; sleeps between turns."""
-        wait_politely(requests)
+        """Return when all requests are complete; sleeps until the others ring."""
+        all_ring = all(
+            isinstance(request, _MessageRequest) and self._bell.reaches(request.peer)
+            for request in requests
+        )
+        wait_politely(requests, self._bell, all_ring=all_ring)
 
     def progress(self) -> None:
         """Give the library one turn: about 1 us, more if data is there to be moved."""
@@ -256,7 +295,7 @@ class MpiTransport:
             if len(ranks) > 1:
                 members = self._control.Get_group().Incl(ranks)
                 comm = self._control.Create_group(members)
-            self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks)
+            self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks, self._bell)
         return self._groups[ranks, key]
 
     def all_gather_object(self, value: object) -> list[object]:
@@ -299,6 +338,7 @@ class MpiTransport:
         for group in self._groups.values():
             group.free()
         self._groups.clear()
+        self._bell.close()
         self._messages.Free()
         self._control.Free()
 

@@ -149,7 +149,7 @@ def resize(value: Tensor, how: Resize) -> Tensor:
 def taps(
     how: Resize, axis: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return columns and weights: output i is the sum over k of w[k][i] * x[c[k][i]]."""
+    """Return columns and weights: output i sums weights[k][i] * x[columns[k][i]]."""
     with torch.no_grad():
         matrix = weight_rows(how, axis, dtype, device)
         used = matrix != 0

@@ -20,6 +20,7 @@ from gemsc.runtime.link import Link
 from gemsc.runtime.progress import Status
 from gemsc.runtime.streams import streams_for
 from gemsc.runtime.tiled_data import Window
+from gemsc.runtime.total import total
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.weights import (
     fill,
@@ -277,12 +278,9 @@ class Trainer:
                     stage.get_submodule(path).eval()
 
     def _mean_loss(self) -> float:
-        transport = self.transport
-        total = self.worker.loss_sum()
-        group = transport.group(tuple(range(transport.size)))
-        transport.wait(group.all_reduce(total))
         worker = self.worker
-        return float(total) / (worker.copy_micro_batches * worker.num_copies)
+        loss = total(self.transport, worker.loss_sum())
+        return float(loss) / (worker.copy_micro_batches * worker.num_copies)
 
 
 def check_checkpoint(directory: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
+from gemsc.runtime.doorbell import Doorbell
 
 __all__ = [
     "LARGEST_TAG",
@@ -177,6 +178,7 @@ SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 2e-3
 SLEEP_SHARE = 1 / 8
+LONGEST_SLEEP_WITH_BELL = 20e-3  # a rank that is gone does not ring
 MOVED_DATA_RATIO = 4  # of a turn that moved data to the quickest turn
 MOVED_DATA_SECONDS = 15e-6  # shorter turns are never taken for one
 
@@ -193,8 +195,14 @@ def _sleep_precisely() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
-def wait_politely(requests: Sequence[Request]) -> None:
-    """Return when all requests are complete; sleep between turns for the library."""
+def wait_politely(
+    requests: Sequence[Request], bell: Doorbell | None = None, *, all_ring: bool = False
+) -> None:
+    """Return when all requests are complete; sleep between turns for the library.
+
+    A ring of `bell` ends a sleep. `all_ring` says that nothing can complete the
+    requests but ranks that ring.
+    """
     now = started = time.perf_counter()
     quickest_turn = 1.0
     long_turns = 0
@@ -214,10 +222,21 @@ def wait_politely(requests: Sequence[Request]) -> None:
             started = now - SPIN_SECONDS  # data flow: short sleeps again
             _yield_core()
         else:
-            _sleep_precisely()
-            pause = (now - started) * SLEEP_SHARE
-            time.sleep(min(max(pause, SHORTEST_SLEEP), LONGEST_SLEEP))
+            pause = min(
+                max((now - started) * SLEEP_SHARE, SHORTEST_SLEEP), LONGEST_SLEEP
+            )
+            if _sleep(LONGEST_SLEEP_WITH_BELL if all_ring else pause, bell):
+                started = time.perf_counter()
         now = time.perf_counter()
+
+
+def _sleep(seconds: float, bell: Doorbell | None) -> bool:
+    """Sleep; return whether somebody rang."""
+    _sleep_precisely()
+    if bell is not None:
+        return bell.sleep(seconds)
+    time.sleep(seconds)
+    return False
 
 
 def _yield_core() -> None:

@@ -8,28 +8,48 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gemsc.plan import Plan
+
 __all__ = ["user_object"]
 
 
-def user_object(path: str, module: str, qualname: str) -> Any:
-    """Return `qualname` of the user's module, which is loaded from `path` if it is new.
+def user_object(rank_file: str, module: str, qualname: str) -> Any:
+    """Return `qualname` of the user's module, loaded from the model file if it is new.
 
-    The folder of `path` is where the user's other modules are found.
+    plan.toml, beside the rank's file, says where the model file is; its folder is where
+    the user's other modules are found.
     """
-    folder = str(Path(path).parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     if module not in sys.modules:
-        if Path(path).stem == module or importlib.util.find_spec(module) is None:
-            spec = importlib.util.spec_from_file_location(module, path)
-            assert spec is not None
-            assert spec.loader is not None
-            loaded = importlib.util.module_from_spec(spec)
-            sys.modules[module] = loaded
-            spec.loader.exec_module(loaded)
-        else:
-            importlib.import_module(module)
+        _load(module, _model_file(Path(rank_file).parent))
     found: Any = sys.modules[module]
     for part in qualname.split("."):
         found = getattr(found, part)
     return found
+
+
+def _model_file(directory: Path) -> Path | None:
+    """Return the file of `path/model.py:name`; None if the model came from Python."""
+    spec = Plan.read(directory / "plan.toml").spec
+    return Path(spec.partition(".py:")[0]).with_suffix(".py") if spec else None
+
+
+def _load(module: str, path: Path | None) -> None:
+    if path is not None:
+        for folder in {str(path.parent), str(_outside_packages(path.parent))}:
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
+    if path is None or path.stem != module:
+        importlib.import_module(module)
+        return
+    spec = importlib.util.spec_from_file_location(module, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    spec.loader.exec_module(loaded)
+
+
+def _outside_packages(folder: Path) -> Path:
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gemsc.plan import Plan
-from gemsc.planner.candidates import Candidate
+from gemsc.planner.candidates import Candidate, reason
 from gemsc.units import show_bytes, show_flops, show_seconds
 
 __all__ = ["show", "show_activations", "show_candidates"]
@@ -30,32 +30,38 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def show_candidates(
-    candidates: Sequence[Candidate], chosen: str, console: Console
+    candidates: Sequence[Candidate], console: Console, most: int = 8
 ) -> None:
-    """Print what `auto` has compared; an arrow marks its choice."""
+    """Print what `auto` has compared, best first, and why the first won."""
     table = _table(
-        "candidates (predicted, one step)",
-        "schedule, placement",
+        "candidates (predicted)",
+        "schedule",
+        "samples/s",
         "step",
         "fullest rank",
         "idle",
         "sent",
-        "",
     )
-    for candidate in candidates:
+    table.columns[0].overflow = "fold"
+    for candidate in candidates[:most]:
         if candidate.problem:
-            table.add_row(candidate.name, "-", "-", "-", "-", candidate.problem)
+            table.add_row(candidate.name, candidate.problem)
             continue
-        note = "<- chosen" if candidate.name == chosen else ""
         table.add_row(
             candidate.name,
+            f"{candidate.samples_per_second:.3g}",
             show_seconds(candidate.seconds),
-            show_bytes(candidate.peak_bytes),
+            show_bytes(candidate.peak_bytes) + ("" if candidate.fits() else " !"),
             f"{candidate.bubble:.0%}",
             show_bytes(candidate.sent_bytes),
-            note if candidate.fits() else "does not fit --device-memory",
         )
     console.print(table)
+    if len(candidates) > most:
+        console.print(f"and {len(candidates) - most} more")
+    if not all(candidate.fits() for candidate in candidates[:most]):
+        console.print("! does not fit --device-memory")
+    console.print(f"chosen: {candidates[0].name}", highlight=False)
+    console.print(f"why: {reason(candidates)}", highlight=False)
 
 
 def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from gemsc.boxes import Box, everything, shape_of
+from gemsc.boxes import Box, everything, hull, intersection, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.holder import with_graph
@@ -40,6 +40,8 @@ class Local:
 
 
 Rule = Callable[["Lowering", fx.Node], Local]
+InputKey = tuple[str, tuple[int, ...]]  # a placeholder's name, the grid that uses it
+Wide = dict[InputKey, tuple[Box, ...]]
 
 
 class Lowering:
@@ -56,6 +58,7 @@ class Lowering:
         tile: int,
         probe: Probe,
         rule: Rule,
+        wide: Wide | None = None,
     ) -> None:
         self.program = program
         self.probe = probe
@@ -63,6 +66,8 @@ class Lowering:
         self.graph = self.module.graph
         self.grid: tuple[int, ...] = ()
         self.barriers: list[Barrier] = []
+        self.wishes: dict[InputKey, list[tuple[Box, ...]]] = {}
+        self._wide = wide or {}
         self._rule = rule
         self._grids = grids
         self._tile = tile
@@ -155,12 +160,43 @@ class Lowering:
                 axes = self._image_axes(node, grid)
                 new = self.graph.placeholder(node.name)
                 self._describe(new, node, axes, grid)
+                self._widen(new, node, axes, grid)
                 self._inputs[node, grid] = Local(new, axes)
                 spec = replace(
                     by_name[node.name].spec, shape=tuple(meta.value(new).shape)
                 )
                 result.append(replace(by_name[node.name], name=new.name, spec=spec))
         return tuple(result)
+
+    def _widen(
+        self, new: fx.Node, node: fx.Node, axes: Axes | None, grid: tuple[int, ...]
+    ) -> None:
+        """Let an input come with the halo that its users want."""
+        wide = self._wide.get((node.name, grid))
+        if wide is None:
+            return
+        shape, fake = self.shape(node), meta.value(node)
+        owned = self._boxes(shape, axes, grid)
+        meta.set_layout(new, Layout(shape, wide, owned))
+        with fake.fake_mode:
+            place = self._tile % num_tiles(grid)
+            meta.set_value(new, fake.new_empty(shape_of(wide[place])))
+
+    def wide_inputs(self) -> Wide:
+        """Return what each input that is cut should hold, so that nothing is sent."""
+        result: Wide = {}
+        for (name, grid), wishes in self.wishes.items():
+            node = next(n for n, g in self._inputs if n.name == name and g == grid)
+            shape = self.shape(node)
+            owned = self._boxes(shape, self._inputs[node, grid].axes, grid)
+            image = everything(shape)
+            boxes = tuple(
+                hull(mine, *(intersection(wish[tile], image) for wish in wishes))
+                for tile, mine in enumerate(owned)
+            )
+            if boxes != owned:
+                result[name, grid] = boxes
+        return result
 
     def _image_axes(self, node: fx.Node, grid: tuple[int, ...]) -> Axes | None:
         """Return how an input is cut: images and masks, not labels or sequences."""
@@ -207,7 +243,11 @@ class Lowering:
     def get(self, node: fx.Node) -> Local:
         """Return a value as the stage at hand has it."""
         if node.op == "placeholder":
-            return self._inputs[node, self.grid]
+            local = self._inputs[node, self.grid]
+            if (node.name, self.grid) in self._wide:
+                owned = self.owned(self.shape(node), local.axes)
+                return Local(self._part_of_input(node, owned, 0.0), local.axes)
+            return local
         if node.op == "get_attr" or self._stage_of[node] == self._stage:
             return self._env[node]
         source = self._grids[self._stage_of[node]]
@@ -229,7 +269,7 @@ class Lowering:
         new = self._create(
             "call_function",
             tile_ops.redistribute,
-            (local.node, exchange, self.place),
+            (local.node, exchange, self._tile),
             {},
             node.name,
         )
@@ -238,6 +278,8 @@ class Lowering:
 
     def axes(self, node: fx.Node) -> Axes | None:
         """Return which dimensions of a value are cut, None if it is whole."""
+        if node.op == "placeholder":
+            return self._inputs[node, self.grid].axes
         return self.get(node).axes
 
     def held(self, node: fx.Node) -> tuple[Box, ...]:
@@ -342,34 +384,45 @@ class Lowering:
 
         Wanted boxes may reach outside it: there is `fill`.
         """
+        wanted = tuple(wanted)
+        if node.op == "placeholder" and self._inputs[node, self.grid].axes is not None:
+            return self._part_of_input(node, wanted, fill)
         local = self.get(node)
-        return self.part_of(local, self.shape(node), tuple(wanted), fill)
+        shape = self.shape(node)
+        return self._part_of(local.node, shape, self.held(node), wanted, fill)
 
-    def part_of(
-        self,
-        local: Local,
-        shape: tuple[int, ...],
-        wanted: tuple[Box, ...],
-        fill: float = 0.0,
+    def _part_of_input(
+        self, node: fx.Node, wanted: tuple[Box, ...], fill: float
     ) -> fx.Node:
-        """Return the node that holds what each tile wants of a lowered value."""
-        held = self.owned(shape, local.axes)
+        local, shape = self._inputs[node, self.grid], self.shape(node)
+        owned = self.owned(shape, local.axes)
+        key = (node.name, self.grid)
+        self.wishes.setdefault(key, []).append(wanted)
+        held = self._wide.get(key, owned)
+        return self._part_of(local.node, shape, held, wanted, fill, owned)
+
+    def _part_of(
+        self,
+        source: fx.Node,
+        shape: tuple[int, ...],
+        held: tuple[Box, ...],
+        wanted: tuple[Box, ...],
+        fill: float,
+        owned: tuple[Box, ...] = (),
+    ) -> fx.Node:
         if wanted == held:
-            return local.node
-        key = (local.node, wanted, fill, self._stage)
+            return source
+        key = (source, wanted, fill, self._stage)
         if key in self._parts:
             return self._parts[key]
-        exchange = self.exchange(shape, held, wanted, fill)
-        new = self._create(
-            "call_function",
-            tile_ops.redistribute,
-            (local.node, exchange, self.place),
-            {},
-            local.node.name,
-        )
-        meta.copy_meta(local.node, new)
+        owned = () if owned == held else owned
+        exchange = self.exchange(shape, held, wanted, fill, owned)
+        args = (source, exchange, self.place)
+        redistribute = tile_ops.redistribute
+        new = self._create("call_function", redistribute, args, {}, source.name)
+        meta.copy_meta(source, new)
         meta.set_layout(new, Layout(shape, wanted))
-        fake = meta.value(local.node)
+        fake = meta.value(source)
         with fake.fake_mode:
             meta.set_value(new, fake.new_empty(shape_of(wanted[self.place])))
         self._parts[key] = new
@@ -388,12 +441,13 @@ class Lowering:
         held: tuple[Box, ...],
         wanted: tuple[Box, ...],
         fill: float = 0.0,
+        owned: tuple[Box, ...] = (),
     ) -> Exchange:
         """Return the exchange of these boxes: one object for all that are equal."""
-        key = (shape, held, wanted, fill)
+        key = (shape, held, wanted, fill, owned)
         if key not in self._exchanges:
             index = len(self._exchanges)
-            self._exchanges[key] = Exchange(index, shape, held, wanted, fill)
+            self._exchanges[key] = Exchange(index, shape, held, wanted, fill, owned)
         return self._exchanges[key]
 
     def whole(self, node: fx.Node) -> fx.Node:
@@ -423,7 +477,7 @@ class Lowering:
         inputs: dict[fx.Node, fx.Node] = {}
         num_bytes = 0
         for source in node.all_input_nodes:
-            if self.get(source).axes is None:
+            if self.axes(source) is None:
                 continue
             if not isinstance(meta.value(source), Tensor):
                 raise InternalError(f"{source.name} cannot be gathered: no tensor")

@@ -1,0 +1,58 @@
+"""What would fit, when nothing does: with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.planner.candidates import Candidate
+from gemsc.units import show_bytes
+
+__all__ = ["nothing_fits"]
+
+FACTORS = (2, 4, 8)  # how many times more ranks are tried
+
+Assess = Callable[[CompileOptions], Candidate]
+
+
+def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
+    """Return the error for candidates of which none fits, the leanest at its centre."""
+    built = [candidate for candidate in candidates if not candidate.problem]
+    if not built:
+        return GemscError(
+            f"no schedule can be built: {candidates[0].problem}",
+            help="try another number of --ranks or --micro-batches",
+        )
+    leanest = min(built, key=lambda c: c.peak_bytes)
+    cap = leanest.options.device_memory or 0
+    ways = [*_more_ranks(leanest, assess), *_smaller_micro_batches(leanest, cap)]
+    return GemscError(
+        f"no schedule fits {show_bytes(cap)} on each rank: the leanest, "
+        f"{leanest.name}, needs {show_bytes(leanest.peak_bytes)}",
+        help="; or ".join(ways)
+        or "more ranks or smaller micro-batches do not help: raise --device-memory",
+    )
+
+
+def _more_ranks(leanest: Candidate, assess: Assess) -> list[str]:
+    for factor in FACTORS:
+        ranks = leanest.options.ranks * factor
+        found = assess(replace(leanest.options, ranks=ranks))
+        if found.fits():
+            return [
+                f"use --ranks {ranks} ({found.name} needs "
+                f"{show_bytes(found.peak_bytes)})"
+            ]
+    return []
+
+
+def _smaller_micro_batches(leanest: Candidate, cap: int) -> list[str]:
+    """Activations grow with the samples of a micro-batch, the rest does not."""
+    resident = leanest.peak_bytes - leanest.activation_bytes
+    size = leanest.micro_batch_size
+    fitting = int(size * (cap - resident) / max(leanest.activation_bytes, 1))
+    if not 0 < fitting < size:
+        return []
+    return [f"make example_inputs() {fitting} samples instead of {size}"]

@@ -1,0 +1,225 @@
+"""`auto` takes what is best as predicted; an edited plan is compiled or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import MODEL, Gemsc, gemsc_here
+from torch import nn
+
+import gemsc
+from gemsc.compiler import search, trace
+from gemsc.errors import GemscError
+from gemsc.options import AUTO, CompileOptions
+from gemsc.plan import Plan
+from gemsc.planner.candidates import alternatives, reason
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Gemsc:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return gemsc_here(monkeypatch, capfd)
+
+
+@pytest.fixture(scope="module")
+def traced() -> gemsc.compiler.Traced:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+    return trace(
+        nn.Sequential(*layers),
+        (torch.randn(32, 64),),
+        loss=nn.functional.mse_loss,
+        example_target=torch.randn(32, 64),
+        check=False,
+    )
+
+
+ALL = CompileOptions(
+    ranks=4,
+    data=AUTO,
+    micro_batches=8,
+    schedule="auto",
+    placement="auto",
+    balance="auto",
+)
+
+
+def test_every_alternative_uses_all_ranks_and_the_same_batch() -> None:
+    found = alternatives(ALL)
+    assert {o.data for o in found} == {1, 2, 4}
+    for options in found:
+        assert options.ranks * options.data == 4
+        assert options.micro_batches * options.data == 8
+        assert "auto" not in (options.schedule, options.placement, options.balance)
+
+
+def test_micro_batches_of_all_copies_must_divide() -> None:
+    found = alternatives(CompileOptions(ranks=6, data=AUTO, micro_batches=4))
+    assert {o.data for o in found} == {1, 2}
+
+
+def test_the_first_candidate_is_the_fastest_that_fits(
+    traced: gemsc.compiler.Traced,
+) -> None:
+    free = search(traced, ALL)
+    speeds = [c.samples_per_second for c in free if not c.problem]
+    assert speeds[0] >= 0.99 * max(speeds)
+    cap = min(c.peak_bytes for c in free if not c.problem) + 1
+    capped = search(traced, CompileOptions(**{**_fields(ALL), "device_memory": cap}))
+    assert capped[0].peak_bytes <= cap
+    fitting = [c.samples_per_second for c in capped if c.fits()]
+    assert capped[0].samples_per_second >= 0.99 * max(fitting)
+    assert len(fitting) < len(capped)
+    assert "needs" in reason(capped)
+
+
+def test_where_nothing_fits_the_message_says_what_would(
+    traced: gemsc.compiler.Traced,
+) -> None:
+    options = CompileOptions(ranks=2, schedule="auto", placement="auto")
+    leanest = min(c.peak_bytes for c in search(traced, options))
+    with pytest.raises(GemscError) as caught:
+        search(
+            traced,
+            CompileOptions(**{**_fields(options), "device_memory": int(0.7 * leanest)}),
+        )
+    help_text = caught.value.help or ""
+    assert "--ranks 4" in help_text or "--ranks 8" in help_text
+    (ranks,) = [int(w) for w in help_text.split() if w in ("4", "8")]
+    bigger = {**_fields(options), "ranks": ranks, "device_memory": int(0.7 * leanest)}
+    assert search(traced, CompileOptions(**bigger))[0].fits()
+
+
+def _fields(options: CompileOptions) -> dict[str, object]:
+    return {name: getattr(options, name) for name in options.__slots__}
+
+
+def test_plan_prints_candidates_and_writes_no_program(
+    command: Gemsc, tmp_path: Path
+) -> None:
+    outcome = command("plan", "model.py", "--ranks", "2", "-o", "p/plan.toml")
+    assert outcome.code == 0, outcome.err
+    assert "chosen: " in outcome.out
+    assert "why: " in outcome.out
+    assert [path.name for path in (tmp_path / "p").iterdir()] == ["plan.toml"]
+    outcome = command("compile", "model.py", "--plan", "p/plan.toml", "-o", "out")
+    assert outcome.code == 0, outcome.err
+    planned, built = (Plan.read(tmp_path / d / "plan.toml") for d in ("p", "out"))
+    assert built.order == planned.order
+    assert built.stages == planned.stages
+
+
+def _compiled(command: Gemsc, tmp_path: Path, *options: str) -> Path:
+    outcome = command("compile", "model.py", *options, "-o", "first")
+    assert outcome.code == 0, outcome.err
+    return tmp_path / "first" / "plan.toml"
+
+
+def test_an_unchanged_plan_gives_the_same_program(
+    command: Gemsc, tmp_path: Path
+) -> None:
+    options = ("--schedule", "master", "--times", "2", "--data", "2")
+    path = _compiled(command, tmp_path, *options)
+    outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
+    assert outcome.code == 0, outcome.err
+    first, second = Plan.read(path), Plan.read(tmp_path / "second" / "plan.toml")
+    assert (first.order, first.stages) == (second.order, second.stages)
+    for name in ("rank0.py", "rank1.py"):
+        texts = [(tmp_path / d / name).read_text() for d in ("first", "second")]
+        bodies = [text.split('"""', 2)[2] for text in texts]
+        assert bodies[0] == bodies[1]
+
+
+def test_a_moved_cut_and_a_new_placement_are_compiled(
+    command: Gemsc, tmp_path: Path
+) -> None:
+    path = _compiled(command, tmp_path, "--blocks", "1,2")
+    text = path.read_text()
+    moved = text.replace('    "first",\n', '    "first",\n    "second",\n', 1)
+    head, mark, tail = moved.partition("index = 1\n")
+    tail = tail.replace('    "second",\n', "", 1)
+    swapped = (head + mark + tail).replace("ranks = [\n    0,\n]", "ranks = [9]", 1)
+    swapped = swapped.replace("ranks = [\n    1,\n]", "ranks = [\n    0,\n]", 1)
+    path.write_text(swapped.replace("ranks = [9]", "ranks = [\n    1,\n]"))
+    outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
+    assert outcome.code == 0, outcome.err
+    plan = Plan.read(tmp_path / "second" / "plan.toml")
+    assert [stage.blocks for stage in plan.stages] == [["first", "second"], ["third"]]
+    assert [stage.ranks for stage in plan.stages] == [[1], [0]]
+    assert plan.placement == "explicit"
+
+
+def _line(text: str, part: str) -> int:
+    return text[: text.index(part)].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "marked", "says"),
+    [
+        (
+            lambda t: t.replace('"second"', '"secnd"'),
+            '"secnd"',
+            "the model has no block 'secnd'",
+        ),
+        (
+            lambda t: t.replace('    "second",\n', ""),
+            '"third"',
+            "'second' comes next",
+        ),
+        (
+            lambda t: t.replace('    "third",\n', ""),
+            'blocks = [\n    "second"',
+            "block 'third' is in no stage",
+        ),
+        (
+            lambda t: t.replace('schedule = "1f1b"', 'schedule = "1b1f"', 1),
+            'schedule = "1b1f"',
+            "unknown schedule '1b1f'",
+        ),
+        (
+            lambda t: t.replace("ranks = [\n    1,\n]", "ranks = [\n    7,\n]"),
+            "ranks = [\n    7",
+            "stage 1 is on rank 7",
+        ),
+        (
+            lambda t: t.replace("ranks = [\n    1,\n]", "ranks = [\n    0,\n]"),
+            "ranks = 2",
+            "rank 1 has no stage",
+        ),
+        (
+            lambda t: t.replace("data = 1", "data = 3", 1),
+            "data = 3",
+            "2 ranks cannot be shared by 3 copies",
+        ),
+    ],
+)
+def test_a_wrong_edit_is_refused_with_its_line(
+    command: Gemsc,
+    tmp_path: Path,
+    edit: Callable[[str], str],
+    marked: str,
+    says: str,
+) -> None:
+    path = _compiled(command, tmp_path, "--blocks", "1,2")
+    text = edit(path.read_text())
+    path.write_text(text)
+    outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
+    assert outcome.code == 1
+    assert f"plan.toml:{_line(text, marked)}: error:" in outcome.err
+    assert says in outcome.err
+    assert "help: " in outcome.err
+    assert not (tmp_path / "second").exists()
+
+
+def test_options_beside_a_plan_are_refused(command: Gemsc, tmp_path: Path) -> None:
+    path = _compiled(command, tmp_path)
+    outcome = command("compile", "model.py", "--plan", str(path), "--ranks", "3")
+    assert outcome.code == 1
+    assert "--ranks 3 beside --plan" in outcome.err
