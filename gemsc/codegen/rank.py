@@ -420,6 +420,6 @@ def _loop_head(loop: Loop, count: int) -> str:
 def _uses(body: str, name: str) -> bool:
     """Whether code outside comments mentions a name."""
     code = "\n".join(
-        line.split("  #")[0] for line in body.splitlines() if "# " != line.strip()[:2]
+        line.split("  #")[0] for line in body.splitlines() if line.strip()[:2] != "# "
     )
     return re.search(rf"(?<![\w.]){name}\b", code) is not None

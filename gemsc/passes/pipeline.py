@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+
+from torch import fx
 
 from gemsc.errors import InternalError
 from gemsc.ir.flow import owned_tensors
@@ -107,15 +110,29 @@ def tile_programs(
 def _packed_alike(first: Program, tile: Program) -> Program:
     """Return a tile's program with the transfers of the first tile's.
 
-    Tiles have the same nodes and talk in step; but sizes decide what travels packed,
-    and those differ.
+    Tiles send the same values; but sizes decide what travels packed, and those differ.
     """
-    theirs, ours = list(first.graph.nodes), list(tile.graph.nodes)
-    if [node.name for node in theirs] != [node.name for node in ours]:
-        raise InternalError("the tiles of a grid do not run the same nodes")
-    same = dict(zip(theirs, ours, strict=True))
+    ours, theirs = _sent(tile), _sent(first)
+    if {ends: len(values) for ends, values in ours.items()} != {
+        ends: len(values) for ends, values in theirs.items()
+    }:
+        raise InternalError("the tiles of a grid do not send the same values")
+    same = {
+        value: mine
+        for ends, values in theirs.items()
+        for value, mine in zip(values, ours[ends], strict=True)
+    }
     transfers = tuple(
         replace(transfer, values=tuple(same[value] for value in transfer.values))
         for transfer in first.transfers or ()
     )
     return replace(tile, transfers=transfers)
+
+
+def _sent(program: Program) -> dict[tuple[int, int], list[fx.Node]]:
+    """Return what goes from stage to stage, in the order in which it is computed."""
+    order = {node: place for place, node in enumerate(program.graph.nodes)}
+    values: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    for transfer in program.transfers or ():
+        values[transfer.source, transfer.dest] += transfer.values
+    return {ends: sorted(sent, key=order.__getitem__) for ends, sent in values.items()}
