@@ -180,7 +180,11 @@ def _run(
         "parameters": {
             n: p.grad for n, p in module.named_parameters() if p.grad is not None
         },
-        "buffers": dict(module.named_buffers()),
+        "buffers": {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if not name.startswith("_")  # those of a loss
+        },
         "inputs": {
             name: (tensor.grad, box, shape)
             for name, (tensor, box, shape) in given.items()

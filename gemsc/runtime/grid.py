@@ -71,12 +71,12 @@ class Grid:
 
     def redistribute(self, value: Tensor, exchange: Exchange) -> Tensor:
         """Return this tile's wanted box of a value of which it gives its held box."""
-        result: Tensor = _Redistribute.apply(value, self, exchange)
+        result: Tensor = _Redistribute.apply(value, self, exchange)  # type: ignore[no-untyped-call]
         return result
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Return the sum over the tiles, the same on all of them."""
-        result: Tensor = _AllReduce.apply(value, self)
+        result: Tensor = _AllReduce.apply(value, self)  # type: ignore[no-untyped-call]
         return result
 
     # ------------------------------------------------- layers on tiles

@@ -32,7 +32,7 @@ class ActivationMeter:
         self._own = {t.untyped_storage()._cdata for t in self._persistent()}
         for tensor in inputs:
             if tensor.requires_grad:
-                self._follow(tensor)
+                self.follow(tensor)
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t):
             yield
         self.peak_bytes = max(self.peak_bytes, self.alive_bytes())
@@ -44,10 +44,11 @@ class ActivationMeter:
         return sum(size for _, size in self._alive.values())
 
     def _save(self, tensor: Tensor) -> Tensor:
-        self._follow(tensor)
+        self.follow(tensor)
         return tensor.detach()  # the tensor itself may hold what holds it
 
-    def _follow(self, tensor: Tensor) -> None:
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor's memory as long as it lives."""
         storage = tensor.untyped_storage()
         known = self._alive.get(storage._cdata)
         if known is not None and not _gone(known[0]):

@@ -48,7 +48,7 @@ def normalize(
 
     Statistics go over `dims`; weight and bias have as many dimensions as the value.
     """
-    result, mean, variance, count = _Normalize.apply(
+    result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
         value, weight, bias, grid, dims, eps
     )
     return result, Statistics(mean, variance, count)
@@ -65,9 +65,10 @@ def normalize_channels(
 
     The same as `normalize`, by the kernels that BatchNorm itself uses.
     """
-    result, mean, variance, count = _NormalizeChannels.apply(
+    normalized = _NormalizeChannels.apply(  # type: ignore[no-untyped-call]
         value, weight, bias, grid, eps
     )
+    result, mean, variance, count = normalized
     return result, Statistics(mean, variance, count)
 
 

@@ -68,7 +68,7 @@ def average_pool(
     """
     kernel = [axis.kernel for axis in windows]
     stride = [axis.stride for axis in windows]
-    means = _AVERAGE[len(windows)](value, kernel, stride)
+    means: Tensor = _AVERAGE[len(windows)](value, kernel, stride)
     for dim, axis in enumerate(windows, start=value.dim() - len(windows)):
         counts = axis.counts(include_padding=include_padding)
         factors = value.new_tensor([axis.kernel / count for count in counts])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from gemsc.runtime.memory import ActivationMeter
 from gemsc.runtime.message import Input, Message, Tiles
 from gemsc.runtime.progress import Status
 from gemsc.runtime.reduction import GradientSums, RunningStatistics
+from gemsc.runtime.tile_saving import saved_in_parts
 from gemsc.runtime.tiled_data import Window
 from gemsc.runtime.transport import Group, Request
 
@@ -197,7 +198,7 @@ class Worker:
         self._let_go()
         module = self.stages[stage]
         measured = self.meter.forward(inputs) if self.meter else nullcontext()
-        with self._random_numbers(module, stage, m), measured:
+        with self._random_numbers(module, stage, m), measured, self._saving(module):
             result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
@@ -383,6 +384,12 @@ class Worker:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self._seed_of(stage, m))
             yield
+
+    def _saving(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Let a stage on tiles keep halos as what other tiles sent, and no copies."""
+        if not hasattr(module, "grid"):
+            return nullcontext()
+        return saved_in_parts(self.meter.follow if self.meter else None)
 
     def _seed_of(self, stage: str, m: int) -> int:
         """Return a seed that depends on what is computed and not on where."""

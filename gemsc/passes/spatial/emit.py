@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx
 
 from gemsc.passes.spatial.calls import Call
@@ -37,6 +38,8 @@ def call_again(
     kwargs = fx.node.map_arg(call.node.kwargs, inputs.__getitem__)
     target = call.node.target
     if call.layer is not None and changed:
+        if low.is_shared(str(target)) and call.kind in _AS_FUNCTION:
+            return _as_function(low, call, axes, args, changed, partial=partial)
         low.set_layer(str(target), low.changed_layer(call.node, changed))
     elif changed:
         places = {name: i for i, name in enumerate(call.names[: len(args)])}
@@ -48,6 +51,35 @@ def call_again(
         kwargs = {**kwargs, **others}
     return low.create(
         call.node, call.node.op, target, args, kwargs, axes, partial=partial
+    )
+
+
+_AS_FUNCTION: dict[str, tuple[str, ...]] = {
+    "conv": ("stride", "padding", "dilation", "groups"),
+    "conv_transpose": ("stride", "padding", "output_padding", "groups", "dilation"),
+}
+
+
+def _as_function(
+    low: Lowering,
+    call: Call,
+    axes: Axes | None,
+    args: tuple[Any, ...],
+    changed: dict[str, Any],
+    *,
+    partial: bool,
+) -> Local:
+    """Add the function of a layer that is called elsewhere with other settings."""
+    parameters = [low.parameter(call.node, name) for name in ("weight", "bias")]
+    kwargs = {
+        name: changed.get(name, call[name])
+        for name in _AS_FUNCTION[call.kind]
+        if name in call.arguments
+    }
+    function = getattr(F, f"{call.kind}{call.rank}d")
+    inputs = (*args, *parameters)
+    return low.create(
+        call.node, "call_function", function, inputs, kwargs, axes, partial=partial
     )
 
 

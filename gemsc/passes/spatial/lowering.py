@@ -494,6 +494,18 @@ class Lowering:
         """Whether a layer is called more than once."""
         return self._calls[path] > 1
 
+    def parameter(self, call: fx.Node, name: str) -> fx.Node | None:
+        """Return the node of a parameter of the layer called, None if it has none."""
+        path = str(call.target)
+        tensor = getattr(self.program.module.get_submodule(path), name)
+        if tensor is None:
+            return None
+        node = self.graph.get_attr(f"{path}.{name}")
+        fake = meta.value(call)
+        with fake.fake_mode:
+            meta.set_value(node, fake.new_empty(tensor.shape, dtype=tensor.dtype))
+        return node
+
     def set_layer(self, path: str, layer: nn.Module) -> None:
         """Put a layer in the place of the user's, whose module stays as it is."""
         *parents, name = path.split(".")

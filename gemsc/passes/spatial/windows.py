@@ -174,7 +174,8 @@ def _convolution_window(low: Lowering, call: Call) -> _Window:
 
 def _kernel(low: Lowering, call: Call) -> tuple[int, ...]:
     if call.layer is not None:
-        shape = tuple(call.layer.weight.shape)  # type: ignore[union-attr]
+        weight: Any = call.layer.weight
+        shape = tuple(weight.shape)
     else:
         shape = low.shape(call["weight"])
     return shape[-call.rank :]
