@@ -13,6 +13,8 @@ sqrt(P(k)), transformed back and normalised. No two samples are alike, none is s
     gemsc compile examples/cosmology/model.py --ranks 8 --tiles 2x2x2 --micro-batches 1
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,7 +58,7 @@ class Fields(Dataset):
 
 
 class CosmoNet(nn.Module):
-    """Convolutions and pooling down to 8 voxels a side, then the mean of what is left."""
+    """Convolutions and pooling down to 8 voxels a side, then the mean of all."""
 
     def __init__(self, width: int = 4):
         super().__init__()
@@ -68,7 +70,7 @@ class CosmoNet(nn.Module):
                 nn.ReLU(),
                 nn.AvgPool3d(2),
             )
-            for inputs, outputs in zip(widths, widths[1:])
+            for inputs, outputs in pairwise(widths)
         )
         self.hidden = nn.Linear(widths[-1], 32)
         self.guess = nn.Linear(32, 1)

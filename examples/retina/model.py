@@ -1,9 +1,9 @@
 """A U-Net that finds the vessels in a photograph of a retina, all of it at once.
 
-The photograph is scikit-image's: 1411 x 1411 pixels, which neither 2 nor 16 divides. The
-target is computed from it: what is darker, in green, than its surroundings. A rank that
-has a tile of the picture reads that tile only, with the pixels around it that its first
-layer needs:
+The photograph is scikit-image's: 1411 x 1411 pixels, which neither 2 nor 16 divides.
+The target is computed from it: what is darker, in green, than its surroundings. A rank
+that has a tile of the picture reads that tile only, with the pixels around it that its
+first layer needs:
 
     gemsc compile examples/retina/model.py --ranks 4 --tiles 2x2 --micro-batches 1
 """
