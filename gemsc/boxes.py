@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from gemsc.errors import InternalError
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "intersection",
     "is_inside",
     "shape_of",
+    "tile_boxes",
 ]
 
 Interval = tuple[int, int]
@@ -21,6 +24,15 @@ Box = tuple[Interval, ...]
 def everything(shape: tuple[int, ...]) -> Box:
     """Return the box of all elements."""
     return tuple((0, size) for size in shape)
+
+
+def tile_boxes(*axes: Interval | list[Interval]) -> tuple[Box, ...]:
+    """Return the boxes of a grid of tiles, row-major: a list has an axis' cuts.
+
+    `tile_boxes((0, 3), [(0, 4), (4, 8)])` is `(((0, 3), (0, 4)), ((0, 3), (4, 8)))`.
+    """
+    cuts = [axis if isinstance(axis, list) else [axis] for axis in axes]
+    return tuple(product(*cuts))
 
 
 def shape_of(box: Box) -> tuple[int, ...]:

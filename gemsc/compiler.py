@@ -12,16 +12,22 @@ import torch
 from torch import fx, nn
 
 from gemsc.codegen.package import rank_modules, write_directory
-from gemsc.compilation import Compilation
+from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir.program import Program
+from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
-from gemsc.passes.pipeline import GRAPH_PASSES, evaluation_passes, stage_passes
+from gemsc.passes.pipeline import (
+    GRAPH_PASSES,
+    evaluation_passes,
+    stage_passes,
+    tile_programs,
+)
 from gemsc.plan import Plan
 from gemsc.planner.advice import nothing_fits
 from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
@@ -167,29 +173,71 @@ def lower(
     if is_open(options):
         candidates = search(traced, options)
         options = candidates[0].options
-    program, task, timeline = schedule_stages(traced, options, after_each)
+    done = schedule_stages(traced, options, after_each)
+    program, task, timeline = done.program, done.task, done.timeline
     evaluation = run_passes(
         program if traced.twins is not None else traced.evaluation,
         evaluation_passes(program, twins=traced.twins is not None),
         after_each=after_each,
     )
-    prove(program, evaluation, task, timeline)
-    plan = make_plan(program, task, timeline, options, source)
+    whole = TileProgram(program, evaluation, traced.twins)
+    tiles = _with_evaluation(traced, whole, done.tiles, options, after_each)
+    prove(tiles[0].program, tiles[0].evaluation, task, timeline)
+    plan = make_plan(program, done.tiles, task, timeline, options, source)
     steps = tuple(find_loops(order) for order in timeline.orders)
-    compilation = Compilation(program, evaluation, traced.twins, steps, plan)
+    compilation = Compilation(whole, tiles, steps, plan)
     return CompiledProgram(compilation, candidates)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A program cut into stages, what each tile of its grids runs, and the schedule."""
+
+    program: Program
+    tiles: tuple[Program, ...]
+    task: Task
+    timeline: Timeline
 
 
 def schedule_stages(
     traced: Traced, options: CompileOptions, after_each: Observer | None = None
-) -> tuple[Program, Task, Timeline]:
-    """Cut, place and schedule: what the options decide, before any text."""
+) -> Scheduled:
+    """Cut, place, split and schedule: what the options decide, before any text."""
     schedule = _choose("schedule", options.schedule, SCHEDULES)
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    task = schedule_task(program, chosen, options.device_memory)
-    return program, task, run(task, schedule.policy)
+    tiles = tile_programs(program, options, after_each=after_each)
+    task = schedule_task(tiles, chosen, options.device_memory)
+    return Scheduled(program, tiles, task, run(task, schedule.policy))
+
+
+def _with_evaluation(
+    traced: Traced,
+    whole: TileProgram,
+    tiles: tuple[Program, ...],
+    options: CompileOptions,
+    after_each: Observer | None,
+) -> tuple[TileProgram, ...]:
+    """Return what each tile runs, with its evaluation.
+
+    Twins stay twins where the two graphs split alike, but for constants.
+    """
+    if len(tiles) == 1:
+        return (whole,)
+    evaluation = whole.evaluation
+    if traced.twins is not None:
+        evaluation = same_stages(whole.program, traced.evaluation, traced.twins)
+    splits = tile_programs(
+        evaluation, options, training=tiles[0], after_each=after_each
+    )
+    found = []
+    for tile, split in zip(tiles, splits, strict=True):
+        twins = find_twins(tile, split) if traced.twins is not None else None
+        if twins is not None:
+            split = run_passes(tile, evaluation_passes(tile, twins=True))
+        found.append(TileProgram(tile, split, twins))
+    return tuple(found)
 
 
 def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
@@ -208,24 +256,24 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
     """Return what is predicted for one choice."""
     uncapped = replace(options, device_memory=None)
     try:
-        program, task, timeline = schedule_stages(traced, uncapped)
+        done = schedule_stages(traced, uncapped)
     except GemscError as error:
         return Candidate(options, problem=error.message)
-    if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
+    if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
-            program, task, timeline = schedule_stages(traced, options)
-    sums = reduced_bytes(program, options.data)
-    fullest = max(range(options.ranks), key=lambda rank: timeline.peak_bytes[rank])
-    size = micro_batch_size(program)
+            done = schedule_stages(traced, options)
+    peaks, sums = done.timeline.peak_bytes, reduced_bytes(done.program, options.data)
+    fullest = max(range(len(peaks)), key=lambda group: peaks[group])
+    size = micro_batch_size(done.program)
     return Candidate(
         options,
-        seconds=timeline.makespan + LINK.seconds(2 * max(sums)),
-        samples=options.data * sum(task.micro_batches) * size,
+        seconds=done.timeline.makespan + LINK.seconds(2 * max(sums)),
+        samples=options.data * sum(done.task.micro_batches) * size,
         micro_batch_size=size,
-        peak_bytes=timeline.peak_bytes[fullest],
-        activation_bytes=timeline.peak_bytes[fullest] - task.resident_bytes(fullest),
-        bubble=timeline.bubble,
-        sent_bytes=sent_bytes(program, task) + sum(sums),
+        peak_bytes=peaks[fullest],
+        activation_bytes=peaks[fullest] - done.task.resident_bytes(fullest),
+        bubble=done.timeline.bubble,
+        sent_bytes=sent_bytes(done.tiles[0], done.task) + sum(sums),
     )
 
 

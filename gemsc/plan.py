@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,9 @@ class PlannedStage:
     """One stage: what it holds, where it runs, what it is predicted to take.
 
     Bytes and seconds are for one micro-batch; `saved_bytes` are kept from its forward
-    to the end of its backward, `resident_bytes` are there all the time.
+    to the end of its backward, `resident_bytes` are there all the time. A stage that is
+    split has `tiles` along each axis: then saved bytes and seconds are those of the
+    fullest tile, work is that of all, and `halo_bytes` go from tile to tile in forward.
     """
 
     index: int
@@ -35,6 +37,8 @@ class PlannedStage:
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
+    tiles: list[int] = field(default_factory=list)
+    halo_bytes: int = field(default_factory=int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,9 @@ class Plan:
     the user's files to the fingerprints of its definitions; `graph` is the fingerprint
     of the traced graph. `order` holds, for each rank of one copy, its actions of one
     step as text (`2F0` is the forward of stage 2 on micro-batch 0).
+
+    The ranks of a grid do the same: with `groups`, peaks and orders are those of each
+    group of ranks. `barriers` are values of split stages that had to be gathered.
     """
 
     gemsc: str
@@ -83,6 +90,8 @@ class Plan:
     activation_bytes: list[int]
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
+    groups: list[list[int]] = field(default_factory=list)
+    barriers: list[dict[str, Any]] = field(default_factory=list)
     skips: list[dict[str, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
@@ -110,6 +119,17 @@ class Plan:
     def copy_ranks(self) -> int:
         """The ranks that share one copy of the model."""
         return self.ranks // self.data
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The ranks of each group of one copy: alone, where no stage is split."""
+        return self.groups or [[rank] for rank in range(self.copy_ranks)]
+
+    def by_rank(self, values: Sequence[T]) -> list[T]:
+        """Return what is known of each group for each rank of one copy."""
+        pairs = zip(self.members, values, strict=True)
+        found = {rank: value for ranks, value in pairs for rank in ranks}
+        return [found[rank] for rank in range(self.copy_ranks)]
 
     @classmethod
     def read(cls, path: Path) -> Plan:

@@ -20,6 +20,8 @@ EXAMPLES = (
     "densenet",
     "encoder",
     "unet_histology.model",
+    "retina.model",
+    "cosmology.model",
     "amoebanet.model",
 )
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.codegen.exchanges import note_of
 from gemsc.codegen.expressions import (
-    UserObject,
+    Named,
     access,
     expression,
     is_attribute,
@@ -23,6 +25,7 @@ from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, has_random
 from gemsc.ir.layers import layer_source
 from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import TileLayer
 
 __all__ = ["StageText", "write_stage"]
 
@@ -48,6 +51,7 @@ class StageText:
     twins: dict[fx.Node, fx.Node] | None
     evaluation: StageFlow
     structure: Callable[[list[str]], str]
+    tile: int | None = None  # of the stage's grid, if it has one
 
     @property
     def apart(self) -> bool:
@@ -55,14 +59,15 @@ class StageText:
         return self.twins is None
 
 
-def write_stage(
-    writer: Writer, stage: StageText, user: Callable[[UserObject], str]
-) -> None:
-    """Write the class; `user` names what must be imported from the user's code."""
+def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
+    """Write the class; `named` gives the names of what stands at the module's top."""
     base = _containers(stage)[""]
     with writer.block(f"class {stage.class_name}({base}):"):
         writer.line(_docstring(stage.docstring, writer.room))
         writer.line()
+        if stage.tile is not None:
+            writer.line("grid: Grid")
+            writer.line()
         if has_random(stage.flow.nodes):
             writer.line("draws_random_numbers = True")
             writer.line()
@@ -75,10 +80,10 @@ def write_stage(
         writer.line()
         if frozen:
             _write_train(writer, frozen)
-        _write_forward(writer, stage, "forward", stage.flow, user)
+        _write_forward(writer, stage, "forward", stage.flow, named)
         if stage.apart:
             writer.line()
-            _write_forward(writer, stage, "forward_eval", stage.evaluation, user)
+            _write_forward(writer, stage, "forward_eval", stage.evaluation, named)
     writer.line()
     writer.line()
 
@@ -180,6 +185,8 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_layer(writer: Writer, path: str, layer: nn.Module) -> None:
+    if isinstance(layer, TileLayer):  # the grid works with the user's own
+        layer = cast("nn.Module", layer.layer)
     source = layer_source(layer)
     if source is None:
         raise GemscError(
@@ -220,7 +227,7 @@ def _write_forward(
     stage: StageText,
     name: str,
     flow: StageFlow,
-    user: Callable[[UserObject], str],
+    named: Named,
 ) -> None:
     names = Names(RESERVED)
     local: dict[fx.Node, str] = {}
@@ -232,7 +239,7 @@ def _write_forward(
         if _mentions_device(flow.nodes):
             source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
             writer.line(f"device = {source}.device")
-        _Body(writer, stage, flow, names, local, user).write()
+        _Body(writer, stage, flow, names, local, named).write()
 
 
 def _result(count: int) -> str:
@@ -263,9 +270,9 @@ class _Body:
         flow: StageFlow,
         names: Names,
         local: dict[fx.Node, str],
-        user: Callable[[UserObject], str],
+        named: Named,
     ) -> None:
-        self.user = user
+        self.named = named
         self.writer = writer
         self.stage = stage
         self.flow = flow
@@ -314,6 +321,7 @@ class _Body:
     def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
         return (
             list(node.users) == [consumer]
+            and not note_of(node, self.stage.tile)
             and node not in self.flow.gives
             and meta.location(node) == meta.location(consumer)
             and meta.location(node) is not None
@@ -324,7 +332,10 @@ class _Body:
     def _expression(self, node: fx.Node) -> tuple[str, int]:
         twins = self.stage.twins
         twin = twins.get(node) if twins else None
-        return expression(node, self._name, twin, self.user)
+        layer = None
+        if node.op == "call_module":
+            layer = self._submodule(str(node.target))
+        return expression(node, self._name, twin, self.named, layer)
 
     def _name(self, node: fx.Node) -> tuple[str, int]:
         if self.pending is not None and node is self.pending[0]:
@@ -352,15 +363,20 @@ class _Body:
         position = self.position[node]
         for value in [v for v in self.local if self.last_use.get(v, -1) <= position]:
             self.names.release(self.local.pop(value))
+        note = note_of(node, self.stage.tile)
         if not node.users and node not in self.flow.gives:
-            self._write_statement(text)
+            self._write_statement(text, note)
             return
         self.local[node] = self.names.unique(self._wish(node))
-        self._write_statement(f"{self.local[node]} = {text}")
+        self._write_statement(f"{self.local[node]} = {text}", note)
 
-    def _write_statement(self, text: str) -> None:
+    def _write_statement(self, text: str, note: str) -> None:
+        noted = f"{text}  # {note}" if note else text
+        if note and len(noted) > self.writer.room:
+            self.writer.line(f"# {note}")
+            noted = text
         if len(text) <= self.writer.room:
-            self.writer.line(text)
+            self.writer.line(noted)
         elif text.endswith(")"):
             self.writer.call(*split_arguments(text))
         else:  # nothing to break inside: a long operator or subscript

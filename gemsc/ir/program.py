@@ -95,10 +95,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """(replica, stage) -> ranks: `ranks[replica][stage]` are that stage's ranks."""
+    """(replica, stage) -> ranks: `ranks[replica][stage]` are that stage's ranks.
+
+    `grids` has, for each stage, the tiles along each spatial axis: () for a stage on
+    one rank. Without any split stage it may be empty.
+    """
 
     name: str
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    grids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -110,10 +115,27 @@ class Placement:
         """The number of ranks of one model copy."""
         return 1 + max(rank for r in self.ranks for stage in r for rank in stage)
 
-    def rank(self, replica: int, stage: int) -> int:
-        """Return the only rank of a stage that is not split further."""
-        (rank,) = self.ranks[replica][stage]
-        return rank
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each grid, a lone rank for what is not split: all disjoint.
+
+        All ranks of a group do the same actions in the same order, so the schedule
+        engine takes a group for one rank.
+        """
+        return tuple(sorted({ranks for replica in self.ranks for ranks in replica}))
+
+    def group(self, replica: int, stage: int) -> int:
+        """Return the number of the group that runs a stage."""
+        return self.groups.index(self.ranks[replica][stage])
+
+    def grid(self, stage: int) -> tuple[int, ...]:
+        """Return the tiles of a stage along each axis, () if it is not split."""
+        return self.grids[stage] if self.grids else ()
+
+    @property
+    def num_tiles(self) -> int:
+        """The number of tiles of the largest grid."""
+        return max(len(ranks) for ranks in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

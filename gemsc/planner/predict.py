@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +14,12 @@ from gemsc.fingerprint import fingerprint, source_fingerprints
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
 from gemsc.ir.flow import flow
-from gemsc.ir.program import Program, Transfer
+from gemsc.ir.program import Barrier, Program, Stage, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
 from gemsc.planner.device import LINK
 from gemsc.planner.layout import Layout
+from gemsc.planner.tiles import exchanges, most_bytes, moved_bytes
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
 __all__ = [
@@ -70,60 +72,97 @@ def saved_bytes(program: Program) -> list[int]:
     return sizes
 
 
-def schedule_task(program: Program, chosen: Layout, memory_cap: int | None) -> Task:
-    """Return what the schedule engine needs to know of the program."""
-    saved = saved_bytes(program)
+def schedule_task(
+    tiles: Sequence[Program], chosen: Layout, memory_cap: int | None
+) -> Task:
+    """Return what the schedule engine needs to know of the program.
+
+    `tiles` are what the tiles of the largest grid run. The ranks of a grid go in step:
+    a stage takes the time and the memory of its fullest tile.
+    """
+    first = tiles[0]
+    placement = first.placement
+    assert placement is not None
+    costs = [_stage_costs(tile) for tile in tiles]
     stages = tuple(
-        StageCost(
-            forward=stage.total("forward_seconds"),
-            backward=stage.total("backward_seconds"),
-            saved_bytes=saved[stage.index],
-            resident_bytes=PARAMETER_COPIES * stage.total("parameter_bytes"),
-        )
-        for stage in program.require_stages()
+        _worst([costs[tile][stage.index] for tile in range(_size(first, stage.index))])
+        for stage in first.require_stages()
     )
     edges = tuple(
         Edge(
             t.source,
             t.dest,
-            seconds=LINK.seconds(num_bytes(t)),
-            num_bytes=num_bytes(t),
+            seconds=LINK.seconds(most_bytes(first, t)),
+            num_bytes=num_bytes(first, t),
             gradient=has_gradient(t),
         )
-        for t in program.transfers or ()
-    )
-    placement = program.placement
-    assert placement is not None
-    ranks = tuple(
-        tuple(
-            placement.rank(replica, stage.index) for stage in program.require_stages()
-        )
-        for replica in range(placement.num_replicas)
+        for t in first.transfers or ()
     )
     return Task(
         stages,
         edges,
-        ranks,
+        chosen.rows,
         chosen.micro_batches,
-        has_backward=program.loss is not None,
+        has_backward=first.loss is not None,
         memory_cap=memory_cap,
     )
 
 
-def num_bytes(transfer: Transfer) -> int:
-    """Return the bytes of a transfer's values."""
-    return sum(meta.spec(value).num_bytes for value in transfer.values)
+def _size(program: Program, stage: int) -> int:
+    """Return the number of a stage's tiles."""
+    assert program.placement is not None
+    return len(program.placement.ranks[0][stage])
+
+
+def _stage_costs(program: Program) -> list[StageCost]:
+    """Return what each stage costs on the rank that runs this program."""
+    saved = saved_bytes(program)
+    return [
+        StageCost(
+            forward=stage.total("forward_seconds") + _talking(program, stage),
+            backward=stage.total("backward_seconds") + _talking(program, stage),
+            saved_bytes=saved[stage.index],
+            resident_bytes=PARAMETER_COPIES * stage.total("parameter_bytes"),
+        )
+        for stage in program.require_stages()
+    ]
+
+
+def _talking(program: Program, stage: Stage) -> float:
+    """Return the seconds in which the tiles of a stage wait for each other's parts."""
+    found = exchanges(program, stage)
+    return sum(LINK.seconds(each.most_bytes) for each in found if each.num_bytes)
+
+
+def _worst(costs: Sequence[StageCost]) -> StageCost:
+    return StageCost(
+        forward=max(cost.forward for cost in costs),
+        backward=max(cost.backward for cost in costs),
+        saved_bytes=max(cost.saved_bytes for cost in costs),
+        resident_bytes=max(cost.resident_bytes for cost in costs),
+    )
+
+
+def num_bytes(program: Program, transfer: Transfer) -> int:
+    """Return the bytes of a transfer's values that travel, from all tiles to all."""
+    return moved_bytes(program, transfer)
 
 
 def sent_bytes(program: Program, task: Task) -> int:
-    """Return the bytes of values and gradients that ranks of one copy send a step."""
+    """Return the bytes of values and gradients that ranks of one copy send a step.
+
+    `program` is what the first tile of a grid runs; it knows what all tiles hold.
+    """
     total = 0
     for replica, count in enumerate(task.micro_batches):
         ranks = task.placement[replica]
         for transfer in program.transfers or ():
             if ranks[transfer.source] != ranks[transfer.dest]:
                 both = 2 if has_gradient(transfer) else 1
-                total += both * count * num_bytes(transfer)
+                total += both * count * num_bytes(program, transfer)
+        for stage in program.require_stages():
+            for each in exchanges(program, stage):
+                total += (2 if each.gradient else 1) * count * each.num_bytes
     return total
 
 
@@ -151,14 +190,20 @@ def has_gradient(transfer: Transfer) -> bool:
 
 def make_plan(
     program: Program,
+    tiles: Sequence[Program],
     task: Task,
     timeline: Timeline,
     options: CompileOptions,
     source: Path | None,
 ) -> Plan:
-    """Return every decision as plain data."""
+    """Return every decision as plain data.
+
+    `tiles` are what the tiles of the largest grid run, the program itself without any.
+    """
     placement = program.placement
     assert placement is not None
+    first = tiles[0]
+    groups = placement.groups
     stages = [
         PlannedStage(
             index=stage.index,
@@ -170,6 +215,11 @@ def make_plan(
             saved_bytes=task.stages[stage.index].saved_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
+            tiles=list(placement.grid(stage.index)),
+            halo_bytes=sum(
+                each.num_bytes
+                for each in exchanges(first, first.require_stages()[stage.index])
+            ),
         )
         for stage in program.require_stages()
     ]
@@ -179,11 +229,11 @@ def make_plan(
             source=t.source,
             dest=t.dest,
             values=[value.name for value in t.values],
-            num_bytes=num_bytes(t),
-            seconds=LINK.seconds(num_bytes(t)),
+            num_bytes=num_bytes(first, t),
+            seconds=LINK.seconds(most_bytes(first, t)),
             gradient=has_gradient(t),
         )
-        for t in program.transfers or ()
+        for t in first.transfers or ()
     ]
     shown = os.path.relpath(source) if source else program.name
     given = {key: value for key, value in asdict(options).items() if value is not None}
@@ -210,6 +260,8 @@ def make_plan(
         ],
         stages=stages,
         transfers=transfers,
+        groups=[list(ranks) for ranks in groups] if placement.grids else [],
+        barriers=[_barrier(first, barrier) for barrier in first.barriers],
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
@@ -218,6 +270,19 @@ def make_plan(
             for file in program.sources
         },
     )
+
+
+def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:
+    """Return where a split value is gathered, and why."""
+    at = barrier.location
+    stages = program.require_stages()
+    return {
+        "stage": next(s.index for s in stages if barrier.node in s.nodes),
+        "value": barrier.node.name,
+        "reason": barrier.reason,
+        "num_bytes": barrier.num_bytes,
+        "line": at.short if at is not None else "",
+    }
 
 
 def _skips(program: Program) -> list[dict[str, object]]:

@@ -16,6 +16,9 @@ def prove(
 ) -> Report:
     """Check each rank's actions in training, then in evaluation.
 
+    A grid of ranks counts as one: its ranks go in step. Of split stages the programs
+    are those of the first tile.
+
     Returns:
         The figures of training (of evaluation if there is no loss).
 

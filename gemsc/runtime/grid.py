@@ -201,7 +201,8 @@ class ShapeGrid(Grid):
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return a tensor of the wanted box's shape."""
-        result = held.new_empty(shape_of(exchange.wanted[self.tile]))
+        tile = self.tile % len(exchange.wanted)
+        result = held.new_empty(shape_of(exchange.wanted[tile]))
         if len(exchange.held) == len(exchange.wanted):
             strips = [held.new_empty(p.shape) for p in self._incoming(exchange)]
             remember(result, (held, *strips), lambda *_: held)

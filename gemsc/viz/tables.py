@@ -21,7 +21,9 @@ ACTIONS = 24
 def show(plan: Plan, console: Console) -> None:
     """Print stages, skips, transfers, memory and the order of each rank."""
     console.print(_summary(plan))
-    parts = (_stages(plan), _skips(plan), _transfers(plan), _memory(plan), _order(plan))
+    parts = [_stages(plan), _skips(plan), _transfers(plan), _memory(plan), _order(plan)]
+    if plan.groups:
+        parts.insert(1, _tiles(plan))
     for part in parts:
         console.print()
         console.print(part)
@@ -67,7 +69,7 @@ def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> N
     ratios = [
         found / predicted
         for found, predicted in zip(
-            measured, plan.activation_bytes * plan.data, strict=True
+            measured, plan.by_rank(plan.activation_bytes) * plan.data, strict=True
         )
     ]
     peaks = ", ".join(map(show_bytes, measured))
@@ -94,7 +96,8 @@ def _summary(plan: Plan) -> RenderableType:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        numeric = index > 0 and column not in ("blocks", "to", "value", "values")
+        texts = ("blocks", "to", "value", "values", "grid", "why")
+        numeric = index > 0 and column not in texts
         justify: JustifyMethod = "right" if numeric else "left"
         table.add_column(column, justify=justify, no_wrap=numeric)
     return table
@@ -123,6 +126,33 @@ def _stages(plan: Plan) -> Table:
             f"{seconds / total:.0%}",
         )
     return table
+
+
+def _tiles(plan: Plan) -> RenderableType:
+    """Return what split stages send from tile to tile, and what they had to gather."""
+    table = _table(
+        "tiles (one micro-batch)", "stage", "grid", "from tile to tile", "gathered"
+    )
+    for stage in plan.stages:
+        if stage.tiles:
+            table.add_row(
+                str(stage.index),
+                " x ".join(map(str, stage.tiles)),
+                show_bytes(stage.halo_bytes),
+                str(sum(b["stage"] == stage.index for b in plan.barriers)),
+            )
+    if not plan.barriers:
+        return table
+    why = _table("values that every tile gathers whole", "value", "bytes", "why")
+    for barrier in plan.barriers:
+        at = f" ({barrier['line']})" if barrier["line"] else ""
+        size = show_bytes(barrier["num_bytes"])
+        why.add_row(barrier["value"], size, barrier["reason"] + at)
+    return Group(table, Text(), why)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _skips(plan: Plan) -> RenderableType:
@@ -162,7 +192,8 @@ def _memory(plan: Plan) -> Table:
     fullest = max(plan.peak_bytes, default=1) or 1
     for rank, size in enumerate(plan.peak_bytes):
         bar = "#" * max(1, round(BAR * size / fullest))
-        table.add_row(str(rank), show_bytes(size), Text(bar.ljust(BAR)))
+        name = _name(plan.members[rank])
+        table.add_row(name, show_bytes(size), Text(bar.ljust(BAR)))
     return table
 
 
@@ -176,5 +207,5 @@ def _order(plan: Plan) -> Table:
         shown = " ".join(actions[:ACTIONS])
         if len(actions) > ACTIONS:
             shown += f" ... {len(actions) - ACTIONS} more"
-        table.add_row(str(rank), shown)
+        table.add_row(_name(plan.members[rank]), shown)
     return table

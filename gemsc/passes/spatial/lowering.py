@@ -176,7 +176,7 @@ class Lowering:
         new = self._create(
             "call_function",
             tile_ops.redistribute,
-            (local.node, exchange, self.place),
+            (local.node, exchange, self._tile),
             {},
             node.name,
         )
