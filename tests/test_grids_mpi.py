@@ -106,7 +106,7 @@ def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path) -> None:
 
 def test_compile_and_verify_from_the_command_line(tmp_path: Path) -> None:
     path = compiled(
-        tmp_path, "p", "--ranks", "8", "--tiles", "2x1x2,1x2x1", "--schedule", "gpipe"
+        tmp_path, "p", "--ranks", "6", "--tiles", "2x1x2,1x2x1", "--schedule", "gpipe"
     )
     done = start("verify", path, "--steps", "1", "--dtype", "float64")
     assert done.code == 0, done.out + done.err
