@@ -5,24 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from models import MODELS
-from program_support import on_ranks
-from support import run_on_threads
 from test_parity import (
     FLOAT64,
     _default_dtype,  # noqa: F401
-    traced,
     worst_error,
 )
-from torch import Tensor
 from whole_tiles import WholeTiles
 
-from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
-from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.runtime.trainer import Trainer
 
 
 def options(**choices: object) -> CompileOptions:
