@@ -12,34 +12,20 @@ from gemsc.ir.program import Program
 from gemsc.plan import Plan
 from gemsc.schedules.loops import Step
 
-__all__ = ["Compilation"]
+__all__ = ["Compilation", "TileProgram"]
 
 
 @dataclass(frozen=True)
-class Compilation:
-    """A program with its evaluation, its schedule and its plan.
+class TileProgram:
+    """What the ranks of one tile run: their part of training and evaluation.
 
     `twins` maps each node to its like in the graph traced in evaluation mode; None if
-    the two graphs differ in more than constants. `steps` are each rank's actions of one
-    training step, with their loops found.
+    the two graphs differ in more than constants.
     """
 
     program: Program
     evaluation: Program
     twins: dict[fx.Node, fx.Node] | None
-    steps: tuple[tuple[Step, ...], ...]
-    plan: Plan
-
-    @cached_property
-    def owned(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters and buffers of each stage."""
-        others = () if self.twins is not None else (self.evaluation,)
-        return owned_tensors(self.program, *others)
-
-    @cached_property
-    def shared(self) -> dict[str, tuple[int, ...]]:
-        """Trained parameters that several stages hold, and those stages."""
-        return shared_parameters(self.program, self.owned)
 
     def flow(self, stage: int) -> StageFlow:
         """Return a stage as a function, for training (and evaluation if twins)."""
@@ -48,3 +34,44 @@ class Compilation:
     def evaluation_flow(self, stage: int) -> StageFlow:
         """Return a stage as a function for evaluation."""
         return flow(self.evaluation, stage, with_outputs=True)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A program with its evaluation, its schedule and its plan.
+
+    `tiles` are what the tiles of the largest grid run, `whole` alone if no stage is
+    split. `steps` are the actions of each group of ranks in one training step, with
+    their loops found.
+    """
+
+    whole: TileProgram
+    tiles: tuple[TileProgram, ...]
+    steps: tuple[tuple[Step, ...], ...]
+    plan: Plan
+
+    @property
+    def program(self) -> Program:
+        """The program for training, no stage split."""
+        return self.whole.program
+
+    @property
+    def evaluation(self) -> Program:
+        """The program for evaluation, no stage split."""
+        return self.whole.evaluation
+
+    @property
+    def twins(self) -> dict[fx.Node, fx.Node] | None:
+        """The nodes of the two, if they differ in constants only."""
+        return self.whole.twins
+
+    @cached_property
+    def owned(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters and buffers of each stage."""
+        others = () if self.whole.twins is not None else (self.evaluation,)
+        return owned_tensors(self.program, *others)
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Trained parameters that several stages hold, and those stages."""
+        return shared_parameters(self.program, self.owned)

@@ -12,16 +12,22 @@ import torch
 from torch import fx, nn
 
 from gemsc.codegen.package import rank_modules, write_directory
-from gemsc.compilation import Compilation
+from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir.program import Program
+from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
-from gemsc.passes.pipeline import evaluation_passes, graph_passes, stage_passes
+from gemsc.passes.pipeline import (
+    evaluation_passes,
+    graph_passes,
+    stage_passes,
+    tile_programs,
+)
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.advice import nothing_fits
@@ -204,43 +210,85 @@ def lower(
     if is_open(options):
         candidates = search(traced, options)
         options = candidates[0].options
-    program, task, timeline = schedule_stages(traced, options, after_each)
+    done = schedule_stages(traced, options, after_each)
+    program, task, timeline = done.program, done.task, done.timeline
     evaluation = run_passes(
         program if traced.twins is not None else traced.evaluation,
         evaluation_passes(program, twins=traced.twins is not None),
         after_each=after_each,
     )
-    prove(program, evaluation, task, timeline)
+    whole = TileProgram(program, evaluation, traced.twins)
+    tiles = _with_evaluation(traced, whole, done.tiles, options, after_each)
+    prove(tiles[0].program, tiles[0].evaluation, task, timeline)
     hardware = read_hardware(options.hardware)
-    plan = make_plan(program, task, timeline, options, source, hardware)
+    plan = make_plan(program, done.tiles, task, timeline, options, source, hardware)
     steps = tuple(find_loops(order) for order in timeline.orders)
-    compilation = Compilation(program, evaluation, traced.twins, steps, plan)
+    compilation = Compilation(whole, tiles, steps, plan)
     return CompiledProgram(compilation, candidates)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A program cut into stages, what each tile of its grids runs, and the schedule."""
+
+    program: Program
+    tiles: tuple[Program, ...]
+    task: Task
+    timeline: Timeline
 
 
 def schedule_stages(
     traced: Traced, options: CompileOptions, after_each: Observer | None = None
-) -> tuple[Program, Task, Timeline]:
-    """Cut, place and schedule: what the options decide, before any text."""
+) -> Scheduled:
+    """Cut, place, split and schedule: what the options decide, before any text."""
     schedule = _choose("schedule", options.schedule, SCHEDULES)
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
+    tiles = tile_programs(program, options, after_each=after_each)
     network = read_hardware(options.hardware).network
-    task = schedule_task(program, chosen, None, network)
+    task = schedule_task(tiles, chosen, None, network)
     timeline = run(task, schedule.policy)
     cap = options.device_memory
     if cap is None or max(timeline.peak_bytes) <= cap:
-        return program, replace(task, memory_cap=cap), timeline
+        return Scheduled(program, tiles, replace(task, memory_cap=cap), timeline)
     if "auto" in (*options.recompute, *options.offload):
         return _fitted(program, chosen, schedule.policy, options)
     task = replace(task, memory_cap=cap)
-    return program, task, run(task, schedule.policy)
+    return Scheduled(program, tiles, task, run(task, schedule.policy))
+
+
+def _with_evaluation(
+    traced: Traced,
+    whole: TileProgram,
+    tiles: tuple[Program, ...],
+    options: CompileOptions,
+    after_each: Observer | None,
+) -> tuple[TileProgram, ...]:
+    """Return what each tile runs, with its evaluation.
+
+    Twins stay twins where the two graphs split alike, but for constants.
+    """
+    if len(tiles) == 1:
+        return (whole,)
+    evaluation = whole.evaluation
+    if traced.twins is not None:
+        evaluation = same_stages(whole.program, traced.evaluation, traced.twins)
+    splits = tile_programs(
+        evaluation, options, training=tiles[0], after_each=after_each
+    )
+    found = []
+    for tile, split in zip(tiles, splits, strict=True):
+        twins = find_twins(tile, split) if traced.twins is not None else None
+        if twins is not None:
+            split = run_passes(tile, evaluation_passes(tile, twins=True))
+        found.append(TileProgram(tile, split, twins))
+    return tuple(found)
 
 
 def _fitted(
     program: Program, chosen: Layout, policy: Policy, options: CompileOptions
-) -> tuple[Program, Task, Timeline]:
+) -> Scheduled:
     """Keep to the memory cap: fewer micro-batches at a time, or less of each.
 
     Raises:
@@ -250,18 +298,18 @@ def _fitted(
     assert cap is not None
     network = read_hardware(options.hardware).network
     kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
-    found = []
-    task = schedule_task(program, chosen, cap, network)
-    with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
-        found.append((program, task, run(task, policy)))
 
     def simulate(leaner: Program) -> Timeline:
-        return run(schedule_task(leaner, chosen, None, network), policy)
+        return run(schedule_task((leaner,), chosen, None, network), policy)
 
+    found = []
+    task = schedule_task((program,), chosen, cap, network)
+    with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
+        found.append(Scheduled(program, (program,), task, run(task, policy)))
     fit = fit_memory(program, cap, simulate, kinds)
     if fit.fits:
-        task = schedule_task(fit.program, chosen, cap, network)
-        found.append((fit.program, task, fit.timeline))
+        task = schedule_task((fit.program,), chosen, cap, network)
+        found.append(Scheduled(fit.program, (fit.program,), task, fit.timeline))
     if not found:
         raise GemscError(
             f"no choice of blocks for --{' and --'.join(kinds)} fits "
@@ -270,7 +318,7 @@ def _fitted(
             help="use more --ranks, smaller micro-batches in example_inputs(), or a "
             "larger --device-memory",
         )
-    return min(found, key=lambda each: each[2].makespan)
+    return min(found, key=lambda each: each.timeline.makespan)
 
 
 def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
@@ -289,25 +337,25 @@ def assess(traced: Traced, options: CompileOptions) -> Candidate:
     """Return what is predicted for one choice."""
     uncapped = replace(options, device_memory=None)
     try:
-        program, task, timeline = schedule_stages(traced, uncapped)
+        done = schedule_stages(traced, uncapped)
     except GemscError as error:
         return Candidate(options, problem=error.message)
-    if options.device_memory and max(timeline.peak_bytes) > options.device_memory:
+    if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
-            program, task, timeline = schedule_stages(traced, options)
-    sums = reduced_bytes(program, options.data)
+            done = schedule_stages(traced, options)
+    peaks, sums = done.timeline.peak_bytes, reduced_bytes(done.program, options.data)
     link = read_hardware(options.hardware).network.intra
-    fullest = max(range(options.ranks), key=lambda rank: timeline.peak_bytes[rank])
-    size = micro_batch_size(program)
+    fullest = max(range(len(peaks)), key=lambda group: peaks[group])
+    size = micro_batch_size(done.program)
     return Candidate(
         options,
-        seconds=timeline.makespan + link.seconds(2 * max(sums)),
-        samples=options.data * sum(task.micro_batches) * size,
+        seconds=done.timeline.makespan + link.seconds(2 * max(sums)),
+        samples=options.data * sum(done.task.micro_batches) * size,
         micro_batch_size=size,
-        peak_bytes=timeline.peak_bytes[fullest],
-        activation_bytes=timeline.peak_activation_bytes[fullest],
-        bubble=timeline.bubble,
-        sent_bytes=sent_bytes(program, task) + sum(sums),
+        peak_bytes=peaks[fullest],
+        activation_bytes=done.timeline.peak_activation_bytes[fullest],
+        bubble=done.timeline.bubble,
+        sent_bytes=sent_bytes(done.tiles[0], done.task) + sum(sums),
     )
 
 

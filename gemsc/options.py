@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
+from math import prod
 
 from gemsc.errors import GemscError
 
@@ -10,6 +12,7 @@ __all__ = ["AUTO", "BALANCES", "CompileOptions"]
 
 BALANCES = ("compute", "memory", "explicit", "auto")
 AUTO = -1  # a number that is left to the compiler
+GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,12 @@ class CompileOptions:
     `recompute` and `offload` name blocks or modules whose saved activations are
     computed again in the backward, or wait for it in host memory. "auto" takes as few
     as `device_memory` demands, "all" every block where that frees anything.
+    `tiles` splits the picture of the leading groups of ranks: "2x2" gives the first
+    stage four ranks, a tile of 2 x 2 each; "2x2,2x1" gives the second stage two. The
+    ranks that are left have one stage each, as without tiles. One number for each
+    spatial axis. `local_batchnorm` lets each tile normalise by its own statistics,
+    which is not what the model does on one rank. `fuse_halos` ("auto", "off" or a
+    number of layers) sends one wider halo for several layers.
     """
 
     ranks: int = 2
@@ -55,6 +64,9 @@ class CompileOptions:
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     check: bool = True
+    tiles: tuple[str, ...] = ()
+    local_batchnorm: bool = False
+    fuse_halos: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse values that no model could be compiled with.
@@ -63,6 +75,7 @@ class CompileOptions:
             GemscError: an option is out of its range, or two contradict each other.
         """
         self._check_counts()
+        self._check_tiles()
         if self.balance not in BALANCES:
             raise GemscError(
                 f"unknown balance '{self.balance}'",
@@ -98,6 +111,46 @@ class CompileOptions:
                 "--balance explicit needs the split",
                 help="add --blocks 3,4,4,5 (blocks of each stage) or "
                 "--cuts layer2,layer3 (where each later stage begins)",
+            )
+
+    @property
+    def grids(self) -> tuple[tuple[int, ...], ...]:
+        """The grids of the leading groups of ranks, as numbers."""
+        return tuple(tuple(map(int, grid.split("x"))) for grid in self.tiles)
+
+    def _check_tiles(self) -> None:
+        """Bring `tiles` into its form: ("2x2", "2x1") for "2x2,2x1"."""
+        tiles: tuple[str, ...] | str = self.tiles
+        if isinstance(tiles, str):
+            object.__setattr__(self, "tiles", tuple(filter(None, tiles.split(","))))
+        for grid in self.tiles:
+            if not GRID.fullmatch(grid):
+                raise GemscError(
+                    f"--tiles {','.join(self.tiles)}: '{grid}' is no grid",
+                    help="write one number for each spatial axis: 2x2, 4x1, 2x2x2; "
+                    "2x2,2x1 splits the first two stages",
+                )
+        needed = sum(map(prod, self.grids))
+        if needed > self.ranks:
+            raise GemscError(
+                f"--tiles {','.join(self.tiles)} needs {needed} ranks, "
+                f"--ranks gives {self.ranks}",
+                help=f"use --ranks {needed} or more, or fewer tiles",
+            )
+        if self.local_batchnorm and not self.tiles:
+            raise GemscError(
+                "--local-batchnorm means nothing without --tiles",
+                help="leave it out: without tiles BatchNorm sees whole pictures",
+            )
+        if self.tiles and (self.recompute or self.offload):
+            raise GemscError(
+                "--tiles goes neither with --recompute nor with --offload yet",
+                help="more tiles save memory as well",
+            )
+        if self.fuse_halos not in ("auto", "off") and not self.fuse_halos.isdecimal():
+            raise GemscError(
+                f"--fuse-halos {self.fuse_halos} is neither auto, off nor a number",
+                help="give the most layers that share one halo, or auto or off",
             )
 
     def _check_counts(self) -> None:

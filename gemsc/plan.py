@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,10 @@ class PlannedStage:
     the gradients made so far). `resident_bytes` are there all the time,
     `gradient_bytes` from the first backward to the update. `recompute` and `offload`
     name the blocks that keep nothing, or keep it in host memory.
+
+    A stage that is split has `tiles` along each axis: then bytes and seconds are those
+    of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
+    forward.
     """
 
     index: int
@@ -44,13 +48,16 @@ class PlannedStage:
     first_transient_bytes: int = 0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
+    tiles: list[int] = field(default_factory=list)
+    halo_bytes: int = field(default_factory=int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
     """Values that travel from one stage to another for each micro-batch.
 
-    They take `seconds` if the stages are on different ranks.
+    They take `seconds` if the stages are on different ranks. `num_bytes` are those of
+    all tiles, `most_bytes` those of the busiest.
     """
 
     index: int
@@ -58,6 +65,7 @@ class PlannedTransfer:
     dest: int
     values: list[str]
     num_bytes: int
+    most_bytes: int
     seconds: float
     gradient: bool
 
@@ -72,6 +80,9 @@ class Plan:
     of the traced graph. `times` says where the seconds come from. `memory` holds the
     parts of the peak of each rank of one copy, in bytes, `order` its actions of one
     step as text (`2F0` is the forward of stage 2 on micro-batch 0).
+
+    The ranks of a grid do the same: with `groups`, peaks and orders are those of each
+    group of ranks. `barriers` are values of split stages that had to be gathered.
     """
 
     gemsc: str
@@ -95,6 +106,8 @@ class Plan:
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
     memory: list[dict[str, int]] = field(default_factory=list)
+    groups: list[list[int]] = field(default_factory=list)
+    barriers: list[dict[str, Any]] = field(default_factory=list)
     skips: list[dict[str, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
@@ -122,6 +135,17 @@ class Plan:
     def copy_ranks(self) -> int:
         """The ranks that share one copy of the model."""
         return self.ranks // self.data
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The ranks of each group of one copy: alone, where no stage is split."""
+        return self.groups or [[rank] for rank in range(self.copy_ranks)]
+
+    def by_rank(self, values: Sequence[T]) -> list[T]:
+        """Return what is known of each group for each rank of one copy."""
+        pairs = zip(self.members, values, strict=True)
+        found = {rank: value for ranks, value in pairs for rank in ranks}
+        return [found[rank] for rank in range(self.copy_ranks)]
 
     @classmethod
     def read(cls, path: Path) -> Plan:

@@ -28,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the texts that golden tests see; look at `git diff` afterwards",
     )
+    parser.addoption(
+        "--many-graphs",
+        type=int,
+        default=0,
+        help="how many more random networks the tests of tiles try",
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

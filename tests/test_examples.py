@@ -20,6 +20,9 @@ EXAMPLES = (
     "densenet",
     "encoder",
     "unet_histology.model",
+    "retina.model",
+    "cosmology.model",
+    "amoebanet.model",
 )
 
 

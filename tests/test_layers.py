@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 ERRORS = {"errors"}
 HELPERS = {
     *ERRORS,
+    "boxes",
     "dropout",
     "fingerprint",
     "nests",
@@ -64,6 +65,8 @@ MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
 EXCEPTIONS = {
     # weights are written by the code that reads them
     ("gemsc.codegen.package", "gemsc.runtime.weights"),
+    # what a graph says of tiles is what a rank does with them
+    ("gemsc.ir.tile_ops", "gemsc.runtime.grid"),
 }
 # To import mpi4py.MPI starts MPI: only a rank may do so.
 IN_FUNCTIONS = {("gemsc.runtime.mpi", "mpi4py")}

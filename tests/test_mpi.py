@@ -37,14 +37,22 @@ SAMPLE = [
 def test_processes_compute_what_one_process_does(
     name: str, options: CompileOptions, dtype: torch.dtype, tmp_path: Path
 ) -> None:
+    worst = check_under_mpirun(name, options, dtype, tmp_path)
+    assert worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32)
+
+
+def check_under_mpirun(
+    name: str, options: CompileOptions, dtype: torch.dtype, folder: Path
+) -> float:
+    """Return the worst error of two steps on processes against one process."""
     program = lower(traced(name), options)
     plan = program.plan
-    directory = tmp_path / "program"
+    directory = folder / "program"
     write_directory(program.compilation, directory)
     count = plan.data * plan.micro_batches
-    torch.save([MODELS[name].inputs(count, dtype)] * 2, tmp_path / "batches.pt")
-    words = ["--verify-into", str(tmp_path), "--dtype", str(dtype).split(".")[1]]
+    torch.save([MODELS[name].inputs(count, dtype)] * 2, folder / "batches.pt")
+    words = ["--verify-into", str(folder), "--dtype", str(dtype).split(".")[1]]
     code = launch(plan.ranks, [sys.executable, str(directory), *words], timeout=120)
     assert code == 0
-    found = compare(read_record(tmp_path, plan.ranks), reference(name, count, dtype, 2))
-    assert found.worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32)
+    expected = reference(name, count, dtype, 2)
+    return compare(read_record(folder, plan.ranks), expected).worst

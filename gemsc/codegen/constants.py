@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+
 from torch import fx
 
-from gemsc.codegen.expressions import as_tuple, quoted
+from gemsc.boxes import Box
+from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
+from gemsc.codegen.expressions import as_tuple, literal, quoted
 from gemsc.codegen.rank_text import RankText, Run
-from gemsc.codegen.writer import Names, Writer
+from gemsc.codegen.writer import Names, Writer, split_arguments
+from gemsc.errors import InternalError
 from gemsc.ir import meta
-from gemsc.ir.program import Transfer
+from gemsc.ir.flow import base_name
+from gemsc.ir.program import Input, Program, Transfer
+from gemsc.ir.tile_ops import Exchange
+from gemsc.planner.tiles import ends
 
 __all__ = ["Constants"]
 
 
 class Constants:
-    """Names and writes the constants; `names` has (replica, transfer) -> message."""
+    """Names and writes the constants.
+
+    `names` has (replica, transfer) -> message, `exchanges` what tiles of a grid
+    exchange.
+    """
 
     def __init__(self, text: RankText, writer: Writer, taken: Names) -> None:
         self.text = text
         self.writer = writer
         self.names: dict[tuple[int, int], str] = {}
+        self.exchanges: dict[Exchange, str] = {}
         for run in text.runs:
             self._name_messages(run, taken)
+            for node, exchange in exchanges_of(run.stage):
+                if exchange not in self.exchanges:
+                    self.exchanges[exchange] = taken.unique(wish_of(node, exchange))
+            if run.stage.flow.index == text.evaluation.home:
+                gathers = gathers_of(text.evaluation, text.tile)
+                for node, exchange in gathers.items():
+                    wish = f"WHOLE_{base_name(node).upper()}"
+                    self.exchanges[exchange] = taken.unique(wish)
 
     def _name_messages(self, run: Run, taken: Names) -> None:
         for transfer in self.text.transfers(run):
@@ -51,6 +73,7 @@ class Constants:
         each = "  # of each replica" if replicas > 1 else ""
         line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
         line(f"NUM_REPLICAS = {replicas}")
+        self._write_tiles()
         line()
         if self.names:
             line("# What comes in and goes out, for each micro-batch.")
@@ -61,6 +84,7 @@ class Constants:
                 if key not in written:
                     written.add(key)
                     self._write_message(run, transfer)
+        self._write_exchanges()
         self._write_inputs()
         if self.text.reductions:
             line(
@@ -76,20 +100,31 @@ class Constants:
         line()
         line()
 
+    def _write_tiles(self) -> None:
+        if self.text.tile is not None:
+            grid, ranks = self.text.grid
+            form = f"grid={as_tuple(grid)}, ranks={as_tuple(ranks)}"
+            self.writer.line(f"TILES = Tiles({form}, tile={self.text.tile})")
+
     def _write_message(self, run: Run, transfer: Transfer) -> None:
-        placement = self.text.program.placement
-        assert placement is not None
-        ranks = placement.ranks[run.replica]
-        (source,), (dest,) = ranks[transfer.source], ranks[transfer.dest]
+        sources = self.text.ranks(run.replica, transfer.source)
+        dests = self.text.ranks(run.replica, transfer.dest)
         tag = self.text.tag(run.replica, transfer.index)
-        values = [self._value(value) for value in transfer.values]
+        name = self.names[run.replica, transfer.index]
+        if len(sources) > 1 or len(dests) > 1:
+            ranks = [f"sources={as_tuple(sources)}", f"dests={as_tuple(dests)}"]
+            values = [self._tile_value(transfer, value) for value in transfer.values]
+            kind = "GridMessage"
+        else:
+            ranks = [f"source={sources[0]}", f"dest={dests[0]}"]
+            values = [self._value(value) for value in transfer.values]
+            kind = "Message"
         packed = f"({', '.join(values)}{',' if len(values) == 1 else ''})"
-        if len(f"values={packed},") > self.writer.room - 4:
+        if len(f"values={packed},") > self.writer.room - 4 and kind == "Message":
             inside = "".join(f"    {value},\n" for value in values)
             packed = f"(\n{inside})"
-        name = self.names[run.replica, transfer.index]
-        arguments = [f"tag={tag}", f"source={source}", f"dest={dest}"]
-        self.writer.call(f"{name} = Message(", [*arguments, f"values={packed}"])
+        arguments = [f"tag={tag}", *ranks, f"values={packed}"]
+        self.writer.call(f"{name} = {kind}(", arguments)
 
     def _value(self, value: fx.Node) -> str:
         spec = meta.spec(value)
@@ -102,22 +137,95 @@ class Constants:
             arguments.append("gradient=True")
         return f"Value({', '.join(arguments)})"
 
+    def _tile_value(self, transfer: Transfer, value: fx.Node) -> str:
+        exchange = ends(self._program_of(transfer), transfer, value)
+        arguments = [
+            quoted(self.text.names[value]),
+            as_tuple(exchange.shape),
+            str(meta.spec(value).dtype),
+            f"held={boxes(exchange.held)}",
+        ]
+        if exchange.wanted != exchange.held:
+            arguments.append(f"wanted={boxes(exchange.wanted)}")
+        if meta.needs_gradient(value):
+            arguments.append("gradient=True")
+        arguments += _rest(exchange)
+        return f"TileValue({', '.join(arguments)})"
+
+    def _program_of(self, transfer: Transfer) -> Program:
+        """Return the program, training or evaluation, in which a transfer is."""
+        own = self.text.program
+        return own if transfer in (own.transfers or ()) else self.text.evaluation
+
+    def _write_exchanges(self) -> None:
+        if self.exchanges:
+            self.writer.line(
+                "# What the tiles hold of a value, and what they want of it."
+            )
+        for exchange, name in self.exchanges.items():
+            arguments = [
+                f"index={exchange.index}",
+                f"shape={as_tuple(exchange.shape)}",
+                f"held={boxes(exchange.held)}",
+                f"wanted={boxes(exchange.wanted)}",
+                *_rest(exchange),
+            ]
+            self.writer.call(f"{name} = Exchange(", arguments)
+
     def _write_inputs(self) -> None:
         used: dict[str, str] = {}
-        specs = {item.name: item for item in self.text.program.inputs}
-        specs.update({item.name: item for item in self.text.evaluation.inputs})
         for run in self.text.runs:
-            for node in (*run.stage.flow.inputs, *run.stage.evaluation.inputs):
-                item = specs[node.name]
-                path = as_tuple(item.path)
-                shape = as_tuple(item.spec.shape)
-                shared = "" if self.text.is_batched(item) else ", batched=False"
-                used[item.name] = f"Input({path}, {shape}, {item.spec.dtype}{shared})"
+            sides = (
+                (self.text.program, run.stage.flow),
+                (self.text.evaluation, run.stage.evaluation),
+            )
+            for program, flow in sides:
+                items = {item.name: item for item in program.inputs}
+                for node in flow.inputs:
+                    text = self._input(items[node.name], node)
+                    if used.setdefault(node.name, text) != text:
+                        raise InternalError(
+                            f"{node.name} is split in two ways: {used[node.name]}, "
+                            f"{text}"
+                        )
         if not used:
             self.writer.line("INPUTS: dict[str, Input] = {}")
             return
         self.writer.line("# What this rank reads of each micro-batch.")
         with self.writer.block("INPUTS = {"):
             for name, text in used.items():
-                self.writer.line(f"{quoted(name)}: {text},")
+                if len(f"{quoted(name)}: {text},") <= self.writer.room:
+                    self.writer.line(f"{quoted(name)}: {text},")
+                else:
+                    head, arguments, tail = split_arguments(text)
+                    self.writer.call(f"{quoted(name)}: {head}", arguments, f"{tail},")
         self.writer.line("}")
+
+    def _input(self, item: Input, node: fx.Node) -> str:
+        layout = meta.layout(node)
+        whole = layout.shape if layout is not None else item.spec.shape
+        path = as_tuple(item.path)
+        arguments = [path, as_tuple(whole), str(item.spec.dtype)]
+        if not self.text.is_batched(item):
+            arguments.append("batched=False")
+        if layout is not None and not layout.is_whole:
+            assert self.text.tile is not None
+            arguments.append(f"box={as_tuple(layout.boxes[self.text.tile])}")
+        return f"Input({', '.join(arguments)})"
+
+
+def boxes(values: Sequence[Box]) -> str:
+    """Return boxes as text, short where they are all the same, or rows of a grid."""
+    axes = [tuple(dict.fromkeys(axis)) for axis in zip(*values, strict=True)]
+    if len(values) > 1 and len(set(values)) == 1:
+        return f"({as_tuple(values[0])},) * {len(values)}"
+    if len(values) > 1 and tuple(product(*axes)) == tuple(values):
+        shown = [str(axis[0]) if len(axis) == 1 else str([*axis]) for axis in axes]
+        return f"tile_boxes({', '.join(shown)})"
+    return as_tuple(values)
+
+
+def _rest(exchange: Exchange) -> list[str]:
+    """Return the arguments of an exchange that are seldom there."""
+    rest = [f"fill={literal(exchange.fill)}"] if exchange.fill else []
+    return rest + ([f"owned={boxes(exchange.owned)}"] if exchange.owned else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import math
 import operator
@@ -11,14 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.nn import functional as F
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
+from gemsc.ir.tile_ops import (
+    FUNCTIONS,
+    AxisWindows,
+    Exchange,
+    Resize,
+    TileLayer,
+    redistribute,
+)
 from gemsc.ir.twins import keywords_of_both
 
-__all__ = ["UserObject", "access", "as_tuple", "expression", "is_attribute", "literal", "quoted"]
+__all__ = [
+    "Named",
+    "UserObject",
+    "access",
+    "as_tuple",
+    "expression",
+    "is_attribute",
+    "literal",
+    "quoted",
+]
 
 PREFIXED = 7
 POWER = 8
@@ -79,18 +97,30 @@ class Choice:
 
 Shown = tuple[str, int]  # text and how tightly it binds
 Name = Callable[[fx.Node], Shown]
+# the name of something that the module defines or imports at its top
+Named = Callable[[UserObject | Exchange], str]
 
 
 def expression(
-    node: fx.Node, name: Name, twin: fx.Node | None, user: Callable[[UserObject], str]
+    node: fx.Node,
+    name: Name,
+    twin: fx.Node | None,
+    named: Named,
+    layer: nn.Module | None = None,
 ) -> Shown:
     """Return the node's computation as text, and how tightly the text binds.
 
     `name(node)` gives the text of an input; `twin` is the same node in the graph for
-    evaluation, whose constants may differ; `user` gives the text of a user's object.
+    evaluation, whose constants may differ; `named` gives the name of a user's object
+    or of a constant; `layer` is what a node calls that calls one.
     """
     args, kwargs = _with_choices(node, twin)
-    show = _Show(name)
+    show = _Show(name, named)
+    if isinstance(layer, TileLayer):
+        path = access("self", str(node.target))
+        rest = [path, *map(show, layer.extra)]
+        head = f"self.grid.{layer.method}("
+        return f"{head}{', '.join([*map(show, args), *rest])})", ATOM
     if node.op == "call_module":
         return _call(access("self", str(node.target)), args, kwargs, show), ATOM
     if node.op == "call_method":
@@ -98,7 +128,7 @@ def expression(
         return _call(f"{owner}.{node.target}", args[1:], kwargs, show), ATOM
     if node.op != "call_function":
         raise InternalError(f"no expression for {node.op} {node.name}")
-    return _function(node, args, kwargs, show, user)
+    return _function(node, args, kwargs, show, named)
 
 
 def _function(
@@ -106,9 +136,12 @@ def _function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     show: _Show,
-    user: Callable[[UserObject], str],
+    named: Named,
 ) -> Shown:
     target: Any = node.target
+    if _is_of_grid(target):
+        own = args[:2] if target is redistribute else args  # without the tile
+        return _call(f"self.grid.{FUNCTIONS[target]}", own, kwargs, show), ATOM
     if target in INFIX and len(args) == 2 and not kwargs:
         return _infix(*INFIX[target], args, show)
     if target in PREFIX:
@@ -122,9 +155,14 @@ def _function(
         return f"{show.bound(args[0], ATOM)}.{args[1]}", ATOM
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        text = user(UserObject(owner.__module__, owner.__qualname__))
+        text = named(UserObject(owner.__module__, owner.__qualname__))
         return _call(f"{text}.apply", args, kwargs, show), ATOM
     return _call(_public_name(node), args, kwargs, show), ATOM
+
+
+def _is_of_grid(target: Any) -> bool:
+    """Whether a function of a graph is a method of the tile's grid."""
+    return any(target is function for function in FUNCTIONS)
 
 
 def _infix(sign: str, level: int, args: tuple[Any, ...], show: _Show) -> Shown:
@@ -167,8 +205,9 @@ def _call(head: str, args: tuple[Any, ...], kwargs: dict[str, Any], show: _Show)
 class _Show:
     """Arguments as text."""
 
-    def __init__(self, name: Name) -> None:
+    def __init__(self, name: Name, named: Named) -> None:
         self.name = name
+        self.named = named
 
     def __call__(self, value: Any) -> str:
         return self.pair(value)[0]
@@ -181,6 +220,8 @@ class _Show:
     def pair(self, value: Any) -> Shown:
         if isinstance(value, fx.Node):
             return self.name(value)
+        if isinstance(value, Exchange):
+            return self.named(value), ATOM
         if isinstance(value, Choice):
             if value.training is True and value.evaluation is False:
                 return "self.training", ATOM
@@ -246,9 +287,21 @@ def literal(value: object) -> str:
         return "device"
     if isinstance(value, range):
         return f"range({value.start}, {value.stop}, {value.step})"
+    if isinstance(value, AxisWindows | Resize):
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        inside = ", ".join(f"{name}={_nested(each)}" for name, each in fields)
+        return f"{type(value).__name__}({inside})"
     if isinstance(value, complex):
         return f"complex({literal(value.real)}, {literal(value.imag)})"
     raise InternalError(f"no text for a constant of type {type(value).__name__}")
+
+
+def _nested(value: object) -> str:
+    """Return a constant, or a tuple of them, as text."""
+    if not isinstance(value, tuple):
+        return literal(value)
+    parts = [_nested(part) for part in value]
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 def quoted(text: str) -> str:

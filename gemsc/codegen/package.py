@@ -12,10 +12,10 @@ from gemsc.codegen.expressions import literal
 from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.stage import StageText
+from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
-from gemsc.compilation import Compilation
 from gemsc.ir.flow import reductions, value_names
-from gemsc.ir.program import DataclassValue, Slot, Stage
+from gemsc.ir.program import DataclassValue, Slot
 from gemsc.runtime.weights import write_tensors
 from gemsc.units import show_bytes, show_flops
 
@@ -119,67 +119,83 @@ def _remove(directory: Path, pattern: str) -> None:
 
 
 def _rank_text(compilation: Compilation, rank: int) -> RankText:
-    program, plan = compilation.program, compilation.plan
-    placement = program.placement
+    plan = compilation.plan
+    placement = compilation.program.placement
     assert placement is not None
-    all_transfers = (
-        *(program.transfers or ()),
-        *(compilation.evaluation.transfers or ()),
-    )
-    names = value_names(all_transfers, program, compilation.evaluation)
+    group = next(i for i, ranks in enumerate(placement.groups) if rank in ranks)
+    ranks = placement.groups[group]
+    tile = ranks.index(rank) if len(ranks) > 1 else None
+    own = compilation.tiles[tile or 0]
+    program = own.program
+    all_transfers = (*(program.transfers or ()), *(own.evaluation.transfers or ()))
+    names = value_names(all_transfers, program, own.evaluation)
     runs = tuple(
-        Run(replica, _stage_text(compilation, stage, names))
+        Run(replica, _stage_text(compilation, own, stage.index, names, tile))
         for replica in range(placement.num_replicas)
         for stage in program.require_stages()
         if rank in placement.ranks[replica][stage.index]
     )
     sums = {}
-    for name, stages in reductions(program, compilation.owned).items():
+    for name, stages in reductions(compilation.program, compilation.owned).items():
         places = {r for s in stages for row in placement.ranks for r in row[s]}
         if rank in places and len(places) * plan.data > 1:
             sums[name] = tuple(sorted(places))
     return RankText(
         rank=rank,
         num_ranks=placement.num_ranks,
-        docstring=_docstring(compilation, rank, runs),
+        docstring=_docstring(compilation, rank, runs, tile),
         program=program,
-        evaluation=compilation.evaluation,
-        twin=compilation.twins is not None,
+        evaluation=own.evaluation,
+        twin=own.twins is not None,
         runs=runs,
-        steps=compilation.steps[rank],
+        steps=compilation.steps[group],
         num_micro_batches=plan.micro_batches // plan.replicas,
         num_replicas=plan.replicas,
         reductions=sums,
         names=names,
+        tile=tile,
     )
 
 
 def _stage_text(
-    compilation: Compilation, stage: Stage, names: dict[fx.Node, str]
+    compilation: Compilation,
+    own: TileProgram,
+    index: int,
+    names: dict[fx.Node, str],
+    tile: int | None,
 ) -> StageText:
+    stage = compilation.program.require_stages()[index]
     blocks = _span([block.name for block in stage.blocks])
-    evaluation = compilation.evaluation_flow(stage.index)
-    twins = compilation.twins
+    flow, evaluation = own.flow(index), own.evaluation_flow(index)
+    for value, node in (*flow.joined.items(), *evaluation.joined.items()):
+        names[node] = names[value]
     return StageText(
-        class_name=f"Stage{stage.index}",
-        docstring=_clean(f"Stage {stage.index}: {blocks}."),
-        program=compilation.program,
-        flow=compilation.flow(stage.index),
-        owned=compilation.owned[stage.index],
+        class_name=f"Stage{index}",
+        docstring=_clean(f"Stage {index}: {blocks}."),
+        program=own.program,
+        flow=flow,
+        owned=compilation.owned[index],
         names=names,
-        twins=twins,
+        twins=own.twins,
         evaluation=evaluation,
         structure=_structure(compilation),
         segments=compilation.program.segments_of(stage.index),
+        tile=tile,
     )
 
 
-def _docstring(compilation: Compilation, rank: int, runs: tuple[Run, ...]) -> list[str]:
+def _docstring(
+    compilation: Compilation, rank: int, runs: tuple[Run, ...], tile: int | None
+) -> list[str]:
     plan = compilation.plan
     stages = ", ".join(str(run.stage.flow.index) for run in runs)
     word = "stage" if len(runs) == 1 else "stages"
+    what = f"{word} {stages}"
+    if tile is not None:
+        grid = plan.stages[runs[0].stage.flow.index].tiles
+        what = f"tile {tile} of {' x '.join(map(str, grid))}, {what}"
     lines = [
-        _clean(f"Rank {rank} of {plan.ranks}: {word} {stages} of {plan.model}."),
+        _clean(f"Rank {rank} of {plan.ranks}: {what} of {plan.model}."),
         "Written by gemsc; do not edit, compile again:",
         *_wrapped(_clean(plan.command), 84),
         "",
@@ -190,7 +206,14 @@ def _docstring(compilation: Compilation, rank: int, runs: tuple[Run, ...]) -> li
             f"Stage {stage.index}: {show_flops(stage.flops)} forward, "
             f"{show_bytes(stage.parameter_bytes)} of parameters,"
         )
-        lines.append(f"{show_bytes(stage.saved_bytes)} kept for each micro-batch.")
+        if tile is None:
+            lines.append(f"{show_bytes(stage.saved_bytes)} kept for each micro-batch.")
+            continue
+        lines.append(
+            f"{show_bytes(stage.saved_bytes)} kept for each micro-batch by the fullest "
+            "tile;"
+        )
+        lines.append(f"{show_bytes(stage.halo_bytes)} from tile to tile in forward.")
     return lines
 
 

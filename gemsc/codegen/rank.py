@@ -7,6 +7,7 @@ import re
 from torch import fx
 
 from gemsc.codegen.constants import Constants
+from gemsc.codegen.exchanges import gathers_of
 from gemsc.codegen.expressions import UserObject, quoted
 from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.stage import write_stage
@@ -15,15 +16,23 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name
 from gemsc.ir.program import Transfer
+from gemsc.ir.tile_ops import Exchange
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.loops import Loop, Step
 
 __all__ = ["write_rank"]
 
 IMPORTED = [
-    *("F", "Input", "Message", "Tensor", "Value", "Worker"),
-    *("nn", "offloaded", "operator", "recompute", "torch", "user_object"),
+    *("AxisWindows", "Exchange", "F", "Grid", "GridMessage", "Input", "Message"),
+    *("Resize", "Tensor"),
+    *("TileValue", "Tiles", "Value", "Worker"),
+    *("nn", "offloaded", "operator", "recompute", "tile_boxes", "torch"),
+    "user_object",
 ]
+FROM_RUNTIME = (
+    *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message", "Resize"),
+    *("TileValue", "Tiles", "Value", "offloaded", "recompute", "tile_boxes"),
+)
 
 
 def write_rank(text: RankText) -> str:
@@ -37,7 +46,7 @@ class _RankWriter:
         self.writer = Writer()
         self.taken = Names(
             [*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"]
-            + ["NUM_REPLICAS", "train_step", "eval_step"]
+            + ["NUM_REPLICAS", "TILES", "train_step", "eval_step"]
         )
         self.constants = Constants(text, self.writer, self.taken)
         self.messages = self.constants.names
@@ -59,7 +68,7 @@ class _RankWriter:
         self.constants.write()
         for run in self.text.runs:
             if run.replica == 0 or not self._holds_original(run):
-                write_stage(self.writer, run.stage, self.user_object)
+                write_stage(self.writer, run.stage, self.named)
         self._write_stages_table()
         for run in self.text.runs:
             if self.text.program.loss is not None:
@@ -91,21 +100,26 @@ class _RankWriter:
         if _uses(body, "F"):
             head.line("from torch.nn import functional as F")
         head.line()
-        wanted = ("Input", "Message", "Value", "offloaded", "recompute")
-        names = [name for name in wanted if _uses(body, name)]
+        names = [name for name in FROM_RUNTIME if _uses(body, name)]
         if self.user_objects:
             names.append("user_object")
         names.append("Worker")
         names.sort(key=lambda name: (name.islower(), name))
-        head.line(f"from gemsc.runtime import {', '.join(names)}")
+        line = f"from gemsc.runtime import {', '.join(names)}"
+        if len(line) <= head.room:
+            head.line(line)
+        else:
+            head.items("from gemsc.runtime import (", names, ")")
         if self.user_objects:
             head.line()
         for item, name in self.user_objects.items():
             arguments = ["__file__", quoted(item.module)]
             head.call(f"{name} = user_object(", [*arguments, quoted(item.qualname)])
 
-    def user_object(self, item: UserObject) -> str:
-        """Return the name under which the file imports a user's object."""
+    def named(self, item: UserObject | Exchange) -> str:
+        """Return the name under which the file has a constant or a user's object."""
+        if isinstance(item, Exchange):
+            return self.constants.exchanges[item]
         if item not in self.user_objects:
             self.user_objects[item] = self.taken.unique(item.qualname)
         return self.user_objects[item]
@@ -140,6 +154,7 @@ class _RankWriter:
         for transfer in flow.incoming:
             for value in transfer.values:
                 local[value] = names.unique(self.text.names[value])
+                local[flow.joined.get(value, value)] = local[value]
             targets = ", ".join(local[value] for value in transfer.values)
             message = self.messages[run.replica, transfer.index]
             self.writer.call(
@@ -186,14 +201,25 @@ class _RankWriter:
         return f"to {self._peer(run, transfer, transfer.dest)}"
 
     def _peer(self, run: Run, transfer: Transfer, stage: int) -> str:
-        placement = self.text.program.placement
-        assert placement is not None
-        rank = placement.rank(run.replica, stage)
-        where = f"rank {rank}" if rank != self.text.rank else f"stage {stage} here"
+        where = self._where(run, stage)
         if not transfer.long:
             return where
         jumped = transfer.dest - transfer.source - 1
         return f"{where}, a skip over {jumped} stage{'s' if jumped > 1 else ''}"
+
+    def _where(self, run: Run, stage: int) -> str:
+        """Return which ranks a rank talks to if it talks to a stage."""
+        ranks = self.text.ranks(run.replica, stage)
+        if self.text.rank in ranks:
+            return f"stage {stage} here"
+        if len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        placement = self.text.program.placement
+        assert placement is not None
+        own = run.stage.flow.index
+        if placement.grid(stage) == placement.grid(own) and self.text.tile is not None:
+            return f"rank {ranks[self.text.tile]}, the same tile"
+        return f"ranks {ranks[0]} to {ranks[-1]}"
 
     def _write_backward(self, run: Run) -> None:
         flow = run.stage.flow
@@ -210,9 +236,11 @@ class _RankWriter:
                 else:
                     arguments.append(" + ".join(gradients.get(node, [])) or "None")
             sent: dict[fx.Node, str] = {}
+            sources = {node: value for value, node in flow.joined.items()}
             for node in flow.takes:
-                if meta.needs_gradient(node) and node not in flow.inputs:
-                    sent[node] = names.unique(f"grad_{self.text.names[node]}")
+                value = sources.get(node, node)
+                if meta.needs_gradient(value) and node not in flow.inputs:
+                    sent[value] = names.unique(f"grad_{self.text.names[value]}")
             targets = ", ".join(sent.values())
             if len(sent) == 1:
                 targets = f"({targets},)"
@@ -281,6 +309,16 @@ class _RankWriter:
                 )
             if node not in local:
                 local[node] = f"worker.input({quoted(node.name)}, m)"
+        for node, exchange in gathers_of(program, self.text.tile).items():
+            name = f"whole_{base_name(node)}"
+            constant = self.constants.exchanges[exchange]
+            count = len(exchange.held)
+            self.writer.call(
+                f"{name} = worker.gather(",
+                [local[node], constant],
+                note=f"from {count} tiles",
+            )
+            local[node] = name
         outputs = [local[node] for node in program.outputs]
         structure = run.stage.structure(outputs)
         loss = local[program.loss] if program.loss is not None else "None"
@@ -381,6 +419,6 @@ def _loop_head(loop: Loop, count: int) -> str:
 def _uses(body: str, name: str) -> bool:
     """Whether code outside comments mentions a name."""
     code = "\n".join(
-        line.split("  #")[0] for line in body.splitlines() if "# " != line.strip()[:2]
+        line.split("  #")[0] for line in body.splitlines() if line.strip()[:2] != "# "
     )
     return re.search(rf"(?<![\w.]){name}\b", code) is not None

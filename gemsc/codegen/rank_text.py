@@ -45,6 +45,7 @@ class RankText:
     num_replicas: int
     reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
+    tile: int | None = None  # of the grid that the rank is in, if any
 
     def transfers(self, run: Run) -> tuple[Transfer, ...]:
         """Return the transfers of a run, each once, in training and evaluation."""
@@ -56,6 +57,21 @@ class RankText:
         """Whether an input has samples in dimension 0, as the first input has."""
         sizes = (each.spec.shape[0] for each in self.program.inputs if each.spec.shape)
         return bool(item.spec.shape) and item.spec.shape[0] == next(sizes)
+
+    def ranks(self, replica: int, stage: int) -> tuple[int, ...]:
+        """Return the ranks of a stage, by tile."""
+        placement = self.program.placement
+        assert placement is not None
+        return placement.ranks[replica][stage]
+
+    @property
+    def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The rank's grid: tiles along each axis, and its ranks; () if it has none."""
+        placement = self.program.placement
+        assert placement is not None
+        run = self.runs[0]
+        stage = run.stage.flow.index
+        return placement.grid(stage), self.ranks(run.replica, stage)
 
     def tag(self, replica: int, index: int) -> int:
         """Return the MPI tag of a transfer's values; its gradients have the next one."""

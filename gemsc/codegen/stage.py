@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.codegen.exchanges import note_of
 from gemsc.codegen.expressions import (
-    UserObject,
+    Named,
     access,
     expression,
     is_attribute,
@@ -24,6 +26,7 @@ from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, has_random, inner_flow
 from gemsc.ir.layers import layer_source
 from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import TileLayer
 
 __all__ = ["StageText", "write_stage"]
 
@@ -54,6 +57,7 @@ class StageText:
     evaluation: StageFlow
     structure: Callable[[list[str]], str]
     segments: Segments = ()
+    tile: int | None = None  # of the stage's grid, if it has one
 
     @property
     def apart(self) -> bool:
@@ -61,14 +65,15 @@ class StageText:
         return self.twins is None
 
 
-def write_stage(
-    writer: Writer, stage: StageText, user: Callable[[UserObject], str]
-) -> None:
-    """Write the class; `user` names what must be imported from the user's code."""
+def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
+    """Write the class; `named` gives the names of what stands at the module's top."""
     base = _containers(stage)[""]
     with writer.block(f"class {stage.class_name}({base}):"):
         writer.line(_docstring(stage.docstring, writer.room))
         writer.line()
+        if stage.tile is not None:
+            writer.line("grid: Grid")
+            writer.line()
         if has_random(stage.flow.nodes):
             writer.line("draws_random_numbers = True")
             writer.line()
@@ -82,16 +87,16 @@ def write_stage(
         if frozen:
             _write_train(writer, frozen)
         parts = split_parts(stage.flow.nodes, stage.segments, _method_names(stage))
-        _write_forward(writer, stage, "forward", stage.flow, user, parts)
+        _write_forward(writer, stage, "forward", stage.flow, named, parts)
         for part in parts:
             if part.kind == "recompute":
                 writer.line()
                 inner = inner_flow(stage.flow, part.nodes)
                 about = f"{part.name}: runs again in the backward, keeps its inputs only."
-                _write_forward(writer, stage, part.method, inner, user, about=about)
+                _write_forward(writer, stage, part.method, inner, named, about=about)
         if stage.apart:
             writer.line()
-            _write_forward(writer, stage, "forward_eval", stage.evaluation, user)
+            _write_forward(writer, stage, "forward_eval", stage.evaluation, named)
     writer.line()
     writer.line()
 
@@ -199,6 +204,8 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_layer(writer: Writer, path: str, layer: nn.Module) -> None:
+    if isinstance(layer, TileLayer):  # the grid works with the user's own
+        layer = cast("nn.Module", layer.layer)
     source = layer_source(layer)
     if source is None:
         raise GemscError(
@@ -239,7 +246,7 @@ def _write_forward(
     stage: StageText,
     name: str,
     flow: StageFlow,
-    user: Callable[[UserObject], str],
+    named: Named,
     parts: Sequence[Part] | None = None,
     about: str = "",
 ) -> None:
@@ -256,7 +263,7 @@ def _write_forward(
         if _mentions_device([n for p in parts if not p.method for n in p.nodes]):
             source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
             writer.line(f"device = {source}.device")
-        _Body(writer, stage, flow, names, local, user).write(parts)
+        _Body(writer, stage, flow, names, local, named).write(parts)
 
 
 def _result(count: int) -> str:
@@ -287,9 +294,9 @@ class _Body:
         flow: StageFlow,
         names: Names,
         local: dict[fx.Node, str],
-        user: Callable[[UserObject], str],
+        named: Named,
     ) -> None:
-        self.user = user
+        self.named = named
         self.writer = writer
         self.stage = stage
         self.flow = flow
@@ -363,6 +370,7 @@ class _Body:
     def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
         return (
             list(node.users) == [consumer]
+            and not note_of(node, self.stage.tile)
             and node not in self.flow.gives
             and meta.location(node) == meta.location(consumer)
             and meta.location(node) is not None
@@ -373,7 +381,10 @@ class _Body:
     def _expression(self, node: fx.Node) -> tuple[str, int]:
         twins = self.stage.twins
         twin = twins.get(node) if twins else None
-        return expression(node, self._name, twin, self.user)
+        layer = None
+        if node.op == "call_module":
+            layer = self._submodule(str(node.target))
+        return expression(node, self._name, twin, self.named, layer)
 
     def _name(self, node: fx.Node) -> tuple[str, int]:
         if self.pending is not None and node is self.pending[0]:
@@ -399,15 +410,20 @@ class _Body:
         self.pending = None
         self._write_comment(node)
         self._release(self.position[node])
+        note = note_of(node, self.stage.tile)
         if not node.users and node not in self.flow.gives:
-            self._write_statement(text)
+            self._write_statement(text, note)
             return
         self.local[node] = self.names.unique(self._wish(node))
-        self._write_statement(f"{self.local[node]} = {text}")
+        self._write_statement(f"{self.local[node]} = {text}", note)
 
-    def _write_statement(self, text: str) -> None:
+    def _write_statement(self, text: str, note: str) -> None:
+        noted = f"{text}  # {note}" if note else text
+        if note and len(noted) > self.writer.room:
+            self.writer.line(f"# {note}")
+            noted = text
         if len(text) <= self.writer.room:
-            self.writer.line(text)
+            self.writer.line(noted)
         elif text.endswith(")"):
             self.writer.call(*split_arguments(text))
         else:  # nothing to break inside: a long operator or subscript

@@ -5,21 +5,27 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import fx
 
+from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Transfer
+from gemsc.ir.tile_ops import Exchange, redistribute
 
 __all__ = [
     "StageFlow",
     "base_name",
+    "exchange_of",
     "external_inputs",
     "flow",
     "has_random",
     "inner_flow",
+    "is_exchange",
+    "joins",
     "message_tag",
     "owned_tensors",
     "reductions",
@@ -35,6 +41,9 @@ class StageFlow:
     It takes what the `incoming` transfers bring and the batch `inputs` it uses, and
     gives `gives`: the values of its `outgoing` transfers, the loss and the outputs
     that it computes, in the order in which it computes them.
+
+    Where the stage before has another grid, `joined` maps a value of that stage to the
+    node that stands for what this stage gets of it: the transfer does its work.
     """
 
     index: int
@@ -43,13 +52,15 @@ class StageFlow:
     inputs: tuple[fx.Node, ...]
     outgoing: tuple[Transfer, ...]
     gives: tuple[fx.Node, ...]
+    joined: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def takes(self) -> tuple[fx.Node, ...]:
         """What the stage takes, in the order of its arguments, without repeats."""
         values = [value for transfer in self.incoming for value in transfer.values]
+        arrived = [self.joined.get(value, value) for value in values]
         used = {source for node in self.nodes for source in node.all_input_nodes}
-        return tuple(value for value in (*values, *self.inputs) if value in used)
+        return tuple(value for value in (*arrived, *self.inputs) if value in used)
 
 
 def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
@@ -61,7 +72,9 @@ def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
     transfers = program.transfers or ()
     incoming = tuple(t for t in transfers if t.dest == index)
     outgoing = tuple(t for t in transfers if t.source == index)
-    nodes = stage.nodes
+    joined = {v: n for t in incoming for v in t.values for n in joins(program, t, v)}
+    arrivals = set(joined.values())
+    nodes = tuple(node for node in stage.nodes if node not in arrivals)
     used = {source for node in nodes for source in node.all_input_nodes}
     wanted = {value for transfer in outgoing for value in transfer.values}
     wanted.add(program.loss or program.output)
@@ -74,7 +87,36 @@ def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
         if node.op == "placeholder" and node in used
     )
     gives = tuple(node for node in nodes if node in wanted)
-    return StageFlow(index, nodes, incoming, inputs, outgoing, gives)
+    return StageFlow(index, nodes, incoming, inputs, outgoing, gives, joined)
+
+
+def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]:
+    """Return the node with which a stage of another grid begins to use a value.
+
+    It redistributes the value from the one grid to the other; the list is empty where
+    the grids are the same, since then each tile gets its like.
+    """
+    placement = program.placement
+    if placement is None or (
+        placement.grid(transfer.source) == placement.grid(transfer.dest)
+    ):
+        return []
+    stage = program.require_stages()[transfer.dest]
+    inside = set(stage.nodes)
+    found = [user for user in value.users if user in inside and is_exchange(user)]
+    if len(found) > 1:
+        raise InternalError(f"{value.name} comes to stage {stage.index} twice")
+    return found
+
+
+def is_exchange(node: fx.Node) -> bool:
+    """Whether a node changes the layout of a value."""
+    return node.op == "call_function" and node.target is redistribute
+
+
+def exchange_of(node: fx.Node) -> Exchange:
+    """Return what the tiles exchange in a node that changes a layout."""
+    return cast("Exchange", node.args[1])
 
 
 def external_inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from gemsc.errors import InternalError, SourceLocation
+from gemsc.ir.layout import Layout
 
 __all__ = [
     "Facts",
@@ -18,12 +19,14 @@ __all__ = [
     "copy_meta",
     "facts",
     "glue",
+    "layout",
     "location",
     "module_path",
     "needs_gradient",
     "region",
     "set_facts",
     "set_glue",
+    "set_layout",
     "set_needs_gradient",
     "set_traced",
     "set_value",
@@ -183,3 +186,16 @@ def glue(node: fx.Node) -> int | None:
 def set_glue(node: fx.Node, group: int) -> None:
     """Put the node into a group of nodes that must stay in one block."""
     node.meta["gemsc_glue"] = group
+
+
+def layout(node: fx.Node) -> Layout | None:
+    """Return how the value is spread over the tiles of its stage's grid.
+
+    None for a value of a stage that is not split, and where the value is no tensor.
+    """
+    return cast("Layout | None", node.meta.get("gemsc_layout"))
+
+
+def set_layout(node: fx.Node, layout: Layout | None) -> None:
+    """Say how the value is spread over the tiles of its stage's grid."""
+    node.meta["gemsc_layout"] = layout

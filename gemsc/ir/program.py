@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.errors import InternalError
-from gemsc.ir.meta import TensorSpec, facts
+from gemsc.errors import InternalError, SourceLocation
+from gemsc.ir.meta import TensorSpec, facts, location
 
 __all__ = [
+    "Barrier",
     "Block",
     "DataclassValue",
     "Input",
@@ -108,10 +109,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """(replica, stage) -> ranks: `ranks[replica][stage]` are that stage's ranks."""
+    """(replica, stage) -> ranks: `ranks[replica][stage]` are that stage's ranks.
+
+    `grids` has, for each stage, the tiles along each spatial axis: () for a stage on
+    one rank. Without any split stage it may be empty.
+    """
 
     name: str
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    grids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -123,10 +129,27 @@ class Placement:
         """The number of ranks of one model copy."""
         return 1 + max(rank for r in self.ranks for stage in r for rank in stage)
 
-    def rank(self, replica: int, stage: int) -> int:
-        """Return the only rank of a stage that is not split further."""
-        (rank,) = self.ranks[replica][stage]
-        return rank
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each grid, a lone rank for what is not split: all disjoint.
+
+        All ranks of a group do the same actions in the same order, so the schedule
+        engine takes a group for one rank.
+        """
+        return tuple(sorted({ranks for replica in self.ranks for ranks in replica}))
+
+    def group(self, replica: int, stage: int) -> int:
+        """Return the number of the group that runs a stage."""
+        return self.groups.index(self.ranks[replica][stage])
+
+    def grid(self, stage: int) -> tuple[int, ...]:
+        """Return the tiles of a stage along each axis, () if it is not split."""
+        return self.grids[stage] if self.grids else ()
+
+    @property
+    def num_tiles(self) -> int:
+        """The number of tiles of the largest grid."""
+        return max(len(ranks) for ranks in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +171,23 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Barrier:
+    """A node before which a tiled value had to be gathered, and why.
+
+    `num_bytes` are those of the gathered value; every tile then computes all of it.
+    """
+
+    node: fx.Node
+    reason: str
+    num_bytes: int
+
+    @property
+    def location(self) -> SourceLocation | None:
+        """The user's line."""
+        return location(self.node)
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A graph and what is known of it. None means: no pass has provided it yet.
 
@@ -161,6 +201,7 @@ class Program:
     `aliases` maps each further name of a tied parameter to its first name.
     `frozen` are the paths of layers that stay in eval mode while the model trains.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
+    `barriers` are the places where split stages had to gather a value.
     """
 
     name: str
@@ -177,6 +218,7 @@ class Program:
     segments: tuple[Segment, ...] | None = None
     transfers: tuple[Transfer, ...] | None = None
     optimizer_bytes: dict[str, int] = field(default_factory=dict)
+    barriers: tuple[Barrier, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

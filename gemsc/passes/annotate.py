@@ -25,12 +25,13 @@ from gemsc.ir.fake import fake_copy, fake_like
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import kept_of
 from gemsc.passes.base import Pass
 from gemsc.planner.hardware import Device, read_hardware
 from gemsc.planner.operators import describe, runs_a_kernel
 from gemsc.planner.times import seconds
 
-__all__ = ["Annotate"]
+__all__ = ["Annotate", "annotate"]
 
 @dataclass(frozen=True)
 class Annotate(Pass):
@@ -58,28 +59,35 @@ class Annotate(Pass):
         graph, _ = copied_graph(program.graph)
         module = with_graph(program.module, graph)
         program = program.with_module(module)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fake = fake_copy(module, mode)
-        fake.train(self.training)
-        for path in program.frozen:
-            fake.get_submodule(path).eval()
-        device = self.device or read_hardware().device
-        ledger = _Ledger(device, _storages(fake))
-        values: dict[fx.Node, Any] = {}
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = fake_like(meta.value(node), mode)
-        with mode, ledger, torch.random.fork_rng(devices=[]):
-            run_nodes(module.graph.nodes, values, fake, observe=ledger.observe)
-            reached = _gradient_reaches(program, values, fake, ledger)
-        seen: set[int] = set()
-        for node in program.compute_nodes:
-            meta.set_facts(node, ledger.facts(node, values[node], fake, seen))
-            meta.set_needs_gradient(node, node in reached)
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                meta.set_facts(node, _facts_of_input(values[node]))
+        annotate(program, device=self.device, training=self.training)
         return program
+
+
+def annotate(
+    program: Program, *, device: Device | None = None, training: bool = True
+) -> dict[fx.Node, Any]:
+    """Attach facts to the nodes of a program's own graph; return their fake values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = fake_copy(program.module, mode)
+    fake.train(training)
+    for path in program.frozen:
+        fake.get_submodule(path).eval()
+    ledger = _Ledger(device or read_hardware().device, _storages(fake))
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = fake_like(meta.value(node), mode)
+    with mode, ledger, torch.random.fork_rng(devices=[]):
+        run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
+        reached = _gradient_reaches(program, values, fake, ledger)
+    seen: set[int] = set()
+    for node in program.compute_nodes:
+        meta.set_facts(node, ledger.facts(node, values[node], fake, seen))
+        meta.set_needs_gradient(node, node in reached)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            meta.set_facts(node, _facts_of_input(values[node]))
+    return values
 
 
 def _storage_sizes(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -140,9 +148,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_backward = False
 
     def _save(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.persistent:
-            self.counts[self.node].saved[storage._cdata] = storage.nbytes()
+        for part in kept_of(tensor):
+            storage = part.untyped_storage()
+            if storage._cdata not in self.persistent:
+                self.counts[self.node].saved[storage._cdata] = storage.nbytes()
         return tensor
 
     def __torch_dispatch__(

@@ -29,6 +29,8 @@ class BalanceStages(Pass):
     live: how many micro-batches each stage holds at most under the schedule, which
         weighs the saved activations for "memory".
     parameter_copies: weights, gradients and optimizer state, in copies of the weights.
+    num_tiles: over how many ranks each stage is split; it works as many times as fast
+        and holds that part of the activations, but all of the parameters.
     """
 
     name: ClassVar[str] = "balance-stages"
@@ -41,6 +43,7 @@ class BalanceStages(Pass):
     cuts: tuple[str, ...] = ()
     live: tuple[int, ...] = ()
     parameter_copies: int = 3
+    num_tiles: tuple[int, ...] = ()
 
     def apply(self, program: Program) -> Program:
         """Return the program with its stages.
@@ -68,17 +71,19 @@ class BalanceStages(Pass):
         return replace(program, stages=stages)
 
     def _balanced(self, blocks: Sequence[Block], crossing: list[float]) -> list[int]:
+        tiles = self.num_tiles or (1,) * self.num_stages
         if self.kind == "compute":
-            row = [_seconds(block) for block in blocks]
-            return partition([row] * self.num_stages, cut_costs=crossing)
+            seconds = [_seconds(block) for block in blocks]
+            rows = [[each / count for each in seconds] for count in tiles]
+            return partition(rows, cut_costs=crossing)
         live = self.live or (1,) * self.num_stages
         rows = [
             [
                 self.parameter_copies * block.total("parameter_bytes")
-                + held * block.total("saved_bytes")
+                + held * block.total("saved_bytes") / count
                 for block in blocks
             ]
-            for held in live
+            for held, count in zip(live, tiles, strict=True)
         ]
         return partition(rows, cut_costs=crossing)
 

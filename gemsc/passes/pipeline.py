@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
+
+from torch import fx
+
+from gemsc.errors import InternalError
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions
@@ -10,16 +16,20 @@ from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.check_statistics import CheckStatistics
+from gemsc.passes.check_tiles import CheckTiles
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.follow_stages import FollowStages
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.insert_comms import InsertComms
+from gemsc.passes.local_batchnorm import LocalBatchnorm
+from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.place_stages import PlaceStages
-from gemsc.planner.hardware import Device
+from gemsc.passes.split_tiles import SplitTiles
+from gemsc.planner.hardware import Device, read_hardware
 from gemsc.planner.layout import Layout
 
-__all__ = ["evaluation_passes", "graph_passes", "stage_passes"]
+__all__ = ["evaluation_passes", "graph_passes", "stage_passes", "tile_programs"]
 
 
 def graph_passes(device: Device | None = None) -> tuple[Pass, ...]:
@@ -41,10 +51,15 @@ def stage_passes(options: CompileOptions, chosen: Layout) -> tuple[Pass, ...]:
             blocks=options.blocks,
             cuts=options.cuts,
             live=chosen.live,
+            num_tiles=chosen.num_tiles,
         ),
         PlaceStages(
-            chosen.placement, options.ranks, chosen.num_replicas, chosen.explicit
+            chosen.placement,
+            num_replicas=chosen.num_replicas,
+            rows=chosen.rows,
+            groups=chosen.groups,
         ),
+        CheckTiles(),
         CheckStatistics(chosen.num_replicas * options.data),
         MarkSegments(options.recompute, options.offload),
         InsertComms(),
@@ -64,3 +79,68 @@ def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
         FollowStages(training, owned_tensors(training)),
         InsertComms(outputs=True, first_index=len(known)),
     )
+
+
+def tile_programs(
+    program: Program,
+    options: CompileOptions,
+    *,
+    training: Program | None = None,
+    after_each: Observer | None = None,
+) -> tuple[Program, ...]:
+    """Return what the ranks of each tile run; without grids the program itself.
+
+    With `training`, what the first tile runs in training, `program` is for evaluation:
+    its outputs travel as well, and its transfers are numbered after those of training.
+    """
+    placement = program.placement
+    assert placement is not None
+    if placement.num_tiles == 1:
+        return (program,)
+    comms = InsertComms()
+    if training is not None:
+        comms = InsertComms(outputs=True, first_index=len(training.transfers or ()))
+    device = read_hardware(options.hardware).device
+    trains = training is None
+    local = (LocalBatchnorm(trains, device),) if options.local_batchnorm else ()
+    tiles = []
+    for tile in range(placement.num_tiles):
+        passes: tuple[Pass, ...] = (
+            SplitTiles(placement.grids, tile, trains, device),
+            *local,
+            comms,
+        )
+        watch = after_each if tile == 0 else None  # the others differ in sizes only
+        tiles.append(run_passes(program, passes, after_each=watch))
+    return tuple(_packed_alike(tiles[0], tile) for tile in tiles)
+
+
+def _packed_alike(first: Program, tile: Program) -> Program:
+    """Return a tile's program with the transfers of the first tile's.
+
+    Tiles send the same values; but sizes decide what travels packed, and those differ.
+    """
+    ours, theirs = _sent(tile), _sent(first)
+    if {ends: len(values) for ends, values in ours.items()} != {
+        ends: len(values) for ends, values in theirs.items()
+    }:
+        raise InternalError("the tiles of a grid do not send the same values")
+    same = {
+        value: mine
+        for ends, values in theirs.items()
+        for value, mine in zip(values, ours[ends], strict=True)
+    }
+    transfers = tuple(
+        replace(transfer, values=tuple(same[value] for value in transfer.values))
+        for transfer in first.transfers or ()
+    )
+    return replace(tile, transfers=transfers)
+
+
+def _sent(program: Program) -> dict[tuple[int, int], list[fx.Node]]:
+    """Return what goes from stage to stage, in the order in which it is computed."""
+    order = {node: place for place, node in enumerate(program.graph.nodes)}
+    values: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    for transfer in program.transfers or ():
+        values[transfer.source, transfer.dest] += transfer.values
+    return {ends: sorted(sent, key=order.__getitem__) for ends, sent in values.items()}

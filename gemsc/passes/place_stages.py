@@ -6,11 +6,16 @@ Example, four ranks:
     folded    stages 0 1 2 3 4 5 6 7     on ranks 0 1 2 3 3 2 1 0
     looped    stages 0 1 2 3 4 5 6 7     on ranks 0 1 2 3 0 1 2 3
     explicit  any ranks for the stages of one replica, as the user lists them
+
+A grid of ranks is placed like one rank: with a grid of 2 x 2 and two lone ranks
+    linear    stages 0 1 2               on ranks 0-3 4 5
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import prod
 from typing import ClassVar
 
 from gemsc.ir.program import Placement, Program
@@ -22,7 +27,11 @@ __all__ = ["PlaceStages"]
 
 @dataclass(frozen=True)
 class PlaceStages(Pass):
-    """Give every (replica, stage) its rank."""
+    """Give every (replica, stage) its ranks.
+
+    `rows[replica][stage]` is a group of ranks; without rows the groups are placed as
+    `kind` says. `groups` are their grids, () for a lone rank: by default all are.
+    """
 
     name: ClassVar[str] = "place-stages"
     requires: ClassVar[tuple[str, ...]] = ("stages",)
@@ -31,13 +40,16 @@ class PlaceStages(Pass):
     kind: str = "linear"
     num_ranks: int = 1
     num_replicas: int = 1
-    explicit: tuple[int, ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def apply(self, program: Program) -> Program:
         """Return the program with its placement."""
         num_stages = len(program.require_stages())
-        rows: tuple[tuple[int, ...], ...] = (self.explicit,)
-        if not self.explicit:
-            rows = place(self.kind, num_stages, self.num_ranks, self.num_replicas)
-        ranks = tuple(tuple((rank,) for rank in row) for row in rows)
-        return replace(program, placement=Placement(self.kind, ranks))
+        groups = self.groups or ((),) * self.num_ranks
+        rows = self.rows or place(self.kind, num_stages, len(groups), self.num_replicas)
+        edges = [0, *accumulate(prod(grid) for grid in groups)]
+        members = [tuple(range(start, end)) for start, end in pairwise(edges)]
+        ranks = tuple(tuple(members[group] for group in row) for row in rows)
+        grids = tuple(groups[group] for group in rows[0]) if any(groups) else ()
+        return replace(program, placement=Placement(self.kind, ranks, grids))

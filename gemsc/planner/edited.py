@@ -89,6 +89,8 @@ def _all_of(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 def _placement(plan: Plan, path: Path) -> str:
     """Return the placement's name where the stages' ranks are still those it gives."""
+    if plan.groups:
+        return _placement_of_groups(plan, path)
     rows = [tuple(stage.ranks) for stage in plan.stages]
     for index, ranks in enumerate(rows):
         wrong = [rank for rank in ranks if not 0 <= rank < plan.copy_ranks]
@@ -117,6 +119,22 @@ def _placement(plan: Plan, path: Path) -> str:
             help="lower ranks, or give it a stage",
         )
     return ",".join(str(rank) for (rank,) in rows)
+
+
+def _placement_of_groups(plan: Plan, path: Path) -> str:
+    """Return the placement of stages on grids of ranks."""
+    groups = [set(members) for members in plan.groups]
+    for index, stage in enumerate(plan.stages):
+        ranks = set(stage.ranks)
+        if any(0 < len(ranks & group) < len(group) for group in groups):
+            raise GemscError(
+                f"stage {index} is on ranks {stage.ranks}, a part of a grid",
+                at=locate(path, "stages", "ranks", index),
+                help=f"the ranks that go together are {plan.groups}",
+            )
+    if plan.placement != "explicit":
+        return plan.placement
+    return ",".join(str(groups.index(set(stage.ranks))) for stage in plan.stages)
 
 
 def _named_rows(plan: Plan) -> list[tuple[int, ...]]:

@@ -49,7 +49,7 @@ def task_of(plan: Plan) -> Task:
             for stage in plan.stages
         ),
         edges=tuple(
-            Edge(t.source, t.dest, t.seconds, t.num_bytes, t.gradient)
+            Edge(t.source, t.dest, t.seconds, t.most_bytes, t.gradient)
             for t in plan.transfers
         ),
         placement=tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
@@ -19,19 +20,33 @@ class Layout:
 
     `micro_batches` holds the number of micro-batches of each replica, `live` how many
     of them equal stages would hold at most (empty where memory is not balanced).
-    `explicit` lists the rank of each stage where the user gave them.
+
+    The ranks of a grid do the same actions in the same order: a *group*, which the
+    schedule takes for one rank. `rows[replica][stage]` is a group; `groups` has the
+    grid of each, () for a lone rank.
     """
 
     placement: str
     num_stages: int
     micro_batches: tuple[int, ...]
     live: tuple[int, ...]
-    explicit: tuple[int, ...] = ()
+    rows: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
     @property
     def num_replicas(self) -> int:
         """How many full copies of the stages share the ranks."""
         return len(self.micro_batches)
+
+    @property
+    def grids(self) -> tuple[tuple[int, ...], ...]:
+        """The tiles of each stage along each axis, () for a stage on one rank."""
+        return tuple(self.groups[group] for group in self.rows[0])
+
+    @property
+    def num_tiles(self) -> tuple[int, ...]:
+        """The ranks of each stage."""
+        return tuple(prod(grid) for grid in self.grids)
 
 
 def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
@@ -49,7 +64,8 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
             help="use 1f1b, interleaved or chimera",
         )
     kind = schedule.placement if options.placement == "natural" else options.placement
-    explicit = _explicit(options) if kind[0].isdigit() else ()
+    groups = _groups(options)
+    explicit = _explicit(options, len(groups)) if kind[0].isdigit() else ()
     if not explicit and kind not in PLACEMENTS:
         raise GemscError(
             f"unknown placement '{kind}'",
@@ -64,32 +80,55 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
             help="leave --placement out",
         )
     per_rank = {"folded": 2, "looped": options.chunks}.get(kind, 1)
-    num_stages = len(explicit) or per_rank * options.ranks
+    num_stages = len(explicit) or per_rank * len(groups)
     counts = _micro_batches(options, schedule.num_replicas)
     rows: tuple[tuple[int, ...], ...] = (explicit,)
     if not explicit:
-        rows = place(kind, num_stages, options.ranks, len(counts))
+        rows = place(kind, num_stages, len(groups), len(counts), mirror=_mirror(groups))
     live: tuple[int, ...] = ()
     if options.balance == "memory":
         equal = [StageCost(1.0, 2.0, 1.0)] * num_stages
         task = Task.chain(equal, counts, placement=rows)
         peak = run(task, schedule.policy).peak_live
-        live = tuple(-(-peak[rank] // rows[0].count(rank)) for rank in rows[0])
+        live = tuple(-(-peak[group] // rows[0].count(group)) for group in rows[0])
     name = "explicit" if explicit else kind
-    return Layout(name, num_stages, counts, live, explicit)
+    return Layout(name, num_stages, counts, live, rows, groups)
 
 
-def _explicit(options: CompileOptions) -> tuple[int, ...]:
-    """Read `0,1,1,0`: the rank of each stage."""
+def _groups(options: CompileOptions) -> tuple[tuple[int, ...], ...]:
+    """Return the grid of each group: the leading ones are split, the others alone."""
+    left = options.ranks - sum(map(prod, options.grids))
+    grids = tuple(grid if prod(grid) > 1 else () for grid in options.grids)
+    return (*grids, *((),) * left)
+
+
+def _mirror(groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Return the group that runs the other replica's stage of each group.
+
+    Only groups of one grid can stand in for each other: of one grid of four tiles and
+    two lone ranks the grid stays where it is, and the lone ranks change places.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for group, grid in enumerate(groups):
+        alike.setdefault(grid, []).append(group)
+    return tuple(
+        alike[grid][-1 - alike[grid].index(group)] for group, grid in enumerate(groups)
+    )
+
+
+def _explicit(options: CompileOptions, num_groups: int) -> tuple[int, ...]:
+    """Read `0,1,1,0`: the rank of each stage, or the group where grids count as one."""
     try:
         ranks = tuple(int(part) for part in options.placement.split(","))
     except ValueError:
         ranks = ()
-    if set(ranks) != set(range(options.ranks)):
+    if set(ranks) != set(range(num_groups)):
+        what = "groups of ranks" if options.tiles else "ranks"
         raise GemscError(
-            f"--placement {options.placement} does not name each of the ranks 0 to "
-            f"{options.ranks - 1}",
-            help="list the rank of each stage, for example --placement 0,1,1,0",
+            f"--placement {options.placement} does not name each of the {what} 0 to "
+            f"{num_groups - 1}",
+            help="list the rank of each stage, for example --placement 0,1,1,0"
+            + ("; each grid counts as one" if options.tiles else ""),
         )
     return ranks
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import torch
 from gemsc.fingerprint import fingerprint, source_fingerprints
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
-from gemsc.ir.program import Program, Transfer
+from gemsc.ir.program import Barrier, Program, Stage, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
 from gemsc.planner.activations import activations, again_seconds, host_seconds
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
+from gemsc.planner.tiles import exchanges, most_bytes, moved_bytes
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
 __all__ = [
@@ -31,76 +33,121 @@ __all__ = [
 
 
 def schedule_task(
-    program: Program, chosen: Layout, memory_cap: int | None, network: Network
+    tiles: Sequence[Program],
+    chosen: Layout,
+    memory_cap: int | None,
+    network: Network,
 ) -> Task:
-    """Return what the schedule engine needs to know of the program."""
-    saved = activations(program)
-    weights = stage_weights(program)
+    """Return what the schedule engine needs to know of the program.
+
+    `tiles` are what the tiles of the largest grid run. The ranks of a grid go in step:
+    a stage takes the time and the memory of its fullest tile.
+    """
+    first = tiles[0]
+    placement = first.placement
+    assert placement is not None
+    costs = [_stage_costs(tile, network) for tile in tiles]
     stages = tuple(
-        StageCost(
-            forward=stage.total("forward_seconds")
-            + host_seconds(saved[stage.index].moved),
-            backward=stage.total("backward_seconds")
-            + again_seconds(program, stage.index)
-            + host_seconds(saved[stage.index].moved),
-            saved_bytes=saved[stage.index].kept,
-            transient_bytes=saved[stage.index].transient,
-            first_transient_bytes=saved[stage.index].first_transient,
-            resident_bytes=weights[stage.index].resident,
-            gradient_bytes=weights[stage.index].gradients,
-        )
-        for stage in program.require_stages()
+        _worst([costs[tile][stage.index] for tile in range(_size(first, stage.index))])
+        for stage in first.require_stages()
     )
     edges = tuple(
         Edge(
             t.source,
             t.dest,
-            seconds=_transfer_seconds(program, t, network),
-            num_bytes=num_bytes(t),
+            seconds=_transfer_seconds(first, t, network),
+            num_bytes=most_bytes(first, t),
             gradient=has_gradient(t),
         )
-        for t in program.transfers or ()
-    )
-    placement = program.placement
-    assert placement is not None
-    ranks = tuple(
-        tuple(
-            placement.rank(replica, stage.index) for stage in program.require_stages()
-        )
-        for replica in range(placement.num_replicas)
+        for t in first.transfers or ()
     )
     return Task(
         stages,
         edges,
-        ranks,
+        chosen.rows,
         chosen.micro_batches,
-        has_backward=program.loss is not None,
+        has_backward=first.loss is not None,
         memory_cap=memory_cap,
     )
 
 
-def num_bytes(transfer: Transfer) -> int:
-    """Return the bytes of a transfer's values."""
-    return sum(meta.spec(value).num_bytes for value in transfer.values)
+def _size(program: Program, stage: int) -> int:
+    """Return the number of a stage's tiles."""
+    assert program.placement is not None
+    return len(program.placement.ranks[0][stage])
+
+
+def _stage_costs(program: Program, network: Network) -> list[StageCost]:
+    """Return what each stage costs on the rank that runs this program."""
+    saved = activations(program)
+    weights = stage_weights(program)
+    found = []
+    for stage in program.require_stages():
+        kept, owned = saved[stage.index], weights[stage.index]
+        besides = _talking(program, stage, network) + host_seconds(kept.moved)
+        again = again_seconds(program, stage.index)
+        found.append(
+            StageCost(
+                forward=stage.total("forward_seconds") + besides,
+                backward=stage.total("backward_seconds") + besides + again,
+                saved_bytes=kept.kept,
+                transient_bytes=kept.transient,
+                first_transient_bytes=kept.first_transient,
+                resident_bytes=owned.resident,
+                gradient_bytes=owned.gradients,
+            )
+        )
+    return found
+
+
+def _talking(program: Program, stage: Stage, network: Network) -> float:
+    """Return the seconds in which the tiles of a stage wait for each other's parts."""
+    assert program.placement is not None
+    ranks = program.placement.ranks[0][stage.index]
+    if len(ranks) == 1:
+        return 0.0
+    link = network.link(ranks[0], ranks[-1])
+    found = exchanges(program, stage)
+    return sum(link.seconds(each.most_bytes) for each in found if each.num_bytes)
+
+
+def _worst(costs: Sequence[StageCost]) -> StageCost:
+    """Return the most of everything."""
+    most = {
+        field.name: max(getattr(cost, field.name) for cost in costs)
+        for field in fields(StageCost)
+    }
+    return StageCost(**most)
+
+
+def num_bytes(program: Program, transfer: Transfer) -> int:
+    """Return the bytes of a transfer's values that travel, from all tiles to all."""
+    return moved_bytes(program, transfer)
 
 
 def _transfer_seconds(program: Program, transfer: Transfer, network: Network) -> float:
     """Return the time of a transfer between the ranks of the first replica."""
-    placement = program.placement
-    assert placement is not None
-    source, dest = (placement.rank(0, end) for end in (transfer.source, transfer.dest))
-    return network.link(source, dest).seconds(num_bytes(transfer))
+    assert program.placement is not None
+    row = program.placement.ranks[0]
+    source, dest = row[transfer.source][0], row[transfer.dest][0]
+    return network.link(source, dest).seconds(most_bytes(program, transfer))
 
 
 def sent_bytes(program: Program, task: Task) -> int:
-    """Return the bytes of values and gradients that ranks of one copy send a step."""
+    """Return the bytes of values and gradients that ranks of one copy send a step.
+
+    `program` is what the first tile of a grid runs; it knows what all tiles hold.
+    """
     total = 0
     for replica, count in enumerate(task.micro_batches):
         ranks = task.placement[replica]
         for transfer in program.transfers or ():
             if ranks[transfer.source] != ranks[transfer.dest]:
                 both = 2 if has_gradient(transfer) else 1
-                total += both * count * num_bytes(transfer)
+                total += both * count * num_bytes(program, transfer)
+        for stage in program.require_stages():
+            for each in exchanges(program, stage):
+                total += (2 if each.gradient else 1) * count * each.num_bytes
     return total
 
 
@@ -128,15 +175,21 @@ def has_gradient(transfer: Transfer) -> bool:
 
 def make_plan(
     program: Program,
+    tiles: Sequence[Program],
     task: Task,
     timeline: Timeline,
     options: CompileOptions,
     source: Path | None,
     hardware: Hardware,
 ) -> Plan:
-    """Return every decision as plain data."""
+    """Return every decision as plain data.
+
+    `tiles` are what the tiles of the largest grid run, the program itself without any.
+    """
     placement = program.placement
     assert placement is not None
+    first = tiles[0]
+    groups = placement.groups
     stages = [
         PlannedStage(
             index=stage.index,
@@ -153,6 +206,11 @@ def make_plan(
             backward_seconds=task.stages[stage.index].backward,
             recompute=_names(program, stage.index, "recompute"),
             offload=_names(program, stage.index, "offload"),
+            tiles=list(placement.grid(stage.index)),
+            halo_bytes=sum(
+                each.num_bytes
+                for each in exchanges(first, first.require_stages()[stage.index])
+            ),
         )
         for stage in program.require_stages()
     ]
@@ -162,11 +220,12 @@ def make_plan(
             source=t.source,
             dest=t.dest,
             values=[value.name for value in t.values],
-            num_bytes=num_bytes(t),
-            seconds=_transfer_seconds(program, t, hardware.network),
+            num_bytes=num_bytes(first, t),
+            most_bytes=most_bytes(first, t),
+            seconds=_transfer_seconds(first, t, hardware.network),
             gradient=has_gradient(t),
         )
-        for t in program.transfers or ()
+        for t in first.transfers or ()
     ]
     shown = os.path.relpath(source) if source else program.name
     given = {key: value for key, value in asdict(options).items() if value is not None}
@@ -195,6 +254,8 @@ def make_plan(
         ],
         stages=stages,
         transfers=transfers,
+        groups=[list(ranks) for ranks in groups] if placement.grids else [],
+        barriers=[_barrier(first, barrier) for barrier in first.barriers],
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
@@ -217,6 +278,19 @@ def _names(program: Program, stage: int, kind: str) -> list[str]:
     """Return the names of a stage's segments of one kind."""
     segments = [segment for segment, _ in program.segments_of(stage)]
     return [segment.name for segment in segments if segment.kind == kind]
+
+
+def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:
+    """Return where a split value is gathered, and why."""
+    at = barrier.location
+    stages = program.require_stages()
+    return {
+        "stage": next(s.index for s in stages if barrier.node in s.nodes),
+        "value": barrier.node.name,
+        "reason": barrier.reason,
+        "num_bytes": barrier.num_bytes,
+        "line": at.short if at is not None else "",
+    }
 
 
 def _skips(program: Program) -> list[dict[str, object]]:

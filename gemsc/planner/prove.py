@@ -5,7 +5,7 @@ from __future__ import annotations
 from gemsc.ir import meta
 from gemsc.ir.flow import flow, message_tag, owned_tensors, reductions
 from gemsc.ir.program import Program
-from gemsc.planner.predict import num_bytes
+from gemsc.planner.tiles import most_bytes
 from gemsc.schedules import Action, Kind, Task, Timeline
 from gemsc.schedules.check import Channel, Reduction, Report, check
 
@@ -16,6 +16,9 @@ def prove(
     program: Program, evaluation: Program, task: Task, timeline: Timeline
 ) -> Report:
     """Check each rank's actions in training, then in evaluation.
+
+    A grid of ranks counts as one: its ranks go in step. Of split stages the programs
+    are those of the first tile.
 
     Returns:
         The figures of training (of evaluation if there is no loss).
@@ -79,7 +82,7 @@ def _channels(
                 for value in transfer.values
                 if meta.needs_gradient(value)
             )
-            size = num_bytes(transfer)
+            size = most_bytes(program, transfer)
             channels.append(
                 Channel(tag, *ends, replica=replica, signature=there, num_bytes=size)
             )

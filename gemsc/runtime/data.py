@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.tiled_data import TiledDataset, Window
 
 __all__ = ["Batch", "Batches", "repeated", "seed_of"]
 
@@ -33,9 +34,10 @@ class _Reproducible(Dataset[Any]):
     out alike: all generators are seeded for each sample.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.window = window
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
@@ -43,6 +45,8 @@ class _Reproducible(Dataset[Any]):
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
+        if self.window is not None:
+            return self.dataset.read(index, self.window.box)
         return self.dataset[index]
 
 
@@ -63,7 +67,8 @@ class Batches:
 
     Copies of the model share a batch: each reads its own `part` of `num_parts`.
     A last batch that is not full is dropped in training (`shuffle`); in evaluation it
-    is filled up with its last sample.
+    is filled up with its last sample. Of a `TiledDataset` the `window` of each picture
+    is read.
     """
 
     def __init__(
@@ -76,7 +81,12 @@ class Batches:
         workers: int = 0,
         part: int = 0,
         num_parts: int = 1,
+        window: Window | None = None,
     ) -> None:
+        if window is None and isinstance(dataset, TiledDataset):
+            box = tuple((0, size) for size in dataset.shape)
+            window = Window(tuple(dataset.shape), box)
+        self.window = window
         self.size = size
         self.seed = seed
         self.shuffle = shuffle
@@ -84,7 +94,7 @@ class Batches:
         self.num_samples = _length(dataset)
         self._part_size = size // num_parts
         self._start = part * self._part_size
-        self._dataset = _Reproducible(dataset, seed)
+        self._dataset = _Reproducible(dataset, seed, window)
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""

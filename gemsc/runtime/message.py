@@ -8,7 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["Input", "Message", "Value"]
+from gemsc.boxes import Box
+
+__all__ = ["Input", "Message", "Tiles", "Value"]
 
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
 
@@ -36,6 +38,16 @@ class Message:
     dest: int
     values: tuple[Value, ...]
     is_gradient: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both stages are on the same rank: nothing travels."""
+        return self.source == self.dest
+
+    @property
+    def gradients(self) -> tuple[bool, ...]:
+        """For each value, whether its gradient travels back."""
+        return tuple(value.gradient for value in self.values)
 
     @cached_property
     def gradient(self) -> Message:
@@ -88,19 +100,33 @@ class Input:
     """A tensor of the batch: where it is in what the user feeds, and one micro-batch.
 
     `path` is ("input", 0), ("input", "mask"), ("target",), ("target", "boxes", 1), ...
-    All micro-batches share an input that is not `batched`.
+    All micro-batches share an input that is not `batched`. `box` is the part that this
+    rank reads where it computes one tile, () for all of it.
     """
 
     path: tuple[str | int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     batched: bool = True
+    box: Box = ()
 
     @property
     def name(self) -> str:
         """How a message to the user calls it."""
         first, *rest = self.path
         return str(first) + "".join(f"[{part!r}]" for part in rest)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The grid that a rank belongs to: its form, its ranks row by row, and its tile.
+
+    The ranks are those of one copy of the model.
+    """
+
+    grid: tuple[int, ...]
+    ranks: tuple[int, ...]
+    tile: int
 
 
 def _offsets(sizes: list[int]) -> tuple[list[int], int]:

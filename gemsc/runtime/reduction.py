@@ -81,9 +81,15 @@ class RunningStatistics:
     Without momentum (cumulative average) the sums of what was seen are added.
     """
 
-    def __init__(self, runs: Mapping[int, nn.Module], num_runs: int) -> None:
-        """Take the module of each run that is on this rank, by the run's number."""
+    def __init__(
+        self, runs: Mapping[int, nn.Module], num_runs: int, *, counts: bool = True
+    ) -> None:
+        """Take the module of each run that is on this rank, by the run's number.
+
+        Of ranks that see the same run, as the tiles of a grid do, only one `counts`.
+        """
         self._num_runs = num_runs
+        self._counts = counts
         self._layers = {j: _tracking(module) for j, module in runs.items()}
         self._before: list[dict[str, Tensor]] = []
         self._sum = torch.empty(0)
@@ -111,6 +117,8 @@ class RunningStatistics:
         if not parts:
             return ()
         self._sum = torch.cat(parts)
+        if not self._counts:
+            self._sum.zero_()
         return (link.all_reduce(group, self._sum),) if group is not None else ()
 
     def _share(

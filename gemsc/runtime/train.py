@@ -21,6 +21,7 @@ from gemsc.runtime.failure import install_hooks, stop_all
 from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.progress import ProgressBar, Status
 from gemsc.runtime.recording import record_timed_steps
+from gemsc.runtime.tiled_data import TiledDataset, window_of
 from gemsc.runtime.trainer import Trainer, check_checkpoint, choose_device
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.verification import run_recorded_steps
@@ -219,6 +220,9 @@ class _Training:
             return None
         items = dataset() if callable(dataset) else dataset
         worker = self.trainer.worker
+        window = None
+        if isinstance(items, TiledDataset):
+            window = window_of(worker.inputs.values(), tuple(items.shape))
         batches = Batches(
             items,
             size := self.plan.batch_size,
@@ -227,6 +231,7 @@ class _Training:
             workers=self.options.workers,
             part=worker.copy,
             num_parts=worker.num_copies,
+            window=window,
         )
         if len(batches) == 0:
             raise GemscError(
@@ -265,7 +270,7 @@ class _Training:
         source = self.batches.epoch(epoch, first) if reads else None
         for _ in range(first, end):
             input, target = next(source).data if source is not None else (None, None)
-            loss = self.trainer.step(input, target)
+            loss = self.trainer.step(input, target, window=self.batches.window)
             bar.step(loss, self.batches.size)
         bar.close()
 
@@ -277,12 +282,15 @@ class _Training:
         counts: dict[str, float] = defaultdict(float)
         for batch in self.eval_batches.epoch(0):
             input, target = batch.data
-            result = self.trainer.evaluate(input, target)
+            window = self.eval_batches.window
+            result = self.trainer.evaluate(input, target, window=window)
             if result.loss is not None and batch.is_full and self.talks:
                 sums["loss"] += result.loss
                 counts["loss"] += 1
             if result.output is None or self.user.metrics is None or not batch.real:
                 continue
+            if window is not None and not window.is_whole:
+                continue  # the target is not here as a whole
             cut = [_first(value, batch.real) for value in (result.output, target)]
             for name, value in self.user.metrics(*cut).items():
                 sums[name] += float(value) * batch.real

@@ -19,6 +19,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.link import Link
 from gemsc.runtime.progress import Status
 from gemsc.runtime.streams import streams_for
+from gemsc.runtime.tiled_data import Window
 from gemsc.runtime.total import total
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.weights import (
@@ -102,6 +103,7 @@ class Trainer:
             seed=seed,
             float_dtype=dtype,
             status=Status(transport.rank),
+            tiles=getattr(self.module, "TILES", None),
         )
         self.has_loss = hasattr(self.module, "train_step")
         if self.has_loss:
@@ -122,12 +124,15 @@ class Trainer:
         """The stages of this rank, by name."""
         return self.worker.stages
 
-    def step(self, input: Any, target: Any = None) -> float:
+    def step(
+        self, input: Any, target: Any = None, *, window: Window | None = None
+    ) -> float:
         """Train on one batch; return its mean loss, the same on every rank.
 
         Every rank gives the same batch, or None for what it does not use. `input` is a
         tensor, a tuple or a dict like `example_inputs()`, `target` what the loss takes.
-        The batch holds all micro-batches, one after the other, in dimension 0.
+        The batch holds all micro-batches, one after the other, in dimension 0. Where
+        pictures are split over ranks, it may hold this rank's `window` of them only.
 
         Raises:
             GemscError: the batch does not fit the program.
@@ -139,17 +144,19 @@ class Trainer:
             )
         worker = self.worker
         sources = {"input": as_structure(input), "target": target}
-        worker.begin(worker.bind_batch(sources), training=True)
+        worker.begin(worker.bind_batch(sources, window), training=True)
         self._set_mode(training=True)
         self.module.train_step(worker)
         worker.end()
         return self._mean_loss()
 
-    def evaluate(self, input: Any, target: Any = None) -> Evaluation:
+    def evaluate(
+        self, input: Any, target: Any = None, *, window: Window | None = None
+    ) -> Evaluation:
         """Run one batch in evaluation mode; see `step` for the arguments."""
         worker = self.worker
         sources = {"input": as_structure(input), "target": target}
-        worker.begin(worker.bind_batch(sources), training=False)
+        worker.begin(worker.bind_batch(sources, window), training=False)
         self._set_mode(training=False)
         self.module.eval_step(worker)
         worker.end()
@@ -188,7 +195,9 @@ class Trainer:
         older checkpoint stays whole until the new one is.
         """
         rank = self.transport.rank
-        write_tensors(directory / f".part{rank}.safetensors", self.state_dict())
+        first = self.worker.tile == 0  # the other tiles of a grid have the same
+        part = self.state_dict() if first else {}
+        write_tensors(directory / f".part{rank}.safetensors", part)
         torch.save(self._progress(), directory / f".optimizer-rank{rank}.pt")
         self.transport.barrier()
         if rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from gemsc.errors import GemscError
+from gemsc.runtime.exchange import Exchange
+from gemsc.runtime.grid import Grid
+from gemsc.runtime.grid_message import GridMessage
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.memory import ActivationMeter
-from gemsc.runtime.message import Input, Message
+from gemsc.runtime.message import Input, Message, Tiles
 from gemsc.runtime.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.progress import Status
 from gemsc.runtime.reduction import GradientSums, RunningStatistics
+from gemsc.runtime.tile_saving import saved_in_parts
+from gemsc.runtime.tiled_data import Window
 from gemsc.runtime.transport import Group, Request
 
 __all__ = ["Worker", "replica_of", "stage_of"]
@@ -59,6 +64,7 @@ class Worker:
     before_update: Callable[[], None] | None = None
     meter: ActivationMeter | None = None
     steps_done: int = 0
+    tiles: Tiles | None = None  # the grid that this rank is a tile of
 
     def __post_init__(self) -> None:
         self._batch: dict[str, Tensor] = {}
@@ -72,6 +78,7 @@ class Worker:
         self._num_expected = self.num_micro_batches
         self._sums = GradientSums(self.link)
         self._statistics = self._running_statistics()
+        self.grid = self._make_grid()
         self._groups = {key: self._make_group(key) for key in sorted(self.reductions)}
 
     @property
@@ -99,6 +106,16 @@ class Worker:
         """The number of this rank among those of its copy of the model."""
         return self.link.transport.rank - self.first_rank
 
+    @property
+    def tile(self) -> int:
+        """The tile that this rank computes, 0 if its stages are not split."""
+        return self.tiles.tile if self.tiles is not None else 0
+
+    @property
+    def num_tiles(self) -> int:
+        """The tiles of this rank's stages."""
+        return len(self.tiles.ranks) if self.tiles is not None else 1
+
     # ------------------------------------------------------- one step
 
     def begin(self, batch: dict[str, Tensor], *, training: bool) -> None:
@@ -125,8 +142,11 @@ class Worker:
             self.steps_done += 1
 
     def loss_sum(self) -> Tensor:
-        """Return the sum of this step's losses on this rank, as a float64 scalar."""
-        if not self._losses:
+        """Return the sum of this step's losses on this rank, as a float64 scalar.
+
+        All tiles of a grid have the same losses: they are those of its first one.
+        """
+        if not self._losses or self.tile > 0:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack(self._losses).sum(dtype=torch.float64).cpu()
 
@@ -146,36 +166,35 @@ class Worker:
             tensor = tensor.clone()
         return tensor.to(self.device, non_blocking=True)
 
-    def receive(self, message: Message, m: int) -> Any:
+    def receive(self, message: Message | GridMessage, m: int) -> Any:
         """Return the message's value (a tuple if it has several), waiting politely."""
-        if message.source == message.dest:
+        if message.is_local:
             return _single(self._local.pop((message.tag, m)))
-        if message not in self._posted:
-            self._post(message)
-        buffer = self._posted.pop(message).take()
-        if m + 1 < self._num_expected:
-            self._post(message)
-        tensors = message.unpack(buffer, self._dtypes(message))
+        if isinstance(message, GridMessage):
+            tensors = self._take_parts(message, m)
+        else:
+            tensors = self._take(message, m)
         if self._training and not message.is_gradient:
-            for tensor, value in zip(tensors, message.values, strict=True):
-                tensor.requires_grad_(value.gradient)
+            for tensor, gradient in zip(tensors, message.gradients, strict=True):
+                tensor.requires_grad_(gradient)
         return _single(tuple(tensors))
 
-    def send(self, message: Message, m: int, *tensors: Tensor) -> None:
+    def send(self, message: Message | GridMessage, m: int, *tensors: Tensor) -> None:
         """Start to send; never blocks."""
-        if message.source == message.dest:
-            values = zip(tensors, message.values, strict=True)
+        if message.is_local:
+            follows = self._training and not message.is_gradient
             self._local[message.tag, m] = tuple(
-                tensor.detach().requires_grad_(
-                    value.gradient and self._training and not message.is_gradient
-                )
-                for tensor, value in values
+                tensor.detach().requires_grad_(gradient and follows)
+                for tensor, gradient in zip(tensors, message.gradients, strict=True)
             )
             return
-        packed = message.pack(tensors)
-        dest = message.dest + self.first_rank
         self._let_go()
-        self._sends.append(self.link.send(packed, dest, message.tag))
+        if isinstance(message, GridMessage):
+            for part in message.parts:
+                if part.source == self.rank:
+                    self._start_send(part.message, message.cut(part, tensors))
+        else:
+            self._start_send(message, tensors)
 
     def run(self, stage: str, m: int, *inputs: Tensor) -> Any:
         """Run a stage forward and keep what its backward needs."""
@@ -185,7 +204,12 @@ class Worker:
         measured = self.meter.forward(inputs) if self.meter else nullcontext()
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, module, staying)
-        with self._random_numbers(module, stage, m), measured, offloaded.forward():
+        with (
+            self._random_numbers(module, stage, m),
+            measured,
+            offloaded.forward(),
+            self._saving(module),
+        ):
             result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
@@ -219,8 +243,9 @@ class Worker:
 
     @property
     def loss_gradient(self) -> Tensor:
-        """What each micro-batch's loss weighs in the mean over the batch."""
+        """What each micro-batch's loss weighs here in the mean over the batch."""
         count = self.copy_micro_batches * self.num_copies * self.accumulate
+        count *= self.num_tiles  # each has the whole loss; their gradients add up
         return torch.full_like(self._losses[-1], 1.0 / count)
 
     def add_loss(self, loss: Tensor) -> None:
@@ -239,9 +264,15 @@ class Worker:
         with torch.no_grad():
             return self.stages[stage].forward_eval(*inputs)  # type: ignore[operator]
 
+    def gather(self, tensor: Tensor, exchange: Exchange) -> Tensor:
+        """Return all of a value of which each tile has a part, in evaluation."""
+        assert self.grid is not None
+        return self.grid.collect(tensor, exchange)
+
     def add_result(self, m: int, loss: Tensor | None, output: Any) -> None:
-        """Keep what the model returned for a micro-batch."""
-        self._results.append((loss, output))
+        """Keep what the model returned for a micro-batch; a grid's first tile does."""
+        if self.tile == 0:
+            self._results.append((loss, output))
 
     def start_reduction(self, stage: str) -> None:
         """Start to add up a stage's gradients over the ranks that hold it.
@@ -299,6 +330,16 @@ class Worker:
         """Whether this step ends with an update (see `accumulate`)."""
         return (self.steps_done + 1) % self.accumulate == 0
 
+    def _make_grid(self) -> Grid | None:
+        """Give the stages of a tile the grid through which they talk."""
+        if self.tiles is None:
+            return None
+        ranks = tuple(self.first_rank + rank for rank in self.tiles.ranks)
+        grid = Grid(self.link, ranks, self.tiles.tile)
+        for stage in self.stages.values():
+            stage.grid = grid  # type: ignore[assignment]
+        return grid
+
     def _make_group(self, key: str) -> Group:
         members = tuple(
             copy * self.copy_ranks + rank
@@ -320,7 +361,11 @@ class Worker:
         for key, module in self.stages.items():
             run = self.copy * self.num_replicas + replica_of(key)
             runs.setdefault(stage_of(key), {})[run] = module
-        return {key: RunningStatistics(r, num_runs) for key, r in runs.items()}
+        counts = self.tile == 0
+        return {
+            key: RunningStatistics(r, num_runs, counts=counts)
+            for key, r in runs.items()
+        }
 
     def _clip(self, limit: float) -> None:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
@@ -356,6 +401,12 @@ class Worker:
             torch.manual_seed(self._seed_of(stage, m))
             yield
 
+    def _saving(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Let a stage on tiles keep halos as what other tiles sent, and no copies."""
+        if not hasattr(module, "grid"):
+            return nullcontext()
+        return saved_in_parts(self.meter.follow if self.meter else None)
+
     def _seed_of(self, stage: str, m: int) -> int:
         """Return a seed that depends on what is computed and not on where."""
         run = self.copy * self.num_replicas + replica_of(stage)
@@ -387,21 +438,28 @@ class Worker:
             yield from (t for t in tree_leaves(states) if isinstance(t, Tensor))
         yield from (incoming.buffer for incoming in self._posted.values())
 
-    def bind_batch(self, sources: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Pick this rank's tensors out of a batch and check them.
+    def bind_batch(
+        self, sources: Mapping[str, Any], window: Window | None = None
+    ) -> dict[str, Tensor]:
+        """Pick this rank's tensors out of a batch, check them and keep their boxes.
 
-        `sources` holds "input" and "target" as the user gave them.
+        `sources` holds "input" and "target" as the user gave them. They hold whole
+        pictures, or the `window` of them.
 
         Raises:
             GemscError: a tensor is missing, or its shape or dtype does not fit.
         """
         return {
-            name: self._check_input(item, _pick(sources, item))
+            name: self._check_input(item, _pick(sources, item), window)
             for name, item in self.inputs.items()
         }
 
-    def _check_input(self, item: Input, tensor: Tensor) -> Tensor:
+    def _check_input(
+        self, item: Input, tensor: Tensor, window: Window | None
+    ) -> Tensor:
         shape, count = item.shape, self.num_copies * self.copy_micro_batches
+        if window is not None:
+            shape = window.shape_of(shape)
         whole, size = shape, 0
         if item.batched:
             whole = (count * shape[0], *shape[1:])
@@ -424,11 +482,35 @@ class Worker:
             )
         if item.batched and tuple(tensor.shape) == whole and self.num_copies > 1:
             tensor = tensor[self.copy * size : (self.copy + 1) * size]
-        return tensor.to(dtype)
+        return _cut(tensor, item, window).to(dtype)
 
     def _let_go(self) -> None:
         """Give the library a turn; drop the tensors whose sends are done."""
         self._sends = [request for request in self._sends if not request.done()]
+
+    def _start_send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        """Start to send the values of a message, packed if they are several."""
+        dest = message.dest + self.first_rank
+        self._sends.append(self.link.send(message.pack(tensors), dest, message.tag))
+
+    def _take(self, message: Message, m: int) -> list[Tensor]:
+        """Wait for a message and post the receive of the next one."""
+        if message not in self._posted:
+            self._post(message)
+        buffer = self._posted.pop(message).take()
+        if m + 1 < self._num_expected:
+            self._post(message)
+        return message.unpack(buffer, self._dtypes(message))
+
+    def _take_parts(self, message: GridMessage, m: int) -> list[Tensor]:
+        """Wait for what each rank of another grid sends, and put it together."""
+        parts = [part for part in message.parts if part.dest == self.rank]
+        for part in parts:
+            if part.message not in self._posted:
+                self._post(part.message)
+        received = [(part, self._take(part.message, m)) for part in parts]
+        dtypes = [self._dtype(value.dtype) for value in message.given]
+        return message.join(self.rank, received, dtypes, self.device)
 
     def _post(self, message: Message) -> None:
         """Post the receive of a message's next micro-batch."""
@@ -506,6 +588,17 @@ def _mix(seed: int, step: int, stage: str, m: int) -> int:
     for byte in f"{seed}/{step}/{stage}/{m}".encode():
         value = ((value ^ byte) * 0x100000001B3) % 2**64
     return value >> 1
+
+
+def _cut(tensor: Tensor, item: Input, window: Window | None) -> Tensor:
+    """Return this rank's box of an input, in memory of its own."""
+    if not item.box:
+        return tensor
+    box = window.inside(item.box, item.shape) if window is not None else item.box
+    first = 1 if item.batched else 0
+    slices = [slice(None)] * first + [slice(*interval) for interval in box[first:]]
+    part = tensor[tuple(slices)]
+    return part if part.shape == tensor.shape else part.clone()
 
 
 def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -37,9 +38,16 @@ class Schedule:
 
 
 def place(
-    kind: str, num_stages: int, num_ranks: int, num_replicas: int = 1
+    kind: str,
+    num_stages: int,
+    num_ranks: int,
+    num_replicas: int = 1,
+    *,
+    mirror: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], ...]:
     """Return `ranks[replica][stage]`.
+
+    `mirror` is the rank opposite to each one, by default N - 1 - rank.
 
     linear    consecutive stages share a rank
     looped    stage s on rank s mod ranks
@@ -53,7 +61,8 @@ def place(
         row = [turn[stage % len(turn)] for stage in range(num_stages)]
     else:
         row = [stage * num_ranks // num_stages for stage in range(num_stages)]
-    mirrored = [num_ranks - 1 - rank for rank in row]
+    opposite = mirror or range(num_ranks - 1, -1, -1)
+    mirrored = [opposite[rank] for rank in row]
     return tuple(
         tuple(mirrored if kind == "mirrored" and replica % 2 else row)
         for replica in range(num_replicas)

@@ -81,6 +81,9 @@ def _stage_label(program: Program, index: int) -> str:
         ranks = sorted({r for rep in program.placement.ranks for r in rep[index]})
         word = "rank" if len(ranks) == 1 else "ranks"
         label += f"  -  {word} {', '.join(map(str, ranks))}"
+        grid = program.placement.grid(index)
+        if grid:
+            label += f", {' x '.join(map(str, grid))} tiles"
     return (
         f"{label}\n{show_flops(stage.total('flops'))}, "
         f"{show_bytes(stage.total('parameter_bytes'))} parameters, "

@@ -48,10 +48,11 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rank: its spans, and the bytes it holds from each time on."""
+    """One rank, or one grid: its spans, and the bytes it holds from each time on."""
 
     spans: tuple[Span, ...]
     lanes: tuple[tuple[int, int], ...]
+    name: str
     memory: tuple[tuple[float, int], ...] = ()
     resident_bytes: int = 0
     peak_bytes: int = 0
@@ -98,8 +99,12 @@ class Panel:
         return 1.0 - sum(row.busy for row in self.rows) / total if total else 0.0
 
 
-def predicted_panel(task: Task, timeline: Timeline) -> Panel:
-    """Return a step of one copy of the model, as predicted."""
+def predicted_panel(task: Task, timeline: Timeline, names: Sequence[str] = ()) -> Panel:
+    """Return a step of one copy of the model, as predicted.
+
+    `names` are those of the rows, where they are not rank 0, rank 1, ...
+    """
+    names = names or _ranks(timeline.ranks)
     rows = tuple(
         Row(
             tuple(
@@ -107,6 +112,7 @@ def predicted_panel(task: Task, timeline: Timeline) -> Panel:
                 for timed in actions
             ),
             task.lanes[rank],
+            names[rank],
             tuple(_memory(task, rank, actions)),
             task.resident_bytes(rank),
             timeline.peak_bytes[rank],
@@ -116,15 +122,22 @@ def predicted_panel(task: Task, timeline: Timeline) -> Panel:
     return Panel("predicted", rows, tuple(_arrows(task, rows)), timeline.makespan)
 
 
-def measured_panel(task: Task, marks: Sequence[Sequence[Mark]]) -> Panel:
-    """Return a step of all copies of the model, from what each rank wrote down."""
+def measured_panel(
+    task: Task, marks: Sequence[Sequence[Mark]], names: Sequence[str] = ()
+) -> Panel:
+    """Return a step of all copies of the model, from what each row wrote down."""
+    names = names or _ranks(marks)
     rows = tuple(
-        Row(tuple(map(_span, row)), task.lanes[rank % task.num_ranks])
+        Row(tuple(map(_span, row)), task.lanes[rank % task.num_ranks], names[rank])
         for rank, row in enumerate(marks)
     )
     arrows = tuple(_arrows(task, rows))
     makespan = max((span.end for row in rows for span in row.spans), default=0.0)
     return Panel("measured", rows, arrows, makespan)
+
+
+def _ranks(rows: Sequence[object]) -> list[str]:
+    return [f"rank {rank}" for rank in range(len(rows))]
 
 
 def _span(mark: Mark) -> Span:

@@ -37,7 +37,7 @@ def show_shares(predicted: Panel, measured: Panel, console: Console) -> None:
         parts = [row.busy, *(row.seconds(*kind) for kind in kinds)]
         shares = [part / measured.makespan for part in parts]
         shares = [planned.busy / predicted.makespan, *shares, 1 - sum(shares)]
-        table.add_row(str(rank), *(f"{share:.0%}" for share in shares))
+        table.add_row(row.name.partition(" ")[2], *(f"{share:.0%}" for share in shares))
     console.print(table)
 
 

@@ -25,14 +25,16 @@ def show(plan: Plan, console: Console) -> None:
     """Print why it is cut so, stages, skips, transfers, memory and the order."""
     width = console.width
     console.print(_summary(plan))
-    parts = (
+    parts = [
         _stages(plan, width),
         _skips(plan, width),
         _transfers(plan, width),
         _memory(plan, width),
         _timeline(plan, width),
         _order(plan, width),
-    )
+    ]
+    if plan.groups:
+        parts[1:1] = _tiles(plan, width)
     for part in parts:
         console.print()
         console.print(part)
@@ -75,7 +77,7 @@ def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> N
     ratios = [
         found / predicted
         for found, predicted in zip(
-            measured, plan.activation_bytes * plan.data, strict=True
+            measured, plan.by_rank(plan.activation_bytes) * plan.data, strict=True
         )
     ]
     peaks = ", ".join(map(show_bytes, measured))
@@ -135,6 +137,35 @@ def _stages(plan: Plan, width: int) -> RenderableType:
     return fitted(title, columns, width)
 
 
+def _tiles(plan: Plan, width: int) -> list[RenderableType]:
+    """Return what split stages send from tile to tile, and what they had to gather."""
+    stages = [stage for stage in plan.stages if stage.tiles]
+    gathered = [sum(b["stage"] == s.index for b in plan.barriers) for s in stages]
+    columns = (
+        column("stage", (s.index for s in stages), left=True),
+        column("grid", (" x ".join(map(str, s.tiles)) for s in stages), left=True),
+        column("from tile to tile", (show_bytes(s.halo_bytes) for s in stages)),
+        column("gathered", gathered),
+    )
+    found: list[RenderableType] = [fitted("tiles (one micro-batch)", columns, width)]
+    if plan.barriers:
+        sizes = (show_bytes(b["num_bytes"]) for b in plan.barriers)
+        columns = (
+            column("value", (b["value"] for b in plan.barriers), left=True),
+            column("bytes", sizes),
+            column("line", (b["line"] for b in plan.barriers), left=True),
+            column(
+                "why", (b["reason"] for b in plan.barriers), left=True, shrinks=True
+            ),
+        )
+        found.append(fitted("values that every tile gathers whole", columns, width))
+    return found
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
 def _skips(plan: Plan, width: int) -> RenderableType:
     if not plan.skips:
         return Text("no skip jumps over a block")
@@ -186,7 +217,7 @@ def _memory(plan: Plan, width: int) -> RenderableType:
         held = min(whole, round(room * (size - live) / fullest))
         bars.append(("#" * held + "+" * (whole - held)).ljust(room))
     columns = (
-        column("rank", ranks, left=True),
+        column("rank", (_name(plan.members[r]) for r in ranks), left=True),
         column("peak", (show_bytes(plan.peak_bytes[r]) for r in ranks)),
         column("activations", (show_bytes(plan.activation_bytes[r]) for r in ranks)),
         column("# weights, gradients  + activations", bars, left=True, shrinks=True),
@@ -205,7 +236,10 @@ def _timeline(plan: Plan, width: int) -> RenderableType:
 def _order(plan: Plan, width: int) -> Table:
     ranks = sample(len(plan.order), MOST_ROWS)
     texts = [_cut(plan.order[rank], width - 20) for rank in ranks]
-    columns = (column("rank", ranks, left=True), column("", texts, left=True))
+    columns = (
+        column("rank", (_name(plan.members[r]) for r in ranks), left=True),
+        column("", texts, left=True),
+    )
     title = "order of one step (2F0: stage 2, forward, micro-batch 0)"
     return fitted(title, columns, width)
 

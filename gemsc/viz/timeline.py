@@ -60,10 +60,27 @@ def write_timeline(
 
 
 def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, ...]:
-    """Return the predicted step, and the measured one if there are marks."""
+    """Return the predicted step, and the measured one if there are marks.
+
+    The tiles of a grid go in step: its row is what the first one does.
+    """
     task = task_of(plan)
-    predicted = predicted_panel(task, timeline_of(plan))
-    return (predicted, measured_panel(task, marks)) if marks else (predicted,)
+    copies = [
+        [[rank + copy * plan.copy_ranks for rank in ranks] for ranks in plan.members]
+        for copy in range(plan.data)
+    ]
+    predicted = predicted_panel(task, timeline_of(plan), list(map(_name, copies[0])))
+    if not marks:
+        return (predicted,)
+    groups = [ranks for copy in copies for ranks in copy]
+    rows = [marks[ranks[0]] for ranks in groups]
+    return predicted, measured_panel(task, rows, list(map(_name, groups)))
+
+
+def _name(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {ranks[0]}-{ranks[-1]}"
 
 
 def grid(plan: Plan) -> str:
@@ -209,7 +226,7 @@ class _Picture:
         for span in row.spans:
             self._span(row, span, y)
         middle = y + size.box / 2
-        self.add(_text(LEFT - 8, middle + 4, f"rank {panel.number(rank)}", "rank"))
+        self.add(_text(LEFT - 8, middle + 4, row.name, "rank"))
         idle = 1 - row.busy / panel.makespan if panel.makespan else 0
         right = _n(self.x(panel.makespan) + 8)
         self.add(_text(right, middle + 4, f"{idle:.0%} idle", "note"))

@@ -26,11 +26,11 @@ def _all(pid: int, panel: Panel) -> Iterator[Event]:
     yield _name(pid, 0, "process_name", name=panel.name)
     yield _name(pid, 0, "process_sort_index", sort_index=pid)
     for rank, row in enumerate(panel.rows):
-        yield _name(pid, _tid(pid, rank), "thread_name", name=f"rank {rank}")
+        yield _name(pid, _tid(pid, rank), "thread_name", name=row.name)
         yield _name(pid, _tid(pid, rank), "thread_sort_index", sort_index=rank)
         for span in row.spans:
             yield _span(pid, rank, span)
-        yield from _memory(pid, rank, row)
+        yield from _memory(pid, row)
     for number, arrow in enumerate(panel.arrows):
         shared: Event = {"name": "message", "cat": "message", "id": f"{pid}.{number}"}
         start = max(0.0, _us(arrow.start) - INSIDE)
@@ -74,9 +74,9 @@ def _span(pid: int, rank: int, span: Span) -> Event:
     }
 
 
-def _memory(pid: int, rank: int, row: Row) -> Iterator[Event]:
+def _memory(pid: int, row: Row) -> Iterator[Event]:
     for seconds, held in row.memory:
-        counter = {"name": f"rank {rank} bytes", "args": {"bytes": held}}
+        counter = {"name": f"{row.name} bytes", "args": {"bytes": held}}
         yield {"ph": "C", "pid": pid, "ts": _us(seconds), **counter}
 
 

@@ -1,0 +1,101 @@
+"""How exchanges between tiles are named, and told in a comment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from gemsc.boxes import Box, everything
+from gemsc.ir import meta
+from gemsc.ir.flow import base_name, exchange_of, is_exchange
+from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import Exchange, all_reduce
+
+__all__ = ["exchanges_of", "gathers_of", "note_of", "wish_of"]
+
+# how the sides of a box are called, with two axes of tiles
+SIDES = (("row", "up", "down"), ("column", "left", "right"))
+
+
+def exchanges_of(stage: Any) -> Iterator[tuple[fx.Node, Exchange]]:
+    """Yield the exchanges that a stage's text mentions, each with its node."""
+    flows = (stage.flow, stage.evaluation) if stage.apart else (stage.flow,)
+    for flow in flows:
+        for node in flow.nodes:
+            if is_exchange(node):
+                yield node, exchange_of(node)
+
+
+def wish_of(node: fx.Node, exchange: Exchange) -> str:
+    """Return a name for the constant: HALO_CONV1, WHOLE_LOGITS, PART_X."""
+    whole = everything(exchange.shape)
+    source = node.args[0]
+    if all(box == whole for box in exchange.wanted):
+        value = source if isinstance(source, fx.Node) else node
+        return f"WHOLE_{base_name(value).upper()}"
+    if all(box == whole for box in exchange.held):
+        value = source if isinstance(source, fx.Node) else node
+        return f"PART_{base_name(value).upper()}"
+    user = next(iter(node.users), node) if is_exchange(node) else node
+    return f"HALO_{base_name(user).upper()}"
+
+
+def gathers_of(evaluation: Program, tile: int | None) -> dict[fx.Node, Exchange]:
+    """Return how the tiles put the model's outputs together, where the loss is.
+
+    What comes from another grid comes whole.
+    """
+    if tile is None:
+        return {}
+    placement = evaluation.placement
+    assert placement is not None
+    stages = evaluation.require_stages()
+    stage_of = {node: stage.index for stage in stages for node in stage.nodes}
+    home = placement.grid(evaluation.home)
+    found = {}
+    for node in evaluation.outputs:
+        layout = meta.layout(node)
+        here = node not in stage_of or placement.grid(stage_of[node]) == home
+        if here and layout is not None and not layout.is_whole:
+            whole = (everything(layout.shape),) * layout.num_tiles
+            owned = layout.owned
+            found[node] = Exchange(0, layout.shape, layout.boxes, whole, owned=owned)
+    return found
+
+
+def note_of(node: fx.Node, tile: int | None) -> str:
+    """Return what a tile gets from the others, for a comment; '' for other nodes."""
+    if tile is None:
+        return ""
+    if node.target is all_reduce:
+        return "sum over the tiles"
+    if not is_exchange(node):
+        return ""
+    exchange = exchange_of(node)
+    held, wanted = exchange.held[tile], exchange.wanted[tile]
+    whole = everything(exchange.shape)
+    if wanted == whole and held != whole:
+        return f"gather {len(exchange.held)} tiles"
+    if held == whole:
+        return "this tile's part"
+    widths = list(_widths(held, wanted))
+    if len(widths) == 2 * (len(held) - 2) and len({count for count, _ in widths}) == 1:
+        return f"halo of {widths[0][0]}"
+    return ", ".join(text for _, text in widths) or "nothing on this tile"
+
+
+def _widths(held: Box, wanted: Box) -> Iterator[tuple[int, str]]:
+    """Yield how much further a wanted box reaches on each side, and that as text."""
+    num_axes = len(held) - 2
+    for axis, ((start, stop), (first, end)) in enumerate(
+        zip(held[2:], wanted[2:], strict=True)
+    ):
+        noun, before, after = f"along axis {axis}", "before", "after"
+        if num_axes == 2:
+            noun, before, after = SIDES[axis]
+        for count, side in ((start - first, before), (end - stop, after)):
+            if count:
+                plural = "s" if num_axes == 2 and abs(count) > 1 else ""
+                yield count, f"{count} {noun}{plural} {side}"

@@ -1,0 +1,92 @@
+"""Check tiles: the grid must fit the pictures that the split stages read.
+
+Example: `--tiles 2x2` on volumes of 64 x 64 x 64 voxels has too few numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.ir import meta
+from gemsc.ir.program import Input, Program
+from gemsc.passes.base import Pass
+
+__all__ = ["CheckTiles"]
+
+AXES = ("height", "width")
+
+
+@dataclass(frozen=True)
+class CheckTiles(Pass):
+    """Refuse grids with another number of axes than pictures, or with too many tiles.
+
+    A picture is an input of the model [batch, channels, axis, axis, ...].
+    """
+
+    name: ClassVar[str] = "check-tiles"
+    requires: ClassVar[tuple[str, ...]] = ("stages", "placement")
+
+    def apply(self, program: Program) -> Program:
+        """Return the program as it is.
+
+        Raises:
+            GemscError: a grid does not fit; names the input and where it is used.
+        """
+        placement = program.placement
+        assert placement is not None
+        nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+        pictures = [
+            (item, nodes[item.name])
+            for item in program.inputs
+            if item.path[0] == "input" and len(item.spec.shape) > 2
+        ]
+        for stage in program.require_stages():
+            grid = placement.grid(stage.index)
+            if grid:
+                inside = set(stage.nodes)
+                for item, node in pictures:
+                    if inside.intersection(node.users):
+                        _check(grid, item, _first_use(node))
+        grid = placement.grid(0)
+        if grid and not pictures:
+            shapes = ", ".join(f"{i.name}: {i.spec}" for i in program.inputs)
+            raise GemscError(
+                f"--tiles {_show(grid)} splits pictures, and the model has none as "
+                f"input ({shapes})",
+                help="give inputs of [batch, channels, height, width], or leave out "
+                "--tiles",
+            )
+        return program
+
+
+def _check(grid: tuple[int, ...], item: Input, at: SourceLocation | None) -> None:
+    sizes = item.spec.shape[2:]
+    if len(sizes) != len(grid):
+        given = "x".join(["2"] + ["1"] * (len(sizes) - 1))
+        raise GemscError(
+            f"--tiles {_show(grid)} splits {len(grid)} axes, input '{item.name}' has "
+            f"{len(sizes)}: {item.spec}",
+            at=at,
+            help=f"write one number for each axis, for example --tiles {given}",
+        )
+    for axis, (size, count) in enumerate(zip(sizes, grid, strict=True)):
+        if size < count:
+            name = AXES[axis] if len(sizes) == 2 else f"axis {axis}"
+            raise GemscError(
+                f"--tiles {_show(grid)} cuts the {name} into {count} tiles, input "
+                f"'{item.name}' has {size} there: {item.spec}",
+                at=at,
+                help="use fewer tiles, or larger example_inputs()",
+            )
+
+
+def _first_use(node: fx.Node) -> SourceLocation | None:
+    return next((meta.location(user) for user in node.users), None)
+
+
+def _show(grid: tuple[int, ...]) -> str:
+    return "x".join(map(str, grid))

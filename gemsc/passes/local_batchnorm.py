@@ -1,0 +1,70 @@
+"""Local batchnorm: each tile normalises by its own statistics; not what one rank does.
+
+Example, on a tile:
+    %bn = grid.batch_norm(%conv, bn1)     # before: statistics of all tiles
+    %bn = bn1(%conv)                      # after: of this one, nothing is sent
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from torch import fx, nn
+from torch.nn import functional as F
+
+from gemsc.ir import meta
+from gemsc.ir.program import Program
+from gemsc.ir.staged import keep_stages
+from gemsc.ir.tile_ops import TileLayer, functional_batch_norm
+from gemsc.passes.annotate import annotate
+from gemsc.passes.base import Pass
+from gemsc.planner.hardware import Device
+
+__all__ = ["LocalBatchnorm"]
+
+
+@dataclass(frozen=True)
+class LocalBatchnorm(Pass):
+    """Let BatchNorm work as if each tile were a picture of its own.
+
+    It needs no messages. The result is not that of one rank; the running statistics
+    that are saved are those of the first tile.
+    """
+
+    name: ClassVar[str] = "local-batchnorm"
+    requires: ClassVar[tuple[str, ...]] = ("stages",)
+
+    training: bool = True
+    device: Device | None = None
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with the user's own layers in the place of the grid's."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in program.graph.nodes:
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+            meta.copy_meta(node, mapping[node])
+        changed = keep_stages(program, graph, mapping)
+        for node in graph.nodes:
+            if node.target is functional_batch_norm:
+                node.target = F.batch_norm
+            if node.op == "call_module":
+                layer = changed.module.get_submodule(str(node.target))
+                if isinstance(layer, TileLayer) and layer.method == "batch_norm":
+                    own = cast("nn.Module", layer.layer)
+                    _set_layer(changed.module, str(node.target), own)
+        annotate(changed, device=self.device, training=self.training)
+        return changed
+
+
+def _set_layer(module: nn.Module, path: str, layer: nn.Module) -> None:
+    """Put a layer into a module whose children stay as they are elsewhere."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        child = copy.copy(module.get_submodule(parent))
+        child.__dict__["_modules"] = dict(child._modules)
+        module._modules[parent] = child
+        module = child
+    module._modules[name] = layer

@@ -1,0 +1,266 @@
+"""Calls by kind: a layer, a function and a method that do the same are one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+__all__ = ["Call", "describe"]
+
+_CONV = "input weight bias stride padding dilation groups"
+_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+_MAX_POOL = "input kernel_size stride padding dilation ceil_mode return_indices"
+_AVG_POOL = (
+    "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
+)
+_LP_POOL = "input norm_type kernel_size stride ceil_mode"
+_ADAPTIVE = "input output_size return_indices"
+_INTERPOLATE = (
+    "input size scale_factor mode align_corners recompute_scale_factor antialias"
+)
+_BATCH_NORM = "input running_mean running_var weight bias training momentum eps"
+_INSTANCE_NORM = (
+    "input running_mean running_var weight bias use_input_stats momentum eps"
+)
+_LOSS = "input target size_average reduce reduction"
+_WEIGHTED = "input target weight size_average reduce reduction"
+_REDUCTION = "input dim keepdim dtype"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One node: its kind, its arguments by name, and the layer if it calls one.
+
+    A layer's settings count as arguments; its parameters do not.
+    """
+
+    node: fx.Node
+    kind: str
+    arguments: dict[str, Any]
+    layer: nn.Module | None = None
+    names: tuple[str, ...] = ()
+    detail: str = ""  # of the kind: the rank of windows, the mode of a padding layer
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an argument, or the default if it was not given."""
+        value = self.arguments.get(name)
+        return default if value is None else value
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions that a window moves over."""
+        return int(self.detail)
+
+    @property
+    def input(self) -> fx.Node:
+        """The first tensor."""
+        node = self.arguments["input"]
+        assert isinstance(node, fx.Node)
+        return node
+
+
+def describe(node: fx.Node, module: nn.Module) -> Call:
+    """Return a node's kind ("" if it has none) and its arguments by name."""
+    if node.op == "call_module":
+        return _describe_layer(node, module.get_submodule(str(node.target)))
+    table = _METHODS if node.op == "call_method" else _FUNCTIONS
+    target: Any = node.target
+    try:
+        kind, names = table.get(target, ("", ""))
+    except TypeError:  # not hashable
+        kind, names = "", ""
+    order = tuple(names.split())
+    arguments = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
+    if kind.partition(":")[0] in _VARIADIC and len(node.args) > len(order):  # x.sum(2, 3)
+        arguments[order[-1]] = node.args[len(order) - 1 :]
+    kind, _, detail = kind.partition(":")
+    return Call(node, kind, arguments, names=order, detail=detail)
+
+
+def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
+    for cls, kind, settings in _LAYERS:
+        if type(layer) is cls:
+            arguments = {
+                name: getattr(layer, attribute)
+                for name, attribute in (_pair(word) for word in settings.split())
+            }
+            first, *others = node.args or node.kwargs.values()
+            arguments["input"] = first
+            if others:
+                arguments["target"] = others[0]
+            kind, _, detail = kind.partition(":")
+            return Call(node, kind, arguments, layer, detail=detail)
+    return Call(node, "", {}, layer)
+
+
+def _pair(word: str) -> tuple[str, str]:
+    """Return ("kernel_size", "kernel_size"), or ("padding", "p") for `padding:p`."""
+    name, _, attribute = word.partition(":")
+    return name, attribute or name
+
+
+_VARIADIC = frozenset({"mean", "sum"})
+
+# Operations that work along `dim` and leave the other dimensions alone.
+_ALONG = {
+    **dict.fromkeys(
+        (
+            "softmax log_softmax softmin argmax argmin cumsum cumprod logsumexp sort "
+            "amax amin prod std var all any glu index_select"
+        ).split(),
+        "input dim",
+    ),
+    "max": "input dim",
+    "min": "input dim",
+    "topk": "input k dim",
+    "norm": "input p dim",
+    "normalize": "input p dim",
+    "roll": "input shifts dim",
+    "flip": "input dim",
+}
+
+
+def _functions() -> Iterator[tuple[Any, str, str]]:
+    for rank in (1, 2, 3):
+        yield f"conv{rank}d", f"conv:{rank}", _CONV
+        yield f"conv_transpose{rank}d", f"conv_transpose:{rank}", _TRANSPOSED
+        yield f"max_pool{rank}d", f"max_pool:{rank}", _MAX_POOL
+        yield f"avg_pool{rank}d", f"avg_pool:{rank}", _AVG_POOL
+        yield f"lp_pool{rank}d", f"lp_pool:{rank}", _LP_POOL
+        yield f"adaptive_avg_pool{rank}d", f"adaptive_avg_pool:{rank}", _ADAPTIVE
+        yield f"adaptive_max_pool{rank}d", f"adaptive_max_pool:{rank}", _ADAPTIVE
+        yield f"dropout{rank}d", "channel_dropout", "input p training inplace"
+    yield "feature_dropout", "channel_dropout", "input p training"
+    yield "feature_alpha_dropout", "channel_dropout", "input p training inplace"
+    yield "interpolate", "interpolate", _INTERPOLATE
+    yield "pad", "pad", "input pad mode value"
+    yield "pixel_shuffle", "pixel_shuffle", "input upscale_factor"
+    yield "pixel_unshuffle", "pixel_unshuffle", "input downscale_factor"
+    yield "channel_shuffle", "channels", "input groups"
+    yield "local_response_norm", "channels", "input size alpha beta k"
+    yield "prelu", "channels", "input weight"
+    yield "batch_norm", "batch_norm", _BATCH_NORM
+    yield "group_norm", "group_norm", "input num_groups weight bias eps"
+    yield "instance_norm", "instance_norm", _INSTANCE_NORM
+    yield "layer_norm", "layer_norm", "input normalized_shape weight bias eps"
+    yield "dropout", "dropout", "input p training inplace"
+    yield "linear", "linear", "input weight bias"
+    for name in ("cat", "concat", "concatenate"):
+        yield name, "cat", "tensors dim"
+    yield "stack", "stack", "tensors dim"
+    yield "mean", "mean", _REDUCTION
+    yield "sum", "sum", _REDUCTION
+    for name, names in _ALONG.items():
+        yield name, "along", names
+    yield "narrow", "narrow", "input dim start length"
+    yield "mse_loss", "loss", _LOSS
+    yield "l1_loss", "loss", _LOSS
+    yield "smooth_l1_loss", "loss", f"{_LOSS} beta"
+    yield "huber_loss", "loss", "input target reduction delta"
+    yield "binary_cross_entropy", "loss", _WEIGHTED
+    yield (
+        "binary_cross_entropy_with_logits",
+        "loss",
+        f"{_WEIGHTED} pos_weight",
+    )
+    yield (
+        "cross_entropy",
+        "cross_entropy",
+        "input target weight size_average ignore_index reduce reduction "
+        "label_smoothing",
+    )
+
+
+_FUNCTIONS: dict[Any, tuple[str, str]] = {
+    function: (kind, names)
+    for name, kind, names in _functions()
+    for function in (getattr(torch, name, None), getattr(F, name, None))
+    if function is not None
+}
+_METHODS: dict[str, tuple[str, str]] = {
+    "mean": ("mean", _REDUCTION),
+    "sum": ("sum", _REDUCTION),
+    "narrow": ("narrow", "input dim start length"),
+    **{name: ("along", names) for name, names in _ALONG.items()},
+}
+
+
+
+def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
+    windows = "kernel_size stride padding"
+    for rank in (1, 2, 3):
+        d = f"{rank}d"
+        conv = f"{windows} dilation groups padding_mode"
+        yield getattr(nn, f"Conv{d}"), f"conv:{rank}", conv
+        yield getattr(nn, f"ConvTranspose{d}"), f"conv_transpose:{rank}", (
+            f"{conv} output_padding"
+        )
+        yield getattr(nn, f"MaxPool{d}"), f"max_pool:{rank}", (
+            f"{windows} dilation ceil_mode return_indices"
+        )
+        average = f"{windows} ceil_mode count_include_pad"
+        yield getattr(nn, f"AvgPool{d}"), f"avg_pool:{rank}", (
+            average if d == "1d" else f"{average} divisor_override"
+        )
+        yield getattr(nn, f"LPPool{d}"), f"lp_pool:{rank}", (
+            "norm_type kernel_size stride ceil_mode"
+        )
+        yield getattr(nn, f"AdaptiveAvgPool{d}"), f"adaptive_avg_pool:{rank}", "output_size"
+        yield getattr(nn, f"AdaptiveMaxPool{d}"), f"adaptive_max_pool:{rank}", (
+            "output_size return_indices"
+        )
+        for mode, cls in (
+            ("constant", "ConstantPad"),
+            ("reflect", "ReflectionPad"),
+            ("replicate", "ReplicationPad"),
+            ("circular", "CircularPad"),
+        ):
+            value = " value" if mode == "constant" else ""
+            yield getattr(nn, f"{cls}{d}"), f"pad:{mode}", f"pad:padding{value}"
+        yield getattr(nn, f"ZeroPad{d}"), "pad:constant", "pad:padding value"
+        yield getattr(nn, f"BatchNorm{d}"), "batch_norm", "eps"
+        yield getattr(nn, f"InstanceNorm{d}"), "instance_norm", (
+            "eps track_running_stats"
+        )
+        yield getattr(nn, f"Dropout{d}"), "channel_dropout", "p"
+    yield nn.FeatureAlphaDropout, "channel_dropout", "p"
+    yield nn.Dropout, "dropout", "p"
+    yield nn.GroupNorm, "group_norm", "num_groups eps"
+    yield nn.LayerNorm, "layer_norm", "normalized_shape eps"
+    yield nn.LocalResponseNorm, "channels", "size"
+    yield nn.PReLU, "channels", ""
+    yield nn.ChannelShuffle, "channels", ""
+    yield nn.Softmax, "along", "dim"
+    yield nn.LogSoftmax, "along", "dim"
+    yield nn.GLU, "along", "dim"
+    yield nn.Softmax2d, "channels", ""
+    yield nn.Linear, "linear", ""
+    yield nn.Upsample, "interpolate", (
+        "size scale_factor mode align_corners recompute_scale_factor"
+    )
+    yield nn.UpsamplingNearest2d, "interpolate", (
+        "size scale_factor mode align_corners recompute_scale_factor"
+    )
+    yield nn.UpsamplingBilinear2d, "interpolate", (
+        "size scale_factor mode align_corners recompute_scale_factor"
+    )
+    yield nn.PixelShuffle, "pixel_shuffle", "upscale_factor"
+    yield nn.PixelUnshuffle, "pixel_unshuffle", "downscale_factor"
+    yield nn.MSELoss, "loss", "reduction"
+    yield nn.L1Loss, "loss", "reduction"
+    yield nn.SmoothL1Loss, "loss", "reduction"
+    yield nn.HuberLoss, "loss", "reduction"
+    yield nn.BCELoss, "loss", "reduction weight"
+    yield nn.BCEWithLogitsLoss, "loss", "reduction weight pos_weight"
+    yield nn.CrossEntropyLoss, "cross_entropy", "reduction"
+
+
+_LAYERS = tuple(_layers())

@@ -1,0 +1,119 @@
+"""Classify a node by the ATen operators that it runs: element by element, or a view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemsc.ir import meta
+from gemsc.ir.interpret import run_node
+
+__all__ = ["Probe"]
+
+_ATEN = torch.ops.aten
+# Element by element, though PyTorch does not tag them so.
+_POINTWISE = frozenset(
+    {
+        _ATEN._to_copy,
+        _ATEN.alias,
+        _ATEN.clone,
+        _ATEN.detach,
+        _ATEN.elu,
+        _ATEN.hardsigmoid,
+        _ATEN.hardswish,
+        _ATEN.hardtanh,
+        _ATEN.leaky_relu,
+        _ATEN.log_sigmoid_forward,
+        _ATEN.masked_fill,
+        _ATEN.softplus,
+        _ATEN.threshold,
+        _ATEN.where,
+        _ATEN.zeros_like,
+        _ATEN.ones_like,
+        _ATEN.full_like,
+    }
+)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The ATen operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace != "prim":  # queries, of fake tensors for instance
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Probe:
+    """Runs single nodes on fake tensors that are contiguous.
+
+    `module` is a copy of the program's module whose tensors are fake.
+    """
+
+    def __init__(self, mode: FakeTensorMode, module: nn.Module) -> None:
+        self._mode = mode
+        self._module = module
+
+    def is_pointwise(self, node: fx.Node) -> bool:
+        """Whether each element depends on the same element of broadcast inputs."""
+        operators, _, _ = self._run(node)
+        return bool(operators) and all(
+            torch.Tag.pointwise in func.tags or func._overloadpacket in _POINTWISE
+            for func in operators
+        )
+
+    def kept_dims(self, node: fx.Node, source: fx.Node) -> dict[int, int] | None:
+        """Return where a view keeps whole dimensions of its source; None if no view.
+
+        A dimension of the result with the same stride and size as one of the source is
+        that one: both walk the same memory. Of a tuple, all tensors must agree.
+        """
+        operators, values, result = self._run(node)
+        if not all(func.is_view for func in operators):
+            return None
+        given = values[source]
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if not isinstance(given, Tensor) or not outputs:
+            return None
+        found: dict[int, int] = {}
+        for dim, (size, stride) in enumerate(
+            zip(given.shape, given.stride(), strict=True)
+        ):
+            places = {_place(output, size, stride) for output in outputs}
+            place = places.pop()
+            if size > 1 and not places and place is not None:
+                found[dim] = place
+        return found
+
+    def _run(self, node: fx.Node) -> tuple[list[Any], dict[fx.Node, Any], Any]:
+        recorder = _Operators()
+        with self._mode, torch.no_grad():
+            values = {n: _contiguous(meta.value(n)) for n in node.all_input_nodes}
+            with recorder:
+                result = run_node(node, values, self._module)
+        return recorder.seen, values, result
+
+
+def _place(output: Tensor, size: int, stride: int) -> int | None:
+    pairs = list(zip(output.shape, output.stride(), strict=True))
+    return pairs.index((size, stride)) if (size, stride) in pairs else None
+
+
+def _contiguous(value: Any) -> Any:
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+
+    return pytree.tree_map(fresh, value)

@@ -1,0 +1,123 @@
+"""Write a call again for one tile: the same call with other inputs and settings."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx
+
+from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.cuts import Axes
+from gemsc.passes.spatial.lowering import Local, Lowering
+
+__all__ = ["call_again", "crop", "local_inputs", "same_for_all", "weighted_sum"]
+
+
+def call_again(
+    low: Lowering,
+    call: Call,
+    axes: Axes | None,
+    inputs: dict[fx.Node, fx.Node],
+    changes: dict[str, Any] | None = None,
+    *,
+    partial: bool = False,
+) -> Local:
+    """Add the call with the given inputs; other tensors whole; settings changed.
+
+    A layer whose settings change is replaced by a copy. Settings of functions that
+    stand among the positional arguments change in their place. `partial`: what the tile
+    computes is not yet its part of the result.
+    """
+    changed = _different(call, changes or {})
+    for source in call.node.all_input_nodes:
+        if source not in inputs:
+            inputs[source] = low.whole(source)
+    args = fx.node.map_arg(call.node.args, inputs.__getitem__)
+    kwargs = fx.node.map_arg(call.node.kwargs, inputs.__getitem__)
+    target = call.node.target
+    if call.layer is not None and changed:
+        if low.layers.is_shared(str(target)) and call.kind in _AS_FUNCTION:
+            return _as_function(low, call, axes, args, changed, partial=partial)
+        low.layers.replace(str(target), low.layers.changed(call.node, changed))
+    elif changed:
+        places = {name: i for i, name in enumerate(call.names[: len(args)])}
+        args = tuple(
+            changed.get(call.names[i], argument) if i < len(call.names) else argument
+            for i, argument in enumerate(args)
+        )
+        others = {n: value for n, value in changed.items() if n not in places}
+        kwargs = {**kwargs, **others}
+    return low.create(
+        call.node, call.node.op, target, args, kwargs, axes, partial=partial
+    )
+
+
+_AS_FUNCTION: dict[str, tuple[str, ...]] = {
+    "conv": ("stride", "padding", "dilation", "groups"),
+    "conv_transpose": ("stride", "padding", "output_padding", "groups", "dilation"),
+}
+
+
+def _as_function(
+    low: Lowering,
+    call: Call,
+    axes: Axes | None,
+    args: tuple[Any, ...],
+    changed: dict[str, Any],
+    *,
+    partial: bool,
+) -> Local:
+    """Add the function of a layer that is called elsewhere with other settings."""
+    parameters = [low.parameter(call.node, name) for name in ("weight", "bias")]
+    kwargs = {
+        name: changed.get(name, call[name])
+        for name in _AS_FUNCTION[call.kind]
+        if name in call.arguments
+    }
+    function = getattr(F, f"{call.kind}{call.rank}d")
+    inputs = (*args, *parameters)
+    return low.create(
+        call.node, "call_function", function, inputs, kwargs, axes, partial=partial
+    )
+
+
+def _different(call: Call, changes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in changes.items()
+        if name not in call.arguments or call.arguments[name] != value
+    }
+
+
+def local_inputs(low: Lowering, call: Call) -> dict[fx.Node, fx.Node]:
+    """Return each tensor of a call as its tile has it."""
+    return {node: low.get(node).node for node in call.node.all_input_nodes}
+
+
+def same_for_all(low: Lowering, call: Call) -> Local:
+    """Add the call on the tile's own part of its first tensor, nothing changed."""
+    source = call.input
+    return call_again(low, call, low.axes(source), {source: low.get(source).node})
+
+
+def crop(low: Lowering, call: Call, local: Local, rows: list[tuple[int, int]]) -> Local:
+    """Drop (before, after) rows of the last dimensions of a tile, if any."""
+    if not any(before or after for before, after in rows):
+        return local
+    index: list[Any] = [...]
+    for before, after in rows:
+        index.append(slice(before or None, -after if after else None))
+    args = (local.node, tuple(index))
+    getitem = operator.getitem
+    return low.create(call.node, "call_function", getitem, args, {}, local.axes)
+
+
+def weighted_sum(low: Lowering, call: Call, local: Local, share: float) -> Local:
+    """Add up a value of each tile, times its share."""
+    args = (local.node, share)
+    weighted = low.create(
+        call.node, "call_function", operator.mul, args, {}, None, partial=True
+    )
+    return low.all_reduce(call.node, weighted.node)

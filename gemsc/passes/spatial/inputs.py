@@ -1,0 +1,140 @@
+"""Inputs of a lowered graph: each grid takes its own part, with the halo it needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from gemsc.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.ir import meta
+from gemsc.ir.layout import Layout
+from gemsc.ir.program import Input, Program
+from gemsc.passes.spatial.cuts import Axes, fits, num_tiles
+from gemsc.passes.spatial.values import (
+    Local,
+    describe,
+    held_boxes,
+    last_axes,
+    whole_shape,
+)
+
+__all__ = ["Inputs", "Wide"]
+
+Key = tuple[str, tuple[int, ...]]  # a placeholder's name, the grid that uses it
+Wide = dict[Key, tuple[Box, ...]]
+
+
+class Inputs:
+    """The placeholders: one for each input of the program and each grid that uses it.
+
+    `wide` are inputs that come with more than their own tile; a first lowering finds
+    out what is wanted of them (`wide_inputs`), a second one begins with it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        grids: tuple[tuple[int, ...], ...],
+        tile: int,
+        wide: Wide,
+    ) -> None:
+        self._program = program
+        self._grids = grids
+        self._tile = tile
+        self._wide = wide
+        self._wishes: dict[Key, list[tuple[Box, ...]]] = {}
+        self._locals: dict[tuple[fx.Node, tuple[int, ...]], Local] = {}
+        self._stage_of = {
+            node: stage.index
+            for stage in program.require_stages()
+            for node in stage.nodes
+        }
+
+    def __getitem__(self, key: tuple[fx.Node, tuple[int, ...]]) -> Local:
+        return self._locals[key]
+
+    def any_of(self, node: fx.Node) -> fx.Node:
+        """Return a placeholder for an input that the model returns as it is."""
+        return next(v.node for (n, _), v in self._locals.items() if n is node)
+
+    def is_wide(self, node: fx.Node, grid: tuple[int, ...]) -> bool:
+        """Whether an input comes with more than the tile's own part."""
+        return (node.name, grid) in self._wide
+
+    def held(
+        self, node: fx.Node, grid: tuple[int, ...], wanted: tuple[Box, ...]
+    ) -> tuple[Box, ...]:
+        """Return what the tiles have of an input; remember what they want of it."""
+        key = (node.name, grid)
+        self._wishes.setdefault(key, []).append(wanted)
+        own = held_boxes(whole_shape(node), self._locals[node, grid].axes, grid)
+        return self._wide.get(key, own)
+
+    def add_to(self, graph: fx.Graph) -> tuple[Input, ...]:
+        """Add a placeholder for each input and each grid that uses it."""
+        result = []
+        by_name = {item.name: item for item in self._program.inputs}
+        for node in self._program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            stages = {self._stage_of[u] for u in node.users if u in self._stage_of}
+            grids = dict.fromkeys(self._grids[index] for index in sorted(stages))
+            for grid in grids or {(): None}:
+                axes = self._image_axes(node, grid)
+                new = graph.placeholder(node.name)
+                describe(new, node, axes, grid, self._tile)
+                self._widen(new, node, axes, grid)
+                self._locals[node, grid] = Local(new, axes)
+                spec = replace(
+                    by_name[node.name].spec, shape=tuple(meta.value(new).shape)
+                )
+                result.append(replace(by_name[node.name], name=new.name, spec=spec))
+        return tuple(result)
+
+    def _widen(
+        self, new: fx.Node, node: fx.Node, axes: Axes | None, grid: tuple[int, ...]
+    ) -> None:
+        """Let an input come with the halo that its users want."""
+        wide = self._wide.get((node.name, grid))
+        if wide is None:
+            return
+        shape, fake = whole_shape(node), meta.value(node)
+        owned = held_boxes(shape, axes, grid)
+        meta.set_layout(new, Layout(shape, wide, owned))
+        with fake.fake_mode:
+            place = self._tile % num_tiles(grid)
+            meta.set_value(new, fake.new_empty(shape_of(wide[place])))
+
+    def wide_inputs(self) -> Wide:
+        """Return what each input that is cut should hold, so that nothing is sent."""
+        result: Wide = {}
+        for (name, grid), wishes in self._wishes.items():
+            node = next(n for n, g in self._locals if n.name == name and g == grid)
+            shape = whole_shape(node)
+            owned = held_boxes(shape, self._locals[node, grid].axes, grid)
+            image = everything(shape)
+            boxes = tuple(
+                hull(mine, *(intersection(wish[tile], image) for wish in wishes))
+                for tile, mine in enumerate(owned)
+            )
+            if boxes != owned:
+                result[name, grid] = boxes
+        return result
+
+    def _image_axes(self, node: fx.Node, grid: tuple[int, ...]) -> Axes | None:
+        """Return how an input is cut: images and masks, not labels or sequences."""
+        shape = whole_shape(node)
+        axes = last_axes(len(shape), grid)
+        images = [
+            whole_shape(n)
+            for n in self._program.graph.nodes
+            if n.op == "placeholder" and len(whole_shape(n)) == len(grid) + 2
+        ]
+        if axes is None or not fits(shape, axes, grid):
+            return None
+        sizes = shape[len(shape) - len(grid) :]
+        if len(shape) == len(grid) + 2:
+            return axes
+        alike = any(image[2:] == sizes for image in images)
+        return axes if alike and len(shape) == len(grid) + 1 else None

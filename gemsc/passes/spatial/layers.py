@@ -1,0 +1,69 @@
+"""Layers of a lowered program: the user's, with other settings, or with all tiles."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+from torch import fx, nn
+
+from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import TileLayer
+from gemsc.passes.spatial.refused import Refused
+
+__all__ = ["Layers"]
+
+
+class Layers:
+    """The module of a lowered program: the user's own, which stays as it is."""
+
+    def __init__(self, program: Program, lowered: nn.Module) -> None:
+        self._old = program.module
+        self._new = lowered
+        self._calls = Counter(
+            str(n.target) for n in program.graph.nodes if n.op == "call_module"
+        )
+
+    def is_shared(self, path: str) -> bool:
+        """Whether a layer is called more than once."""
+        return self._calls[path] > 1
+
+    def replace(self, path: str, layer: nn.Module) -> None:
+        """Put a layer in the place of the user's, whose module stays as it is."""
+        *parents, name = path.split(".")
+        owner: nn.Module = self._new
+        for parent in parents:
+            child = owner.get_submodule(parent)
+            shallow = _shallow(child)
+            owner._modules[parent] = shallow
+            owner = shallow
+        owner._modules[name] = layer
+
+    def changed(self, node: fx.Node, changes: dict[str, Any]) -> nn.Module:
+        """Return a copy of a node's layer with other settings; the same parameters.
+
+        Raises:
+            Refused: the layer is called elsewhere too.
+        """
+        path = str(node.target)
+        if self.is_shared(path):
+            raise Refused("the layer is called more than once")
+        layer = _shallow(self._old.get_submodule(path))
+        for name, value in changes.items():
+            setattr(layer, name, value)
+        return layer
+
+    def with_all_tiles(
+        self, node: fx.Node, method: str, *extra: Any, **changes: Any
+    ) -> None:
+        """Make a node's layer one that works with all tiles."""
+        layer = self.changed(node, changes)
+        self.replace(str(node.target), TileLayer(layer, method, *extra))
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Return a copy with the same children, parameters and buffers."""
+    copied = copy.copy(module)
+    copied.__dict__["_modules"] = dict(module._modules)
+    return copied

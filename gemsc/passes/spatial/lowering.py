@@ -1,0 +1,378 @@
+"""Lowering: build the graph that one tile runs, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from gemsc.boxes import Box, everything, shape_of
+from gemsc.errors import InternalError
+from gemsc.ir import meta, tile_ops
+from gemsc.ir.holder import with_graph
+from gemsc.ir.layout import Layout
+from gemsc.ir.program import Barrier, Block, Program, Stage
+from gemsc.ir.tile_ops import Exchange
+from gemsc.passes.spatial.classify import Probe
+from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
+from gemsc.passes.spatial.inputs import Inputs, Wide
+from gemsc.passes.spatial.layers import Layers
+from gemsc.passes.spatial.refused import Refused
+from gemsc.passes.spatial.values import (
+    Local,
+    describe,
+    held_boxes,
+    last_axes,
+    whole_shape,
+)
+
+__all__ = ["Local", "Lowering", "Refused", "Rule"]
+
+
+Rule = Callable[["Lowering", fx.Node], Local]
+
+
+class Lowering:
+    """The state of one run of SplitTiles: what is lowered so far, and the tools.
+
+    Rules read the old graph's nodes, whose values are the whole ones, and create nodes
+    of the new graph for tile `self.place` of the stage at hand.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        grids: tuple[tuple[int, ...], ...],
+        tile: int,
+        probe: Probe,
+        rule: Rule,
+        wide: Wide | None = None,
+    ) -> None:
+        self.program = program
+        self.probe = probe
+        self.module = with_graph(program.module, fx.Graph())
+        self.graph = self.module.graph
+        self.grid: tuple[int, ...] = ()
+        self.barriers: list[Barrier] = []
+        self._rule = rule
+        self._grids = grids
+        self._tile = tile
+        self._stage = 0
+        self._stage_of = {
+            node: stage.index
+            for stage in program.require_stages()
+            for node in stage.nodes
+        }
+        self._env: dict[fx.Node, Local] = {}
+        self._crossed: dict[tuple[fx.Node, int], Local] = {}
+        self._parts: dict[tuple[Any, ...], fx.Node] = {}
+        self._exchanges: dict[Any, Exchange] = {}
+        self._made: list[fx.Node] = []
+        self.layers = Layers(program, self.module)
+        self.inputs = Inputs(program, grids, tile, wide or {})
+
+    # ------------------------------------------------------------ run
+
+    def run(self) -> Program:
+        """Lower every node; return the program, without facts."""
+        inputs = self.inputs.add_to(self.graph)
+        for node in self.program.graph.nodes:
+            if node.op == "get_attr":
+                self._env[node] = Local(self.graph.node_copy(node), None)
+        stages = []
+        for stage in self.program.require_stages():
+            self._stage, self.grid = stage.index, self._grids[stage.index]
+            blocks = tuple(self._block(block) for block in stage.blocks)
+            stages.append(Stage(stage.index, blocks))
+        output = fx.node.map_arg(self.program.output.args, self._result)
+        meta.copy_meta(self.program.output, self.graph.output(output[0]))
+        return replace(
+            self.program.with_module(self.module),
+            inputs=inputs,
+            blocks=tuple(block for stage in stages for block in stage.blocks),
+            stages=tuple(stages),
+            placement=self.program.placement,
+            barriers=tuple(self.barriers),
+        )
+
+    def _block(self, block: Block) -> Block:
+        self._made = []
+        for node in block.nodes:
+            self._env[node] = self._lower(node)
+        return Block(block.index, block.name, tuple(self._made))
+
+    def _lower(self, node: fx.Node) -> Local:
+        if not self.grid:
+            return self.copy(node, None)
+        before = len(self._made)
+        num_barriers = len(self.barriers)
+        try:
+            return self._rule(self, node)
+        except Refused as refused:
+            self._take_back(before)
+            del self.barriers[num_barriers:]
+            return self.barrier(node, str(refused))
+
+    def _take_back(self, count: int) -> None:
+        """Erase the nodes that a rule made before it refused."""
+        for node in reversed(self._made[count:]):
+            self._parts = {k: v for k, v in self._parts.items() if v is not node}
+            self._crossed = {
+                k: v for k, v in self._crossed.items() if v.node is not node
+            }
+            self.graph.erase_node(node)
+        del self._made[count:]
+
+    def _result(self, node: fx.Node) -> fx.Node:
+        """Return an output of the model where it was computed."""
+        if node.op == "placeholder":
+            return self.inputs.any_of(node)
+        return self._env[node].node
+
+    # --------------------------------------------- what rules look up
+
+    @property
+    def place(self) -> int:
+        """The number of the tile at hand in the stage's grid."""
+        return self._tile % num_tiles(self.grid)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the stage's grid has."""
+        return num_tiles(self.grid)
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the shape of a whole value; () for what is no tensor."""
+        return whole_shape(node)
+
+    def get(self, node: fx.Node) -> Local:
+        """Return a value as the stage at hand has it."""
+        if node.op == "placeholder":
+            local = self.inputs[node, self.grid]
+            if self.inputs.is_wide(node, self.grid):
+                owned = self.owned(self.shape(node), local.axes)
+                return Local(self._part_of_input(node, owned, 0.0), local.axes)
+            return local
+        if node.op == "get_attr" or self._stage_of[node] == self._stage:
+            return self._env[node]
+        source = self._grids[self._stage_of[node]]
+        if source == self.grid or not isinstance(meta.value(node), Tensor):
+            return self._env[node]
+        if (node, self._stage) not in self._crossed:
+            self._crossed[node, self._stage] = self._cross(node, source)
+        return self._crossed[node, self._stage]
+
+    def _cross(self, node: fx.Node, source: tuple[int, ...]) -> Local:
+        """Let a value arrive from a stage with another grid, as what it sends."""
+        shape, local = self.shape(node), self._env[node]
+        axes = last_axes(len(shape), self.grid) if len(shape) == len(self.grid) + 2 else None
+        if axes is not None and not fits(shape, axes, self.grid):
+            axes = None
+        held = held_boxes(shape, local.axes, source)
+        wanted = held_boxes(shape, axes, self.grid)
+        exchange = self.exchange(shape, held, wanted)
+        new = self._create(
+            "call_function",
+            tile_ops.redistribute,
+            (local.node, exchange, self._tile),
+            {},
+            node.name,
+        )
+        describe(new, node, axes, self.grid, self._tile)
+        return Local(new, axes)
+
+    def axes(self, node: fx.Node) -> Axes | None:
+        """Return which dimensions of a value are cut, None if it is whole."""
+        if node.op == "placeholder":
+            return self.inputs[node, self.grid].axes
+        return self.get(node).axes
+
+    def held(self, node: fx.Node) -> tuple[Box, ...]:
+        """Return what each tile holds of a value."""
+        return self.owned(self.shape(node), self.axes(node))
+
+    def owned(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[Box, ...]:
+        """Return what each tile of the stage holds of a value with these axes."""
+        return held_boxes(shape, axes, self.grid)
+
+    def share(self, shape: tuple[int, ...], axes: Axes) -> float:
+        """Return the part of all elements that the tile at hand holds."""
+        part = 1.0
+        place = coordinates(self.grid, self.place)
+        for size, axis in zip(shape, axes, strict=True):
+            if axis is not None:
+                start, stop = cut(size, self.grid[axis])[place[axis]]
+                part *= (stop - start) / size
+        return part
+
+    # ------------------------------------------------ making of nodes
+
+    def create(
+        self,
+        like: fx.Node,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        axes: Axes | None,
+        *,
+        partial: bool = False,
+    ) -> Local:
+        """Add a node that stands for `like`, or for a part of its computation."""
+        new = self._create(op, target, args, kwargs, like.name)
+        describe(new, like, axes, self.grid, self._tile)
+        if partial:
+            meta.set_layout(new, None)
+        return Local(new, axes)
+
+    def _create(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+    ) -> fx.Node:
+        node = self.graph.create_node(op, target, args, kwargs, name=name)
+        self._made.append(node)
+        return node
+
+    def copy(
+        self,
+        node: fx.Node,
+        axes: Axes | None,
+        *,
+        inputs: dict[fx.Node, fx.Node] | None = None,
+    ) -> Local:
+        """Add the same call; of its inputs the local values, or what `inputs` says."""
+        chosen = inputs or {}
+
+        def choose(source: fx.Node) -> fx.Node:
+            return chosen[source] if source in chosen else self.get(source).node
+
+        args = fx.node.map_arg(node.args, choose)
+        kwargs = fx.node.map_arg(node.kwargs, choose)
+        return self.create(node, node.op, node.target, args, kwargs, axes)
+
+    def part(
+        self, node: fx.Node, wanted: Iterable[Box], fill: float = 0.0
+    ) -> fx.Node:
+        """Return the node that holds what each tile wants of a value.
+
+        Wanted boxes may reach outside it: there is `fill`.
+        """
+        wanted = tuple(wanted)
+        if node.op == "placeholder" and self.inputs[node, self.grid].axes is not None:
+            return self._part_of_input(node, wanted, fill)
+        local = self.get(node)
+        shape = self.shape(node)
+        return self._part_of(local.node, shape, self.held(node), wanted, fill)
+
+    def _part_of_input(
+        self, node: fx.Node, wanted: tuple[Box, ...], fill: float
+    ) -> fx.Node:
+        local, shape = self.inputs[node, self.grid], self.shape(node)
+        owned = self.owned(shape, local.axes)
+        held = self.inputs.held(node, self.grid, wanted)
+        return self._part_of(local.node, shape, held, wanted, fill, owned)
+
+    def _part_of(
+        self,
+        source: fx.Node,
+        shape: tuple[int, ...],
+        held: tuple[Box, ...],
+        wanted: tuple[Box, ...],
+        fill: float,
+        owned: tuple[Box, ...] = (),
+    ) -> fx.Node:
+        if wanted == held:
+            return source
+        key = (source, wanted, fill, self._stage)
+        if key in self._parts:
+            return self._parts[key]
+        owned = () if owned == held else owned
+        exchange = self.exchange(shape, held, wanted, fill, owned)
+        args = (source, exchange, self.place)
+        redistribute = tile_ops.redistribute
+        new = self._create("call_function", redistribute, args, {}, source.name)
+        meta.copy_meta(source, new)
+        meta.set_layout(new, Layout(shape, wanted))
+        fake = meta.value(source)
+        with fake.fake_mode:
+            meta.set_value(new, fake.new_empty(shape_of(wanted[self.place])))
+        self._parts[key] = new
+        return new
+
+    def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
+        """Return a node that holds just what its tile has of an old node's value."""
+        is_other = any(new is local.node for local in self._env.values())
+        if new.op != "placeholder" and not is_other:
+            describe(new, old, axes, self.grid, self._tile)
+        return Local(new, axes)
+
+    def exchange(
+        self,
+        shape: tuple[int, ...],
+        held: tuple[Box, ...],
+        wanted: tuple[Box, ...],
+        fill: float = 0.0,
+        owned: tuple[Box, ...] = (),
+    ) -> Exchange:
+        """Return the exchange of these boxes: one object for all that are equal."""
+        key = (shape, held, wanted, fill, owned)
+        if key not in self._exchanges:
+            index = len(self._exchanges)
+            self._exchanges[key] = Exchange(index, shape, held, wanted, fill, owned)
+        return self._exchanges[key]
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """Return the node that holds all of a value on every tile."""
+        if self.axes(node) is None:
+            return self.get(node).node
+        return self.part(node, (everything(self.shape(node)),) * self.tiles)
+
+    def spread(self, node: fx.Node, axes: Axes | None) -> fx.Node:
+        """Return the node that holds a value cut like this."""
+        if axes is None:
+            return self.whole(node)
+        return self.part(node, self.owned(self.shape(node), axes))
+
+    def all_reduce(
+        self,
+        like: fx.Node,
+        partial: fx.Node,
+    ) -> Local:
+        """Add a sum over the tiles that stands for `like`."""
+        return self.create(
+            like, "call_function", tile_ops.all_reduce, (partial,), {}, None
+        )
+
+    def barrier(self, node: fx.Node, reason: str) -> Local:
+        """Compute a node on whole inputs, on every tile; report it."""
+        inputs: dict[fx.Node, fx.Node] = {}
+        num_bytes = 0
+        for source in node.all_input_nodes:
+            if self.axes(source) is None:
+                continue
+            if not isinstance(meta.value(source), Tensor):
+                raise InternalError(f"{source.name} cannot be gathered: no tensor")
+            inputs[source] = self.whole(source)
+            num_bytes += meta.spec(source).num_bytes
+        local = self.copy(node, None, inputs=inputs)
+        if num_bytes:
+            self.barriers.append(Barrier(local.node, reason, num_bytes))
+        return local
+
+    def parameter(self, call: fx.Node, name: str) -> fx.Node | None:
+        """Return the node of a parameter of the layer called, None if it has none."""
+        path = str(call.target)
+        tensor = getattr(self.program.module.get_submodule(path), name)
+        if tensor is None:
+            return None
+        node = self.graph.get_attr(f"{path}.{name}")
+        fake = meta.value(call)
+        with fake.fake_mode:
+            meta.set_value(node, fake.new_empty(tensor.shape, dtype=tensor.dtype))
+        return node

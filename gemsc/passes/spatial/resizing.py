@@ -1,0 +1,242 @@
+"""Operations that change the resolution: interpolation, adaptive pools, pixel shuffles.
+
+An enlargement by a whole factor runs PyTorch's own kernel on the rows that it reads,
+and crops. Whatever else there is becomes a weighted sum of rows, with the weights that
+PyTorch has for the whole value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from gemsc.boxes import Interval
+from gemsc.ir import tile_ops
+from gemsc.ir.tile_ops import Resize
+from gemsc.passes.spatial import need
+from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.cuts import Axes
+from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
+from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.windows import numbers, result_axes, spatial_axes
+
+__all__ = ["adaptive_pooling", "interpolation", "pixel_shuffle", "pixel_unshuffle"]
+
+_LINEAR = ("linear", "bilinear", "trilinear")
+_REACH = {
+    **dict.fromkeys(("nearest", "nearest-exact"), (0, 0)),
+    **dict.fromkeys(_LINEAR, (0, 1)),
+    "bicubic": (1, 2),
+}
+
+
+# Interpolation
+
+
+def interpolation(low: Lowering, call: Call) -> Local:
+    """Resize the rows that the tile's part of the result reads."""
+    source, node = call.input, call.node
+    rank = len(low.shape(source)) - 2
+    axes = spatial_axes(low, source, rank)
+    mode = call.get("mode", "nearest")
+    if mode == "area":
+        return _pool(low, call, axes, "avg", low.shape(node)[2:])
+    axes = result_axes(low, call, axes)
+    factors = _whole_factors(low, call)
+    if factors is None:
+        return _weighted_rows(low, call, axes, mode)
+    sizes = low.shape(source)[2:]
+
+    def rule(dim: int, out: Interval) -> Interval:
+        factor = factors[dim]
+        if factor == 1:
+            return out
+        if mode.startswith("nearest"):
+            return out[0] // factor, -(-out[1] // factor)
+        return need.support(out, size=sizes[dim], factor=factor, reach=_REACH[mode])
+
+    outputs = low.owned(low.shape(node), axes)
+    inputs = tuple(
+        (*box[:2], *(rule(dim, out) for dim, out in enumerate(box[2:])))
+        for box in outputs
+    )
+    part = low.part(source, inputs)
+    ours = zip(inputs[low.place][2:], outputs[low.place][2:], factors, strict=True)
+    rows = [
+        (start - first * factor, last * factor - stop)
+        for (first, last), (start, stop), factor in ours
+    ]
+    changes: dict[str, Any] = {}
+    if call.get("size") is not None:
+        local_size = tuple(
+            (last - first) * factor
+            for (first, last), factor in zip(inputs[low.place][2:], factors, strict=True)
+        )
+        changes["size"] = local_size
+    partial = any(before or after for before, after in rows)
+    local = call_again(low, call, axes, {source: part}, changes, partial=partial)
+    return crop(low, call, local, rows)
+
+
+def _whole_factors(low: Lowering, call: Call) -> tuple[int, ...] | None:
+    """Return by what each dimension grows, if PyTorch's own kernel does it on a part.
+
+    That it does not where corners are aligned, where it smooths, and where the factor
+    is no whole number.
+    """
+    if call.get("align_corners", False) or call.get("antialias", False):
+        return None
+    pairs = zip(low.shape(call.input)[2:], low.shape(call.node)[2:], strict=True)
+    factors = []
+    scales = _scales(call, len(low.shape(call.input)) - 2)
+    for (size, out_size), scale in zip(pairs, scales, strict=True):
+        factor, rest = divmod(out_size, size)
+        if rest or (scale is not None and scale != factor):
+            return None
+        factors.append(factor)
+    return tuple(factors)
+
+
+def _scales(call: Call, rank: int) -> tuple[float | None, ...]:
+    """Return the scale factors with which PyTorch computes, None for sizes' own."""
+    scale = call.get("scale_factor")
+    if scale is None or call.get("recompute_scale_factor", False):
+        return (None,) * rank
+    if isinstance(scale, (int, float)):
+        return (float(scale),) * rank
+    return tuple(float(each) for each in scale)
+
+
+def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:
+    source, node = call.input, call.node
+    sizes = tuple(zip(low.shape(source)[2:], low.shape(node)[2:], strict=True))
+    scales = _scales(call, len(sizes))
+    outputs = low.owned(low.shape(node), axes)
+    inputs = []
+    for box in outputs:
+        how = Resize(
+            mode,
+            sizes,
+            tuple((0, size) for size, _ in sizes),
+            box[2:],
+            scales,
+            call.get("align_corners"),
+            bool(call.get("antialias", False)),
+        )
+        needs = tuple(
+            tile_ops.rows_read(how, axis) if axes[axis + 2] is not None else (0, size)
+            for axis, (size, _) in enumerate(sizes)
+        )
+        inputs.append((*box[:2], *needs))
+    part = low.part(source, tuple(inputs))
+    ours = Resize(
+        mode,
+        sizes,
+        inputs[low.place][2:],
+        outputs[low.place][2:],
+        scales,
+        call.get("align_corners"),
+        bool(call.get("antialias", False)),
+    )
+    return low.create(
+        node, "call_function", tile_ops.resize, (part, ours), {}, axes
+    )
+
+
+# Adaptive pools
+
+
+def adaptive_pooling(low: Lowering, call: Call, kind: str) -> Local:
+    """Pool to a fixed size; to one value by adding up the tiles' means."""
+    source, rank = call.input, call.rank
+    if call.get("return_indices", False):
+        raise Refused("it returns indices")
+    axes = spatial_axes(low, source, rank)
+    out_sizes = low.shape(call.node)[-rank:]
+    if out_sizes == (1,) * rank and kind == "avg" and low.axes(source) is not None:
+        part = {source: low.get(source).node}
+        mean = call_again(low, call, None, part, partial=True)
+        return weighted_sum(low, call, mean, low.share(low.shape(source), axes))
+    return _pool(low, call, axes, kind, out_sizes)
+
+
+def _pool(
+    low: Lowering, call: Call, axes: Axes, kind: str, out_sizes: tuple[int, ...]
+) -> Local:
+    source, node = call.input, call.node
+    rank = len(out_sizes)
+    axes = result_axes(low, call, axes)
+    sizes = low.shape(source)[-rank:]
+
+    def rule(dim: int, out: Interval) -> Interval:
+        return need.adaptive_window(out, size=sizes[dim], out_size=out_sizes[dim])
+
+    outputs = low.owned(low.shape(node), axes)
+    inputs = tuple(
+        (*box[:-rank], *(rule(dim, out) for dim, out in enumerate(box[-rank:])))
+        for box in outputs
+    )
+    part = low.part(source, inputs)
+    begins = [first for first, _ in inputs[low.place][-rank:]]
+    windows = tuple(
+        tuple(
+            (first - begin, last - begin)
+            for first, last in (rule(dim, (i, i + 1)) for i in range(*out))
+        )
+        for dim, (out, begin) in enumerate(
+            zip(outputs[low.place][-rank:], begins, strict=True)
+        )
+    )
+    return low.create(
+        node,
+        "call_function",
+        tile_ops.adaptive_pool,
+        (part, kind, windows),
+        {},
+        axes,
+    )
+
+
+# Pixel shuffles
+
+
+def pixel_shuffle(low: Lowering, call: Call) -> Local:
+    """Move channels into rows and columns of the tile, and crop."""
+    factor = int(call["upscale_factor"])
+    axes = result_axes(low, call, spatial_axes(low, call.input, 2))
+    source = low.shape(call.input)
+    outputs = low.owned(low.shape(call.node), axes)
+    inputs = tuple(
+        (
+            *((0, size) for size in source[:-2]),
+            *((start // factor, -(-stop // factor)) for start, stop in box[-2:]),
+        )
+        for box in outputs
+    )
+    part = low.part(call.input, inputs)
+    rows = [
+        (start - first * factor, last * factor - stop)
+        for (first, last), (start, stop) in zip(
+            inputs[low.place][-2:], outputs[low.place][-2:], strict=True
+        )
+    ]
+    partial = any(before or after for before, after in rows)
+    local = call_again(low, call, axes, {call.input: part}, partial=partial)
+    return crop(low, call, local, rows)
+
+
+def pixel_unshuffle(low: Lowering, call: Call) -> Local:
+    """Move rows and columns of the tile into channels."""
+    factor = int(call["downscale_factor"])
+    axes = result_axes(low, call, spatial_axes(low, call.input, 2))
+    source = low.shape(call.input)
+    inputs = tuple(
+        (
+            *((0, size) for size in source[:-2]),
+            *((start * factor, stop * factor) for start, stop in box[-2:]),
+        )
+        for box in low.owned(low.shape(call.node), axes)
+    )
+    return call_again(low, call, axes, {call.input: low.part(call.input, inputs)})

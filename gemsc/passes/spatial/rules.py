@@ -1,0 +1,89 @@
+"""RULES: how each kind of operation is lowered to tiles."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, fx
+
+from gemsc.ir import meta
+from gemsc.passes.spatial import losses, norms, padding, resizing, shapes, windows
+from gemsc.passes.spatial.calls import Call, describe
+from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+
+__all__ = ["lower"]
+
+RULES: dict[str, Callable[[Lowering, Call], Local]] = {
+    "conv": windows.convolution,
+    "conv_transpose": windows.transposed_convolution,
+    "max_pool": windows.max_pooling,
+    "avg_pool": windows.average_pooling,
+    "lp_pool": windows.lp_pooling,
+    "adaptive_avg_pool": partial(resizing.adaptive_pooling, kind="avg"),
+    "adaptive_max_pool": partial(resizing.adaptive_pooling, kind="max"),
+    "interpolate": resizing.interpolation,
+    "pixel_shuffle": resizing.pixel_shuffle,
+    "pixel_unshuffle": resizing.pixel_unshuffle,
+    "pad": padding.pad,
+    "batch_norm": norms.batch_norm,
+    "group_norm": norms.group_norm,
+    "instance_norm": norms.instance_norm,
+    "layer_norm": norms.layer_norm,
+    "dropout": norms.dropout,
+    "channel_dropout": norms.channel_dropout,
+    "channels": shapes.channels,
+    "linear": shapes.linear,
+    "cat": shapes.concatenation,
+    "stack": shapes.concatenation,
+    "along": shapes.along,
+    "narrow": shapes.narrow,
+    "mean": shapes.reduction,
+    "sum": shapes.reduction,
+    "loss": losses.elementwise_loss,
+    "cross_entropy": losses.cross_entropy,
+}
+# These cut a whole value again: each tile computes its part of the result only.
+CUTS_AGAIN = frozenset({"conv", "conv_transpose", "max_pool", "avg_pool"})
+
+
+def lower(low: Lowering, node: fx.Node) -> Local:
+    """Lower one node of a stage that is split.
+
+    Raises:
+        Refused: its inputs must be gathered.
+    """
+    call = describe(node, low.program.module)
+    is_cut = any(low.axes(source) is not None for source in node.all_input_nodes)
+    if not is_cut and call.kind not in CUTS_AGAIN:
+        return low.copy(node, None)
+    if meta.glue(node) is not None:
+        raise Refused("it shares memory that is changed in place")
+    if node.target is operator.getitem:
+        local = shapes.subscript(low, node)
+        if local is not None:
+            return local
+    if call.kind in RULES:
+        if not _has_tensor_input(call):
+            raise Refused("its input is no tensor")
+        return RULES[call.kind](low, call)
+    return _by_operators(low, node)
+
+
+def _has_tensor_input(call: Call) -> bool:
+    source = call.arguments.get("input")
+    if call.kind in ("cat", "stack"):
+        return isinstance(call.arguments.get("tensors"), (tuple, list))
+    return isinstance(source, fx.Node) and isinstance(meta.value(source), Tensor)
+
+
+def _by_operators(low: Lowering, node: fx.Node) -> Local:
+    """Lower what PyTorch itself tells to be elementwise, or a view."""
+    if low.probe.is_pointwise(node):
+        return shapes.elementwise(low, node)
+    local = shapes.view(low, node)
+    if local is None:
+        name = getattr(node.target, "__name__", node.target)
+        raise Refused(f"no rule for {name}")
+    return local

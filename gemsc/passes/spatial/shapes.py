@@ -1,0 +1,298 @@
+"""Operations on every element, along other dimensions than those cut, and views."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+
+from gemsc.ir import meta
+from gemsc.passes.spatial import need
+from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.cuts import Axes, fits
+from gemsc.passes.spatial.emit import call_again, weighted_sum
+from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+
+__all__ = [
+    "along",
+    "channels",
+    "concatenation",
+    "elementwise",
+    "linear",
+    "narrow",
+    "reduction",
+    "subscript",
+    "view",
+]
+
+_WITH_SIZES = frozenset(
+    "view reshape view_as reshape_as unflatten expand expand_as broadcast_to".split()
+)
+_EXPANDING = frozenset({"expand", "expand_as", "broadcast_to"})
+
+
+def elementwise(low: Lowering, node: fx.Node) -> Local:
+    """Compute each tile's elements; what is whole or cut otherwise is cut to fit."""
+    shape = low.shape(node)
+    axes = _broadcast_axes(low, node, shape)
+    inputs = {
+        source: _fitted(low, source, shape, axes) for source in node.all_input_nodes
+    }
+    return low.copy(node, axes, inputs=inputs)
+
+
+def _broadcast_axes(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> Axes:
+    """Return how the first input that is cut cuts the result."""
+    for source in node.all_input_nodes:
+        axes = low.axes(source)
+        if axes is not None and low.shape(source):
+            result = (*(None,) * (len(shape) - len(axes)), *axes)
+            if fits(shape, result, low.grid):
+                return result
+    raise Refused("no input is cut like the result")
+
+
+def _fitted(
+    low: Lowering, source: fx.Node, shape: tuple[int, ...], axes: Axes
+) -> fx.Node:
+    """Return the part of an input that meets the tile's part of the result."""
+    own = low.shape(source)
+    if not own or not isinstance(meta.value(source), Tensor):
+        return low.get(source).node
+    ahead = len(shape) - len(own)
+    first = [
+        axis if size == shape[dim + ahead] and size > 1 else None
+        for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
+    ]
+    if any(axis is not None for axis in first):
+        return low.part(source, low.owned(own, tuple(first)))
+    return low.whole(source)
+
+
+def view(low: Lowering, node: fx.Node) -> Local | None:
+    """Return a view that keeps the dimensions that are cut; None if it is no view."""
+    (source, *others) = (n for n in node.all_input_nodes if low.axes(n) is not None)
+    kept = low.probe.kept_dims(node, source)
+    if kept is None:
+        return None
+    name = node.target if node.op == "call_method" else ""
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+    name = str(name)
+    if others and name not in ("view_as", "reshape_as", "expand_as"):
+        raise Refused("a view of several values")
+    axes = low.axes(source)
+    assert axes is not None
+    cut = [dim for dim, axis in enumerate(axes) if axis is not None]
+    if not all(dim in kept for dim in cut):
+        raise Refused("it joins or splits a dimension that is cut")
+    tensors = [t for t in pytree.tree_leaves(meta.value(node)) if isinstance(t, Tensor)]
+    result: list[int | None] = [None] * tensors[0].dim()
+    for dim in cut:
+        result[kept[dim]] = axes[dim]
+    if name not in _WITH_SIZES:
+        return low.copy(node, tuple(result))
+    shape = low.shape(node)
+    box = low.owned(shape, tuple(result))[low.place]
+    sizes = tuple(stop - start for start, stop in box)
+    target = "expand" if name in _EXPANDING else "reshape"
+    args = (low.get(source).node, *sizes)
+    return low.create(node, "call_method", target, args, {}, tuple(result))
+
+
+def subscript(low: Lowering, node: fx.Node) -> Local | None:
+    """Return a part of a tuple, or a slice along a dimension that is cut.
+
+    None for what is a plain view.
+    """
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    if not isinstance(meta.value(source), Tensor):
+        return low.copy(node, low.axes(source))
+    axes = low.axes(source)
+    entries = _entries(index, len(low.shape(source)))
+    if axes is None or entries is None:
+        return None
+    touched = [
+        entries[dim] != slice(None) for dim, axis in enumerate(axes) if axis is not None
+    ]
+    if not any(touched):
+        return None
+    return _slice(low, node, source, entries)
+
+
+def _entries(index: Any, dims: int) -> list[Any] | None:
+    """Return one slice or number per dimension; None for anything else in the index."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not all(e is ... or isinstance(e, (slice, int)) for e in entries):
+        return None
+    if ... in entries:
+        at = entries.index(...)
+        missing = dims - (len(entries) - 1)
+        entries[at : at + 1] = [slice(None)] * missing
+    return entries + [slice(None)] * (dims - len(entries))
+
+
+def _slice(
+    low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]
+) -> Local:
+    axes = low.axes(source)
+    assert axes is not None
+    shape = low.shape(source)
+    result: list[int | None] = []
+    ranges: dict[int, range] = {}
+    for dim, (axis, entry) in enumerate(zip(axes, entries, strict=True)):
+        if isinstance(entry, int):
+            if axis is not None:
+                raise Refused("it takes one row or column")
+            continue
+        result.append(axis)
+        if axis is not None:
+            ranges[dim] = range(*entry.indices(shape[dim]))
+    out_axes = tuple(result)
+    if not fits(low.shape(node), out_axes, low.grid):
+        raise Refused("the result is smaller than the grid")
+    places = [dim for dim, entry in enumerate(entries) if not isinstance(entry, int)]
+    wanted = []
+    for box in low.owned(low.shape(node), out_axes):
+        by_dim = dict(zip(places, box, strict=True))
+        wanted.append(
+            tuple(
+                need.strided(by_dim[dim], start=rows.start, step=rows.step)
+                if (rows := ranges.get(dim)) is not None
+                else (0, size)
+                for dim, size in enumerate(shape)
+            )
+        )
+    part = low.part(source, tuple(wanted))
+    rest = tuple(
+        _rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries)
+    )
+    if all(entry == slice(None) for entry in rest):
+        return low.stands_for(part, node, out_axes)
+    return low.create(
+        node, "call_function", operator.getitem, (part, rest), {}, out_axes
+    )
+
+
+def _rest_of(entry: Any, rows: range | None) -> Any:
+    """Return what is left of an index once the tile has the rows from the first on."""
+    if rows is None:
+        return entry
+    return slice(None) if rows.step == 1 else slice(None, None, rows.step)
+
+
+def narrow(low: Lowering, call: Call) -> Local:
+    """Take consecutive rows."""
+    source = call.input
+    dims = len(low.shape(source))
+    dim = int(call["dim"]) % dims
+    axes = low.axes(source)
+    if axes is None or axes[dim] is None:
+        return low.copy(call.node, axes)
+    start = int(call["start"]) % max(low.shape(source)[dim], 1)
+    entries: list[Any] = [slice(None)] * dims
+    entries[dim] = slice(start, start + int(call["length"]))
+    return _slice(low, call.node, source, entries)
+
+
+def concatenation(low: Lowering, call: Call) -> Local:
+    """Join tiles along a dimension that is not cut."""
+    node = call.node
+    tensors = list(call["tensors"])
+    dims = len(low.shape(tensors[0]))
+    dim = int(call.get("dim", 0))
+    source = next(t for t in tensors if low.axes(t) is not None)
+    axes = low.axes(source)
+    assert axes is not None
+    if call.kind == "stack":
+        dim %= dims + 1
+        result = (*axes[:dim], None, *axes[dim:])
+    else:
+        dim %= dims
+        if axes[dim] is not None:
+            raise Refused("it joins along a dimension that is cut")
+        result = axes
+    inputs = {tensor: low.spread(tensor, axes) for tensor in tensors}
+    return call_again(low, call, result, inputs)
+
+
+def channels(low: Lowering, call: Call) -> Local:
+    """Run an operation that mixes channels only, on each tile."""
+    axes = low.axes(call.input)
+    if axes is None or any(axis is not None for axis in axes[:2]):
+        raise Refused("it is cut along batch or channels")
+    return call_again(low, call, axes, {call.input: low.get(call.input).node})
+
+
+def linear(low: Lowering, call: Call) -> Local:
+    """Multiply along the last dimension, if that is not cut."""
+    axes = low.axes(call.input)
+    if axes is None or axes[-1] is not None:
+        raise Refused("it multiplies along a dimension that is cut")
+    return call_again(low, call, axes, {call.input: low.get(call.input).node})
+
+
+def along(low: Lowering, call: Call) -> Local:
+    """Run an operation along dimensions that are not cut."""
+    source = call.input
+    axes = low.axes(source)
+    dims = len(low.shape(source))
+    given = call.get("dim", call.get("dims"))
+    if axes is None or not _are_dims(given):
+        raise Refused("it goes over all elements")
+    along_dims = {int(d) % dims for d in ([given] if isinstance(given, int) else given)}
+    if any(axes[dim] is not None for dim in along_dims):
+        raise Refused("it goes along a dimension that is cut")
+    if any(low.axes(n) is not None for n in call.node.all_input_nodes if n is not source):
+        raise Refused("it takes several values that are cut")
+    tensors = pytree.tree_leaves(meta.value(call.node))
+    rank = next(t.dim() for t in tensors if isinstance(t, Tensor))
+    if rank == dims:
+        result = axes
+    elif rank == dims - len(along_dims):
+        result = tuple(a for dim, a in enumerate(axes) if dim not in along_dims)
+    else:
+        raise Refused("its result has other dimensions")
+    return call_again(low, call, result, {source: low.get(source).node})
+
+
+def _are_dims(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(isinstance(v, int) for v in value)
+    return isinstance(value, int)
+
+
+def reduction(low: Lowering, call: Call) -> Local:
+    """Add up over dimensions that are cut: on each tile, then over the tiles."""
+    source = call.input
+    axes = low.axes(source)
+    assert axes is not None
+    dims = len(axes)
+    given = call.get("dim")
+    if given is None or given in ((), []):
+        over = set(range(dims))
+    elif _are_dims(given):
+        over = {int(d) % dims for d in ([given] if isinstance(given, int) else given)}
+    else:
+        raise Refused("its dimensions are not numbers")
+    cut = {dim for dim, axis in enumerate(axes) if axis is not None}
+    inputs = {source: low.get(source).node}
+    if not cut & over:
+        if low.shape(call.node) and len(low.shape(call.node)) == dims:
+            return call_again(low, call, axes, inputs)
+        kept = tuple(axis for dim, axis in enumerate(axes) if dim not in over)
+        return call_again(low, call, kept, inputs)
+    if not cut <= over:
+        raise Refused("it goes along some of the dimensions that are cut")
+    partial = call_again(low, call, None, inputs, partial=True)
+    if call.kind == "sum":
+        return low.all_reduce(call.node, partial.node)
+    return weighted_sum(low, call, partial, low.share(low.shape(source), axes))
+
+

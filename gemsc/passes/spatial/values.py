@@ -1,0 +1,65 @@
+"""Values of a lowered graph: shapes, boxes and layouts on a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from gemsc.boxes import Box, everything
+from gemsc.ir import meta
+from gemsc.ir.layout import Layout
+from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
+
+__all__ = ["Local", "describe", "held_boxes", "last_axes", "whole_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A value as the lowered graph has it.
+
+    `axes` says which of its dimensions are cut; None: every tile holds all of it. Of a
+    tuple of tensors, all have the same axes.
+    """
+
+    node: fx.Node
+    axes: Axes | None
+
+
+def whole_shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of a whole value; () for what is no tensor."""
+    fake = meta.value(node)
+    return tuple(fake.shape) if isinstance(fake, Tensor) else ()
+
+
+def held_boxes(
+    shape: tuple[int, ...], axes: Axes | None, grid: tuple[int, ...]
+) -> tuple[Box, ...]:
+    """Return what each tile of a grid holds of a value."""
+    if axes is None:
+        return (everything(shape),) * num_tiles(grid)
+    return boxes(shape, axes, grid)
+
+
+def last_axes(dims: int, grid: tuple[int, ...]) -> Axes | None:
+    """Return the axes that cut the last dimensions, None if there are too few."""
+    if dims < len(grid) or not grid:
+        return None
+    cuts = tuple(axis if parts > 1 else None for axis, parts in enumerate(grid))
+    return (*(None,) * (dims - len(grid)), *cuts)
+
+
+def describe(
+    new: fx.Node, old: fx.Node, axes: Axes | None, grid: tuple[int, ...], tile: int
+) -> None:
+    """Give a node the facts of the old one, with local shapes and a layout."""
+    meta.copy_meta(old, new)
+    fake = meta.value(old)
+    if not isinstance(fake, Tensor) or not grid:
+        meta.set_layout(new, None)
+        return
+    shape = tuple(fake.shape)
+    layout = Layout(shape, held_boxes(shape, axes, grid))
+    meta.set_layout(new, layout)
+    with fake.fake_mode:  # type: ignore[attr-defined]
+        meta.set_value(new, fake.new_empty(layout.local_shape(tile % num_tiles(grid))))

@@ -1,0 +1,96 @@
+"""Split tiles: the graph that one tile of a split stage runs.
+
+Example, two tiles one above the other, on the upper one:
+    %conv = call_module conv(%x)                       # before, 64 x 64, padding 1
+    %halo = redistribute(%x, Exchange(...))            # after: 34 x 66 of 64 x 64
+    %conv = call_module conv(%halo)                    # 32 x 64, padding 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gemsc.errors import InternalError
+from gemsc.ir import meta
+from gemsc.ir.fake import fake_copy
+from gemsc.ir.program import Program
+from gemsc.passes.annotate import annotate
+from gemsc.passes.base import Pass
+from gemsc.passes.spatial.classify import Probe
+from gemsc.passes.spatial.cuts import num_tiles
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules import lower
+from gemsc.planner.hardware import Device
+
+__all__ = ["SplitTiles"]
+
+
+@dataclass(frozen=True)
+class SplitTiles(Pass):
+    """Lower the stages that have a grid to what one tile of it runs.
+
+    `grids` has one entry per stage: tiles along each spatial axis, () for a stage that
+    is not split. `tile` is the tile whose graph is wanted; a stage with a smaller grid
+    is lowered for tile `tile % size`, so that one program holds all stages and its
+    layouts say what every tile of every stage holds.
+
+    A value that goes from one stage to another with the same grid arrives as it is
+    held. Where the grids differ, the later stage begins with a `redistribute` node
+    whose exchange has as many held boxes as the earlier grid has tiles and as many
+    wanted ones as its own: that node is what the transfer does.
+
+    The result has blocks and stages of the new nodes, the placement, and no transfers.
+    """
+
+    name: ClassVar[str] = "split-tiles"
+    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    provides: ClassVar[tuple[str, ...]] = ("stages",)
+
+    grids: tuple[tuple[int, ...], ...]
+    tile: int = 0
+    training: bool = True
+    device: Device | None = None
+
+    def apply(self, program: Program) -> Program:
+        """Return the program of one tile."""
+        num_stages = len(program.require_stages())
+        if len(self.grids) != num_stages:
+            raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
+        lowered = self.lower(program)
+        for node, value in self._facts(lowered).items():
+            meta.set_value(node, value)
+        _check_shapes(lowered, self.grids, self.tile)
+        return lowered
+
+    def _facts(self, lowered: Program) -> dict[fx.Node, Any]:
+        return annotate(lowered, device=self.device, training=self.training)
+
+    def lower(self, program: Program) -> Program:
+        """Return the program of one tile with layouts, but without facts."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        probe = Probe(mode, fake_copy(program.module, mode))
+        first = Lowering(program, self.grids, self.tile, probe, lower)
+        first.run()
+        wide = first.inputs.wide_inputs()  # inputs come with their halo
+        return Lowering(program, self.grids, self.tile, probe, lower, wide).run()
+
+
+def _check_shapes(
+    program: Program, grids: tuple[tuple[int, ...], ...], tile: int
+) -> None:
+    """Compare what fake tensors gave with what the layouts say."""
+    for stage, grid in zip(program.require_stages(), grids, strict=True):
+        place = tile % num_tiles(grid)
+        for node in stage.nodes:
+            layout = meta.layout(node)
+            if layout is None or not isinstance(meta.value(node), Tensor):
+                continue
+            found, wanted = tuple(meta.value(node).shape), layout.local_shape(place)
+            if found != wanted:
+                raise InternalError(
+                    f"%{node.name} has shape {found} on tile {place}, not {wanted}"
+                )

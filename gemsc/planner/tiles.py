@@ -1,0 +1,102 @@
+"""What travels between the tiles of a grid, and from grid to grid: boxes and bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from gemsc.boxes import everything
+from gemsc.ir import meta
+from gemsc.ir.flow import exchange_of, is_exchange, joins
+from gemsc.ir.program import Program, Stage, Transfer
+from gemsc.ir.tile_ops import Exchange
+
+__all__ = ["Traffic", "ends", "exchanges", "most_bytes", "moved_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One exchange between tiles: bytes of all, and of the tile that sends most."""
+
+    num_bytes: int
+    most_bytes: int
+    gradient: bool
+
+
+def ends(program: Program, transfer: Transfer, value: fx.Node) -> Exchange:
+    """Return what the tiles at both ends of a transfer hold and want of a value."""
+    placement = program.placement
+    assert placement is not None
+    for join in joins(program, transfer, value):
+        return exchange_of(join)
+    row = placement.ranks[0]
+    layout = meta.layout(value)
+    shape = layout.shape if layout is not None else meta.spec(value).shape
+    whole = everything(shape)
+    held = layout.boxes if layout is not None else (whole,) * len(row[transfer.source])
+    if placement.grid(transfer.source) == placement.grid(transfer.dest):
+        return Exchange(0, shape, held, held)
+    return Exchange(0, shape, held, (whole,) * len(row[transfer.dest]))
+
+
+def moved_bytes(program: Program, transfer: Transfer) -> int:
+    """Return the bytes of a transfer's values that travel, from all tiles to all."""
+    return sum(size for _, _, size in _moves(program, transfer))
+
+
+def most_bytes(program: Program, transfer: Transfer) -> int:
+    """Return the bytes of the busiest end of a transfer."""
+    sent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    for source, dest, size in _moves(program, transfer):
+        sent[source] += size
+        received[dest] += size
+    return max([*sent.values(), *received.values()], default=0)
+
+
+def _moves(program: Program, transfer: Transfer) -> Iterator[tuple[int, int, int]]:
+    for value in transfer.values:
+        size = meta.spec(value).dtype.itemsize
+        for piece in ends(program, transfer, value).pieces:
+            yield piece.source, piece.dest, size * prod(piece.shape)
+
+
+def exchanges(program: Program, stage: Stage) -> list[Traffic]:
+    """Return what the tiles of a stage send each other in forward.
+
+    What comes from another grid is not among it: that is a transfer.
+    """
+    inside = set(stage.nodes)
+    found = []
+    for node in stage.nodes:
+        source = node.args[0] if is_exchange(node) else None
+        if isinstance(source, fx.Node) and (
+            source in inside or _same_grid(program, source, stage)
+        ):
+            found.append(_traffic(node))
+    return found
+
+
+def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
+    placement = program.placement
+    assert placement is not None
+    for other in program.require_stages():
+        if source in other.nodes:
+            return placement.grid(other.index) == placement.grid(stage.index)
+    return source.op == "placeholder"
+
+
+def _traffic(node: fx.Node) -> Traffic:
+    exchange = exchange_of(node)
+    size = meta.spec(node).dtype.itemsize
+    sent: Counter[int] = Counter()
+    for piece in exchange.pieces:
+        if piece.source != piece.dest:
+            sent[piece.source] += size * prod(piece.shape)
+    return Traffic(
+        sum(sent.values()), max(sent.values(), default=0), meta.needs_gradient(node)
+    )

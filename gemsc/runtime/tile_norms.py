@@ -1,0 +1,233 @@
+"""Normalization whose statistics are those of all tiles, forward and backward.
+
+Each tile brings count, mean and sum of squared deviations; they are merged by the
+formula of Chan, Golub and LeVeque (1979), which does not cancel as E[x^2] - E[x]^2
+does. With xhat = (x - mean) * rstd, h = gradient * weight and n elements in all:
+
+    dx = rstd * (h - sum(h) / n - xhat * sum(h * xhat) / n)
+
+whose two sums go over all tiles in one message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from gemsc.runtime.tile_layers import LayersOnTiles
+
+__all__ = ["Statistics", "normalize", "normalize_channels", "update_running"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Statistics:
+    """Mean and biased variance over some dimensions (kept, of size 1) and all tiles."""
+
+    __slots__ = ("count", "mean", "variance")
+
+    def __init__(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        self.mean = mean
+        self.variance = variance
+        self.count = count
+
+
+def normalize(
+    grid: LayersOnTiles,
+    value: Tensor,
+    dims: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Statistics]:
+    """Return the normalized tile, and the statistics of all tiles.
+
+    Statistics go over `dims`; weight and bias have as many dimensions as the value.
+    """
+    result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
+        value, weight, bias, grid, dims, eps
+    )
+    return result, Statistics(mean, variance, count)
+
+
+def normalize_channels(
+    grid: LayersOnTiles,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Statistics]:
+    """Return the tile normalized over all but dimension 1, and its statistics.
+
+    The same as `normalize`, by the kernels that BatchNorm itself uses.
+    """
+    normalized = _NormalizeChannels.apply(  # type: ignore[no-untyped-call]
+        value, weight, bias, grid, eps
+    )
+    result, mean, variance, count = normalized
+    return result, Statistics(mean, variance, count)
+
+
+def update_running(
+    statistics: Statistics, mean: Tensor, variance: Tensor, momentum: float
+) -> None:
+    """Let running averages move towards new statistics, as BatchNorm does."""
+    count = statistics.count
+    unbiased = statistics.variance * (count / (count - 1))
+    with torch.no_grad():
+        mean.lerp_(statistics.mean.reshape(-1).to(mean.dtype), momentum)
+        variance.lerp_(unbiased.reshape(-1).to(variance.dtype), momentum)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _merged(grid, value, dims)
+        rstd = (variance + eps).rsqrt()
+        scale = rstd if weight is None else rstd * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        result = torch.addcmul(shift, _wide(value), scale).to(value.dtype)
+        ctx.save_for_backward(value, weight, mean, rstd, count)
+        ctx.grid, ctx.dims = grid, dims
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        value, weight, mean, rstd, count = ctx.saved_tensors
+        gradient = _wide(gradient)
+        normal = (_wide(value) - mean) * rstd
+        weight_gradient = bias_gradient = None
+        product = gradient * normal
+        if ctx.needs_input_grad[1]:
+            weight_gradient = product.sum_to_size(weight.shape).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            bias_gradient = gradient.sum_to_size(ctx.bias_shape)
+        if weight is not None:
+            gradient, product = gradient * weight, product * weight
+        sums = torch.stack(
+            [gradient.sum(ctx.dims, keepdim=True), product.sum(ctx.dims, keepdim=True)]
+        )
+        sums = ctx.grid.add_up(sums) / count.to(sums.dtype)
+        result = (gradient - sums[0] - normal * sums[1]) * rstd
+        result = result.to(value.dtype)
+        return result, weight_gradient, bias_gradient, None, None, None
+
+
+class _NormalizeChannels(torch.autograd.Function):
+    """BatchNorm with given statistics, and what these add to the gradient.
+
+    PyTorch's backward with fixed statistics gives h * rstd, and the sums of g and
+    g * xhat as the gradients of bias and weight; the rest is linear in the value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: LayersOnTiles,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _merged_channels(grid, value)
+        result = torch.native_batch_norm(
+            value, weight, bias, mean, variance, False, 0.0, eps
+        )[0]
+        ctx.save_for_backward(value, weight, mean, variance, count)
+        ctx.grid, ctx.eps = grid, eps
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        value, weight, mean, variance, count = ctx.saved_tensors
+        result, product, total = torch.ops.aten.native_batch_norm_backward(
+            gradient.contiguous(),
+            value,
+            weight,
+            mean,
+            variance,
+            None,
+            None,
+            False,
+            ctx.eps,
+            [True, True, True],
+        )
+        rstd = (variance + ctx.eps).rsqrt()
+        sums = torch.stack([total, product]).to(mean.dtype)
+        if weight is not None:
+            sums = sums * weight
+        sums = ctx.grid.add_up(sums) / count.to(mean.dtype)
+        slope = -rstd.square() * sums[1]
+        constant = -rstd * sums[0] - slope * mean
+        shape = (1, -1, *(1,) * (value.dim() - 2))
+        slope, constant = slope.to(result.dtype), constant.to(result.dtype)
+        result.addcmul_(value, slope.view(shape)).add_(constant.view(shape))
+        weight_gradient = product if ctx.needs_input_grad[1] else None
+        bias_gradient = total if ctx.needs_input_grad[2] else None
+        return result, weight_gradient, bias_gradient, None, None
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Return half precision as float32: sums must not round to it."""
+    return value.float() if value.dtype in _HALF else value
+
+
+def _merged(
+    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance over `dims` and all tiles, and the number of elements.
+
+    Each tile writes into its own row of a table that is added up: a gather in one
+    message. The table is in float64: a count in float32 is exact to 2^24 only.
+    """
+    value = _wide(value.detach())
+    count = 1
+    for dim in dims:
+        count *= value.shape[dim]
+    variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
+    return _merge(grid, mean, variance, count)
+
+
+def _merged_channels(
+    grid: LayersOnTiles, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same over all dimensions but 1, by BatchNorm's own kernel."""
+    count = value.numel() // value.shape[1]
+    mean, variance = torch.batch_norm_update_stats(_wide(value), None, None, 0.0)
+    return _merge(grid, mean, variance, count)
+
+
+def _merge(
+    grid: LayersOnTiles, mean: Tensor, variance: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    table = mean.new_zeros((grid.num_tiles, 3, *mean.shape), dtype=torch.float64)
+    table[grid.tile, 0] = count
+    table[grid.tile, 1] = mean
+    table[grid.tile, 2] = variance
+    counts, means, variances = grid.add_up(table).unbind(1)
+    total = counts.sum(0)
+    merged = (counts * means).sum(0) / total
+    spread = counts * (variances + (means - merged).square())
+    number = total.reshape(-1)[0]
+    return merged.to(mean.dtype), (spread.sum(0) / total).to(mean.dtype), number

@@ -1,0 +1,130 @@
+"""What autograd keeps of a redistributed value: its source and the strips received.
+
+A convolution saves its input for backward: here a copy of a value with its halo. The
+value itself is mostly kept already, by the layer that made it. So of the copy only the
+source, without a copy, and what other tiles sent are kept, and it is put together again
+when backward wants it.
+
+    relu --> y (kept by relu) --> redistribute --> y with halo --> conv keeps y + strips
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["kept_of", "remember", "saved_in_parts"]
+
+# A source larger than this many times its part would keep more alive than it saves.
+_LARGEST_SOURCE = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """How a redistributed value is put together: its source, strips, and the way."""
+
+    storage: StorageWeakRef  # of the redistributed value, while it lives
+    kept: tuple[Tensor, ...]
+    assemble: Callable[..., Tensor]
+
+
+class _Thread(threading.local):
+    """What one rank knows: in tests ranks are threads."""
+
+    def __init__(self) -> None:
+        self.origins: dict[int, _Origin] = {}
+
+
+_here = _Thread()
+
+
+def remember(
+    result: Tensor, kept: tuple[Tensor, ...], assemble: Callable[..., Tensor]
+) -> None:
+    """Say that `result` is `assemble(*kept)`; `kept[0]` is its source."""
+    if kept[0].nbytes > _LARGEST_SOURCE * result.nbytes:
+        return
+    _forget()
+    storage = result.untyped_storage()
+    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    parts = tuple(tensor.detach() for tensor in kept)
+    _here.origins[storage._cdata] = _Origin(reference, parts, assemble)
+
+
+def _forget() -> None:
+    """Drop what is known of values that are gone, and so their sources."""
+    for key, origin in list(_here.origins.items()):
+        if _gone(origin):
+            _here.origins.pop(key, None)
+
+
+def _gone(origin: _Origin) -> bool:
+    return bool(origin.storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _origin(tensor: Tensor) -> _Origin | None:
+    origin = _here.origins.get(tensor.untyped_storage()._cdata)
+    return None if origin is None or _gone(origin) else origin
+
+
+def kept_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors whose memory is kept if autograd saves this one."""
+    origin = _origin(tensor)
+    return (tensor,) if origin is None else origin.kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    kept: tuple[Tensor, ...]
+    assemble: Callable[..., Tensor]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _pack(tensor: Tensor) -> Any:
+    origin = _origin(tensor)
+    if origin is None:
+        return tensor
+    return _Packed(
+        origin.kept,
+        origin.assemble,
+        tuple(tensor.size()),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+    )
+
+
+def _unpack(packed: Any) -> Tensor:
+    if not isinstance(packed, _Packed):
+        tensor: Tensor = packed
+        return tensor
+    whole = packed.assemble(*packed.kept)
+    return whole.as_strided(packed.size, packed.stride, packed.offset)
+
+
+@contextmanager
+def saved_in_parts(follow: Callable[[Tensor], None] | None = None) -> Iterator[None]:
+    """Let what runs inside keep redistributed values in parts.
+
+    `follow(tensor)` is called for each tensor that is kept, to count its memory.
+    """
+
+    def pack(tensor: Tensor) -> Any:
+        packed = _pack(tensor)
+        if follow is None:
+            return packed
+        for part in kept_of(tensor):
+            follow(part)
+        return packed if isinstance(packed, _Packed) else tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        yield
+    _forget()

@@ -1,0 +1,175 @@
+"""Exchanges between tiles: their transpose is their backward; sums over tiles."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from gemsc.boxes import Box, everything, intersection, shape_of
+from gemsc.errors import InternalError
+from gemsc.runtime.exchange import Exchange
+from gemsc.runtime.grid import Grid, ShapeGrid
+from gemsc.runtime.link import Link
+from gemsc.runtime.local import run_local
+from gemsc.runtime.streams import NullStreams
+
+T = TypeVar("T")
+
+
+def on_tiles(num_tiles: int, work: Callable[[Grid], T]) -> list[T]:
+    """Return what `work(grid)` gives on each tile, a thread each."""
+
+    def main(transport: object) -> T:
+        link = Link(transport, NullStreams())  # type: ignore[arg-type]
+        rank = transport.rank  # type: ignore[attr-defined]
+        return work(Grid(link, tuple(range(num_tiles)), rank))
+
+    return run_local(num_tiles, main)
+
+
+def cut_at_random(size: int, parts: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Return intervals that cover a size; some may be empty."""
+    cuts = [0, *sorted(rng.randint(0, size) for _ in range(parts - 1)), size]
+    return list(itertools.pairwise(cuts))
+
+
+def random_exchange(seed: int) -> Exchange:
+    rng = random.Random(seed)
+    dims = rng.choice([1, 2, 3])
+    shape = tuple(rng.randint(1, 7) for _ in range(dims))
+    grid = [rng.choice([1, 2, 3]) for _ in range(dims)]
+    held = tuple(itertools.product(*map(cut_at_random, shape, grid, [rng] * dims)))
+    if rng.random() < 0.15:
+        held = (everything(shape),) * len(held)
+    wanted = tuple(random_box(shape, rng) for _ in held)
+    return Exchange(seed, shape, held, wanted, fill=rng.choice([0.0, -3.0]))
+
+
+def random_box(shape: tuple[int, ...], rng: random.Random) -> Box:
+    """Return a box that may reach outside, miss the value or be empty."""
+    box = []
+    for size in shape:
+        start = rng.randint(-3, size + 2)
+        box.append((start, start + rng.choice([0, 1, 2, 4, size, size + 3])))
+    return tuple(box)
+
+
+def part(value: Tensor, box: Box) -> Tensor:
+    return value[tuple(slice(start, stop) for start, stop in box)].clone()
+
+
+def expected_part(value: Tensor, box: Box, fill: float) -> Tensor:
+    """Return a box that may reach outside, element by element."""
+    result = torch.full(shape_of(box), fill, dtype=value.dtype)
+    for index in itertools.product(*(range(a, b) for a, b in box)):
+        if all(0 <= i < size for i, size in zip(index, value.shape, strict=True)):
+            place = tuple(i - a for i, (a, _) in zip(index, box, strict=True))
+            result[place] = value[index]
+    return result
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 30) for i in range(0, 120, 30)])
+def test_the_backward_of_an_exchange_is_its_transpose(seeds: range) -> None:
+    for seed in seeds:
+        exchange = random_exchange(seed)
+        generator = torch.Generator().manual_seed(seed)
+        value = torch.randn(exchange.shape, generator=generator, dtype=torch.float64)
+        weights = [
+            torch.randn(shape_of(box), generator=generator, dtype=torch.float64)
+            for box in exchange.wanted
+        ]
+
+        def work(
+            grid: Grid,
+            exchange: Exchange = exchange,
+            value: Tensor = value,
+            weights: list[Tensor] = weights,
+        ) -> tuple[Tensor, Tensor]:
+            held = part(value, exchange.held[grid.tile]).requires_grad_()
+            result = grid.redistribute(held, exchange)
+            (result * weights[grid.tile]).sum().backward()
+            assert held.grad is not None
+            return result.detach(), held.grad
+
+        results = on_tiles(len(exchange.held), work)
+        gradient = torch.zeros_like(value)
+        for tile, (result, held_gradient) in enumerate(results):
+            box = exchange.wanted[tile]
+            assert torch.equal(result, expected_part(value, box, exchange.fill))
+            at = tuple(slice(a, b) for a, b in exchange.held[tile])
+            gradient[at] += held_gradient
+        # <A x, y> = <x, A' y> on all of a basis: the gradient adds up the weights
+        expected = torch.zeros_like(value)
+        for weight, box in zip(weights, exchange.wanted, strict=True):
+            inner = intersection(box, everything(exchange.shape))
+            at = tuple(slice(a, b) for a, b in inner)
+            start = [a - b for (a, _), (b, _) in zip(inner, box, strict=True)]
+            sizes = shape_of(inner)
+            expected[at] += weight[
+                tuple(slice(s, s + n) for s, n in zip(start, sizes, strict=True))
+            ]
+        assert torch.allclose(gradient, expected, rtol=0, atol=1e-12), exchange
+
+
+def test_nothing_is_sent_where_every_tile_holds_what_it_wants() -> None:
+    overlapping = Exchange(
+        0,
+        (8,),
+        (((0, 5),), ((3, 8),)),
+        (((-1, 5),), ((4, 9),)),
+        owned=(((0, 4),), ((4, 8),)),
+    )
+    assert overlapping.is_local
+    shifted = Exchange(
+        0,
+        (8,),
+        (((0, 5),), ((3, 8),)),
+        (((0, 6),), ((3, 8),)),
+        owned=(((0, 4),), ((4, 8),)),
+    )
+    assert not shifted.is_local
+    assert sum(shape_of(p.box)[0] for p in shifted.pieces if p.dest == 0) == 6
+
+
+def test_a_whole_value_is_shared_out_among_the_tiles_of_another_grid() -> None:
+    whole = everything((4,))
+    exchange = Exchange(0, (4,), (whole, whole), (((0, 2),), ((1, 3),), ((2, 4),)))
+    assert [(p.source, p.dest) for p in exchange.pieces] == [(0, 0), (1, 1), (0, 2)]
+
+
+def test_an_element_that_nobody_holds_is_our_fault() -> None:
+    exchange = Exchange(0, (4,), (((0, 1),), ((2, 4),)), (((0, 4),), ((0, 4),)))
+    with pytest.raises(InternalError, match="no tile holds"):
+        _ = exchange.pieces
+
+
+def test_the_gradient_of_a_sum_is_the_sum_of_the_gradients() -> None:
+    def work(grid: Grid) -> tuple[float, float]:
+        value = torch.tensor(float(grid.tile + 1), requires_grad=True)
+        total = grid.all_reduce(value)
+        (total * (10.0**grid.tile)).backward()
+        assert value.grad is not None
+        return float(total), float(value.grad)
+
+    assert on_tiles(3, work) == [(6.0, 111.0)] * 3
+
+
+def test_shapes_are_known_without_other_tiles() -> None:
+    exchange = Exchange(
+        0,
+        (2, 8),
+        (((0, 2), (0, 4)), ((0, 2), (4, 8))),
+        (((0, 2), (-1, 5)), ((0, 2), (3, 9))),
+    )
+    value = torch.zeros(2, 4, requires_grad=True)
+    result = ShapeGrid(tile=1).redistribute(value, exchange)
+    result.sum().backward()
+    assert result.shape == (2, 6)
+    assert value.grad is not None
+    assert value.grad.shape == (2, 4)

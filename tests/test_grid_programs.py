@@ -1,0 +1,186 @@
+"""What else a program on grids must get right: evaluation, checkpoints, mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import MODELS
+from program_support import on_ranks
+from support import run_on_threads
+from test_grids import PLANS, options
+from test_parity import _default_dtype, traced, worst_error  # noqa: F401
+from torch import Tensor
+
+from gemsc.codegen.package import write_directory
+from gemsc.compiler import lower
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.runtime.trainer import Trainer
+
+
+def programs(name: str, directory: Path, **choices: object) -> int:
+    """Write a program; return its ranks."""
+    program = lower(traced(name), options(**choices))
+    write_directory(program.compilation, directory)
+    return program.plan.ranks
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        options(ranks=4, tiles="2x2", micro_batches=2),
+        options(ranks=3, tiles="2x1", micro_batches=2),
+        options(ranks=3, tiles="1x2", micro_batches=2, placement="folded"),
+    ],
+    ids=CompileOptions.command_line,
+)
+@pytest.mark.parametrize("name", ["resnet18", "unet"])
+def test_evaluation_gives_the_whole_output_once(
+    name: str, plan: CompileOptions, tmp_path: Path
+) -> None:
+    case = MODELS[name]
+    program = lower(traced(name), plan)
+    write_directory(program.compilation, tmp_path)
+    inputs, target = case.inputs(2, torch.float64)
+    model = case.build().double().eval()
+    with torch.no_grad():
+        expected = model(*inputs)
+        loss = case.loss(expected, target)
+
+    def work(trainer: Trainer) -> tuple[float | None, Tensor | None]:
+        result = trainer.evaluate(inputs, target)
+        return result.loss, result.output
+
+    found = on_ranks(tmp_path, plan.ranks, work, dtype=torch.float64)
+    outputs = [output for _, output in found if output is not None]
+    assert len(outputs) == 1
+    torch.testing.assert_close(outputs[0], expected, rtol=1e-9, atol=1e-12)
+    if name == "resnet18":  # the mean over micro-batches is that over the batch
+        assert all(value == pytest.approx(float(loss)) for value, _ in found)
+    assert len({value for value, _ in found}) == 1
+
+
+def test_norms_of_gradients_count_each_parameter_once(tmp_path: Path) -> None:
+    case = MODELS["unet"]
+    ranks = programs("unet", tmp_path, ranks=5, tiles="2x2", micro_batches=2)
+    inputs, target = case.inputs(2, torch.float64)
+
+    def norm(trainer: Trainer) -> float:
+        found: list[float] = []
+
+        def note() -> None:
+            named = trainer.worker.named_parameters().values()
+            squares = [p.grad.square().sum() for p in named if p.grad is not None]
+            found.append(float(sum(squares)))
+
+        trainer.worker.before_update = note
+        trainer.step(inputs, target)
+        return found[0]
+
+    squares = on_ranks(tmp_path, ranks, norm, dtype=torch.float64, clip_norm=0.01)
+    assert squares[0] + squares[4] == pytest.approx(0.01**2, rel=1e-4)
+    assert squares[:4] == pytest.approx([squares[0]] * 4)
+
+
+def test_a_checkpoint_of_tiles_goes_on_where_it_was(tmp_path: Path) -> None:
+    case = MODELS["resnet18"]
+    ranks = programs("resnet18", tmp_path / "p", ranks=3, tiles="2x1", micro_batches=2)
+    first, second = (case.inputs(2, torch.float64) for _ in range(2))
+    torch.set_default_dtype(torch.float64)
+
+    def straight(trainer: Trainer) -> float:
+        trainer.step(*first)
+        trainer.save(tmp_path / "saved")
+        return trainer.step(*second)
+
+    def resumed(trainer: Trainer) -> float:
+        trainer.resume(tmp_path / "saved")
+        return trainer.step(*second)
+
+    expected = on_ranks(tmp_path / "p", ranks, straight, dtype=torch.float64)
+    assert on_ranks(tmp_path / "p", ranks, resumed, dtype=torch.float64) == expected
+
+
+def test_local_batchnorm_is_another_model(tmp_path: Path) -> None:
+    plan = options(ranks=4, tiles="2x2", micro_batches=1, local_batchnorm=True)
+    assert worst_error("resnet18", plan, tmp_path) > 1e-3
+
+
+def test_a_tile_holds_its_part_of_the_activations() -> None:
+    whole = lower(traced("unet"), options(ranks=1, micro_batches=1)).plan
+    tiles = lower(traced("unet"), options(ranks=4, tiles="2x2", micro_batches=1)).plan
+    assert tiles.activation_bytes[0] <= 0.5 * whole.activation_bytes[0]
+
+
+@pytest.mark.parametrize("plan", PLANS[::4], ids=CompileOptions.command_line)
+def test_the_peak_of_live_activations_on_tiles_is_the_predicted_one(
+    plan: CompileOptions, tmp_path: Path
+) -> None:
+    program = lower(traced("unet"), plan)
+    write_directory(program.compilation, tmp_path)
+    found = program.plan
+    count = found.data * found.micro_batches
+    batches = [MODELS["unet"].inputs(count, torch.float32)]
+    record = run_on_threads(tmp_path, found.ranks, batches, dtype=torch.float32)
+    predicted = found.by_rank(found.activation_bytes) * found.data
+    assert record.activation_bytes == pytest.approx(predicted, rel=0.05)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ({"ranks": 2, "tiles": "2x2"}, "--tiles 2x2 needs 4 ranks, --ranks gives 2"),
+        ({"ranks": 5, "tiles": "2x2,2x1"}, "--tiles 2x2,2x1 needs 6 ranks"),
+        ({"ranks": 4, "tiles": "2x"}, "'2x' is no grid"),
+        ({"ranks": 4, "tiles": "2x2x2"}, "needs 8 ranks"),
+        ({"ranks": 4, "local_batchnorm": True}, "means nothing without --tiles"),
+        ({"ranks": 4, "tiles": "2x2", "fuse_halos": "no"}, "--fuse-halos no"),
+    ],
+)
+def test_options_that_no_model_could_have(
+    choices: dict[str, object], says: str
+) -> None:
+    with pytest.raises(GemscError, match=says):
+        options(**choices)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "says"),
+    [
+        ("unet", {"ranks": 2, "tiles": "2"}, "splits 1 axes, input 'x' has 2"),
+        ("unet", {"ranks": 8, "tiles": "2x2x2"}, "splits 3 axes, input 'x' has 2"),
+        ("unet", {"ranks": 64, "tiles": "64x1"}, "the height into 64 tiles"),
+        (
+            "mlp",
+            {"ranks": 2, "tiles": "2x1"},
+            "splits pictures, and the model has none",
+        ),
+        ("unet", {"ranks": 5, "tiles": "2x2", "placement": "0,1,5"}, "groups of ranks"),
+    ],
+)
+def test_grids_that_do_not_fit_the_model(
+    name: str, choices: dict[str, object], says: str
+) -> None:
+    with pytest.raises(GemscError, match=says) as caught:
+        lower(traced(name), options(micro_batches=1, **choices))
+    if name == "unet" and "placement" not in choices:
+        assert "model.py" in str(caught.value)  # where the picture is used
+
+
+def test_mirrored_grids_stay_and_lone_ranks_change_places() -> None:
+    plan = options(ranks=6, tiles="2x2", schedule="mast")
+    placement = lower(traced("unet"), plan).compilation.program.placement
+    assert placement is not None
+    grid = (0, 1, 2, 3)
+    assert placement.ranks == ((grid, (4,), (5,)), (grid, (5,), (4,)))
+
+
+def test_a_split_stage_takes_more_of_the_work() -> None:
+    plan = lower(traced("resnet18"), options(ranks=5, tiles="2x2")).plan
+    assert plan.stages[0].flops > 2 * plan.stages[1].flops
+    assert plan.groups == [[0, 1, 2, 3], [4]]

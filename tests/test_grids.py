@@ -1,0 +1,66 @@
+"""Stages on several ranks against one process: groups, transfers, sums, placements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_parity import (
+    FLOAT64,
+    _default_dtype,  # noqa: F401
+    worst_error,
+)
+from whole_tiles import WholeTiles
+
+from gemsc.options import CompileOptions
+
+
+def options(**choices: object) -> CompileOptions:
+    return CompileOptions(**choices)  # type: ignore[arg-type]
+
+
+PLANS = (
+    options(ranks=4, tiles="2x2", micro_batches=2),
+    options(ranks=2, tiles="2x1", micro_batches=3),
+    options(ranks=4, tiles="2x1", micro_batches=4, schedule="1f1b"),
+    options(ranks=6, tiles="3x1,2x1", micro_batches=3, schedule="gpipe"),
+    options(ranks=4, tiles="2x1,2x1", micro_batches=3),
+    options(ranks=4, tiles="2x1", schedule="mast"),
+    options(ranks=4, tiles="2x1", schedule="master", times=2),
+    options(ranks=4, tiles="2x1,2x1", schedule="chimera", micro_batches=4),
+    options(ranks=3, tiles="1x2", micro_batches=3, placement="folded"),
+    options(ranks=3, tiles="2x1", schedule="interleaved", micro_batches=4),
+    options(ranks=3, tiles="2x1", data=2, micro_batches=2),
+    options(ranks=3, tiles="2x1", data=2, schedule="master", times=2),
+)
+
+
+@pytest.fixture
+def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemsc.passes.pipeline.SplitTiles", WholeTiles)
+
+
+@pytest.mark.usefixtures("_whole")
+@pytest.mark.parametrize("plan", PLANS[::2], ids=CompileOptions.command_line)
+def test_grids_that_compute_everything_on_each_tile(
+    plan: CompileOptions, tmp_path: Path
+) -> None:
+    assert worst_error("densecnn", plan, tmp_path / "program", num_steps=2) <= FLOAT64
+
+
+CASES = [
+    *(("unet", plan) for plan in PLANS),
+    *(("resnet18", plan) for plan in PLANS[::4]),
+    *(("densecnn", plan) for plan in PLANS[2::4]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    CASES,
+    ids=[f"{name} {plan.command_line()}" for name, plan in CASES],
+)
+def test_grids_compute_what_one_process_does(
+    name: str, plan: CompileOptions, tmp_path: Path
+) -> None:
+    assert worst_error(name, plan, tmp_path / "program", num_steps=2) <= FLOAT64

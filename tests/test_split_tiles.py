@@ -1,0 +1,47 @@
+"""Tiles against the model as a whole: random networks, and each operation's corners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from random_networks import random_case
+from tile_support import assert_same, eager, on_tiles
+
+NUM_GRAPHS = 300
+PER_TEST = 25
+
+
+@pytest.fixture(autouse=True)
+def in_double() -> Iterator[None]:
+    """Everything here is exact: in float64."""
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def check(seed: int) -> None:
+    model, inputs, loss, target, grid = random_case(seed)
+    expected = eager(model, inputs, loss, target)
+    if not torch.isfinite(expected.loss):
+        return
+    try:
+        assert_same(on_tiles(model, inputs, loss, target, grid), expected)
+    except BaseException as error:
+        error.add_note(f"seed {seed}, grid {grid}, input {inputs[0].shape}: {model}")
+        raise
+
+
+@pytest.mark.parametrize("first", range(0, NUM_GRAPHS, PER_TEST))
+def test_random_networks_on_tiles_are_the_networks(first: int) -> None:
+    for seed in range(first, first + PER_TEST):
+        check(seed)
+
+
+def test_many_more_random_networks(request: pytest.FixtureRequest) -> None:
+    for seed in range(
+        NUM_GRAPHS, NUM_GRAPHS + request.config.getoption("--many-graphs")
+    ):
+        check(seed)

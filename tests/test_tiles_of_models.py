@@ -1,0 +1,266 @@
+"""Real networks on tiles, and corners that random networks do not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MODELS, AmoebaNet, ResNetV2
+from tile_support import assert_same, eager, on_tiles
+from torch import Tensor, nn
+
+from gemsc.boxes import everything
+from gemsc.ir import meta
+from gemsc.passes.spatial.need import mirrored, support, transposed, window
+from gemsc.runtime.grid import Grid, ShapeGrid
+from gemsc.runtime.link import Link
+from gemsc.runtime.local import run_local
+from gemsc.runtime.streams import NullStreams
+
+
+@pytest.fixture(autouse=True)
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def check(
+    model: nn.Module,
+    x: Tensor,
+    grid: tuple[int, ...],
+    loss: Callable[..., Tensor] = square,
+    target: Any = None,
+    **options: Any,
+) -> Any:
+    step = on_tiles(model, (x,), loss, target, grid, **options)
+    assert_same(step, eager(model, (x,), loss, target))
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "grid"),
+    [
+        ("resnet18", 64, (2, 2)),
+        ("resnet18", 75, (3, 1)),
+        ("resnet50", 97, (1, 2)),
+        ("unet", 48, (2, 3)),
+        ("densecnn", 33, (2, 2)),
+    ],
+)
+def test_networks_on_tiles_are_the_networks(
+    name: str, size: int, grid: tuple[int, ...]
+) -> None:
+    case = MODELS[name]
+    model = case.build().double()
+    _, target = case.inputs(1, torch.float64)
+    if name == "unet":
+        target = torch.rand(2, 1, size, size).round()
+    x = torch.randn(2, 3, size, size)
+    step = check(model, x, grid, case.loss, target)
+    if name != "resnet18":
+        assert not step.barriers
+
+
+def test_a_residual_network_of_version_2() -> None:
+    x, target = torch.randn(2, 3, 37, 37), torch.tensor([1, 0])
+    step = check(ResNetV2(depth=20, width=4), x, (2, 2), F.cross_entropy, target)
+    assert not step.barriers
+
+
+def test_a_network_of_cells() -> None:
+    x, target = torch.randn(2, 3, 48, 64), torch.tensor([1, 0])
+    model = AmoebaNet(num_cells=3, width=16)
+    step = check(model, x, (2, 2), F.cross_entropy, target)
+    assert not step.barriers
+
+
+def test_what_a_tile_keeps_is_predicted_to_the_byte_and_a_quarter_of_all() -> None:
+    layers = []
+    for width in (3, 8, 8, 8):
+        layers += [nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    model, x = nn.Sequential(*layers, nn.MaxPool2d(3, 2, 1)), torch.randn(2, 3, 64, 64)
+    tiles = on_tiles(model, (x,), square, None, (2, 2), facts=True)
+    predicted = [
+        sum(meta.facts(node).saved_bytes for node in program.compute_nodes)
+        for program in tiles.programs
+    ]
+    assert tiles.saved == predicted
+    (alone,) = on_tiles(model, (x,), square, None, (1, 1)).saved
+    assert max(tiles.saved) <= 0.30 * alone
+
+
+def test_an_input_comes_with_the_halo_of_its_first_layer() -> None:
+    step = check(nn.Conv2d(1, 1, 5, padding=2), torch.randn(1, 1, 12, 12), (2, 2))
+    (item,) = step.programs[0].inputs
+    assert item.spec.shape == (1, 1, 8, 8)
+    exchanges = [
+        node.args[1]
+        for node in step.programs[0].compute_nodes
+        if getattr(node.target, "__name__", "") == "redistribute"
+    ]
+    assert all(exchange.is_local for exchange in exchanges)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.conv(x)) + self.conv(x.mean((2, 3), keepdim=True))
+
+
+def test_a_layer_may_be_called_on_tiles_and_on_whole_values() -> None:
+    check(Branches(), torch.randn(2, 3, 9, 10), (2, 2))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).clone()
+        y[:, 0] = 0
+        return self.conv(y.abs())
+
+
+def test_memory_that_is_changed_in_place_is_gathered_first() -> None:
+    step = check(InPlace(), torch.randn(2, 3, 9, 10), (2, 2))
+    assert "changed in place" in step.barriers[0].reason
+
+
+class Embedded(nn.Module):
+    """A position table that meets tiles, and a norm over pixels with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 3, 9, 10))
+        self.norm = nn.LayerNorm((3, 9, 10))
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x * self.table)
+
+
+def test_parameters_of_the_size_of_the_picture_are_cut() -> None:
+    step = check(Embedded(), torch.randn(2, 3, 9, 10), (2, 3))
+    assert not step.barriers
+
+
+class Sorted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sort(x, dim=-1).values.cumsum(-2) * x.flip(-1)
+
+
+def test_an_unknown_operation_is_gathered_and_reported() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Sorted(), nn.Conv2d(3, 1, 3))
+    step = check(net, torch.randn(2, 3, 9, 10), (2, 2))
+    assert [barrier.num_bytes for barrier in step.barriers] == [4320] * 2
+    assert "cut" in step.barriers[0].reason
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(
+            torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64), ignore_index=1
+        ),
+        nn.CrossEntropyLoss(label_smoothing=0.2),
+        nn.MSELoss(),
+        nn.MSELoss(reduction="sum"),
+        nn.L1Loss(),
+        nn.SmoothL1Loss(beta=0.3),
+        nn.HuberLoss(),
+        nn.BCEWithLogitsLoss(),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0], dtype=torch.float64)),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_losses_over_pixels(loss: nn.Module) -> None:
+    x, target = torch.randn(2, 3, 7, 10), torch.rand(2, 3, 7, 10)
+    if isinstance(loss, nn.CrossEntropyLoss):
+        target = torch.randint(3, (2, 7, 10))
+    check(nn.Conv2d(3, 3, 3, padding=1), x, (2, 2), loss, target)
+
+
+def test_three_dimensions_and_rows_only() -> None:
+    net = nn.Sequential(
+        nn.Conv3d(2, 3, 3, padding=1),
+        nn.BatchNorm3d(3),
+        nn.ReLU(),
+        nn.MaxPool3d(2),
+        nn.ConvTranspose3d(3, 2, 2, stride=2),
+    )
+    x = torch.randn(1, 2, 8, 8, 8)
+    for grid in ((2, 2, 2), (2, 1, 1), (1, 1, 3)):
+        assert not check(net, x, grid).barriers
+
+
+def test_dropout_is_the_part_of_the_whole_mask() -> None:
+    layer = nn.Dropout(0.4)
+    value = torch.randn(2, 3, 8, 8)
+    torch.manual_seed(5)
+    whole = layer(value)
+    for tile, rows in enumerate(((0, 4), (4, 8))):
+        torch.manual_seed(5)
+        box = (*everything((2, 3)), rows, (0, 8))
+        part = value[:, :, slice(*rows)]
+        result = ShapeGrid(tile, 2).dropout(part, layer, (2, 3, 8, 8), box)
+        assert torch.equal(result, whole[:, :, slice(*rows)])
+
+
+def test_running_statistics_do_not_depend_on_how_unlike_the_tiles_are() -> None:
+    """Mean 1e6 on one tile: E[x^2] - E[x]^2 would lose all digits in float32."""
+    value = torch.randn(2, 4, 8, 8, dtype=torch.float32)
+    value[:, :, 4:] += 1000
+    whole = nn.BatchNorm2d(4, dtype=torch.float32)
+    expected = whole(value)
+
+    def main(transport: Any) -> Tensor:
+        grid = Grid(Link(transport, NullStreams()), (0, 1), transport.rank)
+        layer = nn.BatchNorm2d(4, dtype=torch.float32)
+        rows = slice(4 * transport.rank, 4 * transport.rank + 4)
+        result = grid.batch_norm(value[:, :, rows].contiguous(), layer)
+        assert torch.allclose(layer.running_var, whole.running_var, rtol=1e-6)
+        return result.detach()
+
+    result = torch.cat(run_local(2, main), 2)
+    assert torch.allclose(result, expected, atol=1e-5)
+
+
+def test_needs_at_an_aligned_cut() -> None:
+    """Halo widths (left, right) for an output that begins at 8 and ends at 16."""
+
+    def halo(**settings: int) -> tuple[int, int]:
+        s = settings["stride"]
+        start, stop = window((8, 16), **settings)
+        return 8 * s - start, stop - 16 * s
+
+    assert halo(kernel=3, stride=1, dilation=1, before=1) == (1, 1)
+    assert halo(kernel=3, stride=2, dilation=1, before=1) == (1, 0)
+    assert halo(kernel=7, stride=2, dilation=1, before=3) == (3, 2)
+    assert halo(kernel=2, stride=2, dilation=1, before=0) == (0, 0)
+    assert halo(kernel=1, stride=2, dilation=1, before=0) == (0, -1)
+
+
+def test_needs_of_what_makes_larger() -> None:
+    settings = {"size": 20, "dilation": 1}
+    two = transposed((8, 16), kernel=2, stride=2, padding=0, **settings)
+    assert (two.need, two.left, two.right) == ((4, 8), 0, 0)
+    four = transposed((8, 16), kernel=4, stride=2, padding=1, **settings)
+    assert four.need == (3, 9)
+    assert support((8, 16), size=20, factor=2, reach=(0, 1)) == (3, 9)
+    assert mirrored((-2, 4), size=20, before=0, mode="reflect") == (0, 4)
+    assert mirrored((17, 23), size=20, before=0, mode="reflect") == (16, 20)

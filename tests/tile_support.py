@@ -1,0 +1,236 @@
+"""Run a lowered program on threads, one per tile, and compare it with the model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.boxes import everything
+from gemsc.frontend.record import record
+from gemsc.ir import meta
+from gemsc.ir.interpret import run_nodes
+from gemsc.ir.program import Barrier, Block, Program, Stage
+from gemsc.ir.tile_ops import on_grid
+from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.manager import run_passes
+from gemsc.passes.split_tiles import SplitTiles
+from gemsc.runtime.grid import Grid, saved_in_parts
+from gemsc.runtime.link import Link
+from gemsc.runtime.local import run_local
+from gemsc.runtime.streams import NullStreams
+
+TOLERANCE = 1e-9
+
+
+@dataclass
+class Step:
+    """All that one step gives: put together from the tiles, or by the model alone."""
+
+    loss: Tensor
+    outputs: list[Tensor]
+    inputs: dict[str, Tensor]  # gradients
+    parameters: dict[str, Tensor]  # gradients
+    buffers: dict[str, Tensor]
+    programs: list[Program] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)  # bytes kept for backward, by tile
+
+    @property
+    def barriers(self) -> tuple[Barrier, ...]:
+        return self.programs[0].barriers
+
+
+def one_stage(program: Program) -> Program:
+    """Return a traced program as a single stage."""
+    nodes = program.compute_nodes
+    block = Block(0, "all", nodes)
+    return replace(program, blocks=(block,), stages=(Stage(0, (block,)),))
+
+
+def eager(model: nn.Module, inputs: tuple[Any, ...], loss: Any, target: Any) -> Step:
+    """Run one step of the model itself."""
+    model = copy.deepcopy(model)
+    leaves = [_leaf(tensor) for tensor in inputs]
+    output = model(*leaves)
+    value = loss(output) if target is None else loss(output, target)
+    value.backward()
+    return Step(
+        value.detach(),
+        [t.detach() for t in pytree.tree_leaves(output) if isinstance(t, Tensor)],
+        {str(i): t.grad for i, t in enumerate(leaves) if t.grad is not None},
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        dict(model.named_buffers()),
+    )
+
+
+def on_tiles(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    loss: Any,
+    target: Any,
+    grid: tuple[int, ...],
+    *,
+    facts: bool = False,
+) -> Step:
+    """Run one step on the tiles of a grid, each a thread; put the parts together.
+
+    With `facts` the whole pass runs, without only the lowering: that is quicker.
+    """
+    traced = record(model, inputs, loss=loss, target=target)
+    program = one_stage(run_passes(traced, (Canonicalize(),)))
+    count = prod(grid)
+    passes = [SplitTiles((grid,), tile) for tile in range(count)]
+    programs = [
+        run_passes(program, (step,)) if facts else step.lower(program)
+        for step in passes
+    ]
+    feed = {"input": inputs, "target": target}
+    modules = [copy.deepcopy(_plain(p.module)) for p in programs]
+
+    def main(transport: Any) -> dict[str, Any]:
+        tile = transport.rank
+        link = Link(transport, NullStreams())
+        with on_grid(Grid(link, tuple(range(count)), tile)):
+            return _run(programs[tile], modules[tile], feed, count, tile)
+
+    parts = run_local(count, main, timeout=120)
+    result = Step(
+        parts[0]["loss"],
+        [_joined(programs, node, i, parts) for i, node in enumerate(program.outputs)],
+        {},
+        {},
+        parts[0]["buffers"],
+        programs,
+        [part["saved"] for part in parts],
+    )
+    for part in parts:
+        assert torch.equal(part["loss"], result.loss)
+        for name, gradient in part["parameters"].items():
+            known = result.parameters.get(name)
+            result.parameters[name] = gradient if known is None else known + gradient
+        for name, buffer in part["buffers"].items():
+            assert torch.equal(buffer, result.buffers[name])
+        for name, (gradient, box, shape) in part["inputs"].items():
+            whole = result.inputs.setdefault(name, gradient.new_zeros(shape))
+            whole[tuple(slice(a, b) for a, b in box)] += gradient
+    return result
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    holder = nn.Module()
+    for name, child in module._modules.items():
+        holder.add_module(name, child)
+    for name, parameter in module._parameters.items():
+        holder.register_parameter(name, parameter)
+    for name, buffer in module._buffers.items():
+        holder.register_buffer(name, buffer)
+    holder.training = module.training
+    return holder
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().clone().requires_grad_()
+    return value
+
+
+def _run(
+    program: Program, module: nn.Module, feed: dict[str, Any], count: int, tile: int
+) -> dict[str, Any]:
+    values: dict[fx.Node, Any] = {}
+    given: dict[str, tuple[Tensor, Any, Any]] = {}
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    for item, node in zip(program.inputs, placeholders, strict=True):
+        value: Any = feed
+        for key in item.path:
+            value = value[key]
+        layout = meta.layout(node)
+        box = everything(tuple(value.shape)) if layout is None else layout.boxes[tile]
+        part = value[tuple(slice(a, b) for a, b in box)].clone()
+        values[node] = _leaf(part) if item.path[0] == "input" else part
+        if item.path[0] == "input":
+            given[str(item.path[1])] = values[node], box, tuple(value.shape)
+    for path in program.frozen:
+        module.get_submodule(path).eval()
+    kept: dict[int, Tensor] = {}
+
+    def follow(tensor: Tensor) -> None:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+
+    with saved_in_parts(follow):
+        run_nodes(program.graph.nodes, values, module)
+    own = {
+        t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())
+    }
+    saved = sum(
+        t.untyped_storage().nbytes() for key, t in kept.items() if key not in own
+    )
+    kept.clear()
+    loss = values[program.loss]
+    loss.backward(torch.full_like(loss, 1 / count))
+    return {
+        "loss": loss.detach(),
+        "saved": saved,
+        "outputs": [values[node].detach() for node in program.outputs],
+        "parameters": {
+            n: p.grad for n, p in module.named_parameters() if p.grad is not None
+        },
+        "buffers": {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if not name.startswith("_")  # those of a loss
+        },
+        "inputs": {
+            name: (tensor.grad, box, shape)
+            for name, (tensor, box, shape) in given.items()
+            if tensor.grad is not None
+        },
+    }
+
+
+def _joined(
+    programs: list[Program], node: fx.Node, index: int, parts: list[dict[str, Any]]
+) -> Tensor:
+    """Put the tiles of an output together."""
+    whole = torch.empty(meta.spec(node).shape, dtype=parts[0]["outputs"][index].dtype)
+    for tile, (program, part) in enumerate(zip(programs, parts, strict=True)):
+        layout = meta.layout(program.outputs[index])
+        assert layout is not None
+        box = layout.boxes[tile]
+        whole[tuple(slice(a, b) for a, b in box)] = part["outputs"][index]
+    return whole
+
+
+def assert_same(step: Step, expected: Step) -> None:
+    """Compare everything; a gradient's error is measured by the largest gradient."""
+    _compare("loss", step.loss, expected.loss)
+    for i, (have, want) in enumerate(zip(step.outputs, expected.outputs, strict=True)):
+        _compare(f"output {i}", have, want)
+    scale = _largest(expected.parameters)
+    for kind in ("inputs", "parameters", "buffers"):
+        have, want = getattr(step, kind), getattr(expected, kind)
+        assert have.keys() == want.keys(), kind
+        for name in want:
+            floor = 1e-3 * scale if kind == "parameters" else 0.0
+            _compare(f"{kind} {name}", have[name], want[name], floor)
+
+
+def _largest(tensors: dict[str, Tensor]) -> float:
+    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0)
+
+
+def _compare(what: str, have: Tensor, want: Tensor, floor: float = 0.0) -> None:
+    assert have.shape == want.shape, what
+    if not want.numel():
+        return
+    if not want.is_floating_point():
+        assert torch.equal(have, want), what
+        return
+    scale = max(float(want.abs().max()), floor)
+    error = float((have - want).abs().max())
+    assert error <= TOLERANCE * scale, f"{what}: error {error:.1e} of {scale:.1e}"
