@@ -14,6 +14,7 @@ from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import Exchange, redistribute
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
+from gemsc.planner.hardware import Device
 
 __all__ = ["WholeTiles"]
 
@@ -27,6 +28,7 @@ class WholeTiles(Pass):
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
     training: bool = True
+    device: Device | None = None
 
     def apply(self, program: Program) -> Program:
         graph = fx.Graph()
