@@ -10,6 +10,7 @@ when backward wants it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,14 @@ class _Origin:
     assemble: Callable[..., Tensor]
 
 
-_origins: dict[int, _Origin] = {}
+class _Known(threading.local):
+    """What this thread, which is one rank in tests, has redistributed."""
+
+    def __init__(self) -> None:
+        self.origins: dict[int, _Origin] = {}
+
+
+_known = _Known()
 
 
 def remember(
@@ -47,14 +55,14 @@ def remember(
     storage = result.untyped_storage()
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     parts = tuple(tensor.detach() for tensor in kept)
-    _origins[storage._cdata] = _Origin(reference, parts, assemble)
+    _known.origins[storage._cdata] = _Origin(reference, parts, assemble)
 
 
 def _forget() -> None:
     """Drop what is known of values that are gone, and so their sources."""
-    for key, origin in list(_origins.items()):
+    for key, origin in list(_known.origins.items()):
         if _gone(origin):
-            _origins.pop(key, None)
+            _known.origins.pop(key, None)
 
 
 def _gone(origin: _Origin) -> bool:
@@ -62,7 +70,7 @@ def _gone(origin: _Origin) -> bool:
 
 
 def _origin(tensor: Tensor) -> _Origin | None:
-    origin = _origins.get(tensor.untyped_storage()._cdata)
+    origin = _known.origins.get(tensor.untyped_storage()._cdata)
     return None if origin is None or _gone(origin) else origin
 
 
