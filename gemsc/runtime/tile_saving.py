@@ -11,7 +11,7 @@ when backward wants it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,18 +111,19 @@ def _unpack(packed: Any) -> Tensor:
 
 
 @contextmanager
-def saved_in_parts(follow: Callable[[Tensor], None] | None = None) -> Iterator[None]:
+def saved_in_parts(
+    follow: Callable[[Sequence[Tensor]], None] | None = None,
+) -> Iterator[None]:
     """Let what runs inside keep redistributed values in parts.
 
-    `follow(tensor)` is called for each tensor that is kept, to count its memory.
+    `follow` is told of the tensors that are kept, to count their memory.
     """
 
     def pack(tensor: Tensor) -> Any:
         packed = _pack(tensor)
         if follow is None:
             return packed
-        for part in kept_of(tensor):
-            follow(part)
+        follow(kept_of(tensor))
         return packed if isinstance(packed, _Packed) else tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
