@@ -35,14 +35,14 @@ class _Origin:
     assemble: Callable[..., Tensor]
 
 
-class _Thread(threading.local):
-    """What one rank knows: in tests ranks are threads."""
+class _Known(threading.local):
+    """What this thread, which is one rank in tests, has redistributed."""
 
     def __init__(self) -> None:
         self.origins: dict[int, _Origin] = {}
 
 
-_here = _Thread()
+_known = _Known()
 
 
 def remember(
@@ -55,14 +55,14 @@ def remember(
     storage = result.untyped_storage()
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     parts = tuple(tensor.detach() for tensor in kept)
-    _here.origins[storage._cdata] = _Origin(reference, parts, assemble)
+    _known.origins[storage._cdata] = _Origin(reference, parts, assemble)
 
 
 def _forget() -> None:
     """Drop what is known of values that are gone, and so their sources."""
-    for key, origin in list(_here.origins.items()):
+    for key, origin in list(_known.origins.items()):
         if _gone(origin):
-            _here.origins.pop(key, None)
+            _known.origins.pop(key, None)
 
 
 def _gone(origin: _Origin) -> bool:
@@ -70,7 +70,7 @@ def _gone(origin: _Origin) -> bool:
 
 
 def _origin(tensor: Tensor) -> _Origin | None:
-    origin = _here.origins.get(tensor.untyped_storage()._cdata)
+    origin = _known.origins.get(tensor.untyped_storage()._cdata)
     return None if origin is None or _gone(origin) else origin
 
 
