@@ -122,7 +122,7 @@ def metrics(output: Tensor, target: Tensor) -> dict[str, Tensor]:
 
 
 def optimizer(params) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=1e-2)
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
 def dataset() -> Dataset:
