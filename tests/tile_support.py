@@ -19,7 +19,9 @@ from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.tile_ops import on_grid
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
-from gemsc.passes.split_tiles import SplitTiles
+from gemsc.passes.spatial.fusing import Limit
+from gemsc.passes.spatial.halos import Halos
+from gemsc.passes.split_tiles import SplitTiles, fuse_halos
 from gemsc.runtime.grid import Grid, saved_in_parts
 from gemsc.runtime.link import Link
 from gemsc.runtime.local import run_local
@@ -76,15 +78,18 @@ def on_tiles(
     grid: tuple[int, ...],
     *,
     facts: bool = False,
+    fuse: int = 0,
 ) -> Step:
     """Run one step on the tiles of a grid, each a thread; put the parts together.
 
-    With `facts` the whole pass runs, without only the lowering: that is quicker.
+    With `facts` the whole pass runs, without only the lowering: that is quicker. `fuse`
+    is how many layers may share one wide halo.
     """
     traced = record(model, inputs, loss=loss, target=target)
     program = one_stage(run_passes(traced, (Canonicalize(),)))
     count = prod(grid)
-    passes = [SplitTiles((grid,), tile) for tile in range(count)]
+    halos = fuse_halos(program, (grid,), Limit(fuse)) if fuse else Halos()
+    passes = [SplitTiles((grid,), tile, halos=halos) for tile in range(count)]
     programs = [
         run_passes(program, (step,)) if facts else step.lower(program)
         for step in passes

@@ -22,11 +22,15 @@ from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import num_tiles
+from gemsc.passes.spatial.fusing import Limit, choose
+from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower
 from gemsc.planner.hardware import Device
 
-__all__ = ["SplitTiles"]
+__all__ = ["SplitTiles", "fuse_halos"]
+
+NO_HALOS = Halos()
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class SplitTiles(Pass):
     whose exchange has as many held boxes as the earlier grid has tiles and as many
     wanted ones as its own: that node is what the transfer does.
 
+    `halos` are what tiles compute beyond their own parts, from `fuse_halos`.
+
     The result has blocks and stages of the new nodes, the placement, and no transfers.
     """
 
@@ -54,6 +60,7 @@ class SplitTiles(Pass):
     tile: int = 0
     training: bool = True
     device: Device | None = None
+    halos: Halos = NO_HALOS
 
     def apply(self, program: Program) -> Program:
         """Return the program of one tile."""
@@ -71,12 +78,27 @@ class SplitTiles(Pass):
 
     def lower(self, program: Program) -> Program:
         """Return the program of one tile with layouts, but without facts."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        probe = Probe(mode, fake_copy(program.module, mode))
-        first = Lowering(program, self.grids, self.tile, probe, lower)
+        probe = _probe(program)
+        first = Lowering(program, self.grids, self.tile, probe, lower, halos=self.halos)
         first.run()
         wide = first.inputs.wide_inputs()  # inputs come with their halo
-        return Lowering(program, self.grids, self.tile, probe, lower, wide).run()
+        return Lowering(
+            program, self.grids, self.tile, probe, lower, wide, self.halos
+        ).run()
+
+
+def fuse_halos(
+    program: Program, grids: tuple[tuple[int, ...], ...], limit: Limit
+) -> Halos:
+    """Return which values tiles compute with a halo, the same for all tiles."""
+    low = Lowering(program, grids, 0, _probe(program), lower)
+    low.run()
+    return choose(low, program.require_stages(), limit)
+
+
+def _probe(program: Program) -> Probe:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return Probe(mode, fake_copy(program.module, mode))
 
 
 def _check_shapes(

@@ -46,8 +46,13 @@ class LayersOnTiles(ABC):
     def add_up(self, tensor: Tensor) -> Tensor:
         """Put the sum over the tiles into the tensor, without gradients."""
 
-    def batch_norm(self, value: Tensor, layer: _BatchNorm) -> Tensor:
-        """Return the layer's result; its statistics are those of all tiles."""
+    def batch_norm(
+        self, value: Tensor, layer: _BatchNorm, own: Box | None = None
+    ) -> Tensor:
+        """Return the layer's result; its statistics are those of all tiles.
+
+        `own` says where the tile's own elements are, if it has more: only these count.
+        """
         momentum = layer.momentum
         if layer.training and layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
@@ -62,6 +67,7 @@ class LayersOnTiles(ABC):
             layer.training or layer.running_mean is None,
             momentum if momentum is not None else 0.0,
             layer.eps,
+            own,
         )
 
     def functional_batch_norm(
@@ -74,19 +80,22 @@ class LayersOnTiles(ABC):
         training: bool = False,
         momentum: float = 0.1,
         eps: float = 1e-5,
+        own: Box | None = None,
     ) -> Tensor:
         """Return `F.batch_norm` of all tiles' elements."""
         if not training:
             return F.batch_norm(value, running_mean, running_var, weight, bias, eps=eps)
-        result, statistics = normalize_channels(self, value, weight, bias, eps)
+        result, statistics = normalize_channels(self, value, weight, bias, eps, own)
         if running_mean is not None and running_var is not None:
             update_running(statistics, running_mean, running_var, momentum)
         return result
 
-    def group_norm(self, value: Tensor, layer: nn.GroupNorm) -> Tensor:
+    def group_norm(
+        self, value: Tensor, layer: nn.GroupNorm, own: Box | None = None
+    ) -> Tensor:
         """Return the layer's result; its statistics are those of all tiles."""
         return self.functional_group_norm(
-            value, layer.num_groups, layer.weight, layer.bias, layer.eps
+            value, layer.num_groups, layer.weight, layer.bias, layer.eps, own
         )
 
     def functional_group_norm(
@@ -96,20 +105,27 @@ class LayersOnTiles(ABC):
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         eps: float = 1e-5,
+        own: Box | None = None,
     ) -> Tensor:
         """Return `F.group_norm` of all tiles' elements."""
         batch, channels, *rest = value.shape
         groups = value.reshape(batch, num_groups, channels // num_groups, *rest)
         dims = tuple(range(2, groups.dim()))
         shape = (1, num_groups, -1, *(1,) * len(rest))
+        if own is not None:
+            own = (own[0], (0, num_groups), (0, groups.shape[2]), *own[2:])
         result, _ = normalize(
-            self, groups, dims, _view(weight, shape), _view(bias, shape), eps
+            self, groups, dims, _view(weight, shape), _view(bias, shape), eps, own
         )
         return result.view(value.shape)
 
-    def instance_norm(self, value: Tensor, layer: _InstanceNorm) -> Tensor:
+    def instance_norm(
+        self, value: Tensor, layer: _InstanceNorm, own: Box | None = None
+    ) -> Tensor:
         """Return the layer's result; it must not keep running statistics."""
-        return self.functional_instance_norm(value, layer.weight, layer.bias, layer.eps)
+        return self.functional_instance_norm(
+            value, layer.weight, layer.bias, layer.eps, own
+        )
 
     def functional_instance_norm(
         self,
@@ -117,9 +133,10 @@ class LayersOnTiles(ABC):
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         eps: float = 1e-5,
+        own: Box | None = None,
     ) -> Tensor:
         """Return `F.instance_norm` of all tiles' elements."""
-        return self.functional_group_norm(value, value.shape[1], weight, bias, eps)
+        return self.functional_group_norm(value, value.shape[1], weight, bias, eps, own)
 
     def layer_norm(
         self, value: Tensor, layer: nn.LayerNorm, box: tuple[Interval, ...]

@@ -7,20 +7,30 @@ does. With xhat = (x - mean) * rstd, h = gradient * weight and n elements in all
     dx = rstd * (h - sum(h) / n - xhat * sum(h * xhat) / n)
 
 whose two sums go over all tiles in one message.
+
+A tile may compute rows beyond its own part again. Statistics count every element once,
+on the tile that owns it; but the copies were normalized by them too, so that the sums
+of the backward go over all that tiles have, and what follows from them is subtracted
+where the statistics came from: on the tile's own elements.
 """
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gemsc.boxes import Box
+
 if TYPE_CHECKING:
     from gemsc.runtime.tile_layers import LayersOnTiles
 
 __all__ = ["Statistics", "normalize", "normalize_channels", "update_running"]
+
+Rows = tuple[slice, ...] | EllipsisType  # an index of a tile's own elements
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -43,13 +53,15 @@ def normalize(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    own: Box | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Return the normalized tile, and the statistics of all tiles.
 
     Statistics go over `dims`; weight and bias have as many dimensions as the value.
+    `own` is where the tile's own elements are, None if it has no others.
     """
     result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
-        value, weight, bias, grid, dims, eps
+        value, weight, bias, grid, dims, eps, _rows(own)
     )
     return result, Statistics(mean, variance, count)
 
@@ -60,16 +72,21 @@ def normalize_channels(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    own: Box | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Return the tile normalized over all but dimension 1, and its statistics.
 
     The same as `normalize`, by the kernels that BatchNorm itself uses.
     """
     normalized = _NormalizeChannels.apply(  # type: ignore[no-untyped-call]
-        value, weight, bias, grid, eps
+        value, weight, bias, grid, eps, _rows(own)
     )
     result, mean, variance, count = normalized
     return result, Statistics(mean, variance, count)
+
+
+def _rows(own: Box | None) -> Rows:
+    return ... if own is None else tuple(slice(start, stop) for start, stop in own)
 
 
 def update_running(
@@ -93,14 +110,15 @@ class _Normalize(torch.autograd.Function):
         grid: LayersOnTiles,
         dims: tuple[int, ...],
         eps: float,
+        own: Rows,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, variance, count = _merged(grid, value, dims)
+        mean, variance, count = _merged(grid, value[own], dims)
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
         result = torch.addcmul(shift, _wide(value), scale).to(value.dtype)
         ctx.save_for_backward(value, weight, mean, rstd, count)
-        ctx.grid, ctx.dims = grid, dims
+        ctx.grid, ctx.dims, ctx.own = grid, dims, own
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.mark_non_differentiable(mean, variance, count)
         return result, mean, variance, count
@@ -109,7 +127,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor, *_: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         value, weight, mean, rstd, count = ctx.saved_tensors
         gradient = _wide(gradient)
         normal = (_wide(value) - mean) * rstd
@@ -125,9 +143,10 @@ class _Normalize(torch.autograd.Function):
             [gradient.sum(ctx.dims, keepdim=True), product.sum(ctx.dims, keepdim=True)]
         )
         sums = ctx.grid.add_up(sums) / count.to(sums.dtype)
-        result = (gradient - sums[0] - normal * sums[1]) * rstd
+        result = gradient * rstd
+        result[ctx.own] -= (sums[0] + normal[ctx.own] * sums[1]) * rstd
         result = result.to(value.dtype)
-        return result, weight_gradient, bias_gradient, None, None, None
+        return result, weight_gradient, bias_gradient, None, None, None, None
 
 
 class _NormalizeChannels(torch.autograd.Function):
@@ -145,13 +164,14 @@ class _NormalizeChannels(torch.autograd.Function):
         bias: Tensor | None,
         grid: LayersOnTiles,
         eps: float,
+        own: Rows,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, variance, count = _merged_channels(grid, value)
+        mean, variance, count = _merged_channels(grid, value[own])
         result = torch.native_batch_norm(
             value, weight, bias, mean, variance, False, 0.0, eps
         )[0]
         ctx.save_for_backward(value, weight, mean, variance, count)
-        ctx.grid, ctx.eps = grid, eps
+        ctx.grid, ctx.eps, ctx.own = grid, eps, own
         ctx.mark_non_differentiable(mean, variance, count)
         return result, mean, variance, count
 
@@ -159,7 +179,7 @@ class _NormalizeChannels(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor, *_: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         value, weight, mean, variance, count = ctx.saved_tensors
         result, product, total = torch.ops.aten.native_batch_norm_backward(
             gradient.contiguous(),
@@ -182,10 +202,12 @@ class _NormalizeChannels(torch.autograd.Function):
         constant = -rstd * sums[0] - slope * mean
         shape = (1, -1, *(1,) * (value.dim() - 2))
         slope, constant = slope.to(result.dtype), constant.to(result.dtype)
-        result.addcmul_(value, slope.view(shape)).add_(constant.view(shape))
+        result[ctx.own].addcmul_(value[ctx.own], slope.view(shape)).add_(
+            constant.view(shape)
+        )
         weight_gradient = product if ctx.needs_input_grad[1] else None
         bias_gradient = total if ctx.needs_input_grad[2] else None
-        return result, weight_gradient, bias_gradient, None, None
+        return result, weight_gradient, bias_gradient, None, None, None
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Local, Lowering
 
-__all__ = ["call_again", "crop", "local_inputs", "same_for_all", "weighted_sum"]
+__all__ = ["alike", "call_again", "crop", "local_inputs", "same_for_all", "weighted_sum"]
 
 
 def call_again(
@@ -89,6 +89,25 @@ def _different(call: Call, changes: dict[str, Any]) -> dict[str, Any]:
         for name, value in changes.items()
         if name not in call.arguments or call.arguments[name] != value
     }
+
+
+def alike(low: Lowering, call: Call, source: fx.Node, axes: Axes) -> fx.Node:
+    """Return the node of an input's rows that the tile computes of the result.
+
+    Along dimensions that are not cut all of the input is taken.
+    """
+    return low.part(
+        source,
+        tuple(
+            tuple(
+                (0, size) if axis is None else interval
+                for size, axis, interval in zip(
+                    low.shape(source), axes, box, strict=True
+                )
+            )
+            for box in low.result(call.node, axes)
+        ),
+    )
 
 
 def local_inputs(low: Lowering, call: Call) -> dict[fx.Node, fx.Node]:

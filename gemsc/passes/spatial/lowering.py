@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx
 
-from gemsc.boxes import Box, everything, shape_of
+from gemsc.boxes import Box, everything, is_inside, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.holder import with_graph
@@ -17,11 +18,13 @@ from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.tile_ops import Exchange
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
+from gemsc.passes.spatial.halos import Halos, Need
 from gemsc.passes.spatial.inputs import Inputs, Wide
 from gemsc.passes.spatial.layers import Layers
 from gemsc.passes.spatial.refused import Refused
 from gemsc.passes.spatial.values import (
     Local,
+    covers,
     describe,
     held_boxes,
     last_axes,
@@ -49,6 +52,7 @@ class Lowering:
         probe: Probe,
         rule: Rule,
         wide: Wide | None = None,
+        halos: Halos | None = None,
     ) -> None:
         self.program = program
         self.probe = probe
@@ -69,6 +73,8 @@ class Lowering:
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
         self._exchanges: dict[Any, Exchange] = {}
+        self._halos = halos or Halos()
+        self._needs: list[Need] = []
         self._made: list[fx.Node] = []
         self.layers = Layers(program, self.module)
         self.inputs = Inputs(program, grids, tile, wide or {})
@@ -83,7 +89,7 @@ class Lowering:
                 self._env[node] = Local(self.graph.node_copy(node), None)
         stages = []
         for stage in self.program.require_stages():
-            self._stage, self.grid = stage.index, self._grids[stage.index]
+            self.enter(stage)
             blocks = tuple(self._block(block) for block in stage.blocks)
             stages.append(Stage(stage.index, blocks))
         output = fx.node.map_arg(self.program.output.args, self._result)
@@ -131,6 +137,29 @@ class Lowering:
             return self.inputs.any_of(node)
         return self._env[node].node
 
+    def is_split(self, stage: Stage) -> bool:
+        """Whether a stage has a grid."""
+        return bool(self._grids[stage.index])
+
+    def enter(self, stage: Stage) -> None:
+        """Let a stage be the one at hand."""
+        self._stage, self.grid = stage.index, self._grids[stage.index]
+
+    def needs(self, node: fx.Node, boxes: tuple[Box, ...]) -> tuple[Need, ...]:
+        """Return what a node wants of its inputs if its tiles compute `boxes`.
+
+        Everything is lowered before; nothing stays of what the rule makes here.
+        """
+        before, self._halos = self._halos, Halos({node.name: boxes})
+        self._made, self._needs = [], []
+        try:
+            self._rule(self, node)
+        except Refused:
+            self._needs = []
+        self._take_back(0)
+        self._halos = before
+        return tuple(self._needs)
+
     # --------------------------------------------- what rules look up
 
     @property
@@ -148,13 +177,17 @@ class Lowering:
         return whole_shape(node)
 
     def get(self, node: fx.Node) -> Local:
-        """Return a value as the stage at hand has it."""
+        """Return a value as the stage at hand has it: the tile's own part."""
+        local = self._whole_halo(node)
+        is_input = node.op == "placeholder" and self.inputs.is_wide(node, self.grid)
+        if is_input or node.name in self._halos.wide:
+            return Local(self.spread(node, local.axes), local.axes)
+        return local
+
+    def _whole_halo(self, node: fx.Node) -> Local:
+        """Return a value with all that the tile computes or is given of it."""
         if node.op == "placeholder":
-            local = self.inputs[node, self.grid]
-            if self.inputs.is_wide(node, self.grid):
-                owned = self.owned(self.shape(node), local.axes)
-                return Local(self._part_of_input(node, owned, 0.0), local.axes)
-            return local
+            return self.inputs[node, self.grid]
         if node.op == "get_attr" or self._stage_of[node] == self._stage:
             return self._env[node]
         source = self._grids[self._stage_of[node]]
@@ -185,13 +218,30 @@ class Lowering:
 
     def axes(self, node: fx.Node) -> Axes | None:
         """Return which dimensions of a value are cut, None if it is whole."""
-        if node.op == "placeholder":
-            return self.inputs[node, self.grid].axes
-        return self.get(node).axes
+        return self._whole_halo(node).axes
 
     def held(self, node: fx.Node) -> tuple[Box, ...]:
         """Return what each tile holds of a value."""
-        return self.owned(self.shape(node), self.axes(node))
+        return self.result(node, self.axes(node))
+
+    def result(self, node: fx.Node, axes: Axes | None) -> tuple[Box, ...]:
+        """Return what each tile computes of a value with these axes.
+
+        More than it owns where one wide exchange serves several layers.
+        """
+        wide = self._halos.wide.get(node.name) if axes is not None else None
+        return wide or self.owned(self.shape(node), axes)
+
+    def own_rows(self, node: fx.Node, axes: Axes | None) -> Box | None:
+        """Return where the tile's own part is in what it computes; None if all is."""
+        held = self.result(node, axes)[self.place]
+        owned = self.owned(self.shape(node), axes)[self.place]
+        if held == owned:
+            return None
+        return tuple(
+            (start - begin, stop - begin)
+            for (start, stop), (begin, _) in zip(owned, held, strict=True)
+        )
 
     def owned(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[Box, ...]:
         """Return what each tile of the stage holds of a value with these axes."""
@@ -222,7 +272,7 @@ class Lowering:
     ) -> Local:
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
-        describe(new, like, axes, self.grid, self._tile)
+        describe(new, like, axes, self.grid, self._tile, self._halos.wide.get(like.name))
         if partial:
             meta.set_layout(new, None)
         return Local(new, axes)
@@ -264,11 +314,51 @@ class Lowering:
         Wanted boxes may reach outside it: there is `fill`.
         """
         wanted = tuple(wanted)
+        self._needs.append(Need(node, wanted, fill))
         if node.op == "placeholder" and self.inputs[node, self.grid].axes is not None:
             return self._part_of_input(node, wanted, fill)
-        local = self.get(node)
-        shape = self.shape(node)
-        return self._part_of(local.node, shape, self.held(node), wanted, fill)
+        local, shape, held = self._whole_halo(node), self.shape(node), self.held(node)
+        source, owned = local.node, self.owned(shape, local.axes)
+        fetched = self._halos.fetched.get((node.name, self._stage))
+        if fetched is not None and not covers(held, wanted, shape):
+            source = self._part_of(source, shape, held, fetched, 0.0)
+            held = fetched
+        if held not in (wanted, owned) and all(map(is_inside, wanted, held)):
+            return self._cropped(source, shape, held, wanted)
+        return self._part_of(source, shape, held, wanted, fill, owned)
+
+    def _cropped(
+        self,
+        source: fx.Node,
+        shape: tuple[int, ...],
+        held: tuple[Box, ...],
+        wanted: tuple[Box, ...],
+    ) -> fx.Node:
+        """Return the node of the rows that are wanted of those held."""
+        key = (source, wanted, 0.0, self._stage)
+        if key not in self._parts:
+            index = tuple(
+                slice(start - begin, stop - begin)
+                for (start, stop), (begin, _) in zip(
+                    wanted[self.place], held[self.place], strict=True
+                )
+            )
+            sizes = shape_of(held[self.place])
+            index = tuple(
+                slice(None) if rows == slice(0, size) else rows
+                for rows, size in zip(index, sizes, strict=True)
+            )
+            new = self._create("call_function", getitem, (source, index), {}, source.name)
+            self._describe_part(new, source, Layout(shape, wanted))
+            self._parts[key] = new
+        return self._parts[key]
+
+    def _describe_part(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
+        meta.copy_meta(source, new)
+        meta.set_layout(new, layout)
+        fake = meta.value(source)
+        with fake.fake_mode:
+            meta.set_value(new, fake.new_empty(layout.local_shape(self.place)))
 
     def _part_of_input(
         self, node: fx.Node, wanted: tuple[Box, ...], fill: float
@@ -297,11 +387,7 @@ class Lowering:
         args = (source, exchange, self.place)
         redistribute = tile_ops.redistribute
         new = self._create("call_function", redistribute, args, {}, source.name)
-        meta.copy_meta(source, new)
-        meta.set_layout(new, Layout(shape, wanted))
-        fake = meta.value(source)
-        with fake.fake_mode:
-            meta.set_value(new, fake.new_empty(shape_of(wanted[self.place])))
+        self._describe_part(new, source, Layout(shape, wanted))
         self._parts[key] = new
         return new
 
@@ -309,7 +395,7 @@ class Lowering:
         """Return a node that holds just what its tile has of an old node's value."""
         is_other = any(new is local.node for local in self._env.values())
         if new.op != "placeholder" and not is_other:
-            describe(new, old, axes, self.grid, self._tile)
+            describe(new, old, axes, self.grid, self._tile, self._halos.wide.get(old.name))
         return Local(new, axes)
 
     def exchange(

@@ -9,7 +9,7 @@ from torch import fx
 from gemsc.ir import tile_ops
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import call_again
+from gemsc.passes.spatial.emit import alike, call_again
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 
 __all__ = [
@@ -50,7 +50,7 @@ def _with_all_tiles(
     were given under `names`.
     """
     axes, node = _axes(low, call), call.node
-    part = low.get(call.input).node
+    part = alike(low, call, call.input, axes)
     if call.layer is not None:
         low.layers.with_all_tiles(node, layer_method, *extra)
         return low.create(node, "call_module", node.target, (part,), {}, axes)
@@ -71,6 +71,7 @@ def batch_norm(low: Lowering, call: Call) -> Local:
         call,
         tile_ops.functional_batch_norm,
         "batch_norm",
+        *_own(low, call),
         names=(
             "running_mean",
             "running_var",
@@ -80,10 +81,20 @@ def batch_norm(low: Lowering, call: Call) -> Local:
             "momentum",
             "eps",
         ),
-        keywords=None
+        keywords=_own_keyword(low, call)
         if call.layer is not None or "running_mean" in _given(call)
-        else {"running_mean": None, "running_var": None},
+        else {"running_mean": None, "running_var": None, **_own_keyword(low, call)},
     )
+
+
+def _own(low: Lowering, call: Call) -> tuple[Any, ...]:
+    """Return where the tile's own rows are, if it computes more: these count once."""
+    own = low.own_rows(call.node, _axes(low, call))
+    return () if own is None else (own,)
+
+
+def _own_keyword(low: Lowering, call: Call) -> dict[str, Any]:
+    return dict(zip(("own",), _own(low, call), strict=False))
 
 
 def _given(call: Call) -> set[str]:
@@ -98,7 +109,9 @@ def group_norm(low: Lowering, call: Call) -> Local:
         call,
         tile_ops.functional_group_norm,
         "group_norm",
+        *_own(low, call),
         names=("num_groups", "weight", "bias", "eps"),
+        keywords=_own_keyword(low, call),
     )
 
 
@@ -112,7 +125,9 @@ def instance_norm(low: Lowering, call: Call) -> Local:
         call,
         tile_ops.functional_instance_norm,
         "instance_norm",
+        *_own(low, call),
         names=("weight", "bias", "eps"),
+        keywords=_own_keyword(low, call),
     )
 
 
@@ -125,7 +140,7 @@ def layer_norm(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, {call.input: low.get(call.input).node})
     if any(axis is not None for axis in axes[: len(axes) - len(shape)]):
         raise Refused("some of the dimensions that are cut are normalized")
-    box = low.held(call.input)[low.place][len(axes) - len(shape) :]
+    box = low.result(call.node, axes)[low.place][len(axes) - len(shape) :]
     return _with_all_tiles(
         low,
         call,
@@ -139,7 +154,8 @@ def layer_norm(low: Lowering, call: Call) -> Local:
 
 def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
-    shape, box = low.shape(call.input), low.held(call.input)[low.place]
+    shape, axes = low.shape(call.input), _axes(low, call)
+    box = low.result(call.node, axes)[low.place]
     return _with_all_tiles(
         low,
         call,
@@ -155,4 +171,4 @@ def dropout(low: Lowering, call: Call) -> Local:
 def channel_dropout(low: Lowering, call: Call) -> Local:
     """Draw one number per channel: the same on all tiles, which have the same seed."""
     axes = _channels_whole(low, call)
-    return call_again(low, call, axes, {call.input: low.get(call.input).node})
+    return call_again(low, call, axes, {call.input: alike(low, call, call.input, axes)})

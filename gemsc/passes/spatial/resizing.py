@@ -57,7 +57,7 @@ def interpolation(low: Lowering, call: Call) -> Local:
             return out[0] // factor, -(-out[1] // factor)
         return need.support(out, size=sizes[dim], factor=factor, reach=_REACH[mode])
 
-    outputs = low.owned(low.shape(node), axes)
+    outputs = low.result(node, axes)
     inputs = tuple(
         (*box[:2], *(rule(dim, out) for dim, out in enumerate(box[2:])))
         for box in outputs
@@ -113,7 +113,7 @@ def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:
     source, node = call.input, call.node
     sizes = tuple(zip(low.shape(source)[2:], low.shape(node)[2:], strict=True))
     scales = _scales(call, len(sizes))
-    outputs = low.owned(low.shape(node), axes)
+    outputs = low.result(node, axes)
     inputs = []
     for box in outputs:
         how = Resize(
@@ -173,7 +173,7 @@ def _pool(
     def rule(dim: int, out: Interval) -> Interval:
         return need.adaptive_window(out, size=sizes[dim], out_size=out_sizes[dim])
 
-    outputs = low.owned(low.shape(node), axes)
+    outputs = low.result(node, axes)
     inputs = tuple(
         (*box[:-rank], *(rule(dim, out) for dim, out in enumerate(box[-rank:])))
         for box in outputs
@@ -207,7 +207,7 @@ def pixel_shuffle(low: Lowering, call: Call) -> Local:
     factor = int(call["upscale_factor"])
     axes = result_axes(low, call, spatial_axes(low, call.input, 2))
     source = low.shape(call.input)
-    outputs = low.owned(low.shape(call.node), axes)
+    outputs = low.result(call.node, axes)
     inputs = tuple(
         (
             *((0, size) for size in source[:-2]),
@@ -237,6 +237,6 @@ def pixel_unshuffle(low: Lowering, call: Call) -> Local:
             *((0, size) for size in source[:-2]),
             *((start * factor, stop * factor) for start, stop in box[-2:]),
         )
-        for box in low.owned(low.shape(call.node), axes)
+        for box in low.result(call.node, axes)
     )
     return call_again(low, call, axes, {call.input: low.part(call.input, inputs)})

@@ -10,10 +10,11 @@ from torch.utils import _pytree as pytree
 
 
 from gemsc.ir import meta
+from gemsc.boxes import Box
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes, fits
-from gemsc.passes.spatial.emit import call_again, weighted_sum
+from gemsc.passes.spatial.emit import alike, call_again, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 
 __all__ = [
@@ -38,8 +39,10 @@ def elementwise(low: Lowering, node: fx.Node) -> Local:
     """Compute each tile's elements; what is whole or cut otherwise is cut to fit."""
     shape = low.shape(node)
     axes = _broadcast_axes(low, node, shape)
+    boxes = low.result(node, axes)
     inputs = {
-        source: _fitted(low, source, shape, axes) for source in node.all_input_nodes
+        source: _fitted(low, source, shape, axes, boxes)
+        for source in node.all_input_nodes
     }
     return low.copy(node, axes, inputs=inputs)
 
@@ -56,7 +59,11 @@ def _broadcast_axes(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> Axe
 
 
 def _fitted(
-    low: Lowering, source: fx.Node, shape: tuple[int, ...], axes: Axes
+    low: Lowering,
+    source: fx.Node,
+    shape: tuple[int, ...],
+    axes: Axes,
+    boxes: tuple[Box, ...],
 ) -> fx.Node:
     """Return the part of an input that meets the tile's part of the result."""
     own = low.shape(source)
@@ -68,7 +75,16 @@ def _fitted(
         for dim, (size, axis) in enumerate(zip(own, axes[ahead:], strict=True))
     ]
     if any(axis is not None for axis in first):
-        return low.part(source, low.owned(own, tuple(first)))
+        return low.part(
+            source,
+            tuple(
+                tuple(
+                    (0, size) if axis is None else interval
+                    for size, axis, interval in zip(own, first, box[ahead:], strict=True)
+                )
+                for box in boxes
+            ),
+        )
     return low.whole(source)
 
 
@@ -216,7 +232,10 @@ def concatenation(low: Lowering, call: Call) -> Local:
         if axes[dim] is not None:
             raise Refused("it joins along a dimension that is cut")
         result = axes
-    inputs = {tensor: low.spread(tensor, axes) for tensor in tensors}
+    if call.kind == "stack":
+        inputs = {tensor: low.spread(tensor, axes) for tensor in tensors}
+    else:
+        inputs = {tensor: alike(low, call, tensor, axes) for tensor in tensors}
     return call_again(low, call, result, inputs)
 
 
@@ -225,7 +244,7 @@ def channels(low: Lowering, call: Call) -> Local:
     axes = low.axes(call.input)
     if axes is None or any(axis is not None for axis in axes[:2]):
         raise Refused("it is cut along batch or channels")
-    return call_again(low, call, axes, {call.input: low.get(call.input).node})
+    return call_again(low, call, axes, {call.input: alike(low, call, call.input, axes)})
 
 
 def linear(low: Lowering, call: Call) -> Local:

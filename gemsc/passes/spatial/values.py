@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from gemsc.boxes import Box, everything
+from gemsc.boxes import Box, everything, intersection, is_inside
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
 
-__all__ = ["Local", "describe", "held_boxes", "last_axes", "whole_shape"]
+__all__ = ["Local", "covers", "describe", "held_boxes", "last_axes", "whole_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,29 @@ def last_axes(dims: int, grid: tuple[int, ...]) -> Axes | None:
     return (*(None,) * (dims - len(grid)), *cuts)
 
 
+def covers(
+    held: tuple[Box, ...], wanted: tuple[Box, ...], shape: tuple[int, ...]
+) -> bool:
+    """Whether every tile holds what it wants, as far as there is such."""
+    image = everything(shape)
+    return all(
+        is_inside(intersection(want, image), have)
+        for want, have in zip(wanted, held, strict=True)
+    )
+
+
 def describe(
-    new: fx.Node, old: fx.Node, axes: Axes | None, grid: tuple[int, ...], tile: int
+    new: fx.Node,
+    old: fx.Node,
+    axes: Axes | None,
+    grid: tuple[int, ...],
+    tile: int,
+    wide: tuple[Box, ...] | None = None,
 ) -> None:
-    """Give a node the facts of the old one, with local shapes and a layout."""
+    """Give a node the facts of the old one, with local shapes and a layout.
+
+    `wide` is what the tiles compute of it, where that is more than they own.
+    """
     meta.copy_meta(old, new)
     fake = meta.value(old)
     if not isinstance(fake, Tensor) or not grid:
@@ -60,6 +79,8 @@ def describe(
         return
     shape = tuple(fake.shape)
     layout = Layout(shape, held_boxes(shape, axes, grid))
+    if wide is not None and axes is not None:
+        layout = Layout(shape, wide, layout.boxes)
     meta.set_layout(new, layout)
     with fake.fake_mode:  # type: ignore[attr-defined]
         meta.set_value(new, fake.new_empty(layout.local_shape(tile % num_tiles(grid))))

@@ -115,7 +115,7 @@ def _wanted(
             else (0, source[dim])
             for dim, interval in enumerate(box)
         )
-        for box in low.owned(low.shape(call.node), axes)
+        for box in low.result(call.node, axes)
     )
 
 
@@ -222,7 +222,7 @@ def transposed_convolution(low: Lowering, call: Call) -> Local:
 
     wanted = _wanted(low, call, axes, lambda i, out: rule(i, out).need, explicit)
     part = low.part(source, wanted)
-    box = low.owned(low.shape(call.node), axes)[low.place][-rank:]
+    box = low.result(call.node, axes)[low.place][-rank:]
     ours = [
         rule(dim, box[dim]) if cut else need.Transposed((0, 0), pad, pad, more)
         for dim, (cut, pad, more) in enumerate(
@@ -300,7 +300,7 @@ def average_pooling(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, {source: low.part(source, wanted)}, changes)
     wanted = _wanted(low, call, axes, window.need, (True,) * rank)
     part = low.part(source, wanted)
-    box = low.owned(low.shape(call.node), axes)[low.place][-rank:]
+    box = low.result(call.node, axes)[low.place][-rank:]
     windows = tuple(
         AxisWindows(start, stop, size, kernel, stride, before)
         for (start, stop), size, kernel, stride, before in zip(

@@ -1,0 +1,231 @@
+"""Fusing: let one wide exchange serve several layers, which compute the halo again.
+
+Example, two convolutions of 3 x 3 one after the other:
+
+    off:  x -> exchange 1 row -> conv1 -> relu -> exchange 1 row -> conv2
+    2:    x -> exchange 2 rows -> conv1 -> relu (1 row more) -> conv2
+
+Each value whose halo travels is an exchange. It is saved if each tile computes that
+value itself, with the halo: what it is made of must be wide as well, back to values
+that travel anyway. What lies outside the picture is padding again at every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf, prod
+from operator import getitem
+
+from torch import Tensor, fx
+
+from gemsc.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.ir import meta
+from gemsc.ir.program import Stage
+from gemsc.passes.spatial.calls import describe
+from gemsc.passes.spatial.halos import Halos
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules import RULES
+from gemsc.passes.spatial.values import covers
+from gemsc.planner.hardware import Link
+
+__all__ = ["Limit", "choose"]
+
+Boxes = tuple[Box, ...]
+Wishes = dict[fx.Node, tuple[Boxes, ...]]  # by user: what it wants, with a halo
+
+# Kinds whose rules compute more than the tile's own part, if that is asked of them.
+WIDE_KINDS = frozenset(
+    "conv conv_transpose max_pool avg_pool lp_pool interpolate pixel_shuffle "
+    "pixel_unshuffle batch_norm group_norm instance_norm dropout channel_dropout "
+    "channels cat".split()
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How far to go: `layers` to one exchange at most, and only what pays off.
+
+    With links, one for each stage that is split, the seconds of one step decide, of
+    forward and backward, on the tile that has most:
+
+        each exchange:   2 (latency + bytes received / bandwidth)
+        each value:      its predicted seconds, of the whole picture, times
+                         elements computed beyond the own part / elements of all
+
+    Without, whatever saves an exchange is done.
+    """
+
+    layers: float = inf
+    links: dict[int, Link] | None = None
+
+
+def choose(low: Lowering, stages: Iterable[Stage], limit: Limit) -> Halos:
+    """Return what to compute beyond the own part; `low` has lowered the whole program.
+
+    Values are tried in the order in which they are computed; each choice stays.
+    """
+    wide: dict[str, Boxes] = {}
+    fetched: dict[tuple[str, int], Boxes] = {}
+    for stage in stages:
+        if low.is_split(stage):
+            chains = _Chains(low, stage, limit)
+            chains.fuse()
+            wide |= {node.name: chains.boxes[node] for node in chains.layers}
+            fetched |= {(n.name, stage.index): b for n, b in chains.fetched().items()}
+    return Halos(wide, fetched)
+
+
+@dataclass
+class _Trial:
+    """What changes if a value becomes wide."""
+
+    chain: set[fx.Node]  # that become wide
+    begin: set[fx.Node]  # that are wide, or travel, or come with any halo: inputs
+    boxes: dict[fx.Node, Boxes]
+    wishes: dict[fx.Node, Wishes]
+
+
+class _Chains:
+    """The values of one stage, what tiles compute of them, and who wants a halo.
+
+    `layers` are the values that are wide, and how many layers the exchange serves that
+    they come from. A value that is not and of which somebody wants a halo travels.
+    """
+
+    def __init__(self, low: Lowering, stage: Stage, limit: Limit) -> None:
+        low.enter(stage)
+        self._low = low
+        self._stage = stage
+        self._layers = limit.layers
+        self._link = None if limit.links is None else limit.links[stage.index]
+        self._place = {node: place for place, node in enumerate(stage.nodes)}
+        self.layers: dict[fx.Node, int] = {}
+        self.boxes: dict[fx.Node, Boxes] = {}
+        self._wishes: dict[fx.Node, Wishes] = {}
+        for node in stage.nodes:
+            if low.axes(node) is not None and isinstance(meta.value(node), Tensor):
+                self.boxes[node] = low.held(node)
+                for source, wanted in self._wanted(node, self.boxes[node]).items():
+                    self._wishes.setdefault(source, {})[node] = wanted
+
+    def fuse(self) -> None:
+        """Choose the wide values."""
+        for node in self._stage.nodes:
+            trial = self._try(node) if node in self._wishes else None
+            if trial is None:
+                continue
+            layers = 1 + max((self.layers.get(n, 1) for n in trial.begin), default=0)
+            if layers <= self._layers and (
+                self._link is None or self._seconds_more(node, trial, self._link) < 0
+            ):
+                self.boxes |= trial.boxes
+                self._wishes |= trial.wishes
+                self.layers |= dict.fromkeys(trial.chain, layers)
+
+    def fetched(self) -> dict[fx.Node, Boxes]:
+        """Return the values of which several parts are wanted: one exchange for all."""
+        return {
+            node: self._joined(node, wishes)
+            for node, wishes in self._wishes.items()
+            if node.op != "placeholder"
+            and node not in self.layers
+            and len({boxes for each in wishes.values() for boxes in each}) > 1
+        }
+
+    def _try(self, node: fx.Node) -> _Trial | None:
+        """Return what must change so that a value is wide; None if it cannot be.
+
+        Values are visited from the last to the first: when one is, all its users are.
+        """
+        trial = _Trial({node}, set(), {}, {})
+        queue = [-self._place.get(node, 0)]
+        while queue:
+            value = self._stage.nodes[-heappop(queue)]
+            if value in trial.boxes:
+                continue
+            if value not in self.layers and not self._can_be_wide(value):
+                return None
+            wishes = trial.wishes.get(value, self._wishes.get(value, {}))
+            trial.boxes[value] = self._joined(value, wishes)
+            wanted = self._wanted(value, trial.boxes[value])
+            for source, boxes in wanted.items():
+                known = trial.wishes.get(source, self._wishes.get(source, {}))
+                trial.wishes[source] = {**known, value: boxes}
+                if source in self.layers or source in trial.chain:
+                    heappush(queue, -self._place[source])
+                elif source.op != "placeholder" and source not in self._wishes:
+                    if source not in self._place:
+                        return None
+                    trial.chain.add(source)
+                    heappush(queue, -self._place[source])
+                if source not in trial.chain:
+                    trial.begin.add(source)
+        return trial
+
+    def _can_be_wide(self, node: fx.Node) -> bool:
+        """Whether a rule computes more of a value than the tile's own part."""
+        value = meta.value(node)
+        if node not in self.boxes or meta.glue(node) is not None:
+            return False
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return False
+        if not all(user in self._place for user in node.users):
+            return False
+        kind = describe(node, self._low.program.module).kind
+        if kind in RULES:
+            return kind in WIDE_KINDS
+        return node.target is not getitem and self._low.probe.is_pointwise(node)
+
+    def _wanted(self, node: fx.Node, boxes: Boxes) -> dict[fx.Node, tuple[Boxes, ...]]:
+        """Return what a node wants of its inputs beyond the tiles' own parts."""
+        result: dict[fx.Node, tuple[Boxes, ...]] = {}
+        for need in self._low.needs(node, boxes):
+            shape, axes = self._low.shape(need.source), self._low.axes(need.source)
+            own = self._low.owned(shape, axes)
+            if axes is not None and not covers(own, need.wanted, shape):
+                result[need.source] = (*result.get(need.source, ()), need.wanted)
+        return result
+
+    def _joined(self, node: fx.Node, wishes: Wishes) -> Boxes:
+        """Return the smallest boxes that hold the own part and all wishes in the value."""
+        shape = self._low.shape(node)
+        image = everything(shape)
+        wanted = [boxes for each in wishes.values() for boxes in each]
+        return tuple(
+            hull(mine, *(intersection(boxes[tile], image) for boxes in wanted))
+            for tile, mine in enumerate(self._own(node))
+        )
+
+    def _own(self, node: fx.Node) -> Boxes:
+        return self._low.owned(self._low.shape(node), self._low.axes(node))
+
+    def _seconds_more(self, node: fx.Node, trial: _Trial, link: Link) -> float:
+        """Return by what the step takes longer: see `Limit`."""
+        total = -self._travel(node, self._wishes[node], link)
+        for source in trial.begin - self.layers.keys():
+            if source.op != "placeholder":
+                total += self._travel(source, trial.wishes[source], link)
+                total -= self._travel(source, self._wishes[source], link)
+        for value, boxes in trial.boxes.items():
+            facts = meta.facts(value)
+            seconds = facts.forward_seconds + facts.backward_seconds
+            own, before = self._own(value), self.boxes[value]
+            more = _most_beyond(own, boxes) - _most_beyond(own, before)
+            total += seconds * more / prod(self._low.shape(value))
+        return total
+
+    def _travel(self, node: fx.Node, wishes: Wishes, link: Link) -> float:
+        """Return the seconds of an exchange and of that of the gradients."""
+        size = meta.spec(node).dtype.itemsize
+        count = _most_beyond(self._own(node), self._joined(node, wishes))
+        return 2 * link.seconds(size * count)
+
+
+def _most_beyond(own: Boxes, boxes: Boxes) -> int:
+    """Return the elements beyond the own part, of the tile that has most."""
+    return max(
+        prod(shape_of(box)) - prod(shape_of(mine))
+        for mine, box in zip(own, boxes, strict=True)
+    )

@@ -1,0 +1,33 @@
+"""Halos: which values tiles compute beyond their own part, and which they fetch so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from gemsc.boxes import Box
+
+__all__ = ["Halos", "Need"]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What each tile wants of a value; outside it there is `fill`."""
+
+    source: fx.Node
+    wanted: tuple[Box, ...]
+    fill: float
+
+
+@dataclass(frozen=True)
+class Halos:
+    """The choice of wide exchanges, by names of nodes.
+
+    `wide` are values of which each tile computes more than it owns: the layer that
+    wants a halo of such a value finds it there. `fetched` are values, by the stage that
+    uses them, of which one exchange brings all that several users want.
+    """
+
+    wide: dict[str, tuple[Box, ...]] = field(default_factory=dict)
+    fetched: dict[tuple[str, int], tuple[Box, ...]] = field(default_factory=dict)
