@@ -324,10 +324,15 @@ def _fitted(
 def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
     """Return all that agrees with the options, best first.
 
+    What does not fit the memory cap is tried again with some blocks recomputed.
+
     Raises:
         GemscError: nothing fits; says what would.
     """
-    found = ranked([assess(traced, each) for each in alternatives(options)])
+    found = [assess(traced, each) for each in alternatives(options)]
+    leaner = [each.options for each in found if each.may_recompute()]
+    found += [assess(traced, replace(o, recompute=("auto",))) for o in leaner]
+    found = ranked(found)
     if not found[0].fits():
         raise nothing_fits(found, lambda other: assess(traced, other))
     return tuple(found)

@@ -20,6 +20,7 @@ def run_on_threads(
     *,
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
+    measure: bool = True,
 ) -> StepRecord:
     """Run training steps on threads; every rank has the same loss."""
     before = torch.get_default_dtype()
@@ -28,7 +29,13 @@ def run_on_threads(
         all_losses = run_local(
             num_ranks,
             lambda transport: record_steps(
-                directory, transport, directory, batches, dtype, optimizer
+                directory,
+                transport,
+                directory,
+                batches,
+                dtype,
+                optimizer,
+                measure=measure,
             ),
             timeout=120,
         )

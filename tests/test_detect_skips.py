@@ -31,7 +31,7 @@ def kinds(program: Program) -> dict[str, bool]:
     ids=["basic", "bottleneck", "pre-activation", "inception", "squeeze"],
 )
 def test_the_skip_of_a_branched_block_is_short(block: torch.nn.Module) -> None:
-    program = blocks_of(rows(block, *(networks.Residual() for _ in range(8))), PICTURE)
+    program = blocks_of(rows(block, *(networks.Residual() for _ in range(12))), PICTURE)
     found = kinds(program)
     assert found
     assert not any(found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -164,8 +165,9 @@ def _run(
         module.get_submodule(path).eval()
     kept: dict[int, Tensor] = {}
 
-    def follow(tensor: Tensor) -> None:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+    def follow(tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            kept.setdefault(tensor.untyped_storage()._cdata, tensor)
 
     with saved_in_parts(follow):
         run_nodes(program.graph.nodes, values, module)

@@ -59,6 +59,7 @@ class Candidate:
             f"M={chosen.micro_batches}",
             f"{chosen.data} copies" if chosen.data > 1 else "",
             "by memory" if chosen.balance == "memory" else "",
+            "recompute" if "auto" in chosen.recompute else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -71,6 +72,12 @@ class Candidate:
         """Whether it can be built and stays below the memory cap."""
         cap = self.options.device_memory
         return not self.problem and (cap is None or self.peak_bytes <= cap)
+
+    def may_recompute(self) -> bool:
+        """Whether recomputed blocks may make it fit; nobody has asked for any yet."""
+        chosen = self.options
+        asked = chosen.recompute or chosen.offload or chosen.tiles
+        return not (self.problem or self.fits() or asked)
 
 
 def is_open(options: CompileOptions) -> bool:

@@ -43,6 +43,8 @@ class ActivationMeter:
         self._others = others
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._own: set[int] = set()
+        self.brings_back = False  # whether blocks are recomputed or offloaded
+        self.closely = True  # at each tensor that a backward takes
         self.peak_bytes = 0
         self.peak_total_bytes = 0
 
@@ -93,7 +95,8 @@ class ActivationMeter:
         return tensor.detach()  # the tensor itself may hold what holds it
 
     def _take(self, tensor: Tensor) -> Tensor:
-        self.sample()
+        if self.closely:
+            self.sample()
         return tensor
 
 

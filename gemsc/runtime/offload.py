@@ -220,6 +220,7 @@ class _Part:
         for moved in alive:
             moved.fetch()
         if self._meter is not None:
+            self._meter.brings_back = True
             self._meter.follow(moved.bytes() for moved in alive)
             self._meter.sample()
 

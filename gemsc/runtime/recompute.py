@@ -74,6 +74,7 @@ class _Saved:
         self._values: dict[int, Tensor] = {}
         self._meter = active_meter()
         if self._meter is not None:
+            self._meter.brings_back = True
             self._meter.follow(inputs)
 
     def pack(self, tensor: Tensor) -> int:

@@ -37,11 +37,14 @@ def record_steps(
     batches: list[tuple[object, object]],
     dtype: torch.dtype,
     optimizer: OptimizerFactory | None = None,
+    *,
+    measure: bool = True,
 ) -> list[float]:
     """Train on `batches`; write gradients of the first step and the last state.
 
     Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
-    `losses{rank}.json` and `memory{rank}.json`: peak bytes of activations and of all.
+    `losses{rank}.json` and `memory{rank}.json`: peak bytes of activations and of all,
+    zero without `measure`, which takes its time.
     """
     trainer = Trainer(
         directory,
@@ -60,7 +63,7 @@ def record_steps(
 
     trainer.worker.before_update = write_gradients
     meter = ActivationMeter(trainer.worker.own_tensors, trainer.worker.other_tensors)
-    trainer.worker.meter = meter
+    trainer.worker.meter = meter if measure else None
     losses = [trainer.step(input, target) for input, target in batches]
     write_tensors(folder / f"state{rank}.safetensors", trainer.all_tensors())
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))

@@ -230,6 +230,7 @@ class Worker:
         kept = self._in_flight.pop((stage, m))
         if self.meter is not None:
             self.meter.sample()
+            self.meter.closely = self._grows_in_backward(stage)
         kept.offloaded.prefetch()
         _run_backward(kept.outputs, gradients)
         result = tuple(
@@ -240,6 +241,16 @@ class Worker:
             del kept
             self.meter.sample()
         return result
+
+    def _grows_in_backward(self, stage: str) -> bool:
+        """Whether memory may grow while a stage's backward frees activations.
+
+        The first backward of a step makes the gradients; what was recomputed or moved
+        comes back.
+        """
+        module = self.stages[stage]
+        made = any(parameter.grad is not None for parameter in module.parameters())
+        return not made or (self.meter is not None and self.meter.brings_back)
 
     @property
     def loss_gradient(self) -> Tensor:
