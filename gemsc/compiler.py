@@ -23,11 +23,13 @@ from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.pipeline import (
+    choose_halos,
     evaluation_passes,
     graph_passes,
     stage_passes,
     tile_programs,
 )
+from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.advice import nothing_fits
@@ -245,7 +247,8 @@ def schedule_stages(
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    tiles = tile_programs(program, options, after_each=after_each)
+    halos = choose_halos(program, options)
+    tiles = tile_programs(program, options, halos, after_each=after_each)
     network = read_hardware(options.hardware).network
     task = schedule_task(tiles, chosen, None, network)
     timeline = run(task, schedule.policy)
@@ -271,11 +274,12 @@ def _with_evaluation(
     """
     if len(tiles) == 1:
         return (whole,)
-    evaluation = whole.evaluation
+    evaluation, halos = whole.evaluation, Halos()
     if traced.twins is not None:
+        halos = choose_halos(whole.program, options).of_twin(traced.twins)
         evaluation = same_stages(whole.program, traced.evaluation, traced.twins)
     splits = tile_programs(
-        evaluation, options, training=tiles[0], after_each=after_each
+        evaluation, options, halos, training=tiles[0], after_each=after_each
     )
     found = []
     for tile, split in zip(tiles, splits, strict=True):

@@ -31,7 +31,7 @@ class PlannedStage:
 
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
-    forward.
+    forward, in `exchanges` messages to all neighbours at once.
     """
 
     index: int
@@ -50,6 +50,7 @@ class PlannedStage:
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
     halo_bytes: int = field(default_factory=int)
+    exchanges: int = field(default_factory=int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

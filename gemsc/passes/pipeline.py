@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import combinations
 
 from torch import fx
 
@@ -25,11 +26,19 @@ from gemsc.passes.local_batchnorm import LocalBatchnorm
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.place_stages import PlaceStages
-from gemsc.passes.split_tiles import SplitTiles
-from gemsc.planner.hardware import Device, read_hardware
+from gemsc.passes.spatial.fusing import Limit
+from gemsc.passes.spatial.halos import Halos
+from gemsc.passes.split_tiles import SplitTiles, fuse_halos
+from gemsc.planner.hardware import Device, Link, read_hardware
 from gemsc.planner.layout import Layout
 
-__all__ = ["evaluation_passes", "graph_passes", "stage_passes", "tile_programs"]
+__all__ = [
+    "choose_halos",
+    "evaluation_passes",
+    "graph_passes",
+    "stage_passes",
+    "tile_programs",
+]
 
 
 def graph_passes(device: Device | None = None) -> tuple[Pass, ...]:
@@ -81,9 +90,35 @@ def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
     )
 
 
+def choose_halos(program: Program, options: CompileOptions) -> Halos:
+    """Return which values tiles compute with a halo, by `--fuse-halos`.
+
+    The slowest link between two tiles of a stage decides for `auto`. With
+    `--local-batchnorm` there are none: rows that are computed twice would count twice.
+    """
+    placement = program.placement
+    assert placement is not None
+    how = options.fuse_halos
+    if how == "off" or options.local_batchnorm or placement.num_tiles == 1:
+        return Halos()
+    if how != "auto":
+        return fuse_halos(program, placement.grids, Limit(int(how)))
+    network = read_hardware(options.hardware).network
+    links = {}
+    for stage, ranks in enumerate(placement.ranks[0]):
+        pairs = [network.link(a, b) for a, b in combinations(ranks, 2)]
+        if pairs:
+            links[stage] = Link(
+                latency=max(link.latency for link in pairs),
+                bandwidth=min(link.bandwidth for link in pairs),
+            )
+    return fuse_halos(program, placement.grids, Limit(links=links))
+
+
 def tile_programs(
     program: Program,
     options: CompileOptions,
+    halos: Halos,
     *,
     training: Program | None = None,
     after_each: Observer | None = None,
@@ -106,7 +141,7 @@ def tile_programs(
     tiles = []
     for tile in range(placement.num_tiles):
         passes: tuple[Pass, ...] = (
-            SplitTiles(placement.grids, tile, trains, device),
+            SplitTiles(placement.grids, tile, trains, device, halos),
             *local,
             comms,
         )

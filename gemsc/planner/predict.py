@@ -190,6 +190,7 @@ def make_plan(
     assert placement is not None
     first = tiles[0]
     groups = placement.groups
+    traffic = [exchanges(first, stage) for stage in first.require_stages()]
     stages = [
         PlannedStage(
             index=stage.index,
@@ -207,10 +208,8 @@ def make_plan(
             recompute=_names(program, stage.index, "recompute"),
             offload=_names(program, stage.index, "offload"),
             tiles=list(placement.grid(stage.index)),
-            halo_bytes=sum(
-                each.num_bytes
-                for each in exchanges(first, first.require_stages()[stage.index])
-            ),
+            halo_bytes=sum(each.num_bytes for each in traffic[stage.index]),
+            exchanges=len(traffic[stage.index]),
         )
         for stage in program.require_stages()
     ]

@@ -77,7 +77,9 @@ def exchanges(program: Program, stage: Stage) -> list[Traffic]:
         if isinstance(source, fx.Node) and (
             source in inside or _same_grid(program, source, stage)
         ):
-            found.append(_traffic(node))
+            traffic = _traffic(node)
+            if traffic.num_bytes:
+                found.append(traffic)
     return found
 
 

@@ -144,6 +144,7 @@ def _tiles(plan: Plan, width: int) -> list[RenderableType]:
     columns = (
         column("stage", (s.index for s in stages), left=True),
         column("grid", (" x ".join(map(str, s.tiles)) for s in stages), left=True),
+        column("exchanges", (s.exchanges for s in stages)),
         column("from tile to tile", (show_bytes(s.halo_bytes) for s in stages)),
         column("gathered", gathered),
     )

@@ -64,7 +64,9 @@ class Limit:
 def choose(low: Lowering, stages: Iterable[Stage], limit: Limit) -> Halos:
     """Return what to compute beyond the own part; `low` has lowered the whole program.
 
-    Values are tried in the order in which they are computed; each choice stays.
+    Values are tried in the order in which they are computed; each choice stays. Where a
+    residual leads ever further back, as in bottlenecks, the exchanges of two layers
+    become one of the last value before them through which everything goes.
     """
     wide: dict[str, Boxes] = {}
     fetched: dict[tuple[str, int], Boxes] = {}
@@ -97,6 +99,7 @@ class _Chains:
     def __init__(self, low: Lowering, stage: Stage, limit: Limit) -> None:
         low.enter(stage)
         self._low = low
+        self._known: dict[tuple[fx.Node, Boxes], dict[fx.Node, tuple[Boxes, ...]]] = {}
         self._stage = stage
         self._layers = limit.layers
         self._link = None if limit.links is None else limit.links[stage.index]
@@ -113,16 +116,35 @@ class _Chains:
     def fuse(self) -> None:
         """Choose the wide values."""
         for node in self._stage.nodes:
-            trial = self._try(node) if node in self._wishes else None
-            if trial is None:
-                continue
-            layers = 1 + max((self.layers.get(n, 1) for n in trial.begin), default=0)
-            if layers <= self._layers and (
-                self._link is None or self._seconds_more(node, trial, self._link) < 0
-            ):
-                self.boxes |= trial.boxes
-                self._wishes |= trial.wishes
-                self.layers |= dict.fromkeys(trial.chain, layers)
+            if self._travels(node):
+                self._accept([node], self._try([node]))
+        cuts = _cuts(self._stage)
+        before: fx.Node | None = None  # the last value through which all goes
+        for node in self._stage.nodes:
+            if before is not None and self._travels(node):
+                self._accept([node], self._try([node]))
+            if before is not None and self._travels(node):
+                behind = self._stage.nodes[self._place[node] + 1 :]
+                pair = [node, *filter(self._travels, behind)][:2]
+                if len(pair) == 2 and not self._travels(before):
+                    self._accept(pair, self._try(pair, before))
+            before = node if node in cuts else before
+
+    def _travels(self, node: fx.Node) -> bool:
+        return node in self._wishes and node not in self.layers
+
+    def _accept(self, nodes: list[fx.Node], trial: _Trial | None) -> None:
+        """Let values be wide if that is within the limit."""
+        if trial is None:
+            return
+        served = (self.layers.get(n, int(n in self._wishes)) for n in trial.begin)
+        layers = len(nodes) + max(served, default=0)
+        if layers <= self._layers and (
+            self._link is None or self._seconds_more(nodes, trial, self._link) < 0
+        ):
+            self.boxes |= trial.boxes
+            self._wishes |= trial.wishes
+            self.layers |= dict.fromkeys(trial.chain, layers)
 
     def fetched(self) -> dict[fx.Node, Boxes]:
         """Return the values of which several parts are wanted: one exchange for all."""
@@ -134,13 +156,17 @@ class _Chains:
             and len({boxes for each in wishes.values() for boxes in each}) > 1
         }
 
-    def _try(self, node: fx.Node) -> _Trial | None:
-        """Return what must change so that a value is wide; None if it cannot be.
+    def _try(
+        self, nodes: list[fx.Node], begin: fx.Node | None = None
+    ) -> _Trial | None:
+        """Return what must change so that values are wide; None if they cannot be.
 
-        Values are visited from the last to the first: when one is, all its users are.
+        `begin` shall travel in their place. Values are visited from the last to the
+        first: when one is, all its users are.
         """
-        trial = _Trial({node}, set(), {}, {})
-        queue = [-self._place.get(node, 0)]
+        trial = _Trial(set(nodes), set(), {}, {})
+        first = -1 if begin is None else self._place[begin]
+        queue = [-self._place[node] for node in reversed(nodes)]
         while queue:
             value = self._stage.nodes[-heappop(queue)]
             if value in trial.boxes:
@@ -155,8 +181,12 @@ class _Chains:
                 trial.wishes[source] = {**known, value: boxes}
                 if source in self.layers or source in trial.chain:
                     heappush(queue, -self._place[source])
-                elif source.op != "placeholder" and source not in self._wishes:
-                    if source not in self._place:
+                elif not (
+                    source.op == "placeholder"
+                    or source is begin
+                    or source in self._wishes
+                ):
+                    if self._place.get(source, -1) <= first:
                         return None
                     trial.chain.add(source)
                     heappush(queue, -self._place[source])
@@ -180,12 +210,15 @@ class _Chains:
 
     def _wanted(self, node: fx.Node, boxes: Boxes) -> dict[fx.Node, tuple[Boxes, ...]]:
         """Return what a node wants of its inputs beyond the tiles' own parts."""
+        if (node, boxes) in self._known:
+            return self._known[node, boxes]
         result: dict[fx.Node, tuple[Boxes, ...]] = {}
         for need in self._low.needs(node, boxes):
             shape, axes = self._low.shape(need.source), self._low.axes(need.source)
             own = self._low.owned(shape, axes)
             if axes is not None and not covers(own, need.wanted, shape):
                 result[need.source] = (*result.get(need.source, ()), need.wanted)
+        self._known[node, boxes] = result
         return result
 
     def _joined(self, node: fx.Node, wishes: Wishes) -> Boxes:
@@ -201,13 +234,16 @@ class _Chains:
     def _own(self, node: fx.Node) -> Boxes:
         return self._low.owned(self._low.shape(node), self._low.axes(node))
 
-    def _seconds_more(self, node: fx.Node, trial: _Trial, link: Link) -> float:
+    def _seconds_more(
+        self, nodes: list[fx.Node], trial: _Trial, link: Link
+    ) -> float:
         """Return by what the step takes longer: see `Limit`."""
-        total = -self._travel(node, self._wishes[node], link)
+        total = -sum(self._travel(node, self._wishes[node], link) for node in nodes)
         for source in trial.begin - self.layers.keys():
             if source.op != "placeholder":
                 total += self._travel(source, trial.wishes[source], link)
-                total -= self._travel(source, self._wishes[source], link)
+                if source in self._wishes:
+                    total -= self._travel(source, self._wishes[source], link)
         for value, boxes in trial.boxes.items():
             facts = meta.facts(value)
             seconds = facts.forward_seconds + facts.backward_seconds
@@ -221,6 +257,18 @@ class _Chains:
         size = meta.spec(node).dtype.itemsize
         count = _most_beyond(self._own(node), self._joined(node, wishes))
         return 2 * link.seconds(size * count)
+
+
+def _cuts(stage: Stage) -> set[fx.Node]:
+    """Return the values alone of which all that follows in the stage is made."""
+    places = {node: place for place, node in enumerate(stage.nodes)}
+    reach = 0  # of the values so far
+    found = set()
+    for place, node in enumerate(stage.nodes):
+        if reach <= place:
+            found.add(node)
+        reach = max(reach, *(places.get(user, 0) for user in node.users), 0)
+    return found
 
 
 def _most_beyond(own: Boxes, boxes: Boxes) -> int:

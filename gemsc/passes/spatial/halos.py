@@ -31,3 +31,11 @@ class Halos:
 
     wide: dict[str, tuple[Box, ...]] = field(default_factory=dict)
     fetched: dict[tuple[str, int], tuple[Box, ...]] = field(default_factory=dict)
+
+    def of_twin(self, twins: dict[fx.Node, fx.Node]) -> Halos:
+        """Return the same choice for a graph with other names."""
+        names = {node.name: twin.name for node, twin in twins.items()}
+        return Halos(
+            {names[name]: boxes for name, boxes in self.wide.items()},
+            {(names[n], stage): boxes for (n, stage), boxes in self.fetched.items()},
+        )
