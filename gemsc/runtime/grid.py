@@ -205,7 +205,8 @@ class ShapeGrid(Grid):
         result = held.new_empty(shape_of(exchange.wanted[tile]))
         if len(exchange.held) == len(exchange.wanted):
             strips = [held.new_empty(p.shape) for p in self._incoming(exchange)]
-            remember(result, (held, *strips), lambda *_: held)
+            shape = result.shape
+            remember(result, (held, *strips), lambda *_: held.new_empty(shape))
         return result
 
     def give_back(self, gradient: Tensor, exchange: Exchange) -> Tensor:

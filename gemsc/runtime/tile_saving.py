@@ -48,7 +48,11 @@ _known = _Known()
 def remember(
     result: Tensor, kept: tuple[Tensor, ...], assemble: Callable[..., Tensor]
 ) -> None:
-    """Say that `result` is `assemble(*kept)`; `kept[0]` is its source."""
+    """Say that `result` is `assemble(*kept)`; `kept[0]` is its source.
+
+    Of a source that was redistributed itself, its own source and strips are kept.
+    """
+    kept, assemble = _from_the_first(kept, assemble)
     if kept[0].nbytes > _LARGEST_SOURCE * result.nbytes:
         return
     _forget()
@@ -56,6 +60,24 @@ def remember(
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     parts = tuple(tensor.detach() for tensor in kept)
     _known.origins[storage._cdata] = _Origin(reference, parts, assemble)
+
+
+def _from_the_first(
+    kept: tuple[Tensor, ...], assemble: Callable[..., Tensor]
+) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
+    source, *strips = kept
+    origin = _origin(source)
+    if origin is None:
+        return kept, assemble
+    first = origin.assemble
+    count = len(origin.kept)
+    size, stride, offset = source.size(), source.stride(), source.storage_offset()
+
+    def both(*parts: Tensor) -> Tensor:
+        value = first(*parts[:count]).as_strided(size, stride, int(offset))
+        return assemble(value, *parts[count:])
+
+    return (*origin.kept, *strips), both
 
 
 def _forget() -> None:
