@@ -44,7 +44,8 @@ class CompileOptions:
     ranks that are left have one stage each, as without tiles. One number for each
     spatial axis. `local_batchnorm` lets each tile normalise by its own statistics,
     which is not what the model does on one rank. `fuse_halos` ("auto", "off" or a
-    number of layers) sends one wider halo for several layers.
+    number of layers) sends one wider halo for several layers; "auto" where the link
+    costs more than the layers that compute the rows again.
     """
 
     ranks: int = 2

@@ -31,7 +31,8 @@ class PlannedStage:
 
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
-    forward, in `exchanges` messages to all neighbours at once.
+    forward, in `exchanges`. `unfused_exchanges` and `unfused_halo_bytes` are those if
+    no wide halo served several layers.
     """
 
     index: int
@@ -51,6 +52,8 @@ class PlannedStage:
     tiles: list[int] = field(default_factory=list)
     halo_bytes: int = field(default_factory=int)
     exchanges: int = field(default_factory=int)
+    unfused_exchanges: int = field(default_factory=int)
+    unfused_halo_bytes: int = field(default_factory=int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
+from gemsc.planner.hardware import Link, read_hardware
 from gemsc.runtime.trainer import Trainer
 
 
@@ -25,6 +27,32 @@ def programs(name: str, directory: Path, **choices: object) -> int:
     program = lower(traced(name), options(**choices))
     write_directory(program.compilation, directory)
     return program.plan.ranks
+
+
+def test_halos_are_fused_where_the_link_costs_more_than_the_work(
+    tmp_path: Path,
+) -> None:
+    hardware = read_hardware()
+
+    def exchanges(name: str, latency: float) -> int:
+        link = Link(latency=latency, bandwidth=1e15)
+        network = replace(hardware.network, intra=link, inter=link)
+        file = tmp_path / f"{name}.toml"
+        replace(hardware, network=network).write(file)
+        plan = options(ranks=4, tiles="2x2", micro_batches=1, hardware=str(file))
+        (stage,) = lower(traced("unet"), plan).plan.stages
+        assert stage.unfused_exchanges == 17
+        return stage.exchanges
+
+    assert exchanges("slow", 1.0) < 5
+    assert exchanges("quick", 1e-12) == 17
+
+
+def test_local_batchnorm_fuses_no_halos() -> None:
+    for how in ("3", "off"):
+        plan = options(ranks=4, tiles="2x2", local_batchnorm=True, fuse_halos=how)
+        (stage,) = lower(traced("unet"), plan).plan.stages
+        assert stage.exchanges == stage.unfused_exchanges == 17
 
 
 @pytest.mark.parametrize(

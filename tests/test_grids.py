@@ -52,6 +52,9 @@ CASES = [
     *(("unet", plan) for plan in PLANS),
     *(("resnet18", plan) for plan in PLANS[::4]),
     *(("densecnn", plan) for plan in PLANS[2::4]),
+    ("unet", options(ranks=4, tiles="2x2", micro_batches=2, fuse_halos="3")),
+    ("resnet18", options(ranks=3, tiles="1x2", micro_batches=2, fuse_halos="2")),
+    ("resnet18", options(ranks=2, tiles="2x1", micro_batches=2, fuse_halos="off")),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from torch import fx
@@ -14,6 +14,7 @@ from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import Exchange, redistribute
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
+from gemsc.passes.spatial.halos import Halos
 from gemsc.planner.hardware import Device
 
 __all__ = ["WholeTiles"]
@@ -29,6 +30,7 @@ class WholeTiles(Pass):
     tile: int = 0
     training: bool = True
     device: Device | None = None
+    halos: Halos = field(default_factory=Halos)
 
     def apply(self, program: Program) -> Program:
         graph = fx.Graph()

@@ -201,7 +201,9 @@ class Program:
     `aliases` maps each further name of a tied parameter to its first name.
     `frozen` are the paths of layers that stay in eval mode while the model trains.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
-    `barriers` are the places where split stages had to gather a value.
+    `barriers` are the places where split stages had to gather a value. `unfused` are,
+    by stage, the exchanges and their bytes if no halo served several layers; only
+    stages where some does.
     """
 
     name: str
@@ -219,6 +221,7 @@ class Program:
     transfers: tuple[Transfer, ...] | None = None
     optimizer_bytes: dict[str, int] = field(default_factory=dict)
     barriers: tuple[Barrier, ...] = ()
+    unfused: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -8,7 +8,7 @@ Example, two tiles one above the other, on the upper one:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor, fx
@@ -27,6 +27,7 @@ from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower
 from gemsc.planner.hardware import Device
+from gemsc.planner.tiles import exchanges
 
 __all__ = ["SplitTiles", "fuse_halos"]
 
@@ -82,9 +83,10 @@ class SplitTiles(Pass):
         first = Lowering(program, self.grids, self.tile, probe, lower, halos=self.halos)
         first.run()
         wide = first.inputs.wide_inputs()  # inputs come with their halo
-        return Lowering(
+        lowered = Lowering(
             program, self.grids, self.tile, probe, lower, wide, self.halos
         ).run()
+        return replace(lowered, unfused=self.halos.unfused)
 
 
 def fuse_halos(
@@ -92,8 +94,18 @@ def fuse_halos(
 ) -> Halos:
     """Return which values tiles compute with a halo, the same for all tiles."""
     low = Lowering(program, grids, 0, _probe(program), lower)
-    low.run()
-    return choose(low, program.require_stages(), limit)
+    done = low.run()
+    halos = choose(low, program.require_stages(), limit)
+    return replace(halos, unfused=_traffic(done) if program.placement else {})
+
+
+def _traffic(program: Program) -> dict[int, tuple[int, int]]:
+    """Return the exchanges of each stage and their bytes; inputs come with any halo."""
+    found = {}
+    for stage in program.require_stages():
+        sizes = [t.num_bytes for t in exchanges(program, stage, with_inputs=False)]
+        found[stage.index] = len(sizes), sum(sizes)
+    return found
 
 
 def _probe(program: Program) -> Probe:

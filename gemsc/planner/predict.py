@@ -191,6 +191,8 @@ def make_plan(
     first = tiles[0]
     groups = placement.groups
     traffic = [exchanges(first, stage) for stage in first.require_stages()]
+    sizes = [(len(each), sum(t.num_bytes for t in each)) for each in traffic]
+    unfused = dict(enumerate(sizes)) | first.unfused
     stages = [
         PlannedStage(
             index=stage.index,
@@ -208,8 +210,10 @@ def make_plan(
             recompute=_names(program, stage.index, "recompute"),
             offload=_names(program, stage.index, "offload"),
             tiles=list(placement.grid(stage.index)),
-            halo_bytes=sum(each.num_bytes for each in traffic[stage.index]),
-            exchanges=len(traffic[stage.index]),
+            halo_bytes=sizes[stage.index][1],
+            exchanges=sizes[stage.index][0],
+            unfused_exchanges=unfused[stage.index][0],
+            unfused_halo_bytes=unfused[stage.index][1],
         )
         for stage in program.require_stages()
     ]

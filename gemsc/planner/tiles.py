@@ -65,7 +65,9 @@ def _moves(program: Program, transfer: Transfer) -> Iterator[tuple[int, int, int
             yield piece.source, piece.dest, size * prod(piece.shape)
 
 
-def exchanges(program: Program, stage: Stage) -> list[Traffic]:
+def exchanges(
+    program: Program, stage: Stage, *, with_inputs: bool = True
+) -> list[Traffic]:
     """Return what the tiles of a stage send each other in forward.
 
     What comes from another grid is not among it: that is a transfer.
@@ -74,9 +76,11 @@ def exchanges(program: Program, stage: Stage) -> list[Traffic]:
     found = []
     for node in stage.nodes:
         source = node.args[0] if is_exchange(node) else None
-        if isinstance(source, fx.Node) and (
-            source in inside or _same_grid(program, source, stage)
-        ):
+        if not isinstance(source, fx.Node):
+            continue
+        if source.op == "placeholder" and not with_inputs:
+            continue
+        if source in inside or _same_grid(program, source, stage):
             traffic = _traffic(node)
             if traffic.num_bytes:
                 found.append(traffic)

@@ -141,14 +141,15 @@ def _tiles(plan: Plan, width: int) -> list[RenderableType]:
     """Return what split stages send from tile to tile, and what they had to gather."""
     stages = [stage for stage in plan.stages if stage.tiles]
     gathered = [sum(b["stage"] == s.index for b in plan.barriers) for s in stages]
-    columns = (
+    halos = (
         column("stage", (s.index for s in stages), left=True),
         column("grid", (" x ".join(map(str, s.tiles)) for s in stages), left=True),
         column("exchanges", (s.exchanges for s in stages)),
         column("from tile to tile", (show_bytes(s.halo_bytes) for s in stages)),
+        column("without wide halos", map(_unfused, stages), drop=1),
         column("gathered", gathered),
     )
-    found: list[RenderableType] = [fitted("tiles (one micro-batch)", columns, width)]
+    found: list[RenderableType] = [fitted("tiles (one micro-batch)", halos, width)]
     if plan.barriers:
         sizes = (show_bytes(b["num_bytes"]) for b in plan.barriers)
         columns = (
@@ -161,6 +162,13 @@ def _tiles(plan: Plan, width: int) -> list[RenderableType]:
         )
         found.append(fitted("values that every tile gathers whole", columns, width))
     return found
+
+
+def _unfused(stage: PlannedStage) -> str:
+    """Return the exchanges and bytes that there would be, if that is another number."""
+    if stage.unfused_exchanges == stage.exchanges:
+        return "the same"
+    return f"{stage.unfused_exchanges}, {show_bytes(stage.unfused_halo_bytes)}"
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -26,11 +26,13 @@ class Halos:
 
     `wide` are values of which each tile computes more than it owns: the layer that
     wants a halo of such a value finds it there. `fetched` are values, by the stage that
-    uses them, of which one exchange brings all that several users want.
+    uses them, of which one exchange brings all that several users want. `unfused` has
+    the exchanges of each stage, and their bytes, that there would be without.
     """
 
     wide: dict[str, tuple[Box, ...]] = field(default_factory=dict)
     fetched: dict[tuple[str, int], tuple[Box, ...]] = field(default_factory=dict)
+    unfused: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def of_twin(self, twins: dict[fx.Node, fx.Node]) -> Halos:
         """Return the same choice for a graph with other names."""
@@ -38,4 +40,5 @@ class Halos:
         return Halos(
             {names[name]: boxes for name, boxes in self.wide.items()},
             {(names[n], stage): boxes for (n, stage), boxes in self.fetched.items()},
+            self.unfused,
         )
