@@ -21,6 +21,7 @@ from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
 from gemsc.passes.spatial.halos import Halos, Need
 from gemsc.passes.spatial.inputs import Inputs, Wide
 from gemsc.passes.spatial.layers import Layers
+from gemsc.passes.spatial.parts import Parts
 from gemsc.passes.spatial.refused import Refused
 from gemsc.passes.spatial.values import (
     Local,
@@ -37,7 +38,7 @@ __all__ = ["Local", "Lowering", "Refused", "Rule"]
 Rule = Callable[["Lowering", fx.Node], Local]
 
 
-class Lowering:
+class Lowering(Parts):
     """The state of one run of SplitTiles: what is lowered so far, and the tools.
 
     Rules read the old graph's nodes, whose values are the whole ones, and create nodes
@@ -57,13 +58,12 @@ class Lowering:
         self.program = program
         self.probe = probe
         self.module = with_graph(program.module, fx.Graph())
-        self.graph = self.module.graph
+        super().__init__(self.module.graph)
         self.grid: tuple[int, ...] = ()
         self.barriers: list[Barrier] = []
         self._rule = rule
         self._grids = grids
         self._tile = tile
-        self._stage = 0
         self._stage_of = {
             node: stage.index
             for stage in program.require_stages()
@@ -71,11 +71,8 @@ class Lowering:
         }
         self._env: dict[fx.Node, Local] = {}
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
-        self._parts: dict[tuple[Any, ...], fx.Node] = {}
-        self._exchanges: dict[Any, Exchange] = {}
         self._halos = halos or Halos()
         self._needs: list[Need] = []
-        self._made: list[fx.Node] = []
         self.layers = Layers(program, self.module)
         self.inputs = Inputs(program, grids, tile, wide or {})
 
@@ -277,18 +274,6 @@ class Lowering:
             meta.set_layout(new, None)
         return Local(new, axes)
 
-    def _create(
-        self,
-        op: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str,
-    ) -> fx.Node:
-        node = self.graph.create_node(op, target, args, kwargs, name=name)
-        self._made.append(node)
-        return node
-
     def copy(
         self,
         node: fx.Node,
@@ -327,39 +312,6 @@ class Lowering:
             return self._cropped(source, shape, held, wanted)
         return self._part_of(source, shape, held, wanted, fill, owned)
 
-    def _cropped(
-        self,
-        source: fx.Node,
-        shape: tuple[int, ...],
-        held: tuple[Box, ...],
-        wanted: tuple[Box, ...],
-    ) -> fx.Node:
-        """Return the node of the rows that are wanted of those held."""
-        key = (source, wanted, 0.0, self._stage)
-        if key not in self._parts:
-            index = tuple(
-                slice(start - begin, stop - begin)
-                for (start, stop), (begin, _) in zip(
-                    wanted[self.place], held[self.place], strict=True
-                )
-            )
-            sizes = shape_of(held[self.place])
-            index = tuple(
-                slice(None) if rows == slice(0, size) else rows
-                for rows, size in zip(index, sizes, strict=True)
-            )
-            new = self._create("call_function", getitem, (source, index), {}, source.name)
-            self._describe_part(new, source, Layout(shape, wanted))
-            self._parts[key] = new
-        return self._parts[key]
-
-    def _describe_part(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
-        meta.copy_meta(source, new)
-        meta.set_layout(new, layout)
-        fake = meta.value(source)
-        with fake.fake_mode:
-            meta.set_value(new, fake.new_empty(layout.local_shape(self.place)))
-
     def _part_of_input(
         self, node: fx.Node, wanted: tuple[Box, ...], fill: float
     ) -> fx.Node:
@@ -368,50 +320,12 @@ class Lowering:
         held = self.inputs.held(node, self.grid, wanted)
         return self._part_of(local.node, shape, held, wanted, fill, owned)
 
-    def _part_of(
-        self,
-        source: fx.Node,
-        shape: tuple[int, ...],
-        held: tuple[Box, ...],
-        wanted: tuple[Box, ...],
-        fill: float,
-        owned: tuple[Box, ...] = (),
-    ) -> fx.Node:
-        if wanted == held:
-            return source
-        key = (source, wanted, fill, self._stage)
-        if key in self._parts:
-            return self._parts[key]
-        owned = () if owned == held else owned
-        exchange = self.exchange(shape, held, wanted, fill, owned)
-        args = (source, exchange, self.place)
-        redistribute = tile_ops.redistribute
-        new = self._create("call_function", redistribute, args, {}, source.name)
-        self._describe_part(new, source, Layout(shape, wanted))
-        self._parts[key] = new
-        return new
-
     def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
         """Return a node that holds just what its tile has of an old node's value."""
         is_other = any(new is local.node for local in self._env.values())
         if new.op != "placeholder" and not is_other:
             describe(new, old, axes, self.grid, self._tile, self._halos.wide.get(old.name))
         return Local(new, axes)
-
-    def exchange(
-        self,
-        shape: tuple[int, ...],
-        held: tuple[Box, ...],
-        wanted: tuple[Box, ...],
-        fill: float = 0.0,
-        owned: tuple[Box, ...] = (),
-    ) -> Exchange:
-        """Return the exchange of these boxes: one object for all that are equal."""
-        key = (shape, held, wanted, fill, owned)
-        if key not in self._exchanges:
-            index = len(self._exchanges)
-            self._exchanges[key] = Exchange(index, shape, held, wanted, fill, owned)
-        return self._exchanges[key]
 
     def whole(self, node: fx.Node) -> fx.Node:
         """Return the node that holds all of a value on every tile."""
