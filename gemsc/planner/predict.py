@@ -48,7 +48,7 @@ def schedule_task(
     assert placement is not None
     costs = [_stage_costs(tile, network) for tile in tiles]
     stages = tuple(
-        _worst([costs[tile][stage.index] for tile in range(_size(first, stage.index))])
+        _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
         for stage in first.require_stages()
     )
     edges = tuple(
