@@ -15,7 +15,7 @@ from gemsc.ir.flow import exchange_of, is_exchange, joins
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.tile_ops import Exchange
 
-__all__ = ["Traffic", "ends", "exchanges", "most_bytes", "moved_bytes"]
+__all__ = ["Traffic", "ends", "exchanges", "exchanging", "most_bytes", "moved_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,18 @@ def exchanges(program: Program, stage: Stage) -> list[Traffic]:
 
     What comes from another grid is not among it: that is a transfer.
     """
+    return [_traffic(node) for node in exchanging(program, stage)]
+
+
+def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
+    """Yield the nodes in which the tiles of a stage send each other something."""
     inside = set(stage.nodes)
-    found = []
     for node in stage.nodes:
         source = node.args[0] if is_exchange(node) else None
         if isinstance(source, fx.Node) and (
             source in inside or _same_grid(program, source, stage)
         ):
-            found.append(_traffic(node))
-    return found
+            yield node
 
 
 def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
