@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
+os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
 
 import pytest
 import torch

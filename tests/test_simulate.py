@@ -63,11 +63,6 @@ loss = nn.MSELoss()
 """
 
 
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-
-
 @pytest.fixture
 def gemsc(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path

@@ -26,6 +26,7 @@ PAIRS = (
     ("bidirectional", "mirrored"),
     ("chimera", "mirrored"),
 )
+BOTH = ("compute", "memory")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
@@ -51,17 +52,22 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """For example `1f1b folded, M=4, 2 copies`; M counts micro-batches."""
+        """For example `1f1b folded x2, M=4`: two copies, four micro-batches each."""
         chosen = self.options
         placement = ""
         if chosen.placement not in ("natural", SCHEDULES[chosen.schedule].placement):
             placement = f" {chosen.placement}"
+        copies = f" x{chosen.data}" if chosen.data > 1 else ""
+        way = f"{chosen.schedule}{placement}" if chosen.ranks > 1 else "one rank"
         parts = [
+<<<<<<< HEAD
             f"tiles {','.join(chosen.tiles)}" if chosen.tiles else "",
             f"{chosen.schedule}{placement}" if _has_stages(chosen) else "",
             "one rank" if chosen.ranks == 1 else "",
+=======
+            f"{way}{copies}",
+>>>>>>> main
             f"M={chosen.micro_batches}",
-            f"{chosen.data} copies" if chosen.data > 1 else "",
             "by memory" if chosen.balance == "memory" else "",
             "recompute" if "auto" in chosen.recompute else "",
         ]
@@ -110,9 +116,9 @@ def alternatives(
     ]
     if options.schedule != "auto" and options.placement != "auto":
         pairs = [(options.schedule, options.placement)]
-    balances = (
-        ("compute", "memory") if options.balance == "auto" else (options.balance,)
-    )
+    balances: tuple[str, ...] = (options.balance,)
+    if options.balance == "auto":  # what is balanced by memory is never faster
+        balances = ("compute",) if options.device_memory is None else BOTH
     found = [
         replace(
             options,

@@ -54,7 +54,7 @@ def show_candidates(
 
     columns = [
         column("schedule", (c.name for c in shown), left=True, shrinks=True),
-        column("samples/s", cells(lambda c: f"{c.samples_per_second:.3g}")),
+        column("samples/s", cells(lambda c: _speed(c.samples_per_second))),
         column("step", cells(lambda c: show_seconds(c.seconds))),
         column("fullest rank", cells(memory)),
         column("idle", cells(lambda c: f"{c.bubble:.0%}"), drop=2),
@@ -70,6 +70,12 @@ def show_candidates(
         console.print("! does not fit --device-memory")
     console.print(f"chosen: {candidates[0].name}", highlight=False)
     console.print(f"why: {reason(candidates)}", highlight=False)
+
+
+def _speed(samples_per_second: float) -> str:
+    if samples_per_second >= 100:
+        return f"{samples_per_second:,.0f}"
+    return f"{samples_per_second:.3g}"
 
 
 def show_activations(plan: Plan, measured: Sequence[int], console: Console) -> None:
