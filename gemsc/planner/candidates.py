@@ -58,15 +58,12 @@ class Candidate:
         if chosen.placement not in ("natural", SCHEDULES[chosen.schedule].placement):
             placement = f" {chosen.placement}"
         copies = f" x{chosen.data}" if chosen.data > 1 else ""
-        way = f"{chosen.schedule}{placement}" if chosen.ranks > 1 else "one rank"
+        way = f"{chosen.schedule}{placement}" if _has_stages(chosen) else "one stage"
+        if chosen.ranks == 1:
+            way = "one rank"
         parts = [
-<<<<<<< HEAD
             f"tiles {','.join(chosen.tiles)}" if chosen.tiles else "",
-            f"{chosen.schedule}{placement}" if _has_stages(chosen) else "",
-            "one rank" if chosen.ranks == 1 else "",
-=======
             f"{way}{copies}",
->>>>>>> main
             f"M={chosen.micro_batches}",
             "by memory" if chosen.balance == "memory" else "",
             "recompute" if "auto" in chosen.recompute else "",
