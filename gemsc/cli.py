@@ -107,7 +107,7 @@ Offload = Annotated[
     str, typer.Option(help="off, auto or blocks that keep activations on the host")
 ]
 Tiles = Annotated[
-    str, typer.Option(help="split pictures over ranks: 2x2, 4x1, 2x2x2, 2x2,2x1")
+    str, typer.Option(help="split pictures over ranks: 2x2, 4x1, 2x2x2, 2x2,2x1, auto")
 ]
 LocalBatchnorm = Annotated[
     bool,
@@ -205,6 +205,7 @@ def plan_command(
     profile: Profile = DEFAULTS.profile,
     recompute: Recompute = "off",
     offload: Offload = "off",
+    tiles: Tiles = "",
     most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
 ) -> None:
     """Compare ways to train on so many ranks; write no program."""
@@ -220,6 +221,7 @@ def plan_command(
         profile=profile,
         recompute=_names(recompute),
         offload=_names(offload),
+        tiles=tuple(filter(None, tiles.split(","))),
         check=False,
     )
     program = _compile(load_user_model(model), options, None)

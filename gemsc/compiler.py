@@ -29,12 +29,14 @@ from gemsc.passes.pipeline import (
     stage_passes,
     tile_programs,
 )
+from gemsc.passes.some_tiles import Splits, fullest_tiles
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.advice import nothing_fits
 from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
 from gemsc.planner.edited import EditedPlan
+from gemsc.planner.grids import picture_sizes
 from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.layout import Layout, layout
 from gemsc.planner.optimizer_state import Factory, optimizer_bytes
@@ -240,15 +242,25 @@ class Scheduled:
 
 
 def schedule_stages(
-    traced: Traced, options: CompileOptions, after_each: Observer | None = None
+    traced: Traced,
+    options: CompileOptions,
+    after_each: Observer | None = None,
+    *,
+    known: Splits | None = None,
 ) -> Scheduled:
-    """Cut, place, split and schedule: what the options decide, before any text."""
+    """Cut, place, split and schedule: what the options decide, before any text.
+
+    With `known` only the first and the fullest tile are split, if not known there.
+    """
     schedule = _choose("schedule", options.schedule, SCHEDULES)
     chosen = layout(options)
     passes = stage_passes(options, chosen)
     program = run_passes(traced.program, passes, after_each=after_each)
-    halos = choose_halos(program, options)
-    tiles = tile_programs(program, options, halos, after_each=after_each)
+    if known is None:
+        halos = choose_halos(program, options)
+        tiles = tile_programs(program, options, halos, after_each=after_each)
+    else:
+        tiles = fullest_tiles(program, options, known)
     network = read_hardware(options.hardware).network
     task = schedule_task(tiles, chosen, None, network)
     timeline = run(task, schedule.policy)
@@ -333,25 +345,39 @@ def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
     Raises:
         GemscError: nothing fits; says what would.
     """
-    found = [assess(traced, each) for each in alternatives(options)]
+    known: Splits = {}
+    choices = alternatives(options, picture_sizes(traced.program))
+    found = [assess(traced, each, known) for each in choices]
     leaner = [each.options for each in found if each.may_recompute()]
     found += [assess(traced, replace(o, recompute=("auto",))) for o in leaner]
     found = ranked(found)
+    while options.open_tiles and found[0].fits():
+        exact = assess(traced, found[0].options)  # of all tiles
+        found[0] = exact
+        if exact.fits():
+            break
+        found = ranked(found)
     if not found[0].fits():
         raise nothing_fits(found, lambda other: assess(traced, other))
     return tuple(found)
 
 
-def assess(traced: Traced, options: CompileOptions) -> Candidate:
-    """Return what is predicted for one choice."""
+def assess(
+    traced: Traced, options: CompileOptions, known: Splits | None = None
+) -> Candidate:
+    """Return what is predicted for one choice.
+
+    With `known` by the first and the fullest tile of a grid only; it keeps what they
+    run, for other choices that cut the model alike.
+    """
     uncapped = replace(options, device_memory=None)
     try:
-        done = schedule_stages(traced, uncapped)
+        done = schedule_stages(traced, uncapped, known=known)
     except GemscError as error:
         return Candidate(options, problem=error.message)
     if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
-            done = schedule_stages(traced, options)
+            done = schedule_stages(traced, options, known=known)
     peaks, sums = done.timeline.peak_bytes, reduced_bytes(done.program, options.data)
     link = read_hardware(options.hardware).network.intra
     fullest = max(range(len(peaks)), key=lambda group: peaks[group])

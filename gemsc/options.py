@@ -42,7 +42,8 @@ class CompileOptions:
     `tiles` splits the picture of the leading groups of ranks: "2x2" gives the first
     stage four ranks, a tile of 2 x 2 each; "2x2,2x1" gives the second stage two. The
     ranks that are left have one stage each, as without tiles. One number for each
-    spatial axis. `local_batchnorm` lets each tile normalise by its own statistics,
+    spatial axis. "auto" takes the grid that is fastest as predicted, or none.
+    `local_batchnorm` lets each tile normalise by its own statistics,
     which is not what the model does on one rank. `fuse_halos` ("auto", "off" or a
     number of layers) sends one wider halo for several layers; "auto" where the link
     costs more than the layers that compute the rows again.
@@ -117,14 +118,21 @@ class CompileOptions:
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]:
         """The grids of the leading groups of ranks, as numbers."""
+        if self.open_tiles:
+            return ()
         return tuple(tuple(map(int, grid.split("x"))) for grid in self.tiles)
+
+    @property
+    def open_tiles(self) -> bool:
+        """Whether the grids are left to the compiler."""
+        return self.tiles == ("auto",)
 
     def _check_tiles(self) -> None:
         """Bring `tiles` into its form: ("2x2", "2x1") for "2x2,2x1"."""
         tiles: tuple[str, ...] | str = self.tiles
         if isinstance(tiles, str):
             object.__setattr__(self, "tiles", tuple(filter(None, tiles.split(","))))
-        for grid in self.tiles:
+        for grid in () if self.open_tiles else self.tiles:
             if not GRID.fullmatch(grid):
                 raise GemscError(
                     f"--tiles {','.join(self.tiles)}: '{grid}' is no grid",

@@ -109,6 +109,7 @@ class Plan:
     activation_bytes: list[int]
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
+    traffic: dict[str, int] = field(default_factory=dict)
     memory: list[dict[str, int]] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
     barriers: list[dict[str, Any]] = field(default_factory=list)

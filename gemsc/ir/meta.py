@@ -81,7 +81,8 @@ class Facts:
     `saved_bytes` counts those of them that no earlier node keeps already. `storages`
     are the (storage, bytes) of the node's own value. `heavy` nodes multiply matrices,
     convolve or own a weight: what a stage is made of. `random` nodes draw random
-    numbers.
+    numbers. `sums` are those over the tiles of a grid, forward and backward: (bytes of
+    each tile's part, whether it is a row of a table with one for each tile).
     """
 
     flops: int = 0
@@ -95,6 +96,7 @@ class Facts:
     random: bool = False
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    sums: tuple[tuple[int, bool], ...] = ()
 
 
 def set_traced(

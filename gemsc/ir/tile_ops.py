@@ -24,6 +24,7 @@ from gemsc.runtime.grid import (
     kept_of,
     rows_read,
     taps,
+    told_of_sums,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "redistribute",
     "resize",
     "rows_read",
+    "told_of_sums",
 ]
 
 _current = threading.local()

@@ -25,7 +25,7 @@ from gemsc.ir.fake import fake_copy, fake_like
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import kept_of
+from gemsc.ir.tile_ops import kept_of, told_of_sums
 from gemsc.passes.base import Pass
 from gemsc.planner.hardware import Device, read_hardware
 from gemsc.planner.operators import describe, runs_a_kernel
@@ -77,7 +77,7 @@ def annotate(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = fake_like(meta.value(node), mode)
-    with mode, ledger, torch.random.fork_rng(devices=[]):
+    with mode, ledger, told_of_sums(ledger.book_tiles), torch.random.fork_rng(devices=[]):
         run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
         reached = _gradient_reaches(program, values, fake, ledger)
     seen: set[int] = set()
@@ -113,6 +113,7 @@ class _Count:
     backward_seconds: float = 0.0
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
+    sums: list[tuple[int, bool]] = field(default_factory=list)
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -176,6 +177,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count.forward_seconds += self.device.forward_overhead
         count.forward_seconds += sum(seconds(self.device, work) for work in works)
 
+    def book_tiles(self, num_bytes: int, has_rows: bool) -> None:
+        """Book a sum over the tiles of a grid."""
+        self.counts[self.node].sums.append((num_bytes, has_rows))
+
     def book_sum(self, node: fx.Node, gradient: Tensor) -> None:
         """Book adding a parameter's gradient to that of earlier micro-batches."""
         add = torch.ops.aten.add_.Tensor
@@ -214,6 +219,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             random=count.random,
             forward_seconds=count.forward_seconds,
             backward_seconds=count.backward_seconds,
+            sums=tuple(count.sums),
         )
 
 

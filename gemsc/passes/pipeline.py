@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -121,9 +122,12 @@ def tile_programs(
     halos: Halos,
     *,
     training: Program | None = None,
+    tiles: Sequence[int] | None = None,
     after_each: Observer | None = None,
 ) -> tuple[Program, ...]:
     """Return what the ranks of each tile run; without grids the program itself.
+
+    `tiles` are those that are wanted, None for all.
 
     With `training`, what the first tile runs in training, `program` is for evaluation:
     its outputs travel as well, and its transfers are numbered after those of training.
@@ -138,16 +142,16 @@ def tile_programs(
     device = read_hardware(options.hardware).device
     trains = training is None
     local = (LocalBatchnorm(trains, device),) if options.local_batchnorm else ()
-    tiles = []
-    for tile in range(placement.num_tiles):
+    found = []
+    for tile in range(placement.num_tiles) if tiles is None else tiles:
         passes: tuple[Pass, ...] = (
             SplitTiles(placement.grids, tile, trains, device, halos),
             *local,
             comms,
         )
         watch = after_each if tile == 0 else None  # the others differ in sizes only
-        tiles.append(run_passes(program, passes, after_each=watch))
-    return tuple(_packed_alike(tiles[0], tile) for tile in tiles)
+        found.append(run_passes(program, passes, after_each=watch))
+    return tuple(_packed_alike(found[0], each) for each in found)
 
 
 def _packed_alike(first: Program, tile: Program) -> Program:

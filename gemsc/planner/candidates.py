@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
+from gemsc.planner.grids import grids
 from gemsc.schedules import SCHEDULES
 from gemsc.units import show_bytes, show_seconds
 
@@ -56,8 +58,11 @@ class Candidate:
         if chosen.placement not in ("natural", SCHEDULES[chosen.schedule].placement):
             placement = f" {chosen.placement}"
         copies = f" x{chosen.data}" if chosen.data > 1 else ""
-        way = f"{chosen.schedule}{placement}" if chosen.ranks > 1 else "one rank"
+        way = f"{chosen.schedule}{placement}" if _has_stages(chosen) else "one stage"
+        if chosen.ranks == 1:
+            way = "one rank"
         parts = [
+            f"tiles {','.join(chosen.tiles)}" if chosen.tiles else "",
             f"{way}{copies}",
             f"M={chosen.micro_batches}",
             "by memory" if chosen.balance == "memory" else "",
@@ -84,13 +89,16 @@ class Candidate:
 
 def is_open(options: CompileOptions) -> bool:
     """Whether anything is left to the compiler."""
-    names = (options.schedule, options.placement, options.balance)
+    names = (options.schedule, options.placement, options.balance, *options.tiles)
     return "auto" in names or AUTO in (options.data, options.micro_batches)
 
 
-def alternatives(options: CompileOptions) -> list[CompileOptions]:
+def alternatives(
+    options: CompileOptions, sizes: tuple[int, ...] = ()
+) -> list[CompileOptions]:
     """Return what to try: all that agrees with what the user has fixed.
 
+    `sizes` are those of the picture that grids split, along each spatial axis.
     Where the number of copies is open, `ranks` and `micro_batches` are those of all
     copies together; what cannot be divided is left out.
 
@@ -111,6 +119,8 @@ def alternatives(options: CompileOptions) -> list[CompileOptions]:
     found = [
         replace(
             options,
+            tiles=tiles,
+            local_batchnorm=options.local_batchnorm and bool(tiles),
             ranks=share.ranks,
             data=share.data,
             micro_batches=share.micro_batches,
@@ -121,7 +131,12 @@ def alternatives(options: CompileOptions) -> list[CompileOptions]:
         for share, (schedule, placement), balance in product(
             _shares(options), pairs, balances
         )
-        if share.ranks > 1 or (schedule, placement) == pairs[0]
+        for tiles in _tiles(options, share.ranks, sizes)
+    ]
+    found = [
+        each
+        for each in found
+        if _has_stages(each) or (each.schedule, each.placement) == pairs[0]
     ]
     if not found:
         raise GemscError(
@@ -130,6 +145,22 @@ def alternatives(options: CompileOptions) -> list[CompileOptions]:
             help="give one of them only",
         )
     return found
+
+
+def _has_stages(options: CompileOptions) -> bool:
+    """Whether more than one stage is left to schedule."""
+    left = options.ranks - sum(map(prod, options.grids))
+    return len(options.grids) + left > 1
+
+
+def _tiles(
+    options: CompileOptions, ranks: int, sizes: tuple[int, ...]
+) -> list[tuple[str, ...]]:
+    """Return the grids to try on so many ranks: none is the first."""
+    if not options.open_tiles:
+        fits = sum(map(prod, options.grids)) <= ranks
+        return [options.tiles] if fits else []
+    return [(), *(("x".join(map(str, grid)),) for grid in grids(ranks, sizes))]
 
 
 class _Share(NamedTuple):
@@ -185,7 +216,8 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     known: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         o = candidate.options
-        same = (o.schedule, o.placement, o.data, o.micro_batches, candidate.problem)
+        chosen = (o.schedule, o.placement, o.tiles, o.data, o.micro_batches)
+        same = (*chosen, candidate.problem)
         found = (candidate.seconds, candidate.peak_bytes, candidate.sent_bytes)
         known.setdefault((*same, *found), candidate)
     return list(known.values())

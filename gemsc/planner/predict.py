@@ -21,6 +21,7 @@ from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
 from gemsc.planner.tiles import exchanges, most_bytes, moved_bytes
+from gemsc.planner.traffic import step_traffic
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
 __all__ = [
@@ -48,7 +49,7 @@ def schedule_task(
     assert placement is not None
     costs = [_stage_costs(tile, network) for tile in tiles]
     stages = tuple(
-        _worst([costs[tile][stage.index] for tile in range(_size(first, stage.index))])
+        _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
         for stage in first.require_stages()
     )
     edges = tuple(
@@ -257,6 +258,7 @@ def make_plan(
         ],
         stages=stages,
         transfers=transfers,
+        traffic=asdict(step_traffic(first, task)),
         groups=[list(ranks) for ranks in groups] if placement.grids else [],
         barriers=[_barrier(first, barrier) for barrier in first.barriers],
         skips=_skips(program),

@@ -15,7 +15,7 @@ from gemsc.ir.flow import exchange_of, is_exchange, joins
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.tile_ops import Exchange
 
-__all__ = ["Traffic", "ends", "exchanges", "most_bytes", "moved_bytes"]
+__all__ = ["Traffic", "ends", "exchanges", "exchanging", "most_bytes", "moved_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +72,30 @@ def exchanges(
 
     What comes from another grid is not among it: that is a transfer.
     """
+    found = [
+        _traffic(node)
+        for node in exchanging(program, stage)
+        if with_inputs or _source(node).op != "placeholder"
+    ]
+    return [traffic for traffic in found if traffic.num_bytes]
+
+
+def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
+    """Yield the nodes in which the tiles of a stage send each other something."""
     inside = set(stage.nodes)
-    found = []
     for node in stage.nodes:
         source = node.args[0] if is_exchange(node) else None
-        if not isinstance(source, fx.Node):
-            continue
-        if source.op == "placeholder" and not with_inputs:
-            continue
-        if source in inside or _same_grid(program, source, stage):
-            traffic = _traffic(node)
-            if traffic.num_bytes:
-                found.append(traffic)
-    return found
+        if isinstance(source, fx.Node) and (
+            source in inside or _same_grid(program, source, stage)
+        ):
+            yield node
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the value that an exchanging node redistributes."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:

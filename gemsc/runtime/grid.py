@@ -8,7 +8,9 @@ around the gradient, and what a tile received it sends home, to be added there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "rows_read",
     "saved_in_parts",
     "taps",
+    "told_of_sums",
 ]
 
 FIRST_TAG = 16384  # below are the transfers between stages
@@ -188,6 +191,29 @@ class _Messages:
         self._grid.link.wait(*self._outgoing)
 
 
+_listener = threading.local()
+
+
+@contextmanager
+def told_of_sums(listen: Callable[[int, bool], None]) -> Iterator[None]:
+    """Tell of each sum over the tiles that fake tensors go through in this thread.
+
+    `listen` gets the bytes of a tile's part, and whether it is a row of a table that
+    has one for each tile.
+    """
+    _listener.listen = listen
+    try:
+        yield
+    finally:
+        _listener.listen = None
+
+
+def _tell(num_bytes: int, *, has_rows: bool) -> None:
+    listen = getattr(_listener, "listen", None)
+    if listen is not None:
+        listen(num_bytes, has_rows)
+
+
 class ShapeGrid(Grid):
     """A tile alone, for fake tensors: shapes are right, and nothing is sent."""
 
@@ -197,7 +223,13 @@ class ShapeGrid(Grid):
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
+        _tell(tensor.nbytes, has_rows=False)
         return tensor
+
+    def rows(self, row: Tensor) -> Tensor:
+        """Return a table with this tile's row."""
+        _tell(row.nbytes, has_rows=True)
+        return row.unsqueeze(0)
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return a tensor of the wanted box's shape."""

@@ -46,6 +46,12 @@ class LayersOnTiles(ABC):
     def add_up(self, tensor: Tensor) -> Tensor:
         """Put the sum over the tiles into the tensor, without gradients."""
 
+    def rows(self, row: Tensor) -> Tensor:
+        """Return a table with a row from each tile: one sum, without gradients."""
+        table = row.new_zeros((self.num_tiles, *row.shape))
+        table[self.tile] = row
+        return self.add_up(table)
+
     def batch_norm(
         self, value: Tensor, layer: _BatchNorm, own: Box | None = None
     ) -> Tensor:

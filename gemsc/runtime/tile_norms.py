@@ -243,11 +243,11 @@ def _merged_channels(
 def _merge(
     grid: LayersOnTiles, mean: Tensor, variance: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    table = mean.new_zeros((grid.num_tiles, 3, *mean.shape), dtype=torch.float64)
-    table[grid.tile, 0] = count
-    table[grid.tile, 1] = mean
-    table[grid.tile, 2] = variance
-    counts, means, variances = grid.add_up(table).unbind(1)
+    row = mean.new_zeros((3, *mean.shape), dtype=torch.float64)
+    row[0] = count
+    row[1] = mean
+    row[2] = variance
+    counts, means, variances = grid.rows(row).unbind(1)
     total = counts.sum(0)
     merged = (counts * means).sum(0) / total
     spread = counts * (variances + (means - merged).square())

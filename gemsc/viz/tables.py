@@ -114,7 +114,21 @@ def _summary(plan: Plan) -> RenderableType:
         ),
         Text(f"why this split: {why.line}"),
         Text(f"a step: {why.parts_line}"),
+        *_traffic(plan),
     )  # fmt: skip
+
+
+def _traffic(plan: Plan) -> list[Text]:
+    """Return what the ranks of a copy send in a step: of values and gradients."""
+    found = plan.traffic
+    if not found or not found["messages"]:
+        return []
+    line = f"sent: {found['messages']} messages a step with "
+    line += show_bytes(found["message_bytes"])
+    if found["sums"]:
+        calls = found["sums"]
+        line += f", {calls} calls for sums over tiles, {show_bytes(found['sum_bytes'])}"
+    return [Text(line)]
 
 
 def _stages(plan: Plan, width: int) -> RenderableType:

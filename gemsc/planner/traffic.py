@@ -1,0 +1,141 @@
+"""How many messages and bytes a training step takes: exactly what will be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.flow import exchange_of
+from gemsc.ir.program import Program, Stage, Transfer
+from gemsc.planner.tiles import ends, exchanging
+from gemsc.runtime.grid_message import GridMessage, TileValue
+from gemsc.runtime.message import Message, Value
+from gemsc.schedules import Task
+
+__all__ = ["StepTraffic", "step_traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """Messages between the ranks of one copy of the model in one training step.
+
+    `messages` carry values and gradients, from stage to stage and from tile to tile.
+    `sums` are those that tiles need forward and backward; each tile's call counts, with
+    the bytes that it brings. Sums over copies, of gradients and of the loss, are not
+    among them.
+    """
+
+    messages: int = 0
+    message_bytes: int = 0
+    sums: int = 0
+    sum_bytes: int = 0
+
+    def __add__(self, other: StepTraffic) -> StepTraffic:
+        """Return both together."""
+        return StepTraffic(
+            self.messages + other.messages,
+            self.message_bytes + other.message_bytes,
+            self.sums + other.sums,
+            self.sum_bytes + other.sum_bytes,
+        )
+
+    def times(self, count: int) -> StepTraffic:
+        """Return the same, so many times."""
+        return StepTraffic(
+            self.messages * count,
+            self.message_bytes * count,
+            self.sums * count,
+            self.sum_bytes * count,
+        )
+
+
+def step_traffic(program: Program, task: Task) -> StepTraffic:
+    """Return what one copy of the model sends in a step.
+
+    `program` is what the first tile of a grid runs; it knows what all tiles hold.
+    """
+    total = StepTraffic()
+    for replica, count in enumerate(task.micro_batches):
+        row = task.placement[replica]
+        for stage in program.require_stages():
+            total += _inside(program, stage).times(count)
+        for transfer in program.transfers or ():
+            if row[transfer.source] != row[transfer.dest]:
+                total += _between(program, transfer).times(count)
+    return total
+
+
+def _inside(program: Program, stage: Stage) -> StepTraffic:
+    """Return what the tiles of a stage send each other for one micro-batch."""
+    placement = program.placement
+    assert placement is not None
+    tiles = len(placement.ranks[0][stage.index])
+    sizes = []
+    for node in exchanging(program, stage):
+        item = meta.spec(node).dtype.itemsize
+        pieces = [
+            item * prod(piece.shape)
+            for piece in exchange_of(node).pieces
+            if piece.source != piece.dest
+        ]
+        sizes += pieces * (2 if meta.needs_gradient(node) else 1)
+    sums = [
+        tiles * size * (tiles if has_rows else 1)
+        for node in stage.nodes
+        for size, has_rows in meta.facts(node).sums
+    ]
+    return StepTraffic(len(sizes), sum(sizes), tiles * len(sums), sum(sums))
+
+
+def _between(program: Program, transfer: Transfer) -> StepTraffic:
+    """Return what one stage sends another for one micro-batch, and gets back."""
+    sizes = [_size(message) for message in _messages(program, transfer)]
+    return StepTraffic(len(sizes), sum(sizes))
+
+
+def _messages(program: Program, transfer: Transfer) -> Iterator[Message]:
+    placement = program.placement
+    assert placement is not None
+    row = placement.ranks[0]
+    sources, dests = row[transfer.source], row[transfer.dest]
+    if len(sources) == len(dests) == 1:
+        values = tuple(_value(value) for value in transfer.values)
+        message = Message(0, sources[0], dests[0], values)
+        yield message
+        if message.gradient.values:
+            yield message.gradient
+        return
+    values_of_tiles = tuple(
+        _tile_value(program, transfer, value) for value in transfer.values
+    )
+    whole = GridMessage(0, sources, dests, values_of_tiles)
+    for part in (*whole.parts, *whole.gradient.parts):
+        yield part.message
+
+
+def _value(value: fx.Node) -> Value:
+    spec = meta.spec(value)
+    return Value(value.name, spec.shape, spec.dtype, meta.needs_gradient(value))
+
+
+def _tile_value(program: Program, transfer: Transfer, value: fx.Node) -> TileValue:
+    exchange = ends(program, transfer, value)
+    return TileValue(
+        value.name,
+        exchange.shape,
+        meta.spec(value).dtype,
+        exchange.held,
+        exchange.wanted,
+        meta.needs_gradient(value),
+        owned=exchange.owned,
+    )
+
+
+def _size(message: Message) -> int:
+    shape, dtype = message.buffer(tuple(value.dtype for value in message.values))
+    return torch.Size(shape).numel() * dtype.itemsize

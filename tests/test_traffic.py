@@ -1,0 +1,83 @@
+"""Messages, sums and bytes of a training step: predicted is what is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import MODELS
+from program_support import Trainer, run_local
+from test_parity import traced
+from torch import Tensor, device
+
+from gemsc.codegen.package import write_directory
+from gemsc.compiler import lower
+from gemsc.options import CompileOptions
+from gemsc.runtime.total import TAG
+
+
+class Counting:
+    """A transport that counts what it sends, and the sums that tiles begin."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def send(self, tensor: Tensor, dest: int, tag: int) -> Any:
+        if tag != TAG:  # the loss, which all ranks add up
+            self.counts["messages"] += 1
+            self.counts["message_bytes"] += tensor.nbytes
+        return self._transport.send(tensor, dest, tag)
+
+    def group(self, ranks: tuple[int, ...], key: str = "") -> Any:
+        group = self._transport.group(ranks, key)
+        return CountingSums(group, self.counts) if key.startswith("tiles of") else group
+
+
+class CountingSums:
+    """A group that counts its sums."""
+
+    def __init__(self, group: Any, counts: Counter[str]) -> None:
+        self._group, self._counts = group, counts
+        self.ranks = group.ranks
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        self._counts["sums"] += 1
+        self._counts["sum_bytes"] += tensor.nbytes
+        return self._group.all_reduce(tensor)
+
+
+CASES = [
+    ("unet", {"ranks": 2, "tiles": "2x1"}),
+    ("unet", {"ranks": 4, "tiles": "1x2", "schedule": "mast"}),
+    ("unet", {"ranks": 5, "tiles": "3x1,2x1"}),
+    ("unet", {"ranks": 3}),
+    ("resnet18", {"ranks": 4, "tiles": "2x2"}),
+    ("resnet18", {"ranks": 4, "tiles": "2x1"}),
+]
+
+
+@pytest.mark.parametrize(("name", "choices"), CASES, ids=str)
+def test_what_is_sent_is_what_was_predicted(
+    name: str, choices: dict[str, Any], tmp_path: Path
+) -> None:
+    program = lower(traced(name), CompileOptions(micro_batches=2, **choices))
+    write_directory(program.compilation, tmp_path)
+    inputs, target = MODELS[name].inputs(program.plan.micro_batches)
+
+    def main(transport: Any) -> Counter[str]:
+        counting = Counting(transport)
+        trainer = Trainer(tmp_path, counting, device=device("cpu"))
+        counting.counts.clear()
+        trainer.step(inputs, target)
+        return counting.counts
+
+    found = sum(run_local(program.plan.ranks, main), Counter())
+    wanted = {name: size for name, size in program.plan.traffic.items() if size}
+    assert dict(found) == wanted
+    assert wanted["messages"] > 0
