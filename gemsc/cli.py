@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from gemsc.cli_simulate import simulate_command
 from gemsc.codegen.package import check_target
-from gemsc.compiler import CompiledProgram, compile
+from gemsc.compiler import CompiledProgram, compile, plan, trace
 from gemsc.errors import GemscError, InternalError
 from gemsc.fingerprint import source_fingerprints
 from gemsc.frontend import FRONTENDS
@@ -34,7 +34,9 @@ from gemsc.ir.program import Program
 from gemsc.options import AUTO, BALANCES, CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.plan import Plan
+from gemsc.planner.candidates import Candidate
 from gemsc.planner.edited import EditedPlan
+from gemsc.planner.hardware import read_hardware
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.profiling import (
     calibrate_machine,
@@ -183,7 +185,7 @@ def compile_command(
     program = _compile(load_user_model(model), options, watch, plan)
     watch.finish()
     note = program.write(output)
-    _report(program, f" -> {output}")
+    _report(program.candidates, program.plan, f" -> {output}")
     if note:
         console.print(f"note: {note}", highlight=False)
 
@@ -224,12 +226,12 @@ def plan_command(
         tiles=tuple(filter(None, tiles.split(","))),
         check=False,
     )
-    program = _compile(load_user_model(model), options, None)
-    _report(program, most=most)
-    show_plan(program.plan, console)
+    candidates, found = _plan(load_user_model(model), options)
+    _report(candidates, found, most=most)
+    show_plan(found, console)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(program.plan.to_toml(output.parent), encoding="utf-8")
+        output.write_text(found.to_toml(output.parent), encoding="utf-8")
         console.print(
             f"wrote {output}: edit it, then gemsc compile {model} --plan {output}",
             highlight=False,
@@ -491,11 +493,12 @@ class _Watch:
                 _say(f"{seconds * 1e3:8.1f} ms  {name}")
 
 
-def _report(program: CompiledProgram, where: str = "", most: int = 8) -> None:
+def _report(
+    candidates: Sequence[Candidate], plan: Plan, where: str = "", most: int = 8
+) -> None:
     """Print what was chosen, and why where there was a choice."""
-    if program.candidates:
-        show_candidates(program.candidates, console, most)
-    plan = program.plan
+    if candidates:
+        show_candidates(candidates, console, most)
     stages = ", ".join(f"{len(stage.blocks)}" for stage in plan.stages)
     console.print(
         f"{plan.model}: {plan.ranks} ranks, stages of {stages} blocks, "
@@ -530,9 +533,39 @@ def _compile(
             progress=progress,
             edited=edited,
         )
-    sources = {**program.plan.sources, str(user.path): source_fingerprints(user.path)}
-    plan = replace(program.plan, spec=user.spec, sources=sources)
+    plan = _with_source(program.plan, user)
     return replace(program, compilation=replace(program.compilation, plan=plan))
+
+
+def _plan(
+    user: UserModel, options: CompileOptions
+) -> tuple[tuple[Candidate, ...], Plan]:
+    """Return what was compared and the best plan; evaluation is not looked at."""
+    if options.profile:
+        restart_like_a_rank()
+    inputs = user.make_inputs()
+    with _progress() if options.profile else nullcontext(_say_nothing) as progress:
+        traced = trace(
+            user.make_model(),
+            inputs,
+            loss=user.make_loss() if user.loss is not None else None,
+            example_target=user.make_target(inputs),
+            optimizer=user.optimizer,
+            frontend=options.frontend,
+            check=False,
+            evaluates=False,
+            hardware=read_hardware(options.hardware),
+            profile=options.profile,
+            progress=progress,
+        )
+    candidates, found = plan(traced, options, user.path)
+    return candidates, _with_source(found, user)
+
+
+def _with_source(plan: Plan, user: UserModel) -> Plan:
+    """Return the plan with where its model comes from."""
+    sources = {**plan.sources, str(user.path): source_fingerprints(user.path)}
+    return replace(plan, spec=user.spec, sources=sources)
 
 
 def _say_nothing(what: str, share: float) -> None:

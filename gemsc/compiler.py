@@ -166,6 +166,7 @@ def trace(
     optimizer: Factory | None = None,
     frontend: str = "record",
     check: bool = True,
+    evaluates: bool = True,
     hardware: Hardware | None = None,
     profile: bool = False,
     progress: Progress = lambda name, share: None,
@@ -174,7 +175,7 @@ def trace(
     """Trace a model in both modes and find its blocks: what no plan changes.
 
     Seconds are those of the hardware's device, the shipped default if None; or measured
-    here if `profile`.
+    here if `profile`. Without `evaluates` the result can be planned, not compiled.
     """
     record = _choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
@@ -191,6 +192,8 @@ def trace(
         if profile:
             timed = TimeBlocks(example_inputs, example_target, progress=progress)
             program = run_passes(program, (timed,), after_each=after_each)
+        if not evaluates:
+            return Traced(program, program, None)
         evaluation = record(model, example_inputs, training=False, **feed)
         evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
     return Traced(program, evaluation, find_twins(program, evaluation))
@@ -204,16 +207,7 @@ def lower(
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, prove the schedule."""
-    for name in ("recompute", "offload"):
-        if "auto" in getattr(options, name) and options.device_memory is None:
-            raise GemscError(
-                f"--{name} auto needs to know how much memory a rank has",
-                help="add --device-memory 16GiB",
-            )
-    candidates: tuple[Candidate, ...] = ()
-    if is_open(options):
-        candidates = search(traced, options)
-        options = candidates[0].options
+    candidates, options = _settled(traced, options)
     done = schedule_stages(traced, options, after_each)
     program, task, timeline = done.program, done.task, done.timeline
     evaluation = run_passes(
@@ -229,6 +223,33 @@ def lower(
     steps = tuple(find_loops(order) for order in timeline.orders)
     compilation = Compilation(whole, tiles, steps, plan)
     return CompiledProgram(compilation, candidates)
+
+
+def plan(
+    traced: Traced, options: CompileOptions, source: Path | None = None
+) -> tuple[tuple[Candidate, ...], Plan]:
+    """Return what was compared and the plan of the best, without a program."""
+    candidates, options = _settled(traced, options)
+    done = schedule_stages(traced, options)
+    hardware = read_hardware(options.hardware)
+    parts = done.program, done.tiles, done.task, done.timeline
+    return candidates, make_plan(*parts, options, source, hardware)
+
+
+def _settled(
+    traced: Traced, options: CompileOptions
+) -> tuple[tuple[Candidate, ...], CompileOptions]:
+    """Return the candidates, if anything is open, and options that leave nothing so."""
+    for name in ("recompute", "offload"):
+        if "auto" in getattr(options, name) and options.device_memory is None:
+            raise GemscError(
+                f"--{name} auto needs to know how much memory a rank has",
+                help="add --device-memory 16GiB",
+            )
+    if not is_open(options):
+        return (), options
+    candidates = search(traced, options)
+    return candidates, candidates[0].options
 
 
 @dataclass(frozen=True)
