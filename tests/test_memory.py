@@ -20,7 +20,7 @@ from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.planner.memory import MemoryParts, memory_curve
+from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
 from gemsc.planner.optimizer_state import optimizer_bytes
 from gemsc.planner.savings import Saving, cheapest
 from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
@@ -139,7 +139,7 @@ def test_the_curve_begins_with_the_weights() -> None:
     program = lower(traced("unet"), CompileOptions(ranks=2))
     compilation = program.compilation
     task, timeline = task_of(program.plan), timeline_of(program.plan)
-    curve = memory_curve(compilation.program, task, timeline, 0)
+    curve = memory_curve(stage_weights(compilation.program), task, timeline, 0)
     assert curve[0][1].total == curve[0][1].parameters
     assert max(parts.total for _, parts in curve) == program.plan.peak_bytes[0]
 

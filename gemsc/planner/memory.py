@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gemsc.ir.flow import owned_tensors
@@ -95,10 +96,12 @@ def _ranks(program: Program) -> list[set[int]]:
 
 
 def memory_curve(
-    program: Program, task: Task, timeline: Timeline, rank: int
+    weights: Sequence[StageWeights], task: Task, timeline: Timeline, rank: int
 ) -> list[tuple[float, MemoryParts]]:
-    """Return what a rank holds from each time on, in seconds from the step's begin."""
-    weights = stage_weights(program)
+    """Return what a rank holds from each time on, in seconds from the step's begin.
+
+    `weights` are those of the stages: see `stage_weights`.
+    """
     own = [weights[stage] for stage in sorted({s for _, s in task.lanes[rank]})]
     parameters = sum(stage.parameters for stage in own)
     optimizer = sum(stage.optimizer for stage in own)
@@ -112,8 +115,8 @@ def memory_curve(
 
 
 def peak_parts(
-    program: Program, task: Task, timeline: Timeline, rank: int
+    weights: Sequence[StageWeights], task: Task, timeline: Timeline, rank: int
 ) -> MemoryParts:
     """Return what a rank's memory is made of when it holds most."""
-    curve = memory_curve(program, task, timeline, rank)
+    curve = memory_curve(weights, task, timeline, rank)
     return max((parts for _, parts in curve), key=lambda parts: parts.total)

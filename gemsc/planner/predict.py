@@ -231,6 +231,7 @@ def make_plan(
         )
         for t in first.transfers or ()
     ]
+    weights = stage_weights(program)
     shown = os.path.relpath(source) if source else program.name
     given = {key: value for key, value in asdict(options).items() if value is not None}
     return Plan(
@@ -253,7 +254,7 @@ def make_plan(
         peak_bytes=list(timeline.peak_bytes),
         activation_bytes=list(timeline.peak_activation_bytes),
         memory=[
-            asdict(peak_parts(program, task, timeline, rank))
+            asdict(peak_parts(weights, task, timeline, rank))
             for rank in range(task.num_ranks)
         ],
         stages=stages,
