@@ -30,7 +30,7 @@ HEADER = (
 
 
 def compile_splits(
-    model: str, micro_batches: int, folder: Path
+    model: str, micro_batches: int, hand_splits: int, folder: Path
 ) -> dict[str, tuple[Job, Plan]]:
     """Return a job and its plan for each split."""
     case = CASES[model]
@@ -38,8 +38,8 @@ def compile_splits(
     traced = trace(case.build(), inputs, loss=case.loss, example_target=target)
     count = len(traced.program.blocks or ())
     places = {
-        max(1, min(count - 1, round(count * (i + 1) / (HAND_SPLITS + 1))))
-        for i in range(HAND_SPLITS)
+        max(1, min(count - 1, round(count * (i + 1) / (hand_splits + 1))))
+        for i in range(hand_splits)
     }
     choices: dict[str, dict[str, object]] = {
         "chosen": {},
@@ -119,7 +119,8 @@ def main() -> None:
     print(HEADER, flush=True)
     for model in options.models.split(","):
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
-            splits = compile_splits(model, options.micro_batches, Path(name))
+            hand = 2 if options.quick else HAND_SPLITS
+            splits = compile_splits(model, options.micro_batches, hand, Path(name))
             found = measure(splits, options)
         report(model, splits, found)
 

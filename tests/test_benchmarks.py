@@ -52,7 +52,7 @@ def test_the_split_benchmark_prints_a_row_for_each_split():
     _, *rows = run_quickly("splits.py")
     splits = [row for row in rows if row.startswith("mlp")]
     assert [row.split()[1] for row in splits[:3]] == ["chosen", "auto", "equal"]
-    assert len(splits) >= 10
+    assert len(splits) == 5
     assert numbers(rows[-1].partition(":")[2])
 
 
