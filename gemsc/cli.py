@@ -516,21 +516,13 @@ def _compile(
     watch: Hook | None,
     plan_path: Path | None = None,
 ) -> CompiledProgram:
-    if options.profile:
-        restart_like_a_rank()
     edited = _read_edited(plan_path, options) if plan_path is not None else None
-    inputs = user.make_inputs()
-    with _progress() if options.profile else nullcontext(_say_nothing) as progress:
+    with _prepared(user, options) as given:
         program = compile(
-            user.make_model(),
-            inputs,
-            loss=user.make_loss() if user.loss is not None else None,
-            example_target=user.make_target(inputs),
-            optimizer=user.optimizer,
+            **given,
             options=options,
             source=user.path,
             after_each=watch,
-            progress=progress,
             edited=edited,
         )
     plan = _with_source(program.plan, user)
@@ -541,25 +533,34 @@ def _plan(
     user: UserModel, options: CompileOptions
 ) -> tuple[tuple[Candidate, ...], Plan]:
     """Return what was compared and the best plan; evaluation is not looked at."""
-    if options.profile:
-        restart_like_a_rank()
-    inputs = user.make_inputs()
-    with _progress() if options.profile else nullcontext(_say_nothing) as progress:
+    with _prepared(user, options) as given:
         traced = trace(
-            user.make_model(),
-            inputs,
-            loss=user.make_loss() if user.loss is not None else None,
-            example_target=user.make_target(inputs),
-            optimizer=user.optimizer,
+            **given,
             frontend=options.frontend,
             check=False,
             evaluates=False,
             hardware=read_hardware(options.hardware),
             profile=options.profile,
-            progress=progress,
         )
     candidates, found = plan(traced, options, user.path)
     return candidates, _with_source(found, user)
+
+
+@contextmanager
+def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, Any]]:
+    """Give what compiling and planning take of a user's model; show a profile's way."""
+    if options.profile:
+        restart_like_a_rank()
+    inputs = user.make_inputs()
+    with _progress() if options.profile else nullcontext(_say_nothing) as progress:
+        yield {
+            "model": user.make_model(),
+            "example_inputs": inputs,
+            "loss": user.make_loss() if user.loss is not None else None,
+            "example_target": user.make_target(inputs),
+            "optimizer": user.optimizer,
+            "progress": progress,
+        }
 
 
 def _with_source(plan: Plan, user: UserModel) -> Plan:
