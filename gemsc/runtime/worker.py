@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-from gemsc.errors import GemscError
+from gemsc.runtime.backward import edge_of, owned, run_backward
+from gemsc.runtime.batch import BatchShape
+from gemsc.runtime.clip import clip_gradients
 from gemsc.runtime.exchange import Exchange
 from gemsc.runtime.grid import Grid
 from gemsc.runtime.grid_message import GridMessage
-from gemsc.runtime.link import Incoming, Link
+from gemsc.runtime.link import Link
+from gemsc.runtime.mailbox import Mailbox
 from gemsc.runtime.memory import ActivationMeter
 from gemsc.runtime.message import Input, Message, Tiles
 from gemsc.runtime.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.progress import Status
 from gemsc.runtime.reduction import GradientSums, RunningStatistics
+from gemsc.runtime.seeds import seeded
 from gemsc.runtime.tile_saving import saved_in_parts
 from gemsc.runtime.tiled_data import Window
-from gemsc.runtime.transport import Group, Request
+from gemsc.runtime.transport import Group
 
 __all__ = ["Worker", "replica_of", "stage_of"]
 
@@ -41,10 +45,7 @@ class _InFlight:
 
 @dataclass
 class Worker:
-    """One rank at work.
-
-    Sends never block; each receive is posted when the one before it was taken.
-    """
+    """One rank at work: a step at a time, with what its generated file asks for."""
 
     link: Link
     stages: dict[str, nn.Module]
@@ -69,13 +70,17 @@ class Worker:
     def __post_init__(self) -> None:
         self._batch: dict[str, Tensor] = {}
         self._in_flight: dict[tuple[str, int], _InFlight] = {}
-        self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._posted: dict[Message, Incoming] = {}
-        self._sends: list[Request] = []
         self._losses: list[Tensor] = []
         self._results: list[tuple[Tensor | None, Any]] = []
         self._training = True
-        self._num_expected = self.num_micro_batches
+        self._mail = Mailbox(self.link, self.first_rank, self.float_dtype)
+        self._shape = BatchShape(
+            self.inputs,
+            self.copy_micro_batches,
+            self.num_copies,
+            self.copy,
+            self.float_dtype,
+        )
         self._sums = GradientSums(self.link)
         self._statistics = self._running_statistics()
         self.grid = self._make_grid()
@@ -118,6 +123,12 @@ class Worker:
 
     # ------------------------------------------------------- one step
 
+    def bind_batch(
+        self, sources: Mapping[str, Any], window: Window | None = None
+    ) -> dict[str, Tensor]:
+        """Return what this rank takes of a batch (see `BatchShape.bind`)."""
+        return self._shape.bind(sources, window)
+
     def begin(self, batch: dict[str, Tensor], *, training: bool) -> None:
         """Take this step's batch (see `bind_batch`)."""
         self._batch = batch
@@ -125,8 +136,9 @@ class Worker:
         self._losses.clear()
         self._results.clear()
         self.status.step = self.steps_done
-        self._num_expected = (
-            self.num_micro_batches if training else self.copy_micro_batches
+        self._mail.begin(
+            self.num_micro_batches if training else self.copy_micro_batches,
+            training=training,
         )
         if training:
             for statistics in self._statistics.values():
@@ -134,8 +146,7 @@ class Worker:
 
     def end(self) -> None:
         """Wait until all that this rank sent has arrived."""
-        self.link.wait(*self._sends)
-        self._sends.clear()
+        self._mail.finish()
         self._batch = {}
         self.status.idle()
         if self._training:
@@ -159,47 +170,23 @@ class Worker:
 
     def input(self, name: str, m: int) -> Tensor:
         """Return a micro-batch's part of a tensor of this copy's batch."""
-        tensor, size = self._batch[name], self.inputs[name].shape
-        if self.inputs[name].batched:
-            tensor = tensor[m * size[0] : (m + 1) * size[0]]
+        tensor = self._shape.part(self._batch, name, m)
         if self.meter is not None:  # as on a device: a micro-batch at a time
             tensor = tensor.clone()
         return tensor.to(self.device, non_blocking=True)
 
     def receive(self, message: Message | GridMessage, m: int) -> Any:
         """Return the message's value (a tuple if it has several), waiting politely."""
-        if message.is_local:
-            return _single(self._local.pop((message.tag, m)))
-        if isinstance(message, GridMessage):
-            tensors = self._take_parts(message, m)
-        else:
-            tensors = self._take(message, m)
-        if self._training and not message.is_gradient:
-            for tensor, gradient in zip(tensors, message.gradients, strict=True):
-                tensor.requires_grad_(gradient)
-        return _single(tuple(tensors))
+        return _single(self._mail.receive(message, m))
 
     def send(self, message: Message | GridMessage, m: int, *tensors: Tensor) -> None:
         """Start to send; never blocks."""
-        if message.is_local:
-            follows = self._training and not message.is_gradient
-            self._local[message.tag, m] = tuple(
-                tensor.detach().requires_grad_(gradient and follows)
-                for tensor, gradient in zip(tensors, message.gradients, strict=True)
-            )
-            return
-        self._let_go()
-        if isinstance(message, GridMessage):
-            for part in message.parts:
-                if part.source == self.rank:
-                    self._start_send(part.message, message.cut(part, tensors))
-        else:
-            self._start_send(message, tensors)
+        self._mail.send(message, m, *tensors)
 
     def run(self, stage: str, m: int, *inputs: Tensor) -> Any:
         """Run a stage forward and keep what its backward needs."""
         self.status.enter("forward", stage, m)
-        self._let_go()
+        self._mail.let_go()
         module = self.stages[stage]
         measured = self.meter.forward(inputs) if self.meter else nullcontext()
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
@@ -214,7 +201,7 @@ class Worker:
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
             staying,
-            tuple(_edge(tensor) for tensor in outputs),
+            tuple(edge_of(tensor) for tensor in outputs),
             offloaded,
         )
         return result
@@ -232,9 +219,9 @@ class Worker:
             self.meter.sample()
             self.meter.closely = self._grows_in_backward(stage)
         kept.offloaded.prefetch()
-        _run_backward(kept.outputs, gradients)
+        run_backward(kept.outputs, gradients)
         result = tuple(
-            _own(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
+            owned(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in kept.inputs
         )
         if self.meter is not None:
@@ -380,49 +367,38 @@ class Worker:
 
     def _clip(self, limit: float) -> None:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
-        named = self.named_parameters()
-        square = torch.zeros((), dtype=torch.float64)
+        own: dict[str, nn.Parameter] = {}  # each counts once
         for key, module in self.stages.items():
             for name, parameter in module.named_parameters():
                 members = self.reductions.get(name) or self.reductions.get(
                     stage_of(key), (self.rank,)
                 )
-                if min(members) == self.rank and name in named:
-                    named.pop(name)  # each parameter counts once
-                    if parameter.grad is not None:
-                        square += parameter.grad.double().square().sum().cpu()
+                if min(members) == self.rank:
+                    own.setdefault(name, parameter)
         ranks = tuple(range(self.first_rank, self.first_rank + self.copy_ranks))
-        self.link.wait(self.link.transport.group(ranks, "norm").all_reduce(square))
-        scale = limit / (float(square.sqrt()) + 1e-6)
-        if scale < 1.0:
-            for parameter in self.named_parameters().values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+        clip_gradients(
+            limit,
+            own.values(),
+            self.named_parameters().values(),
+            self.link,
+            self.link.transport.group(ranks, "norm"),
+        )
 
-    @contextmanager
-    def _random_numbers(self, module: nn.Module, stage: str, m: int) -> Iterator[None]:
-        """Seed a stage that draws; the user's own random numbers stay as they are.
-
-        Ranks that draw and ranks that do not would choose different batches otherwise.
-        """
+    def _random_numbers(
+        self, module: nn.Module, stage: str, m: int
+    ) -> AbstractContextManager[None]:
+        """Seed a stage that draws, by what is computed and not by where."""
         if not getattr(module, "draws_random_numbers", False):
-            yield
-            return
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self._seed_of(stage, m))
-            yield
+            return nullcontext()
+        run = self.copy * self.num_replicas + replica_of(stage)
+        number = run * self.num_micro_batches + m
+        return seeded(self.device, self.seed, self.steps_done, stage_of(stage), number)
 
     def _saving(self, module: nn.Module) -> AbstractContextManager[None]:
         """Let a stage on tiles keep halos as what other tiles sent, and no copies."""
         if not hasattr(module, "grid"):
             return nullcontext()
         return saved_in_parts(self.meter.follow if self.meter else None)
-
-    def _seed_of(self, stage: str, m: int) -> int:
-        """Return a seed that depends on what is computed and not on where."""
-        run = self.copy * self.num_replicas + replica_of(stage)
-        number = run * self.num_micro_batches + m
-        return _mix(self.seed, self.steps_done, stage_of(stage), number)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters under the user's names."""
@@ -447,95 +423,7 @@ class Worker:
         if self.optimizer is not None:
             states = self.optimizer.state_dict()["state"]
             yield from (t for t in tree_leaves(states) if isinstance(t, Tensor))
-        yield from (incoming.buffer for incoming in self._posted.values())
-
-    def bind_batch(
-        self, sources: Mapping[str, Any], window: Window | None = None
-    ) -> dict[str, Tensor]:
-        """Pick this rank's tensors out of a batch, check them and keep their boxes.
-
-        `sources` holds "input" and "target" as the user gave them. They hold whole
-        pictures, or the `window` of them.
-
-        Raises:
-            GemscError: a tensor is missing, or its shape or dtype does not fit.
-        """
-        return {
-            name: self._check_input(item, _pick(sources, item), window)
-            for name, item in self.inputs.items()
-        }
-
-    def _check_input(
-        self, item: Input, tensor: Tensor, window: Window | None
-    ) -> Tensor:
-        shape, count = item.shape, self.num_copies * self.copy_micro_batches
-        if window is not None:
-            shape = window.shape_of(shape)
-        whole, size = shape, 0
-        if item.batched:
-            whole = (count * shape[0], *shape[1:])
-            size = self.copy_micro_batches * shape[0]
-        if tuple(tensor.shape) not in (whole, (size, *shape[1:])):
-            of = f": {count} micro-batches of {list(shape)}" if item.batched else ""
-            raise GemscError(
-                f"{item.name} has shape {list(tensor.shape)}, this program takes "
-                f"{list(whole)}{of}",
-                help="give such batches, or compile again with another --micro-batches "
-                "or other example_inputs()",
-            )
-        dtype = self._dtype(item.dtype)
-        if tensor.dtype != dtype and not (
-            tensor.is_floating_point() and dtype.is_floating_point
-        ):
-            raise GemscError(
-                f"{item.name} has dtype {tensor.dtype}, this program takes {dtype}",
-                help="convert it, or compile again with such example_inputs()",
-            )
-        if item.batched and tuple(tensor.shape) == whole and self.num_copies > 1:
-            tensor = tensor[self.copy * size : (self.copy + 1) * size]
-        return _cut(tensor, item, window).to(dtype)
-
-    def _let_go(self) -> None:
-        """Give the library a turn; drop the tensors whose sends are done."""
-        self._sends = [request for request in self._sends if not request.done()]
-
-    def _start_send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Start to send the values of a message, packed if they are several."""
-        dest = message.dest + self.first_rank
-        self._sends.append(self.link.send(message.pack(tensors), dest, message.tag))
-
-    def _take(self, message: Message, m: int) -> list[Tensor]:
-        """Wait for a message and post the receive of the next one."""
-        if message not in self._posted:
-            self._post(message)
-        buffer = self._posted.pop(message).take()
-        if m + 1 < self._num_expected:
-            self._post(message)
-        return message.unpack(buffer, self._dtypes(message))
-
-    def _take_parts(self, message: GridMessage, m: int) -> list[Tensor]:
-        """Wait for what each rank of another grid sends, and put it together."""
-        parts = [part for part in message.parts if part.dest == self.rank]
-        for part in parts:
-            if part.message not in self._posted:
-                self._post(part.message)
-        received = [(part, self._take(part.message, m)) for part in parts]
-        dtypes = [self._dtype(value.dtype) for value in message.given]
-        return message.join(self.rank, received, dtypes, self.device)
-
-    def _post(self, message: Message) -> None:
-        """Post the receive of a message's next micro-batch."""
-        shape, dtype = message.buffer(self._dtypes(message))
-        source = message.source + self.first_rank
-        self._posted[message] = self.link.receive(shape, dtype, source, message.tag)
-
-    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if self.float_dtype is not None and dtype.is_floating_point:
-            return self.float_dtype
-        return dtype
-
-    def _dtypes(self, message: Message) -> tuple[torch.dtype, ...]:
-        return tuple(self._dtype(value.dtype) for value in message.values)
+        yield from self._mail.buffers()
 
 
 def stage_of(key: str) -> str:
@@ -553,79 +441,3 @@ def replica_of(key: str) -> int:
 
 def _single(tensors: tuple[Tensor, ...]) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
-
-
-def _edge(tensor: Any) -> GradientEdge | None:
-    if isinstance(tensor, Tensor) and tensor.requires_grad:
-        return get_gradient_edge(tensor)
-    return None
-
-
-def _run_backward(
-    outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
-) -> None:
-    """Let the gradients flow back from the outputs that have one."""
-    pairs = [
-        (edge, gradient)
-        for edge, gradient in zip(outputs, gradients, strict=True)
-        if edge is not None and gradient is not None
-    ]
-    if pairs:
-        edges, flowing = zip(*pairs, strict=True)
-        torch.autograd.backward(edges, flowing)
-
-
-def _storage_users(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-def _own(gradient: Tensor) -> Tensor:
-    """Return a gradient whose memory is in no other tensor.
-
-    Autograd hands one memory on to several inputs of a stage where views are involved.
-    What is on its way to another rank must not be a parameter's gradient, which grows
-    in place with the next micro-batch.
-    """
-    return gradient if _storage_users(gradient) <= _OWNED else gradient.clone()
-
-
-_OWNED = _storage_users(torch.empty(1))
-
-
-def _mix(seed: int, step: int, stage: str, m: int) -> int:
-    """Return a seed of 63 bits for one stage, step and micro-batch (FNV-1a)."""
-    value = 0xCBF29CE484222325
-    for byte in f"{seed}/{step}/{stage}/{m}".encode():
-        value = ((value ^ byte) * 0x100000001B3) % 2**64
-    return value >> 1
-
-
-def _cut(tensor: Tensor, item: Input, window: Window | None) -> Tensor:
-    """Return this rank's box of an input, in memory of its own."""
-    if not item.box:
-        return tensor
-    box = window.inside(item.box, item.shape) if window is not None else item.box
-    first = 1 if item.batched else 0
-    slices = [slice(None)] * first + [slice(*interval) for interval in box[first:]]
-    part = tensor[tuple(slices)]
-    return part if part.shape == tensor.shape else part.clone()
-
-
-def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
-    value: Any = sources
-    for part in item.path:
-        try:
-            value = value[part]
-        except (KeyError, IndexError, TypeError):
-            raise GemscError(
-                f"the batch has no {item.name}",
-                help="give it the structure of example_inputs() and of the target",
-            ) from None
-    try:
-        return value if isinstance(value, Tensor) else torch.as_tensor(value)
-    except (RuntimeError, TypeError, ValueError):
-        raise GemscError(
-            f"{item.name} is of type {type(value).__name__}, which is no tensor",
-            help="give a tensor, or numbers that make one",
-        ) from None

@@ -1,0 +1,51 @@
+"""The backward of one stage: from the edges of its outputs to its inputs' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__ = ["edge_of", "owned", "run_backward"]
+
+
+def edge_of(tensor: Any) -> GradientEdge | None:
+    """Return where gradients of a stage's output enter, without keeping the output."""
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        return get_gradient_edge(tensor)
+    return None
+
+
+def run_backward(
+    outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
+) -> None:
+    """Let the gradients flow back from the outputs that have one."""
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(outputs, gradients, strict=True)
+        if edge is not None and gradient is not None
+    ]
+    if pairs:
+        edges, flowing = zip(*pairs, strict=True)
+        torch.autograd.backward(edges, flowing)
+
+
+def owned(gradient: Tensor) -> Tensor:
+    """Return a gradient whose memory is in no other tensor.
+
+    Autograd hands one memory on to several inputs of a stage where views are involved.
+    What is on its way to another rank must not be a parameter's gradient, which grows
+    in place with the next micro-batch.
+    """
+    return gradient if _storage_users(gradient) <= _ALONE else gradient.clone()
+
+
+def _storage_users(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+_ALONE = _storage_users(torch.empty(1))

@@ -1,0 +1,122 @@
+"""Mailbox: a rank's messages, to other ranks and from one of its stages to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gemsc.runtime.grid_message import GridMessage
+from gemsc.runtime.link import Incoming, Link
+from gemsc.runtime.message import Message
+from gemsc.runtime.transport import Request
+
+__all__ = ["Mailbox"]
+
+
+class Mailbox:
+    """Sends never block; each receive is posted when the one before it was taken.
+
+    Messages name the ranks of one copy of the model, whose first one is `first_rank`.
+    Floating-point values travel as `float_dtype`, if it is given.
+    """
+
+    def __init__(
+        self, link: Link, first_rank: int, float_dtype: torch.dtype | None
+    ) -> None:
+        self._link = link
+        self._first_rank = first_rank
+        self._rank = link.transport.rank - first_rank
+        self._float_dtype = float_dtype
+        self._num_expected = 0
+        self._training = True
+        self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._posted: dict[Message, Incoming] = {}
+        self._sends: list[Request] = []
+
+    def begin(self, num_expected: int, *, training: bool) -> None:
+        """Expect so many micro-batches of each message in this step."""
+        self._num_expected = num_expected
+        self._training = training
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self._link.wait(*self._sends)
+        self._sends.clear()
+
+    def let_go(self) -> None:
+        """Give the library a turn; drop the tensors whose sends are done."""
+        self._sends = [request for request in self._sends if not request.done()]
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the memory of the receives that wait for their message."""
+        yield from (incoming.buffer for incoming in self._posted.values())
+
+    def send(self, message: Message | GridMessage, m: int, *tensors: Tensor) -> None:
+        """Start to send a message's values."""
+        if message.is_local:
+            follows = self._training and not message.is_gradient
+            self._local[message.tag, m] = tuple(
+                tensor.detach().requires_grad_(gradient and follows)
+                for tensor, gradient in zip(tensors, message.gradients, strict=True)
+            )
+            return
+        self.let_go()
+        if isinstance(message, GridMessage):
+            for part in message.parts:
+                if part.source == self._rank:
+                    self._start(part.message, message.cut(part, tensors))
+        else:
+            self._start(message, tensors)
+
+    def receive(self, message: Message | GridMessage, m: int) -> tuple[Tensor, ...]:
+        """Return a message's values, with `requires_grad` as the stage needs it."""
+        if message.is_local:
+            return self._local.pop((message.tag, m))
+        if isinstance(message, GridMessage):
+            tensors = self._take_parts(message, m)
+        else:
+            tensors = self._take(message, m)
+        if self._training and not message.is_gradient:
+            for tensor, gradient in zip(tensors, message.gradients, strict=True):
+                tensor.requires_grad_(gradient)
+        return tuple(tensors)
+
+    def _start(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        """Start to send the values of a message, packed if they are several."""
+        dest = message.dest + self._first_rank
+        self._sends.append(self._link.send(message.pack(tensors), dest, message.tag))
+
+    def _take(self, message: Message, m: int) -> list[Tensor]:
+        """Wait for a message and post the receive of the next one."""
+        if message not in self._posted:
+            self._post(message)
+        buffer = self._posted.pop(message).take()
+        if m + 1 < self._num_expected:
+            self._post(message)
+        return message.unpack(buffer, self._dtypes(message))
+
+    def _take_parts(self, message: GridMessage, m: int) -> list[Tensor]:
+        """Wait for what each rank of another grid sends, and put it together."""
+        parts = [part for part in message.parts if part.dest == self._rank]
+        for part in parts:
+            if part.message not in self._posted:
+                self._post(part.message)
+        received = [(part, self._take(part.message, m)) for part in parts]
+        dtypes = [self._dtype(value.dtype) for value in message.given]
+        return message.join(self._rank, received, dtypes, self._link.streams.device)
+
+    def _post(self, message: Message) -> None:
+        """Post the receive of a message's next micro-batch."""
+        shape, dtype = message.buffer(self._dtypes(message))
+        source = message.source + self._first_rank
+        self._posted[message] = self._link.receive(shape, dtype, source, message.tag)
+
+    def _dtypes(self, message: Message) -> tuple[torch.dtype, ...]:
+        return tuple(self._dtype(value.dtype) for value in message.values)
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if self._float_dtype is not None and dtype.is_floating_point:
+            return self._float_dtype
+        return dtype
