@@ -192,7 +192,7 @@ def _filters(
     flops_per_in, flops_per_out: the same, divided by the channels in and out of one
         group: few channels leave vector lanes empty
     flops_per_row: divided by the positions of one row, which is worked on at a time
-    flops_thin: only if a picture has fewer than 8 positions
+    flops_thin: only if a picture has few positions, 2 to 15: vectors stay half empty
     flops_strided: only if the stride is not 1: inputs are gathered
     flops_padded: with channels rounded up to whole vectors of 16
     flops_ragged_in, flops_ragged_out: only if the channels are no multiple of 16
@@ -201,22 +201,28 @@ def _filters(
     weights: bytes of the weight, which is packed anew at each call
     weights_each: the same for each picture of the batch
     weights_far: what of these a core's own cache cannot keep from one to the next
+    weights_thin, weights_far_thin: both only if a picture has few positions, as above:
+        then one pass over the weights takes as long for 2 positions as for 9
     """
     narrow, wide = (x, y) if transposed else (y, x)
     kernel = math.prod(weight.shape[2:])
     channels_in = wide.shape[1] // groups
     channels_out = narrow.shape[1] // groups
-    positions = narrow.shape[0] * math.prod(narrow.shape[2:])
+    in_picture = math.prod(narrow.shape[2:])
+    positions = narrow.shape[0] * in_picture
     flops = 2.0 * positions * kernel * channels_in * channels_out * groups
     rounded = _rounded(channels_in) * _rounded(channels_out)
     is_strided = any(step != 1 for step in stride)
+    thin = 1.0 if 1 < in_picture < LANES else 0.0
+    each = float(weight.nbytes * x.shape[0])
+    far = float(max(0, weight.nbytes - CACHE_BYTES) * x.shape[0])
     unfolded = float(positions * kernel * wide.shape[1] * x.element_size())
     return {
         "flops": flops,
         "flops_per_in": flops / channels_in,
         "flops_per_out": flops / channels_out,
         "flops_per_row": flops / narrow.shape[-1],
-        "flops_thin": flops if positions < 8 * narrow.shape[0] else 0.0,
+        "flops_thin": flops * thin,
         "flops_strided": flops if is_strided else 0.0,
         "flops_padded": flops * rounded / (channels_in * channels_out),
         "flops_ragged_in": flops if channels_in % LANES else 0.0,
@@ -224,8 +230,10 @@ def _filters(
         "unfolded": unfolded,
         "unfolded_fresh": unfolded if unfolded >= FRESH_BYTES else 0.0,
         "weights": float(weight.nbytes),
-        "weights_each": float(weight.nbytes * x.shape[0]),
-        "weights_far": float(max(0, weight.nbytes - CACHE_BYTES) * x.shape[0]),
+        "weights_each": each,
+        "weights_far": far,
+        "weights_thin": each * thin,
+        "weights_far_thin": far * thin,
     }
 
 

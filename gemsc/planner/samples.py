@@ -108,7 +108,7 @@ def convolution(
     batch = 1 if single else batch or draw.between(1, 16)
     per_position = 2 * channels_in * channels_out // groups * kernel**dims * batch
     positions = (draw.work() if not depthwise else draw.work() / 20) / per_position
-    side = max(2, min(128, round(positions ** (1 / dims))))
+    side = max(draw.pick(1, 2, 2, 3), min(128, round(positions ** (1 / dims))))
     if single:
         side = min(side, int(math.sqrt(20480 / channels_in)))  # as PyTorch decides
     if side < 1 or per_position * side**dims > 4 * draw.largest:
