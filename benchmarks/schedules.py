@@ -28,6 +28,7 @@ VARIANTS = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
     "1f1b folded": {"schedule": "1f1b", "placement": "folded"},
+    "zb-h1": {"schedule": "zb-h1"},
     "interleaved": {"schedule": "interleaved"},
     "master": {"schedule": "master"},
     "bidirectional": {"schedule": "bidirectional"},

@@ -283,7 +283,8 @@ def schedule_stages(
     else:
         tiles = fullest_tiles(program, options, known)
     network = read_hardware(options.hardware).network
-    task = schedule_task(tiles, chosen, None, network)
+    split = schedule.policy.split_backward
+    task = schedule_task(tiles, chosen, None, network, split=split)
     timeline = run(task, schedule.policy)
     cap = options.device_memory
     if cap is None or max(timeline.peak_bytes) <= cap:

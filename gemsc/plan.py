@@ -29,6 +29,10 @@ class PlannedStage:
     `gradient_bytes` from the first backward to the update. `recompute` and `offload`
     name the blocks that keep nothing, or keep it in host memory.
 
+    Where the schedule has weight gradients apart, they take `weight_seconds` of the
+    backward; `waiting_bytes` are kept for them after the rest of it, and they make
+    `waiting_gradient_bytes` of the gradients.
+
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
     forward, in `exchanges`. `unfused_exchanges` and `unfused_halo_bytes` are those if
@@ -47,6 +51,9 @@ class PlannedStage:
     gradient_bytes: int = 0
     transient_bytes: int = 0
     first_transient_bytes: int = 0
+    waiting_bytes: int = 0
+    waiting_gradient_bytes: int = 0
+    weight_seconds: float = 0.0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)

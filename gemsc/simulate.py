@@ -90,10 +90,13 @@ def simulate(
     policy = SCHEDULES[options.schedule].policy
     chosen = layout(options, simulated=True)
     program = run_passes(traced.program, stage_passes(options, chosen))
-    task = schedule_task((program,), chosen, options.device_memory, hardware.network)
-    if policy.split_backward:
-        halves = (replace(s, weight=s.backward / 2) for s in task.stages)
-        task = replace(task, stages=tuple(halves))
+    task = schedule_task(
+        (program,),
+        chosen,
+        options.device_memory,
+        hardware.network,
+        split=policy.split_backward,
+    )
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,

@@ -134,7 +134,7 @@ def test_the_text_does_not_grow_with_the_micro_batches(
 
 
 @pytest.mark.parametrize(
-    "schedule", ["basic", "gpipe", "mast", "chimera", "interleaved"]
+    "schedule", ["basic", "gpipe", "mast", "chimera", "interleaved", "zb-h1"]
 )
 @pytest.mark.parametrize("name", ["unet", "densecnn", "encoder"])
 def test_files_of_every_schedule_are_formatted(

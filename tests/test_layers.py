@@ -30,6 +30,7 @@ HELPERS = {
     "rng",
     "toml_file",
     "units",
+    "weighted",
 }
 IR = {*HELPERS, "ir"}
 PLANNER = {*IR, "schedules", "planner"}

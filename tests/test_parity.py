@@ -87,6 +87,8 @@ TWO_REPLICAS = (
     CompileOptions(ranks=3, schedule="master", times=3),
     CompileOptions(ranks=4, schedule="bidirectional", micro_batches=4),
     CompileOptions(ranks=4, schedule="chimera", micro_batches=8),
+    CompileOptions(ranks=4, schedule="zb-h1", micro_batches=8),
+    CompileOptions(ranks=2, data=2, schedule="zb-h1", micro_batches=1),
     CompileOptions(ranks=2, schedule="1f1b", placement="folded"),
     CompileOptions(ranks=4, schedule="interleaved", micro_batches=4, chunks=2),
     CompileOptions(ranks=2, placement="0,1,1,0", micro_batches=3),

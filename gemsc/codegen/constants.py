@@ -73,6 +73,8 @@ class Constants:
         each = "  # of each replica" if replicas > 1 else ""
         line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
         line(f"NUM_REPLICAS = {replicas}")
+        if self.text.splits_backward:
+            line("SPLITS_BACKWARD = True  # weight gradients wait for `weights_...`")
         self._write_tiles()
         line()
         if self.names:

@@ -46,7 +46,7 @@ class _RankWriter:
         self.writer = Writer()
         self.taken = Names(
             [*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"]
-            + ["NUM_REPLICAS", "TILES", "train_step", "eval_step"]
+            + ["NUM_REPLICAS", "TILES", "SPLITS_BACKWARD", "train_step", "eval_step"]
         )
         self.constants = Constants(text, self.writer, self.taken)
         self.messages = self.constants.names
@@ -74,6 +74,8 @@ class _RankWriter:
             if self.text.program.loss is not None:
                 self._write_forward(run)
                 self._write_backward(run)
+                if self.text.splits_backward:
+                    self._write_weights(run)
             if run.replica == 0:
                 self._write_evaluate(run)
         if self.text.program.loss is not None:
@@ -255,6 +257,18 @@ class _RankWriter:
         self.writer.line()
         self.writer.line()
 
+    def _write_weights(self, run: Run) -> None:
+        index = run.stage.flow.index
+        with self.writer.block(
+            f"def weights_{run.key}(worker: Worker, m: int) -> None:"
+        ):
+            self.writer.line(
+                f'"""Add stage {index}\'s weight gradients of micro-batch m."""'
+            )
+            self.writer.call("worker.weights(", [quoted(run.key), "m"])
+        self.writer.line()
+        self.writer.line()
+
     def _write_gradient_receives(
         self, run: Run, flow: StageFlow, names: Names
     ) -> dict[fx.Node, list[str]]:
@@ -369,7 +383,11 @@ class _RankWriter:
                 self.writer.line(f"{self._call(action)}(worker, {index})")
 
     def _call(self, action: Action) -> str:
-        verbs = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
+        verbs = {
+            Kind.FORWARD: "forward",
+            Kind.BACKWARD: "backward",
+            Kind.WEIGHT: "weights",
+        }
         for run in self.text.runs:
             here = (run.replica, run.stage.flow.index)
             if here == (action.replica, action.stage):

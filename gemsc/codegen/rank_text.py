@@ -10,7 +10,8 @@ from torch import fx
 from gemsc.codegen.stage import StageText
 from gemsc.ir.flow import message_tag
 from gemsc.ir.program import Input, Program, Transfer
-from gemsc.schedules.loops import Step
+from gemsc.schedules.action import Kind
+from gemsc.schedules.loops import Loop, Step
 
 __all__ = ["RankText", "Run"]
 
@@ -46,6 +47,12 @@ class RankText:
     reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        bodies = (s.body if isinstance(s, Loop) else [(s, 0)] for s in self.steps)
+        return any(a.kind is Kind.WEIGHT for body in bodies for a, _ in body)
 
     def transfers(self, run: Run) -> tuple[Transfer, ...]:
         """Return the transfers of a run, each once, in training and evaluation."""

@@ -83,6 +83,10 @@ class Facts:
     convolve or own a weight: what a stage is made of. `random` nodes draw random
     numbers. `sums` are those over the tiles of a grid, forward and backward: (bytes of
     each tile's part, whether it is a row of a table with one for each tile).
+
+    `weight_seconds` are the part of the backward's that gives weight gradients and can
+    wait, `weight_bytes` the bytes of these gradients; `waits` are the storages of the
+    gradient that the node itself gets, which must wait with them (see gemsc.weighted).
     """
 
     flops: int = 0
@@ -97,6 +101,9 @@ class Facts:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     sums: tuple[tuple[int, bool], ...] = ()
+    weight_seconds: float = 0.0
+    weight_bytes: int = 0
+    waits: tuple[tuple[int, int], ...] = ()
 
 
 def set_traced(

@@ -30,6 +30,7 @@ from gemsc.passes.base import Pass
 from gemsc.planner.hardware import Device, read_hardware
 from gemsc.planner.operators import describe, runs_a_kernel
 from gemsc.planner.times import seconds
+from gemsc.weighted import WeightedCall, WeightedCalls
 
 __all__ = ["Annotate", "annotate"]
 
@@ -78,7 +79,8 @@ def annotate(
         if node.op == "placeholder":
             values[node] = fake_like(meta.value(node), mode)
     with mode, ledger, told_of_sums(ledger.book_tiles), torch.random.fork_rng(devices=[]):
-        run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
+        with WeightedCalls(ledger.note_weights):
+            run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
         reached = _gradient_reaches(program, values, fake, ledger)
     seen: set[int] = set()
     for node in program.compute_nodes:
@@ -114,6 +116,13 @@ class _Count:
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     sums: list[tuple[int, bool]] = field(default_factory=list)
+    weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
+    weight_seconds: float = 0.0
+    waits: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def weight_shapes(self) -> set[tuple[int, ...]]:
+        return {tuple(tensor.shape) for tensor in self.weights.values()}
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -141,6 +150,12 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t):
             yield
         self.node = None
+
+    def note_weights(self, call: WeightedCall, x: Tensor) -> Tensor:
+        """Compute a call, and note that its weight gradients can wait."""
+        tensors = [call.weight] if call.bias is None else [call.weight, call.bias]
+        self.counts[self.node].weights |= {id(tensor): tensor for tensor in tensors}
+        return call.run(x)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -185,9 +200,16 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Book adding a parameter's gradient to that of earlier micro-batches."""
         add = torch.ops.aten.add_.Tensor
         _, works = describe(add, (gradient, gradient), {}, gradient)
-        self.counts[node].backward_seconds += sum(
-            seconds(self.device, work) for work in works
-        )
+        count = self.counts[node]
+        spent = sum(seconds(self.device, work) for work in works)
+        count.backward_seconds += spent
+        if tuple(gradient.shape) in count.weight_shapes:
+            count.weight_seconds += spent
+
+    def book_waiting(self, node: fx.Node, gradient: Tensor) -> None:
+        """Book the gradient that a node gets, if weight gradients need it later."""
+        if self.counts[node].weights:
+            self.counts[node].waits |= dict(_storage_sizes([gradient]))
 
     def _book_backward(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         running = torch._C._current_autograd_node()
@@ -198,6 +220,13 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _, works = describe(func, args, kwargs, result)
         count.backward_seconds += self.device.backward_overhead
         count.backward_seconds += sum(seconds(self.device, work) for work in works)
+        if count.weights:
+            of_weight = tuple(getattr(result, "shape", ())) in count.weight_shapes
+            count.weight_seconds += sum(
+                seconds(self.device, work)
+                for work in works
+                if of_weight or work.kind.endswith("-weight")
+            )
 
     def facts(
         self, node: fx.Node, value: Any, module: nn.Module, seen: set[int]
@@ -220,6 +249,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             forward_seconds=count.forward_seconds,
             backward_seconds=count.backward_seconds,
             sums=tuple(count.sums),
+            weight_seconds=count.weight_seconds,
+            weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),
+            waits=tuple(count.waits.items()),
         )
 
 
@@ -279,6 +311,9 @@ def _gradient_reaches(
         gradients[: len(candidates)],
         gradients[len(candidates) :],
     )
+    for (node, _), gradient in zip(candidates, of_values, strict=True):
+        if gradient is not None:
+            ledger.book_waiting(node, gradient)
     for node, gradient in zip(owners.values(), of_parameters, strict=True):
         if gradient is not None:
             ledger.book_sum(node, gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -17,6 +17,7 @@ __all__ = [
     "again_seconds",
     "host_seconds",
     "seconds_until_last_save",
+    "waiting_gradient_bytes",
 ]
 
 HOST_BYTES_PER_SECOND = 4e9  # memory to memory on one core; PCIe 3 x16 copies 12e9
@@ -31,30 +32,34 @@ class Activations:
     `kept` stay from the forward to the end of the backward. `transient` come on top for
     a while in the backward, at most, where blocks are recomputed or brought back;
     `first_transient` counts the gradients of parameters with them, which the first
-    backward of a step makes one after the other. `moved` wait in host memory.
+    backward of a step makes one after the other. `moved` wait in host memory. In a
+    split backward `waiting` stay from the end of its first part to that of the second.
     """
 
     kept: int
     transient: int = 0
     first_transient: int = 0
     moved: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A segment, or a node of none: what stays of it, what its backward needs.
 
-    `gradients` are the bytes of its parameters.
+    `gradients` are the bytes of its parameters. What `waits` is left by the first part
+    of a split backward; the gradients come with the second one then.
     """
 
     kind: str
     stays: Storages
     needs: Storages
     gradients: int
+    waits: Storages = field(default_factory=dict)
 
 
-def activations(program: Program) -> list[Activations]:
-    """Return what each stage keeps of a micro-batch.
+def activations(program: Program, *, split: bool = False) -> list[Activations]:
+    """Return what each stage keeps of a micro-batch; `split` if backwards are.
 
     What an earlier stage on the same rank keeps already, longer, counts there only; but
     each stage has a copy of its own of what it reads of the batch.
@@ -68,7 +73,7 @@ def activations(program: Program) -> list[Activations]:
     held: list[Storages] = []
     for index in range(len(program.require_stages())):
         known = _union(held[i] for i in range(index) if row[i] == row[index])
-        received, parts = _parts(program, index)
+        received, parts = _parts(program, index, split=split)
         found.append(_measure(received, parts, known))
         stays = _union([received, *(part.stays for part in parts)])
         held.append(_without(stays, batch))
@@ -95,20 +100,33 @@ def _measure(
     held = sum(_without(received, known).values())
     later = sum(part.gradients for part in parts)
     ahead: Storages = {}
-    for part, copies in zip(parts, moved, strict=True):
+    left = _left_behind(parts)
+    for part, copies, waiting in zip(parts, moved, left[1:], strict=True):
         held += sum(_missing(part.stays, alive).values())
         alive.update(part.stays)
         later -= part.gradients
         fetched = _union([copies, ahead])
         again = _missing(part.needs, alive) if part.kind == "recompute" else {}
         now = held + sum(fetched.values()) + sum(again.values())
+        now += sum(_missing(waiting, alive).values())
         peak, first_peak = max(peak, now), max(first_peak, now + later)
         ahead = copies or ahead
     total = sum(_union(moved).values())
-    return Activations(kept, peak - kept, first_peak - kept, total)
+    waiting_bytes = sum(_without(left[0], known).values())
+    return Activations(kept, peak - kept, first_peak - kept, total, waiting_bytes)
 
 
-def _parts(program: Program, index: int) -> tuple[Storages, list[_Part]]:
+def _left_behind(parts: Sequence[_Part]) -> list[Storages]:
+    """Return, for each part and the end, what waits of the parts from there on."""
+    found: list[Storages] = [{}]
+    for part in reversed(parts):
+        found.append(_union([found[-1], part.waits]) if part.waits else found[-1])
+    return found[::-1]
+
+
+def _parts(
+    program: Program, index: int, *, split: bool
+) -> tuple[Storages, list[_Part]]:
     """Return what a stage receives with a gradient, and its parts in order."""
     stage = flow(program, index, with_outputs=False)
     received: dict[int, int] = {}
@@ -131,16 +149,26 @@ def _parts(program: Program, index: int) -> tuple[Storages, list[_Part]]:
         kind, nodes = inside[node]
         if node is not nodes[0]:
             continue
-        parts += map(_plain, plain)
+        parts += [_plain(each, split=split) for each in plain]
         plain = []
         stays = _inputs(nodes) if kind == "recompute" else {}
         parts.append(_Part(kind, stays, _saved(nodes), _gradients(nodes)))
-    return received, [*parts, *map(_plain, plain)]
+    return received, [*parts, *(_plain(each, split=split) for each in plain)]
 
 
-def _plain(node: fx.Node) -> _Part:
-    saved = _saved([node])
-    return _Part("plain", saved, saved, _gradients([node]))
+def _plain(node: fx.Node, *, split: bool) -> _Part:
+    saved, gradients = _saved([node]), _gradients([node])
+    facts = meta.facts(node)
+    if not split or not facts.waits:
+        return _Part("plain", saved, saved, gradients)
+    waits = {**saved, **dict(facts.waits)}
+    return _Part("plain", saved, saved, gradients - facts.weight_bytes, waits)
+
+
+def waiting_gradient_bytes(program: Program, index: int) -> int:
+    """Return the bytes of the gradients that a split backward leaves for later."""
+    stage = program.require_stages()[index]
+    return sum(meta.facts(node).weight_bytes for node in stage.nodes)
 
 
 def _gradients(nodes: Iterable[fx.Node]) -> int:

@@ -21,6 +21,7 @@ PAIRS = (
     ("gpipe", "linear"),
     ("1f1b", "linear"),
     ("1f1b", "folded"),
+    ("zb-h1", "linear"),
     ("interleaved", "looped"),
     ("master", "mirrored"),
     ("bidirectional", "mirrored"),

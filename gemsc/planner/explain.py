@@ -107,7 +107,8 @@ def explain(plan: Plan) -> Explanation:
 def _without_messages(task: Task, timeline: Timeline) -> float:
     """Return the time of the same order if nothing took time to travel."""
     edges = tuple(replace(edge, seconds=0.0) for edge in task.edges)
-    return replay(replace(task, edges=edges), timeline.orders, split=False).makespan
+    split = timeline.splits_backward
+    return replay(replace(task, edges=edges), timeline.orders, split=split).makespan
 
 
 def _limit(

@@ -45,6 +45,9 @@ def task_of(plan: Plan) -> Task:
                 transient_bytes=stage.transient_bytes,
                 first_transient_bytes=stage.first_transient_bytes,
                 gradient_bytes=stage.gradient_bytes,
+                weight=stage.weight_seconds,
+                waiting_bytes=stage.waiting_bytes,
+                waiting_gradient_bytes=stage.waiting_gradient_bytes,
             )
             for stage in plan.stages
         ),
@@ -70,7 +73,9 @@ def timeline_of(plan: Plan) -> Timeline:
         GemscError: the order cannot be carried out.
     """
     try:
-        return replay(task_of(plan), _orders(plan), split=False)
+        orders = _orders(plan)
+        split = any(a.kind is Kind.WEIGHT for row in orders for a in row)
+        return replay(task_of(plan), orders, split=split)
     except (InternalError, KeyError) as error:
         raise _damaged(str(error)) from None
 

@@ -57,12 +57,8 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
             for two replicas.
     """
     schedule = SCHEDULES[options.schedule]
-    if schedule.policy.split_backward and not simulated:
-        raise GemscError(
-            f"--schedule {options.schedule} can be simulated, but not compiled yet: "
-            "PyTorch computes both kinds of gradients of a stage in one go",
-            help="use 1f1b, interleaved or chimera",
-        )
+    if schedule.policy.split_backward:
+        _check_split(options)
     kind = schedule.placement if options.placement == "natural" else options.placement
     groups = _groups(options)
     explicit = _explicit(options, len(groups)) if kind[0].isdigit() else ()
@@ -145,3 +141,14 @@ def _micro_batches(options: CompileOptions, num_replicas: int) -> tuple[int, ...
             help=f"give a multiple of {num_replicas}",
         )
     return (total // num_replicas,) * num_replicas
+
+
+def _check_split(options: CompileOptions) -> None:
+    """Refuse what does not go with weight gradients that wait."""
+    for name in ("tiles", "recompute", "offload"):
+        if getattr(options, name):
+            raise GemscError(
+                f"--schedule {options.schedule} does not go with --{name}: it keeps "
+                "what weight gradients need in a way of its own",
+                help="use 1f1b, interleaved or chimera",
+            )

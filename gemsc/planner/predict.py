@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,13 @@ from gemsc.ir.dump import dump
 from gemsc.ir.program import Barrier, Program, Stage, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
-from gemsc.planner.activations import activations, again_seconds, host_seconds
+from gemsc.planner.activations import (
+    Activations,
+    activations,
+    again_seconds,
+    host_seconds,
+    waiting_gradient_bytes,
+)
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
@@ -38,16 +45,19 @@ def schedule_task(
     chosen: Layout,
     memory_cap: int | None,
     network: Network,
+    *,
+    split: bool = False,
 ) -> Task:
     """Return what the schedule engine needs to know of the program.
 
     `tiles` are what the tiles of the largest grid run. The ranks of a grid go in step:
-    a stage takes the time and the memory of its fullest tile.
+    a stage takes the time and the memory of its fullest tile. `split` says whether the
+    schedule has weight gradients apart.
     """
     first = tiles[0]
     placement = first.placement
     assert placement is not None
-    costs = [_stage_costs(tile, network) for tile in tiles]
+    costs = [_stage_costs(tile, network, split=split) for tile in tiles]
     stages = tuple(
         _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
         for stage in first.require_stages()
@@ -78,9 +88,9 @@ def _size(program: Program, stage: int) -> int:
     return len(program.placement.ranks[0][stage])
 
 
-def _stage_costs(program: Program, network: Network) -> list[StageCost]:
+def _stage_costs(program: Program, network: Network, *, split: bool) -> list[StageCost]:
     """Return what each stage costs on the rank that runs this program."""
-    saved = activations(program)
+    saved = activations(program, split=split)
     weights = stage_weights(program)
     found = []
     for stage in program.require_stages():
@@ -96,9 +106,19 @@ def _stage_costs(program: Program, network: Network) -> list[StageCost]:
                 first_transient_bytes=kept.first_transient,
                 resident_bytes=owned.resident,
                 gradient_bytes=owned.gradients,
+                **_split_cost(program, stage, kept) if split else {},
             )
         )
     return found
+
+
+def _split_cost(program: Program, stage: Stage, kept: Activations) -> dict[str, Any]:
+    """Return what a stage's cost says of the second part of its backward."""
+    return {
+        "weight": stage.total("weight_seconds"),
+        "waiting_bytes": kept.waiting,
+        "waiting_gradient_bytes": waiting_gradient_bytes(program, stage.index),
+    }
 
 
 def _talking(program: Program, stage: Stage, network: Network) -> float:
@@ -117,6 +137,7 @@ def _worst(costs: Sequence[StageCost]) -> StageCost:
     most = {
         field.name: max(getattr(cost, field.name) for cost in costs)
         for field in fields(StageCost)
+        if getattr(costs[0], field.name) is not None
     }
     return StageCost(**most)
 
@@ -206,6 +227,9 @@ def make_plan(
             saved_bytes=task.stages[stage.index].saved_bytes,
             transient_bytes=task.stages[stage.index].transient_bytes,
             first_transient_bytes=task.stages[stage.index].first_transient_bytes,
+            waiting_bytes=task.stages[stage.index].waiting_bytes or 0,
+            waiting_gradient_bytes=task.stages[stage.index].waiting_gradient_bytes,
+            weight_seconds=task.stages[stage.index].weight,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
             recompute=_names(program, stage.index, "recompute"),

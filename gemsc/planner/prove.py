@@ -48,7 +48,10 @@ def prove(
         first_transient_bytes=[s.first_transient_bytes for s in task.stages],
         gradient_bytes=[stage.gradient_bytes for stage in task.stages],
         resident_bytes=[stage.resident_bytes for stage in task.stages],
+        waiting_bytes=[stage.kept_for_weights for stage in task.stages],
+        waiting_gradient_bytes=[s.waiting_gradient_bytes for s in task.stages],
         memory_cap=task.memory_cap,
+        split_backward=timeline.splits_backward,
         reductions=_reductions(program, task),
         user_lines=lambda stage: _lines(program, stage),
     )

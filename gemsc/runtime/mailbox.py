@@ -19,16 +19,23 @@ class Mailbox:
     """Sends never block; each receive is posted when the one before it was taken.
 
     Messages name the ranks of one copy of the model, whose first one is `first_rank`.
-    Floating-point values travel as `float_dtype`, if it is given.
+    Floating-point values travel as `float_dtype`, if it is given. `apart` gives each
+    value of a message memory of its own, so that one can go before the others.
     """
 
     def __init__(
-        self, link: Link, first_rank: int, float_dtype: torch.dtype | None
+        self,
+        link: Link,
+        first_rank: int,
+        float_dtype: torch.dtype | None,
+        *,
+        apart: bool = False,
     ) -> None:
         self._link = link
         self._first_rank = first_rank
         self._rank = link.transport.rank - first_rank
         self._float_dtype = float_dtype
+        self._apart = apart
         self._num_expected = 0
         self._training = True
         self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -95,7 +102,10 @@ class Mailbox:
         buffer = self._posted.pop(message).take()
         if m + 1 < self._num_expected:
             self._post(message)
-        return message.unpack(buffer, self._dtypes(message))
+        values = message.unpack(buffer, self._dtypes(message))
+        if self._apart and len(values) > 1:
+            return [value.clone() for value in values]
+        return values
 
     def _take_parts(self, message: GridMessage, m: int) -> list[Tensor]:
         """Wait for what each rank of another grid sends, and put it together."""

@@ -24,7 +24,7 @@ __all__ = ["WARM_UP_STEPS", "Recorder", "record_timed_steps"]
 WARM_UP_STEPS = 3  # the first ones allocate memory and choose algorithms
 
 # what generated files call -> what it is called in a record
-COMPUTED = {"run": "forward", "backward": "backward"}
+COMPUTED = {"run": "forward", "backward": "backward", "weights": "weight"}
 CALLS = {
     **COMPUTED,
     "receive": "wait",

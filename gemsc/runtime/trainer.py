@@ -104,6 +104,7 @@ class Trainer:
             float_dtype=dtype,
             status=Status(transport.rank),
             tiles=getattr(self.module, "TILES", None),
+            splits_backward=getattr(self.module, "SPLITS_BACKWARD", False),
         )
         self.has_loss = hasattr(self.module, "train_step")
         if self.has_loss:

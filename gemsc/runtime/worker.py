@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from gemsc.runtime.backward import edge_of, owned, run_backward
 from gemsc.runtime.batch import BatchShape
 from gemsc.runtime.clip import clip_gradients
+from gemsc.runtime.deferral import Deferred
 from gemsc.runtime.exchange import Exchange
 from gemsc.runtime.grid import Grid
 from gemsc.runtime.grid_message import GridMessage
@@ -41,6 +42,7 @@ class _InFlight:
     inputs: tuple[Tensor, ...]
     outputs: tuple[GradientEdge | None, ...]
     offloaded: OffloadedRun
+    deferred: Deferred
 
 
 @dataclass
@@ -66,14 +68,18 @@ class Worker:
     meter: ActivationMeter | None = None
     steps_done: int = 0
     tiles: Tiles | None = None  # the grid that this rank is a tile of
+    splits_backward: bool = False  # whether weight gradients come later: `weights`
 
     def __post_init__(self) -> None:
         self._batch: dict[str, Tensor] = {}
         self._in_flight: dict[tuple[str, int], _InFlight] = {}
+        self._deferred: dict[tuple[str, int], Deferred] = {}
         self._losses: list[Tensor] = []
         self._results: list[tuple[Tensor | None, Any]] = []
         self._training = True
-        self._mail = Mailbox(self.link, self.first_rank, self.float_dtype)
+        self._mail = Mailbox(
+            self.link, self.first_rank, self.float_dtype, apart=self.splits_backward
+        )
         self._shape = BatchShape(
             self.inputs,
             self.copy_micro_batches,
@@ -191,7 +197,9 @@ class Worker:
         measured = self.meter.forward(inputs) if self.meter else nullcontext()
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, module, staying)
+        deferred = Deferred(self._follow)
         with (
+            deferred.forward() if self.splits_backward else nullcontext(),
             self._random_numbers(module, stage, m),
             measured,
             offloaded.forward(),
@@ -203,6 +211,7 @@ class Worker:
             staying,
             tuple(edge_of(tensor) for tensor in outputs),
             offloaded,
+            deferred,
         )
         return result
 
@@ -211,7 +220,9 @@ class Worker:
     ) -> tuple[Tensor, ...]:
         """Run a stage backward; return the gradients of its inputs.
 
-        `gradients` belong to the stage's outputs, in order; None where none flows back.
+        Those of convolutions' and linear layers' weights wait for `weights`, where the
+        schedule has them apart. `gradients` belong to the stage's outputs, in order;
+        None where none flows back.
         """
         self.status.enter("backward", stage, m)
         kept = self._in_flight.pop((stage, m))
@@ -224,17 +235,36 @@ class Worker:
             owned(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in kept.inputs
         )
+        if self.splits_backward:
+            self._deferred[stage, m] = kept.deferred
         if self.meter is not None:
             del kept
             self.meter.sample()
         return result
 
+    def _follow(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that are kept, if anybody counts."""
+        if self.meter is not None:
+            self.meter.follow(tensors)
+
+    def weights(self, stage: str, m: int) -> None:
+        """Add up the weight gradients that a stage's backward left for later."""
+        self.status.enter("weight gradients", stage, m)
+        self._mail.let_go()
+        deferred = self._deferred.pop((stage, m))
+        deferred.compute()
+        if self.meter is not None:
+            self.meter.sample()
+        deferred.let_go()
+
     def _grows_in_backward(self, stage: str) -> bool:
         """Whether memory may grow while a stage's backward frees activations.
 
         The first backward of a step makes the gradients; what was recomputed or moved
-        comes back.
+        comes back; gradients wait together with what weight gradients need.
         """
+        if self.splits_backward:
+            return True
         module = self.stages[stage]
         made = any(parameter.grad is not None for parameter in module.parameters())
         return not made or (self.meter is not None and self.meter.brings_back)

@@ -68,6 +68,10 @@ class StageCost:
     the first one of a step, which makes the gradients, `first_transient_bytes`);
     `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
     backward to the end of the step.
+
+    Where the schedule splits the backward, `waiting_bytes` (None: the saved ones) are
+    kept from the end of its first part to that of the second, which makes
+    `waiting_gradient_bytes` of the gradients.
     """
 
     forward: float
@@ -78,6 +82,13 @@ class StageCost:
     transient_bytes: int = 0
     first_transient_bytes: int = 0
     gradient_bytes: int = 0
+    waiting_bytes: int | None = None
+    waiting_gradient_bytes: int = 0
+
+    @property
+    def kept_for_weights(self) -> int:
+        """Bytes from the end of a split backward's first part to that of its second."""
+        return self.saved_bytes if self.waiting_bytes is None else self.waiting_bytes
 
     def seconds(self, kind: Kind, *, split: bool = False) -> float:
         """Return how long an action takes; `split` if weight gradients are apart."""
@@ -256,6 +267,11 @@ class Timeline:
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """The actions of all ranks, in order."""
         return tuple(self.order(rank) for rank in range(len(self.ranks)))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(t.action.kind is Kind.WEIGHT for rank in self.ranks for t in rank)
 
     @property
     def bubble(self) -> float:

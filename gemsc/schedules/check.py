@@ -61,6 +61,8 @@ def check(
     first_transient_bytes: Sequence[int] | None = None,
     gradient_bytes: Sequence[int] | None = None,
     resident_bytes: Sequence[int] | None = None,
+    waiting_bytes: Sequence[int] | None = None,
+    waiting_gradient_bytes: Sequence[int] | None = None,
     memory_cap: int | None = None,
     has_backward: bool = True,
     split_backward: bool = False,
@@ -81,6 +83,10 @@ def check(
         first_transient_bytes: the same for its first backward.
         gradient_bytes: for each stage, from its first backward to the end.
         resident_bytes: for each stage, on its rank all the time.
+        waiting_bytes: for each stage, kept between the parts of a split backward; by
+            default all that was saved.
+        waiting_gradient_bytes: for each stage, of the gradients, what its weight
+            gradients make.
         memory_cap: the bytes that no rank may exceed.
         has_backward: False for evaluation.
         split_backward: whether weight gradients are actions of their own.
@@ -104,6 +110,8 @@ def check(
         first_transient_bytes=tuple(first_transient_bytes or (0,) * len(placement[0])),
         gradient_bytes=tuple(gradient_bytes or (0,) * len(placement[0])),
         resident_bytes=tuple(resident_bytes or (0,) * len(placement[0])),
+        waiting_bytes=tuple(waiting_bytes or saved_bytes or (0,) * len(placement[0])),
+        waiting_gradients=tuple(waiting_gradient_bytes or (0,) * len(placement[0])),
         reductions=tuple(reductions),
         issued=_issued(len(orders), orders, reductions, issued),
         user_lines=user_lines,
@@ -154,6 +162,8 @@ class _Proof:
     first_transient_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     resident_bytes: tuple[int, ...]
+    waiting_bytes: tuple[int, ...]
+    waiting_gradients: tuple[int, ...]
     reductions: tuple[Reduction, ...]
     issued: tuple[tuple[tuple[str, int], ...], ...]
     user_lines: Callable[[int], str] | None
@@ -429,35 +439,49 @@ class _Proof:
         }
         held = sum(self.resident_bytes[stage] for stage in stages)
         most, most_live, live = held, 0, 0
-        without_gradients = set(stages)
+        begun: set[tuple[Kind, int]] = set()
         posted: dict[Channel, int] = {}
         at: Action | None = None
-        alive: dict[tuple[int, int, int], int] = defaultdict(int)
+        alive: dict[tuple[int, int, int], int] = {}
         for action in self.orders[rank]:
             key = (action.replica, action.stage, action.micro_batch)
             held -= sum(posted.values())
             posted |= self._posted(action)
             held += sum(posted.values())
-            if action.kind is Kind.FORWARD:
-                alive[key] = self.saved_bytes[action.stage]
-                held, live = held + alive[key], live + 1
-                most_live = max(most_live, live)
-                if held > most or at is None:
-                    most, at = max(most, held), action
-            if action.kind is Kind.BACKWARD:
-                transient = self.transient_bytes[action.stage]
-                if action.stage in without_gradients:
-                    transient = self.first_transient_bytes[action.stage]
-                if held + transient > most:
-                    most, at = held + transient, action
-                if action.stage in without_gradients:
-                    without_gradients.remove(action.stage)
-                    held += self.gradient_bytes[action.stage]
-            if action.kind is self.kinds[-1]:
-                held, live = held - alive.pop(key), live - 1
-            if held > most:
-                most, at = held, action
+            is_first = (action.kind, action.stage) not in begun
+            begun.add((action.kind, action.stage))
+            live += action.kind is Kind.FORWARD
+            most_live = max(most_live, live)
+            meanwhile, made, stays = self._bytes_of(action, is_first=is_first)
+            now = held + meanwhile
+            held += made + stays - alive.pop(key, 0)
+            alive[key] = stays
+            if max(now, held) > most or at is None:
+                most, at = max(now, held, most), action
+            live -= action.kind is self.kinds[-1]
         return most, most_live, at
+
+    def _bytes_of(self, action: Action, *, is_first: bool) -> tuple[int, int, int]:
+        """Return what an action needs while it runs, beyond what was there before.
+
+        Then the gradients that it makes, and what of its micro-batch stays after it.
+        """
+        stage, split = action.stage, Kind.WEIGHT in self.kinds
+        later = self.waiting_gradients[stage] if split else 0
+        if action.kind is Kind.FORWARD:
+            saved = self.saved_bytes[stage]
+            return saved, 0, saved if action.kind is not self.kinds[-1] else 0
+        if action.kind is Kind.WEIGHT:
+            made = later if is_first else 0
+            return made, made, 0
+        stays = self.waiting_bytes[stage] if split else 0
+        if not is_first:
+            return self.transient_bytes[stage], 0, stays
+        return (
+            self.first_transient_bytes[stage],
+            self.gradient_bytes[stage] - later,
+            stays,
+        )
 
     def _posted(self, action: Action) -> dict[Channel, int]:
         """Return the bytes of the receives that are posted once an action begins."""

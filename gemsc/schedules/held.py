@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gemsc.schedules.action import Action, Kind, Task, Timed
 
@@ -42,39 +42,73 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
     """Yield what a rank holds after each change, in order.
 
     A receive is posted when the one before it of the same stage is taken. A stage's
-    gradients come with its first backward and go with the update, at the end.
+    gradients come with its first backward and go with the update, at the end; those
+    that wait for weight gradients come with the first of these.
     """
-    last = Kind.WEIGHT if _splits(actions) else Kind.BACKWARD
-    if not task.has_backward:
-        last = Kind.FORWARD
-    posted: dict[tuple[Kind, int, int], int] = {}
-    gradients: dict[int, int] = {}
-    saved = live = 0
+    account = _Account(task, split=_splits(actions))
     for timed in actions:
-        action = timed.action
-        stage = task.stages[action.stage]
-        if action.kind is not Kind.WEIGHT:
-            is_last = action.micro_batch + 1 == task.micro_batches[action.replica]
-            sizes = task.posted_bytes(action.replica, action.stage)
-            size = sizes[action.kind is Kind.BACKWARD]
-            posted[action.kind, action.replica, action.stage] = 0 if is_last else size
+        yield account.begin(timed)
+        if timed.action.kind is not Kind.FORWARD or not task.has_backward:
+            yield account.end(timed)
+
+
+@dataclass
+class _Account:
+    """What a rank holds now."""
+
+    task: Task
+    split: bool
+    saved: int = 0
+    live: int = 0
+    posted: dict[tuple[Kind, int, int], int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, timed: Timed) -> Held:
+        """Return what is held while an action runs."""
+        action, stage = timed.action, self.task.stages[timed.action.stage]
+        self._post(action)
+        made = transient = 0
         if action.kind is Kind.FORWARD:
-            saved, live = saved + stage.saved_bytes, live + 1
-        transient = made = 0
-        if action.kind is Kind.BACKWARD:
+            self.saved, self.live = self.saved + stage.saved_bytes, self.live + 1
+        elif action.kind is Kind.WEIGHT:
+            made = stage.gradient_bytes - self.gradients[action.stage]
+        else:
             transient = stage.transient_bytes
-            if action.stage not in gradients:
+            if action.stage not in self.gradients:
                 made = stage.first_transient_bytes - transient
-        ready = sum(gradients.values()) + made
-        held = (saved, transient, ready, sum(posted.values()), live)
-        yield Held(timed.start, action, *held)
-        if action.kind is Kind.BACKWARD:
-            gradients[action.stage] = stage.gradient_bytes
-        if action.kind is last:
-            saved, live = saved - stage.saved_bytes, live - 1
-        if action.kind is not Kind.FORWARD or action.kind is last:
-            held = (saved, 0, sum(gradients.values()), sum(posted.values()), live)
-            yield Held(timed.end, action, *held)
+        return self._held(timed.start, action, transient, made)
+
+    def end(self, timed: Timed) -> Held:
+        """Return what is held after a backward, or a forward without one."""
+        action, stage = timed.action, self.task.stages[timed.action.stage]
+        if action.kind is Kind.FORWARD:
+            self.saved -= stage.saved_bytes
+        elif action.kind is Kind.WEIGHT:
+            self.saved -= stage.kept_for_weights
+            self.gradients[action.stage] = stage.gradient_bytes
+        elif self.split:
+            self.saved += stage.kept_for_weights - stage.saved_bytes
+            ready = stage.gradient_bytes - stage.waiting_gradient_bytes
+            self.gradients.setdefault(action.stage, ready)
+        else:
+            self.saved -= stage.saved_bytes
+            self.gradients[action.stage] = stage.gradient_bytes
+        if action.kind is not Kind.BACKWARD or not self.split:
+            self.live -= 1
+        return self._held(timed.end, action, 0, 0)
+
+    def _post(self, action: Action) -> None:
+        if action.kind is Kind.WEIGHT:
+            return
+        lane = (action.replica, action.stage)
+        is_last = action.micro_batch + 1 == self.task.micro_batches[action.replica]
+        size = self.task.posted_bytes(*lane)[action.kind is Kind.BACKWARD]
+        self.posted[action.kind, *lane] = 0 if is_last else size
+
+    def _held(self, time: float, action: Action, transient: int, made: int) -> Held:
+        ready = sum(self.gradients.values()) + made
+        posted = sum(self.posted.values())
+        return Held(time, action, self.saved, transient, ready, posted, self.live)
 
 
 def _splits(actions: Sequence[Timed]) -> bool:

@@ -1,0 +1,90 @@
+"""Weight gradients that wait: a backward in two parts, for schedules that split it.
+
+The first part gives the gradients of a stage's inputs, which another rank waits for. It
+leaves what the second one needs: the input and the output's gradient of each
+convolution and linear layer. The second part fills idle time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemsc.weighted import WeightedCall, WeightedCalls
+
+__all__ = ["Deferred"]
+
+Follow = Callable[[Iterable[Tensor]], None]
+
+
+@dataclass
+class Deferred:
+    """The weight gradients that one backward left for later.
+
+    `follow` is told which tensors wait: for whoever counts memory.
+    """
+
+    follow: Follow
+    _waiting: list[tuple[WeightedCall, Tensor, Tensor]] = field(default_factory=list)
+
+    def forward(self) -> WeightedCalls:
+        """Run the forward in this context."""
+        return WeightedCalls(self._run)
+
+    def compute(self) -> None:
+        """Add the weight gradients to those of the parameters."""
+        with torch.no_grad():
+            for call, x, gradient in self._waiting:
+                of_weight, of_bias = call.weight_gradients(gradient, x)
+                _add(call.weight, of_weight)
+                if call.bias is not None and of_bias is not None:
+                    _add(call.bias, of_bias)
+
+    def let_go(self) -> None:
+        """Keep nothing any more."""
+        self._waiting.clear()
+
+    def _run(self, call: WeightedCall, x: Tensor) -> Tensor:
+        result: Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
+            self, call, x, call.weight
+        )
+        return result
+
+    def _leave(self, call: WeightedCall, x: Tensor, gradient: Tensor) -> None:
+        self._waiting.append((call, x.detach(), gradient.detach()))
+        self.follow([gradient])
+
+
+class _InputGradient(torch.autograd.Function):
+    """A weighted call whose backward computes the gradient of the input alone.
+
+    The weight is an argument so that backward comes here even if the input needs no
+    gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, deferred: Deferred, call: WeightedCall, x: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.deferred, ctx.call = deferred, call
+        ctx.save_for_backward(x)
+        return call.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        call = ctx.call
+        ctx.deferred._leave(call, x, gradient)
+        wanted = ctx.needs_input_grad[2]
+        return None, None, call.input_gradient(gradient, x) if wanted else None, None
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.contiguous()
+    else:
+        parameter.grad += gradient

@@ -1,0 +1,132 @@
+"""Weighted calls: convolutions and linear layers, whose two gradients are apart.
+
+The gradient of the input is what earlier stages wait for; that of the weight can wait.
+PyTorch computes both in one go, so a schedule that tells them apart has to take such
+calls apart (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["WeightedCall", "WeightedCalls"]
+
+_CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
+    F.conv1d: (1, False),
+    F.conv2d: (2, False),
+    F.conv3d: (3, False),
+    F.conv_transpose1d: (1, True),
+    F.conv_transpose2d: (2, True),
+    F.conv_transpose3d: (3, True),
+}
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = (*_NAMES[:5], "output_padding", "groups", "dilation")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedCall:
+    """A call of a convolution or a linear layer.
+
+    `shape` is (stride, padding, dilation, transposed, output_padding, groups) of a
+    convolution, as `torch.ops.aten.convolution` takes it; () of a linear layer.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    shape: tuple[Any, ...]
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return what the layer computes of x."""
+        if not self.shape:
+            return F.linear(x, self.weight, self.bias)
+        return torch.convolution(x, self.weight, self.bias, *self.shape)
+
+    def input_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of x from that of the output."""
+        if not self.shape:
+            return _rows(gradient).mm(self.weight).view(x.shape)
+        of_input: Tensor = self._backward(gradient, x, [True, False, False])[0]
+        return of_input
+
+    def weight_gradients(
+        self, gradient: Tensor, x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the weight and of the bias, where there is one."""
+        with_bias = self.bias is not None and self.bias.requires_grad
+        if self.shape:
+            _, weight, bias = self._backward(gradient, x, [False, True, with_bias])
+            return weight, bias if with_bias else None
+        rows = _rows(gradient)
+        return rows.t().mm(_rows(x)), rows.sum(0) if with_bias else None
+
+    def _backward(self, gradient: Tensor, x: Tensor, wanted: list[bool]) -> Any:
+        sizes = [self.bias.numel()] if self.bias is not None else None
+        return torch.ops.aten.convolution_backward(
+            gradient, x, self.weight, sizes, *self.shape, wanted
+        )
+
+
+class WeightedCalls(TorchFunctionMode):
+    """While it is on, `seen(call, input)` computes what calls that train a weight do.
+
+    Left alone are calls under autocast, whose weights are copies; paddings given by
+    name; inputs without a batch; weights that are computed, not parameters.
+    """
+
+    def __init__(self, seen: Callable[[WeightedCall, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = _weighted(func, args, kwargs)
+        return func(*args, **kwargs) if found is None else self._seen(*found)
+
+
+def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] | None:
+    dims, transposed = _CONVOLUTIONS.get(func, (0, False))
+    if not dims and func is not F.linear:
+        return None
+    names = _TRANSPOSED if transposed else _NAMES
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    device = x.device.type
+    if (
+        not torch.is_grad_enabled()
+        or torch.is_autocast_enabled(device)
+        or not (isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad)
+        or not (bias is None or bias.is_leaf)
+        or isinstance(given.get("padding"), str)
+        or (dims and x.dim() != dims + 2)
+    ):
+        return None
+    shape: tuple[Any, ...] = ()
+    if dims:
+        shape = (
+            _each(given.get("stride", 1), dims),
+            _each(given.get("padding", 0), dims),
+            _each(given.get("dilation", 1), dims),
+            transposed,
+            _each(given.get("output_padding", 0), dims),
+            given.get("groups", 1),
+        )
+    return WeightedCall(weight, bias, shape), x
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """Return one number for each dimension."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * dims if len(values) == 1 else values
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
