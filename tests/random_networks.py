@@ -342,7 +342,10 @@ class RandomNetwork(nn.Sequential):
         name = self.pick("mean", "sum", "amax", "amin", "var", "std")
         if self.rng.random() < 0.3:
             return Pooled(name)
-        return Reduced(name, self.some_dims(), self.pick("gate", "less", "alone"))
+        dims = self.some_dims()
+        # all alone, the gradient of a norm that follows is hardly more than rounding
+        how = self.pick("gate", "less", "alone" if len(dims) < self.rank else "less")
+        return Reduced(name, dims, how)
 
     def body(self, shape: Shape, count: int) -> tuple[nn.Sequential, Shape]:
         layers = []

@@ -25,7 +25,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean over channels and columns": lambda x: torch.mean(x, (1, 3)),
     "mean over channels": lambda x: x.mean(1),
     "sum of all": lambda x: torch.sum(x),
-    "sum over rows and columns": lambda x: x.sum(2, 3),
+    "sum over rows and columns": lambda x: x.sum([2, 3], True),
     "sum over columns": lambda x: torch.sum(x, dim=3, keepdim=True),
     "sum over the batch and rows": lambda x: x.sum((0, 2)),
     "sum in another type": lambda x: x.float().sum(2, dtype=torch.float64),

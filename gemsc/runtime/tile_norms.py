@@ -255,7 +255,8 @@ def _merge(
     row[2] = variance
     counts, means, variances = grid.rows(row).unbind(1)
     total = counts.sum(0)
-    merged = (counts * means).sum(0) / total
+    first = means[0]  # where all are equal, the mean is exactly that
+    merged = first + (counts * (means - first)).sum(0) / total
     spread = counts * (variances + (means - merged).square())
     number = total.reshape(-1)[0]
     return merged.to(mean.dtype), (spread.sum(0) / total).to(mean.dtype), number

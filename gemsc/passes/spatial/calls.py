@@ -79,10 +79,6 @@ def describe(node: fx.Node, module: nn.Module) -> Call:
         kind, names = "", ""
     order = tuple(names.split())
     arguments = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
-    if kind.partition(":")[0] in _VARIADIC and len(node.args) > len(
-        order
-    ):  # x.sum(2, 3)
-        arguments[order[-1]] = node.args[len(order) - 1 :]
     kind, _, detail = kind.partition(":")
     return Call(node, kind, arguments, names=order, detail=detail)
 
@@ -108,8 +104,6 @@ def _pair(word: str) -> tuple[str, str]:
     name, _, attribute = word.partition(":")
     return name, attribute or name
 
-
-_VARIADIC = frozenset({"mean", "sum"})
 
 # Operations that work along `dim` and leave the other dimensions alone.
 _ALONG = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx
@@ -325,10 +326,16 @@ class Lowering(Parts):
         return self._part_of(local.node, shape, held, wanted, fill, owned, wraps)
 
     def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
-        """Return a node that holds just what its tile has of an old node's value."""
+        """Return a node that holds just what its tile has of an old node's value.
+
+        What leaves the stage needs a node of its own, for its own layout.
+        """
         is_other = any(new is local.node for local in self._env.values())
-        if new.op != "placeholder" and not is_other:
-            self._describe(new, old, axes)
+        if new.op == "placeholder" or is_other:
+            if all(self._stage_of.get(user) == self._stage for user in old.users):
+                return Local(new, axes)
+            new = self._create("call_function", getitem, (new, (...,)), {}, old.name)
+        self._describe(new, old, axes)
         return Local(new, axes)
 
     def whole(self, node: fx.Node) -> fx.Node:

@@ -260,7 +260,7 @@ def roll(low: Lowering, call: Call) -> Local:
     """Let each tile want the rows that come to it, around the edge."""
     source, node = call.input, call.node
     axes = low.axes(source)
-    given, shifts = call.get("dim"), call["shifts"]
+    given, shifts = call.get("dim", call.get("dims")), call["shifts"]
     if axes is None or not are_dims(given):
         raise Refused("it goes over all elements")
     by = dict.fromkeys(range(len(axes)), 0)
