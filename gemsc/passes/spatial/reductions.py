@@ -112,7 +112,8 @@ def _over_tiles(
     if call.kind in ("sum", "mean"):
         if call.get("dtype") is not None:
             options["dtype"] = call["dtype"]
-        args = (part, dims) if len(dims) < len(shape) or options else (part,)
+        over = dims if len(dims) > 1 else dims[0]
+        args = (part, over) if len(dims) < len(shape) or options else (part,)
         local = low.create(
             node, "call_method", call.kind, args, options, None, partial=True
         )
