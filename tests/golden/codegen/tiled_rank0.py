@@ -62,13 +62,13 @@ class Stage0(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         x = self.grid.redistribute(x, HALO_FIRST)  # 1 row up, 1 column left
-        # networks.py:76  x = F.relu(self.norm(self.first(x)))
+        # networks.py:204  x = F.relu(self.norm(self.first(x)))
         x = F.relu(self.grid.batch_norm(self.first(x), self.norm))
-        # networks.py:77  x = x * x.mean(2, keepdim=True).sigmoid()
+        # networks.py:205  x = x * x.mean(2, keepdim=True).sigmoid()
         # sum over tiles (0, 2)
-        mean = self.grid.all_reduce(x.mean((2,), keepdim=True) * 0.5, (0, 2))
+        mean = self.grid.all_reduce(x.mean(2, keepdim=True) * 0.5, (0, 2))
         x = x * mean.sigmoid()
-        # networks.py:78  x = self.around(F.max_pool2d(x, 2))
+        # networks.py:206  x = self.around(F.max_pool2d(x, 2))
         max_pool2d = F.max_pool2d(
             x,
             2,
@@ -80,9 +80,9 @@ class Stage0(nn.Module):
         )
         max_pool2d = self.grid.redistribute(max_pool2d, HALO_X)  # halo of 1
         x = self.around(max_pool2d)
-        # networks.py:79  x = x - x.amax((2, 3), keepdim=True)
+        # networks.py:207  x = x - x.amax((2, 3), keepdim=True)
         x = x - self.grid.amax(x, (2, 3), keepdim=True)
-        # networks.py:80  return self.fc(torch.flatten(x, 1))
+        # networks.py:208  return self.fc(torch.flatten(x, 1))
         fc = self.grid.linear(x, self.fc, (4, 8, 8), ((0, 4), (0, 4), (0, 4)))
         loss = self._loss(fc, target)
         return fc, loss
