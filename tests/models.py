@@ -15,6 +15,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import encoder
+import networks
 from amoebanet.model import AmoebaNet
 from densenet import DenseCNN
 from encoder import Encoder
@@ -136,6 +137,15 @@ CASES = (
         lambda: Encoder(width=16, num_layers=4, num_heads=2, length=16, dropout=0.0),
         texts,
         encoder.loss,
+    ),
+    Case(
+        "tiled",
+        networks.Tiled,
+        lambda batch: (
+            (torch.randn(batch, *networks.PICTURE.shape[1:]),),
+            torch.randint(10, (batch,)),
+        ),
+        F.cross_entropy,
     ),
 )
 

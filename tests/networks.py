@@ -189,3 +189,20 @@ class TiedEncoder(nn.Module):
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Tiled(nn.Module):
+    """A halo, sums over tiles, rows and columns, and features: what tiles do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = conv(), nn.BatchNorm2d(WIDTH)
+        self.around = nn.Conv2d(WIDTH, 4, 3, padding=1, padding_mode="circular")
+        self.fc = nn.Linear(4 * 8 * 8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        x = x * x.mean(2, keepdim=True).sigmoid()
+        x = self.around(F.max_pool2d(x, 2))
+        x = x - x.amax((2, 3), keepdim=True)
+        return self.fc(torch.flatten(x, 1))

@@ -90,6 +90,51 @@ class ChannelsLast(nn.Module):
         return self.linear(self.norm(x.movedim(1, -1))).movedim(-1, 1)
 
 
+class Reduced(nn.Module):
+    """A reduction over some dimensions, joined with the input or in its place."""
+
+    def __init__(self, name: str, dims: tuple[int, ...], how: str) -> None:
+        super().__init__()
+        self.name, self.dims, self.how = name, dims, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = getattr(x, self.name)(self.dims, keepdim=True)
+        if self.how == "alone":
+            return y
+        return x * y.sigmoid() if self.how == "gate" else x - y
+
+    def extra_repr(self) -> str:
+        return f"{self.name} {self.dims} {self.how}"
+
+
+class Features(nn.Module):
+    """Flattened, multiplied, and a small picture again, or added to the input."""
+
+    def __init__(self, shape: Shape, size: int, dropout: bool) -> None:
+        super().__init__()
+        self.size = (size,) * (len(shape) - 2)
+        between = [nn.ReLU(), nn.Dropout(0.0)] if dropout else []
+        outputs = 2 * size ** len(self.size)
+        self.steps = nn.Sequential(
+            nn.Flatten(), *between, nn.Linear(torch.Size(shape[1:]).numel(), outputs)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps(x).view(x.shape[0], 2, *self.size)
+
+
+class Pooled(nn.Module):
+    """Channels weighted by a statistic of their flattened pixels."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = getattr(x.flatten(2).tanh(), self.name)(-1)
+        return x * y.view(*x.shape[:2], *(1,) * (x.dim() - 2))
+
+
 class RandomNetwork(nn.Sequential):
     """The layers that a seed gives for an input shape N x C x ..."""
 
@@ -106,7 +151,7 @@ class RandomNetwork(nn.Sequential):
     def step(self, shape: Shape, *, simple: bool = False) -> tuple[nn.Module, Shape]:
         """Return a layer that gives at least one row, and what it gives."""
         makers = [self.conv, self.conv, self.pool, self.norm, self.activation]
-        makers += [self.resize, self.transposed, self.pad, self.other]
+        makers += [self.resize, self.transposed, self.pad, self.other, self.reduction]
         if not simple:
             makers += [self.residual, self.branches, self.level]
         for _ in range(50):
@@ -264,6 +309,8 @@ class RandomNetwork(nn.Sequential):
 
     def other(self, shape: Shape) -> nn.Module:
         kind = self.pick("gate", "crop", "step", "shuffle", "channels", "last", "roll")
+        if self.rng.random() < 0.2:
+            return Features(shape, self.pick(3, 4, 6), self.pick(True, False))
         if kind == "gate":
             return Gate(shape[1], self.rank)
         if kind == "crop":
@@ -282,7 +329,23 @@ class RandomNetwork(nn.Sequential):
             )
         if kind == "last":
             return ChannelsLast(shape[1])
-        return Function(lambda x: x.roll(1, -1), "roll")
+        dims = self.some_dims()
+        shifts = tuple(self.pick(-5, -1, 1, 2, 9) for _ in dims)
+        return Function(lambda x: x.roll(shifts, dims), f"roll {shifts} {dims}")
+
+    def some_dims(self) -> tuple[int, ...]:
+        """Return spatial dimensions, one at least."""
+        count = self.pick(*range(1, self.rank + 1))
+        return tuple(self.rng.sample(range(2, 2 + self.rank), count))
+
+    def reduction(self, shape: Shape) -> nn.Module:
+        name = self.pick("mean", "sum", "amax", "amin", "var", "std")
+        if self.rng.random() < 0.3:
+            return Pooled(name)
+        dims = self.some_dims()
+        # all alone, the gradient of a norm that follows is hardly more than rounding
+        how = self.pick("gate", "less", "alone" if len(dims) < self.rank else "less")
+        return Reduced(name, dims, how)
 
     def body(self, shape: Shape, count: int) -> tuple[nn.Sequential, Shape]:
         layers = []

@@ -97,6 +97,18 @@ def test_the_files_of_a_unet_whose_blocks_keep_nothing(
     golden(text, "keeps_nothing.py")
 
 
+def test_the_files_of_a_picture_in_tiles(
+    golden: Callable[[str, str], None], all_files: Path
+) -> None:
+    program = compile(
+        networks.Tiled(), (networks.PICTURE,), loss=nn.CrossEntropyLoss(),
+        example_target=torch.zeros(2, dtype=torch.long), ranks=4, tiles=("2x2",),
+    )  # fmt: skip
+    files = program.rank_modules()
+    golden(files["rank0.py"], "tiled_rank0.py")
+    keep(all_files, "tiled", files)
+
+
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
 @pytest.mark.parametrize("name", ["unet", "densecnn", "encoder", "resnet50"])
 def test_files_with_segments_are_formatted(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from gemsc.boxes import Box, everything, intersection, shape_of
+from gemsc.boxes import Box, everything, shape_of
 from gemsc.errors import InternalError
 from gemsc.runtime.exchange import Exchange
 from gemsc.runtime.grid import Grid, ShapeGrid
@@ -47,8 +47,11 @@ def random_exchange(seed: int) -> Exchange:
     held = tuple(itertools.product(*map(cut_at_random, shape, grid, [rng] * dims)))
     if rng.random() < 0.15:
         held = (everything(shape),) * len(held)
+    elif rng.random() < 0.2:  # each box is on two tiles
+        held = held * 2
     wanted = tuple(random_box(shape, rng) for _ in held)
-    return Exchange(seed, shape, held, wanted, fill=rng.choice([0.0, -3.0]))
+    fill, wraps = rng.choice([0.0, -3.0]), rng.random() < 0.4
+    return Exchange(seed, shape, held, wanted, fill=fill, wraps=wraps)
 
 
 def random_box(shape: tuple[int, ...], rng: random.Random) -> Box:
@@ -64,14 +67,24 @@ def part(value: Tensor, box: Box) -> Tensor:
     return value[tuple(slice(start, stop) for start, stop in box)].clone()
 
 
-def expected_part(value: Tensor, box: Box, fill: float) -> Tensor:
+def expected_part(value: Tensor, box: Box, exchange: Exchange) -> Tensor:
     """Return a box that may reach outside, element by element."""
-    result = torch.full(shape_of(box), fill, dtype=value.dtype)
-    for index in itertools.product(*(range(a, b) for a, b in box)):
-        if all(0 <= i < size for i, size in zip(index, value.shape, strict=True)):
-            place = tuple(i - a for i, (a, _) in zip(index, box, strict=True))
-            result[place] = value[index]
+    result = torch.full(shape_of(box), exchange.fill, dtype=value.dtype)
+    for place, index in inside(box, exchange):
+        result[place] = value[index]
     return result
+
+
+def inside(
+    box: Box, exchange: Exchange
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (place in the box, index of the value) of all elements that there are."""
+    shape = exchange.shape
+    for index in itertools.product(*(range(a, b) for a, b in box)):
+        place = tuple(i - a for i, (a, _) in zip(index, box, strict=True))
+        around = tuple(i % size for i, size in zip(index, shape, strict=True))
+        if exchange.wraps or index == around:
+            yield place, around
 
 
 @pytest.mark.parametrize("seeds", [range(i, i + 30) for i in range(0, 120, 30)])
@@ -101,19 +114,14 @@ def test_the_backward_of_an_exchange_is_its_transpose(seeds: range) -> None:
         gradient = torch.zeros_like(value)
         for tile, (result, held_gradient) in enumerate(results):
             box = exchange.wanted[tile]
-            assert torch.equal(result, expected_part(value, box, exchange.fill))
+            assert torch.equal(result, expected_part(value, box, exchange))
             at = tuple(slice(a, b) for a, b in exchange.held[tile])
             gradient[at] += held_gradient
         # <A x, y> = <x, A' y> on all of a basis: the gradient adds up the weights
         expected = torch.zeros_like(value)
         for weight, box in zip(weights, exchange.wanted, strict=True):
-            inner = intersection(box, everything(exchange.shape))
-            at = tuple(slice(a, b) for a, b in inner)
-            start = [a - b for (a, _), (b, _) in zip(inner, box, strict=True)]
-            sizes = shape_of(inner)
-            expected[at] += weight[
-                tuple(slice(s, s + n) for s, n in zip(start, sizes, strict=True))
-            ]
+            for place, index in inside(box, exchange):
+                expected[index] += weight[place]
         assert torch.allclose(gradient, expected, rtol=0, atol=1e-12), exchange
 
 

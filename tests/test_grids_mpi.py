@@ -25,6 +25,8 @@ SAMPLE = [
     ("unet", CompileOptions(ranks=6, tiles="2x3", micro_batches=1)),
     ("resnet18", CompileOptions(ranks=4, tiles="2x1", data=2, micro_batches=2)),
     ("densecnn", CompileOptions(ranks=3, tiles="1x2", placement="folded")),
+    ("tiled", CompileOptions(ranks=4, tiles="2x2", micro_batches=2)),
+    ("tiled", CompileOptions(ranks=6, tiles="2x2,2x1", micro_batches=2)),
 ]
 
 

@@ -70,7 +70,7 @@ def worst_error(
 @pytest.mark.parametrize("micro_batches", [1, 3, 4, 8])
 @pytest.mark.parametrize("schedule", ["basic", "gpipe", "1f1b"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "tiled"])
 def test_ranks_compute_what_one_process_does(
     name: str, ranks: int, schedule: str, micro_batches: int, tmp_path: Path
 ) -> None:

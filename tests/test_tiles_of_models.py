@@ -124,6 +124,18 @@ def test_a_layer_may_be_called_on_tiles_and_on_whole_values() -> None:
     check(Branches(), torch.randn(2, 3, 9, 10), (2, 2))
 
 
+class Padded(nn.Module):
+    """The middle of three tiles returns what it has: 5 rows of 14, and of 16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x.tanh(), (0, 0, 1, 1), "reflect")
+
+
+@pytest.mark.parametrize("layers", [[Padded()], [nn.ZeroPad2d((0, 0, 1, 1))]])
+def test_an_output_says_which_part_it_is(layers: list[nn.Module]) -> None:
+    check(nn.Sequential(*layers), torch.randn(1, 2, 14, 4), (3, 1))
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

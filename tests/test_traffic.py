@@ -59,6 +59,9 @@ CASES = [
     ("unet", {"ranks": 3}),
     ("resnet18", {"ranks": 4, "tiles": "2x2"}),
     ("resnet18", {"ranks": 4, "tiles": "2x1"}),
+    ("tiled", {"ranks": 4, "tiles": "2x2"}),
+    ("tiled", {"ranks": 5, "tiles": "2x2"}),
+    ("tiled", {"ranks": 8, "tiles": "3x2,1x2"}),
 ]
 
 

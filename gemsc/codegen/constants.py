@@ -230,4 +230,5 @@ def boxes(values: Sequence[Box]) -> str:
 def _rest(exchange: Exchange) -> list[str]:
     """Return the arguments of an exchange that are seldom there."""
     rest = [f"fill={literal(exchange.fill)}"] if exchange.fill else []
-    return rest + ([f"owned={boxes(exchange.owned)}"] if exchange.owned else [])
+    rest += [f"owned={boxes(exchange.owned)}"] if exchange.owned else []
+    return rest + (["wraps=True"] if exchange.wraps else [])

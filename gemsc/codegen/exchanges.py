@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.boxes import Box, everything
+from gemsc.boxes import Box, everything, shape_of
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name, exchange_of, is_exchange
 from gemsc.ir.program import Program
@@ -70,16 +70,19 @@ def note_of(node: fx.Node, tile: int | None) -> str:
     if tile is None:
         return ""
     if node.target is all_reduce:
-        return "sum over the tiles"
+        among = node.args[1:]
+        return f"sum over tiles {among[0]}" if among else "sum over the tiles"
     if not is_exchange(node):
         return ""
     exchange = exchange_of(node)
     held, wanted = exchange.held[tile], exchange.wanted[tile]
     whole = everything(exchange.shape)
     if wanted == whole and held != whole:
-        return f"gather {len(exchange.held)} tiles"
+        return f"gather {len(set(exchange.held))} tiles"
     if held == whole:
         return "this tile's part"
+    if exchange.wraps and shape_of(held) == shape_of(wanted):
+        return "rolled"
     widths = list(_widths(held, wanted))
     if len(widths) == 2 * (len(held) - 2) and len({count for count, _ in widths}) == 1:
         return f"halo of {widths[0][0]}"

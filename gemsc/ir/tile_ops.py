@@ -29,12 +29,15 @@ from gemsc.runtime.grid import (
 
 __all__ = [
     "FUNCTIONS",
+    "REDUCTIONS",
     "AxisWindows",
     "Exchange",
     "Resize",
     "TileLayer",
     "adaptive_pool",
     "all_reduce",
+    "amax",
+    "amin",
     "average_pool",
     "functional_batch_norm",
     "functional_cross_entropy",
@@ -42,12 +45,16 @@ __all__ = [
     "functional_group_norm",
     "functional_instance_norm",
     "functional_layer_norm",
+    "functional_linear",
+    "global_max",
     "kept_of",
     "on_grid",
     "redistribute",
     "resize",
     "rows_read",
+    "std",
     "told_of_sums",
+    "var",
 ]
 
 _current = threading.local()
@@ -74,9 +81,39 @@ def redistribute(value: Tensor, exchange: Exchange, tile: int) -> Tensor:
     return _grid(tile).redistribute(value, exchange)
 
 
-def all_reduce(value: Tensor) -> Tensor:
-    """Return the sum over the tiles."""
-    return _grid().all_reduce(value)
+def all_reduce(value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
+    """Return the sum over the tiles, or some of them."""
+    return _grid().all_reduce(value, among)
+
+
+def amax(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.amax`."""
+    return _grid().amax(*args, **kwargs)
+
+
+def amin(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.amin`."""
+    return _grid().amin(*args, **kwargs)
+
+
+def var(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.var`."""
+    return _grid().var(*args, **kwargs)
+
+
+def std(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.std`."""
+    return _grid().std(*args, **kwargs)
+
+
+def global_max(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.global_max`."""
+    return _grid().global_max(*args, **kwargs)
+
+
+def functional_linear(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.functional_linear`."""
+    return _grid().functional_linear(*args, **kwargs)
 
 
 def average_pool(*args: Any, **kwargs: Any) -> Tensor:
@@ -132,9 +169,15 @@ FUNCTIONS = {
     for function in (
         redistribute,
         all_reduce,
+        amax,
+        amin,
+        var,
+        std,
+        global_max,
         average_pool,
         adaptive_pool,
         resize,
+        functional_linear,
         functional_batch_norm,
         functional_group_norm,
         functional_instance_norm,
@@ -147,6 +190,19 @@ FUNCTIONS = {
 
 `redistribute` alone has one argument more, the tile.
 """
+
+
+REDUCTIONS = {
+    "sum": all_reduce,
+    "mean": all_reduce,
+    "max": amax,
+    "min": amin,
+    "amax": amax,
+    "amin": amin,
+    "var": var,
+    "std": std,
+}
+"""Kind of a reduction -> what puts the tiles' parts together."""
 
 
 class TileLayer(nn.Module):

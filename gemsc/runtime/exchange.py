@@ -5,14 +5,18 @@ Example, rows of a 8 x 4 value on two tiles, one row wanted beyond each cut:
     tile 0 holds 0..4, wants -1..5        tile 1 holds 4..8, wants 3..9
     row -1 is filled                      row 3 comes from tile 0
     row 4 comes from tile 1               row 8 is filled
+
+If the value wraps around, row -1 is row 7 of tile 1 and row 8 is row 0 of tile 0: two
+pieces go from tile to tile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
-from gemsc.boxes import Box, everything, intersection, is_inside, shape_of
+from gemsc.boxes import Box, Interval, everything, intersection, is_inside, shape_of
 from gemsc.errors import InternalError
 
 __all__ = ["Exchange", "Piece"]
@@ -22,11 +26,15 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box that the source tile holds and the destination tile wants."""
+    """A box that the source tile holds and the destination tile wants.
+
+    There it lies further on by `shift`; () is no shift, as where nothing wraps around.
+    """
 
     source: int
     dest: int
     box: Box
+    shift: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,10 +43,11 @@ class Piece:
 
     def within(self, outer: Box) -> Slices:
         """Return where the piece is in a tensor that holds `outer`."""
-        return tuple(
-            slice(start - begin, stop - begin)
-            for (start, stop), (begin, _) in zip(self.box, outer, strict=True)
-        )
+        return _slices(self.box, outer)
+
+    def placed(self, outer: Box) -> Slices:
+        """Return where the piece goes in a tensor that wants `outer`."""
+        return _slices(_shifted(self.box, self.shift), outer)
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,9 @@ class Exchange:
     """Boxes of one value that tiles hold, and the boxes that they want of it.
 
     `shape` is that of the whole value. A wanted box may reach outside it: what lies
-    there is `fill` and gets no gradient. `owned` are the parts that tiles give where
-    held boxes overlap, () where they do not or where every tile holds everything.
-    Tags of its messages follow from `index`.
+    there is `fill` and gets no gradient, or, if it `wraps`, comes from the opposite
+    side. Several tiles may hold the same box; where held boxes overlap otherwise,
+    `owned` are the parts that tiles give. Tags of its messages follow from `index`.
     """
 
     index: int
@@ -57,34 +66,57 @@ class Exchange:
     wanted: tuple[Box, ...]
     fill: float = 0.0
     owned: tuple[Box, ...] = ()
+    wraps: bool = False
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What goes from where to where, by destination and then by source.
 
-        Nothing travels if every tile holds already what it wants. Of a whole value,
-        each tile takes its own copy; the tiles of another grid are shared out.
+        Nothing travels if every tile holds already what it wants. Of what several tiles
+        hold, each takes its own copy; the tiles of another grid are shared out.
         """
-        image = everything(self.shape)
-        inner = [intersection(wanted, image) for wanted in self.wanted]
+        wishes = [self._inside(box) for box in self.wanted]
         same_grid = len(self.held) == len(self.wanted)
-        pairs = list(enumerate(inner))
-        if same_grid and all(is_inside(box, self.held[b]) for b, box in pairs):
-            found = [Piece(b, b, box) for b, box in pairs]
-        elif all(held == image for held in self.held):
-            found = [Piece(b % len(self.held), b, box) for b, box in pairs]
+        if same_grid and all(
+            is_inside(box, self.held[b])
+            for b, parts in enumerate(wishes)
+            for box, _ in parts
+        ):
+            sources = [[(b, self.held[b])] for b in range(len(wishes))]
         else:
-            given = self.owned or self.held
-            found = [
-                Piece(a, b, intersection(mine, box))
-                for b, box in pairs
-                for a, mine in enumerate(given)
-            ]
+            sources = [self._sources(b, same_grid) for b in range(len(wishes))]
+        found = [
+            Piece(a, b, intersection(mine, box), shift)
+            for b, parts in enumerate(wishes)
+            for a, mine in sources[b]
+            for box, shift in parts
+        ]
         found = [piece for piece in found if _volume(piece.box)]
-        for b, box in pairs:
-            if sum(_volume(p.box) for p in found if p.dest == b) != _volume(box):
-                raise InternalError(f"no tile holds all of {box}: {self}")
+        for b, parts in enumerate(wishes):
+            wanted = sum(_volume(box) for box, _ in parts)
+            if sum(_volume(p.box) for p in found if p.dest == b) != wanted:
+                raise InternalError(f"no tile holds all of {self.wanted[b]}: {self}")
         return tuple(found)
+
+    def _sources(self, dest: int, same_grid: bool) -> list[tuple[int, Box]]:
+        """Return from which tiles one takes which boxes, each box from one only."""
+        holders: dict[Box, list[int]] = {}
+        for tile, box in enumerate(self.owned or self.held):
+            holders.setdefault(box, []).append(tile)
+        return sorted(
+            (dest if same_grid and dest in tiles else tiles[dest % len(tiles)], box)
+            for box, tiles in holders.items()
+        )
+
+    def _inside(self, wanted: Box) -> list[tuple[Box, tuple[int, ...]]]:
+        """Return the boxes of the value that are wanted, and their shifts."""
+        if not self.wraps:
+            return [(intersection(wanted, everything(self.shape)), ())]
+        axes = [_turns(*pair) for pair in zip(wanted, self.shape, strict=True)]
+        return [
+            (tuple(part for part, _ in parts), tuple(shift for _, shift in parts))
+            for parts in product(*axes)
+        ]
 
     @cached_property
     def is_local(self) -> bool:
@@ -93,6 +125,8 @@ class Exchange:
 
     def outside(self, tile: int) -> list[Slices]:
         """Return the parts of the tile's wanted box that lie outside the value."""
+        if self.wraps:
+            return []
         box = self.wanted[tile]
         shape = shape_of(box)
         result = []
@@ -103,6 +137,30 @@ class Exchange:
                 if part.stop > part.start:
                     result.append((*(slice(None),) * dim, part))
         return result
+
+
+def _turns(wanted: Interval, size: int) -> list[tuple[Interval, int]]:
+    """Return the parts of a circle of `size` rows, and where each begins less that."""
+    start, stop = wanted
+    shifts = range(start // size * size, stop, size)
+    return [
+        ((max(start - shift, 0), min(stop - shift, size)), shift) for shift in shifts
+    ]
+
+
+def _shifted(box: Box, shift: tuple[int, ...]) -> Box:
+    if not shift:
+        return box
+    return tuple(
+        (start + by, stop + by) for (start, stop), by in zip(box, shift, strict=True)
+    )
+
+
+def _slices(box: Box, outer: Box) -> Slices:
+    return tuple(
+        slice(start - begin, stop - begin)
+        for (start, stop), (begin, _) in zip(box, outer, strict=True)
+    )
 
 
 def _volume(box: Box) -> int:

@@ -9,6 +9,7 @@ around the gradient, and what a tile received it sends home, to be added there.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -54,20 +55,31 @@ class Grid(LayersOnTiles):
         self.ranks = ranks
         self.tile = tile
         self._group: Group | None = None
+        self._among: dict[tuple[int, ...], Grid] = {}
 
     @property
     def num_tiles(self) -> int:
         """How many tiles there are."""
         return len(self.ranks)
 
+    def among(self, tiles: tuple[int, ...]) -> Grid:
+        """Return the grid of some tiles, of which this is one; () for all."""
+        if not tiles:
+            return self
+        if tiles not in self._among:
+            ranks = tuple(self.ranks[tile] for tile in tiles)
+            self._among[tiles] = Grid(self.link, ranks, tiles.index(self.tile))
+        return self._among[tiles]
+
     def redistribute(self, value: Tensor, exchange: Exchange) -> Tensor:
         """Return this tile's wanted box of a value of which it gives its held box."""
         result: Tensor = _Redistribute.apply(value, self, exchange)  # type: ignore[no-untyped-call]
         return result
 
-    def all_reduce(self, value: Tensor) -> Tensor:
-        """Return the sum over the tiles, the same on all of them."""
-        result: Tensor = _AllReduce.apply(value, self)  # type: ignore[no-untyped-call]
+    def all_reduce(self, value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
+        """Return the sum over the tiles, or some of them, the same on all of these."""
+        grid = self.among(among)
+        result: Tensor = _AllReduce.apply(value, grid)  # type: ignore[no-untyped-call]
         return result
 
     # ------------------------------------------- without gradients
@@ -105,7 +117,7 @@ class Grid(LayersOnTiles):
             result[part] = exchange.fill
         for piece in self._pieces(exchange):
             if piece.source == piece.dest:
-                result[piece.within(box)] = held[piece.within(held_box)]
+                result[piece.placed(box)] = held[piece.within(held_box)]
         return result
 
     def _put(
@@ -114,7 +126,7 @@ class Grid(LayersOnTiles):
         """Put what other tiles sent into the wanted box."""
         box = exchange.wanted[self.tile]
         for piece, strip in zip(self._incoming(exchange), strips, strict=True):
-            result[piece.within(box)] = strip
+            result[piece.placed(box)] = strip
 
     def _assembler(self, exchange: Exchange) -> Callable[..., Tensor]:
         """Return the function that puts a wanted box together once more."""
@@ -137,12 +149,12 @@ class Grid(LayersOnTiles):
         messages = _Messages(self, tag, gradient.dtype)
         messages.receive((p.dest, p.shape) for p in mine if p.source == self.tile)
         messages.send(
-            (p.source, gradient[p.within(box)]) for p in mine if p.dest == self.tile
+            (p.source, gradient[p.placed(box)]) for p in mine if p.dest == self.tile
         )
         result = gradient.new_zeros(shape_of(held_box))
         for piece in mine:
             if piece.source == piece.dest:
-                result[piece.within(held_box)] = gradient[piece.within(box)]
+                result[piece.within(held_box)] += gradient[piece.placed(box)]
         for piece in mine:
             if piece.dest != self.tile:
                 result[piece.within(held_box)] += messages.take(piece.dest)
@@ -161,21 +173,24 @@ class Grid(LayersOnTiles):
 
 
 class _Messages:
-    """The messages of one exchange: all are under way at once, one for each peer."""
+    """The messages of one exchange: all are under way at once.
+
+    Mostly there is one for each peer; of several, the first sent is the first taken.
+    """
 
     def __init__(self, grid: Grid, tag: int, dtype: torch.dtype) -> None:
         self._grid = grid
         self._tag = tag
         self._dtype = dtype
-        self._incoming: dict[int, Incoming] = {}
+        self._incoming: defaultdict[int, deque[Incoming]] = defaultdict(deque)
         self._outgoing: list[Request] = []
 
     def receive(self, pairs: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         for peer, shape in pairs:
             if peer != self._grid.tile:
                 rank = self._grid.ranks[peer]
-                self._incoming[peer] = self._grid.link.receive(
-                    shape, self._dtype, rank, self._tag
+                self._incoming[peer].append(
+                    self._grid.link.receive(shape, self._dtype, rank, self._tag)
                 )
 
     def send(self, pairs: Iterable[tuple[int, Tensor]]) -> None:
@@ -185,7 +200,7 @@ class _Messages:
                 self._outgoing.append(self._grid.link.send(tensor, rank, self._tag))
 
     def take(self, peer: int) -> Tensor:
-        return self._incoming.pop(peer).take()
+        return self._incoming[peer].popleft().take()
 
     def finish(self) -> None:
         self._grid.link.wait(*self._outgoing)
@@ -221,6 +236,10 @@ class ShapeGrid(Grid):
         self.ranks = tuple(range(num_tiles))
         self.tile = tile
 
+    def among(self, tiles: tuple[int, ...]) -> Grid:
+        """Return a tile alone that stands for some."""
+        return ShapeGrid(0, len(tiles)) if tiles else self
+
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
         _tell(tensor.nbytes, has_rows=False)
@@ -228,7 +247,10 @@ class ShapeGrid(Grid):
 
     def rows(self, row: Tensor) -> Tensor:
         """Return a table with this tile's row."""
-        _tell(row.nbytes, has_rows=True)
+        if self.num_tiles > 1:  # as many as are known to take part
+            _tell(row.nbytes * self.num_tiles, has_rows=False)
+        else:
+            _tell(row.nbytes, has_rows=True)
         return row.unsqueeze(0)
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:

@@ -11,8 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gemsc.boxes import Box, Interval, shape_of
+from gemsc.runtime.tile_linear import multiplied
 from gemsc.runtime.tile_losses import cross_entropy
 from gemsc.runtime.tile_norms import normalize, normalize_channels, update_running
+from gemsc.runtime.tile_reductions import extreme, global_max, variance
 from gemsc.runtime.tile_windows import (
     AxisWindows,
     Resize,
@@ -39,8 +41,12 @@ class LayersOnTiles(ABC):
         """How many tiles there are."""
 
     @abstractmethod
-    def all_reduce(self, value: Tensor) -> Tensor:
-        """Return the sum over the tiles, with gradients."""
+    def among(self, tiles: tuple[int, ...]) -> LayersOnTiles:
+        """Return the grid of some tiles, of which this is one; () for all."""
+
+    @abstractmethod
+    def all_reduce(self, value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
+        """Return the sum over the tiles, or some of them, with gradients."""
 
     @abstractmethod
     def add_up(self, tensor: Tensor) -> Tensor:
@@ -198,6 +204,99 @@ class LayersOnTiles(ABC):
         whole = torch.ones(shape, dtype=value.dtype, device=value.device)
         mask = F.dropout(whole, p)[tuple(slice(start, stop) for start, stop in box)]
         return value * mask.clone()
+
+    # ------------------------------------ sums over features or pixels
+
+    def linear(
+        self,
+        value: Tensor,
+        layer: nn.Linear,
+        shape: tuple[int, ...],
+        box: Box,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return the layer's result: see `functional_linear`."""
+        return self.functional_linear(
+            value, layer.weight, layer.bias, shape=shape, box=box, among=among
+        )
+
+    def functional_linear(
+        self,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        shape: tuple[int, ...],
+        box: Box,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return `F.linear` of the flattened value of all tiles.
+
+        The features are the last dimensions, flattened: `shape` of the whole value,
+        `box` of this tile. It multiplies their columns of the weight, which all tiles
+        have as a whole; the products are added up, and the bias once.
+        """
+        result = self.all_reduce(multiplied(value, weight, shape, box), among)
+        return result if bias is None else result + bias
+
+    def amax(
+        self,
+        value: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool = False,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return `value.amax(dims, keepdim)` over the tiles."""
+        result = extreme(self.among(among), value, dims, largest=True)
+        return result if keepdim else result.squeeze(dims)
+
+    def amin(
+        self,
+        value: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool = False,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return `value.amin(dims, keepdim)` over the tiles."""
+        result = extreme(self.among(among), value, dims, largest=False)
+        return result if keepdim else result.squeeze(dims)
+
+    def var(
+        self,
+        value: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool = False,
+        correction: float = 1,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return `value.var(dims, correction=..., keepdim=...)` over the tiles."""
+        result = variance(self.among(among), value, dims, correction, root=False)
+        return result if keepdim else result.squeeze(dims)
+
+    def std(
+        self,
+        value: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool = False,
+        correction: float = 1,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return `value.std(dims, correction=..., keepdim=...)` over the tiles."""
+        result = variance(self.among(among), value, dims, correction, root=True)
+        return result if keepdim else result.squeeze(dims)
+
+    def global_max(
+        self,
+        value: Tensor,
+        shape: tuple[int, ...],
+        box: Box,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return adaptive max pooling to one element of the tiles' last dimensions.
+
+        These have the size `shape` as a whole, and this tile has `box` of them.
+        """
+        return global_max(self.among(among), value, shape, box)
 
     # ------------------------------------------------- losses on tiles
 

@@ -28,7 +28,13 @@ from gemsc.boxes import Box
 if TYPE_CHECKING:
     from gemsc.runtime.tile_layers import LayersOnTiles
 
-__all__ = ["Statistics", "normalize", "normalize_channels", "update_running"]
+__all__ = [
+    "Statistics",
+    "merged",
+    "normalize",
+    "normalize_channels",
+    "update_running",
+]
 
 Rows = tuple[slice, ...] | EllipsisType  # an index of a tile's own elements
 
@@ -112,7 +118,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         own: Rows,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, variance, count = _merged(grid, value[own], dims)
+        mean, variance, count = merged(grid, value[own], dims)
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
@@ -215,7 +221,7 @@ def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in _HALF else value
 
 
-def _merged(
+def merged(
     grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance over `dims` and all tiles, and the number of elements.
@@ -249,7 +255,8 @@ def _merge(
     row[2] = variance
     counts, means, variances = grid.rows(row).unbind(1)
     total = counts.sum(0)
-    merged = (counts * means).sum(0) / total
+    first = means[0]  # where all are equal, the mean is exactly that
+    merged = first + (counts * (means - first)).sum(0) / total
     spread = counts * (variances + (means - merged).square())
     number = total.reshape(-1)[0]
     return merged.to(mean.dtype), (spread.sum(0) / total).to(mean.dtype), number

@@ -79,8 +79,6 @@ def describe(node: fx.Node, module: nn.Module) -> Call:
         kind, names = "", ""
     order = tuple(names.split())
     arguments = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
-    if kind.partition(":")[0] in _VARIADIC and len(node.args) > len(order):  # x.sum(2, 3)
-        arguments[order[-1]] = node.args[len(order) - 1 :]
     kind, _, detail = kind.partition(":")
     return Call(node, kind, arguments, names=order, detail=detail)
 
@@ -107,24 +105,46 @@ def _pair(word: str) -> tuple[str, str]:
     return name, attribute or name
 
 
-_VARIADIC = frozenset({"mean", "sum"})
-
 # Operations that work along `dim` and leave the other dimensions alone.
 _ALONG = {
     **dict.fromkeys(
-        (
-            "softmax log_softmax softmin argmax argmin cumsum cumprod logsumexp sort "
-            "amax amin prod std var all any glu index_select"
-        ).split(),
+        [
+            "softmax",
+            "log_softmax",
+            "softmin",
+            "argmax",
+            "argmin",
+            "cumsum",
+            "cumprod",
+            "logsumexp",
+            "sort",
+            "prod",
+            "all",
+            "any",
+            "glu",
+            "index_select",
+        ],
         "input dim",
     ),
-    "max": "input dim",
-    "min": "input dim",
     "topk": "input k dim",
     "norm": "input p dim",
     "normalize": "input p dim",
-    "roll": "input shifts dim",
     "flip": "input dim",
+}
+# Operations that reduce dimensions, and others whose functions and methods are alike.
+_ALIKE = {
+    "mean": ("mean", _REDUCTION),
+    "sum": ("sum", _REDUCTION),
+    "amax": ("amax", "input dim keepdim"),
+    "amin": ("amin", "input dim keepdim"),
+    "max": ("max", "input dim keepdim"),
+    "min": ("min", "input dim keepdim"),
+    "var": ("var", "input dim unbiased keepdim correction"),
+    "std": ("std", "input dim unbiased keepdim correction"),
+    "narrow": ("narrow", "input dim start length"),
+    "prelu": ("channels", "input weight"),
+    "roll": ("roll", "input shifts dim"),
+    **{name: ("along", names) for name, names in _ALONG.items()},
 }
 
 
@@ -146,7 +166,6 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
     yield "pixel_unshuffle", "pixel_unshuffle", "input downscale_factor"
     yield "channel_shuffle", "channels", "input groups"
     yield "local_response_norm", "channels", "input size alpha beta k"
-    yield "prelu", "channels", "input weight"
     yield "batch_norm", "batch_norm", _BATCH_NORM
     yield "group_norm", "group_norm", "input num_groups weight bias eps"
     yield "instance_norm", "instance_norm", _INSTANCE_NORM
@@ -156,11 +175,8 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
     for name in ("cat", "concat", "concatenate"):
         yield name, "cat", "tensors dim"
     yield "stack", "stack", "tensors dim"
-    yield "mean", "mean", _REDUCTION
-    yield "sum", "sum", _REDUCTION
-    for name, names in _ALONG.items():
-        yield name, "along", names
-    yield "narrow", "narrow", "input dim start length"
+    for name, (kind, names) in _ALIKE.items():
+        yield name, kind, names
     yield "mse_loss", "loss", _LOSS
     yield "l1_loss", "loss", _LOSS
     yield "smooth_l1_loss", "loss", f"{_LOSS} beta"
@@ -185,13 +201,7 @@ _FUNCTIONS: dict[Any, tuple[str, str]] = {
     for function in (getattr(torch, name, None), getattr(F, name, None))
     if function is not None
 }
-_METHODS: dict[str, tuple[str, str]] = {
-    "mean": ("mean", _REDUCTION),
-    "sum": ("sum", _REDUCTION),
-    "narrow": ("narrow", "input dim start length"),
-    **{name: ("along", names) for name, names in _ALONG.items()},
-}
-
+_METHODS = _ALIKE
 
 
 def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
@@ -200,22 +210,36 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
         d = f"{rank}d"
         conv = f"{windows} dilation groups padding_mode"
         yield getattr(nn, f"Conv{d}"), f"conv:{rank}", conv
-        yield getattr(nn, f"ConvTranspose{d}"), f"conv_transpose:{rank}", (
-            f"{conv} output_padding"
+        yield (
+            getattr(nn, f"ConvTranspose{d}"),
+            f"conv_transpose:{rank}",
+            (f"{conv} output_padding"),
         )
-        yield getattr(nn, f"MaxPool{d}"), f"max_pool:{rank}", (
-            f"{windows} dilation ceil_mode return_indices"
+        yield (
+            getattr(nn, f"MaxPool{d}"),
+            f"max_pool:{rank}",
+            (f"{windows} dilation ceil_mode return_indices"),
         )
         average = f"{windows} ceil_mode count_include_pad"
-        yield getattr(nn, f"AvgPool{d}"), f"avg_pool:{rank}", (
-            average if d == "1d" else f"{average} divisor_override"
+        yield (
+            getattr(nn, f"AvgPool{d}"),
+            f"avg_pool:{rank}",
+            (average if d == "1d" else f"{average} divisor_override"),
         )
-        yield getattr(nn, f"LPPool{d}"), f"lp_pool:{rank}", (
-            "norm_type kernel_size stride ceil_mode"
+        yield (
+            getattr(nn, f"LPPool{d}"),
+            f"lp_pool:{rank}",
+            ("norm_type kernel_size stride ceil_mode"),
         )
-        yield getattr(nn, f"AdaptiveAvgPool{d}"), f"adaptive_avg_pool:{rank}", "output_size"
-        yield getattr(nn, f"AdaptiveMaxPool{d}"), f"adaptive_max_pool:{rank}", (
-            "output_size return_indices"
+        yield (
+            getattr(nn, f"AdaptiveAvgPool{d}"),
+            f"adaptive_avg_pool:{rank}",
+            "output_size",
+        )
+        yield (
+            getattr(nn, f"AdaptiveMaxPool{d}"),
+            f"adaptive_max_pool:{rank}",
+            ("output_size return_indices"),
         )
         for mode, cls in (
             ("constant", "ConstantPad"),
@@ -227,8 +251,10 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
             yield getattr(nn, f"{cls}{d}"), f"pad:{mode}", f"pad:padding{value}"
         yield getattr(nn, f"ZeroPad{d}"), "pad:constant", "pad:padding value"
         yield getattr(nn, f"BatchNorm{d}"), "batch_norm", "eps"
-        yield getattr(nn, f"InstanceNorm{d}"), "instance_norm", (
-            "eps track_running_stats"
+        yield (
+            getattr(nn, f"InstanceNorm{d}"),
+            "instance_norm",
+            ("eps track_running_stats"),
         )
         yield getattr(nn, f"Dropout{d}"), "channel_dropout", "p"
     yield nn.FeatureAlphaDropout, "channel_dropout", "p"
@@ -243,14 +269,20 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.GLU, "along", "dim"
     yield nn.Softmax2d, "channels", ""
     yield nn.Linear, "linear", ""
-    yield nn.Upsample, "interpolate", (
-        "size scale_factor mode align_corners recompute_scale_factor"
+    yield (
+        nn.Upsample,
+        "interpolate",
+        ("size scale_factor mode align_corners recompute_scale_factor"),
     )
-    yield nn.UpsamplingNearest2d, "interpolate", (
-        "size scale_factor mode align_corners recompute_scale_factor"
+    yield (
+        nn.UpsamplingNearest2d,
+        "interpolate",
+        ("size scale_factor mode align_corners recompute_scale_factor"),
     )
-    yield nn.UpsamplingBilinear2d, "interpolate", (
-        "size scale_factor mode align_corners recompute_scale_factor"
+    yield (
+        nn.UpsamplingBilinear2d,
+        "interpolate",
+        ("size scale_factor mode align_corners recompute_scale_factor"),
     )
     yield nn.PixelShuffle, "pixel_shuffle", "upscale_factor"
     yield nn.PixelUnshuffle, "pixel_unshuffle", "downscale_factor"

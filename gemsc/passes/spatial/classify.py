@@ -39,6 +39,8 @@ _POINTWISE = frozenset(
     }
 )
 
+_RESHAPES = frozenset({_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias})
+
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The ATen operators that ran."""
@@ -72,6 +74,11 @@ class Probe:
             torch.Tag.pointwise in func.tags or func._overloadpacket in _POINTWISE
             for func in operators
         )
+
+    def is_reshape(self, node: fx.Node) -> bool:
+        """Whether the result has all elements of its input, in the same order."""
+        operators, _, _ = self._run(node)
+        return all(func._overloadpacket in _RESHAPES for func in operators)
 
     def kept_dims(self, node: fx.Node, source: fx.Node) -> dict[int, int] | None:
         """Return where a view keeps whole dimensions of its source; None if no view.

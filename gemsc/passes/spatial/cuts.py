@@ -14,7 +14,9 @@ from gemsc.boxes import Box, Interval
 
 __all__ = ["Axes", "boxes", "coordinates", "cut", "fits", "num_tiles"]
 
-Axes = tuple[int | None, ...]  # for each dimension of a value: the grid axis that cuts it
+Axes = tuple[
+    int | None, ...
+]  # for each dimension of a value: the grid axis that cuts it
 
 
 def cut(size: int, parts: int) -> tuple[Interval, ...]:

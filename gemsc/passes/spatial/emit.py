@@ -12,7 +12,14 @@ from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Local, Lowering
 
-__all__ = ["alike", "call_again", "crop", "local_inputs", "same_for_all", "weighted_sum"]
+__all__ = [
+    "alike",
+    "call_again",
+    "crop",
+    "local_inputs",
+    "same_for_all",
+    "weighted_sum",
+]
 
 
 def call_again(
@@ -133,10 +140,17 @@ def crop(low: Lowering, call: Call, local: Local, rows: list[tuple[int, int]]) -
     return low.create(call.node, "call_function", getitem, args, {}, local.axes)
 
 
-def weighted_sum(low: Lowering, call: Call, local: Local, share: float) -> Local:
-    """Add up a value of each tile, times its share."""
+def weighted_sum(
+    low: Lowering,
+    call: Call,
+    local: Local,
+    share: float,
+    axes: Axes | None = None,
+    among: tuple[int, ...] = (),
+) -> Local:
+    """Add up a value of each tile, or of some, times its share; the sum has `axes`."""
     args = (local.node, share)
     weighted = low.create(
         call.node, "call_function", operator.mul, args, {}, None, partial=True
     )
-    return low.all_reduce(call.node, weighted.node)
+    return low.all_reduce(call.node, weighted.node, axes, among)

@@ -37,9 +37,23 @@ Wishes = dict[fx.Node, tuple[Boxes, ...]]  # by user: what it wants, with a halo
 
 # Kinds whose rules compute more than the tile's own part, if that is asked of them.
 WIDE_KINDS = frozenset(
-    "conv conv_transpose max_pool avg_pool lp_pool interpolate pixel_shuffle "
-    "pixel_unshuffle batch_norm group_norm instance_norm dropout channel_dropout "
-    "channels cat".split()
+    [
+        "conv",
+        "conv_transpose",
+        "max_pool",
+        "avg_pool",
+        "lp_pool",
+        "interpolate",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "dropout",
+        "channel_dropout",
+        "channels",
+        "cat",
+    ]
 )
 
 
@@ -99,6 +113,7 @@ class _Chains:
     def __init__(self, low: Lowering, stage: Stage, limit: Limit) -> None:
         low.enter(stage)
         self._low = low
+        self._wrapped: set[fx.Node] = set()  # an exchange of these is not saved
         self._known: dict[tuple[fx.Node, Boxes], dict[fx.Node, tuple[Boxes, ...]]] = {}
         self._stage = stage
         self._layers = limit.layers
@@ -108,7 +123,9 @@ class _Chains:
         self.boxes: dict[fx.Node, Boxes] = {}
         self._wishes: dict[fx.Node, Wishes] = {}
         for node in stage.nodes:
-            if low.axes(node) is not None and isinstance(meta.value(node), Tensor):
+            is_tensor = isinstance(meta.value(node), Tensor)
+            is_cut = low.axes(node) is not None and low.flattened(node) is None
+            if is_tensor and is_cut:
                 self.boxes[node] = low.held(node)
                 for source, wanted in self._wanted(node, self.boxes[node]).items():
                     self._wishes.setdefault(source, {})[node] = wanted
@@ -156,9 +173,7 @@ class _Chains:
             and len({boxes for each in wishes.values() for boxes in each}) > 1
         }
 
-    def _try(
-        self, nodes: list[fx.Node], begin: fx.Node | None = None
-    ) -> _Trial | None:
+    def _try(self, nodes: list[fx.Node], begin: fx.Node | None = None) -> _Trial | None:
         """Return what must change so that values are wide; None if they cannot be.
 
         `begin` shall travel in their place. Values are visited from the last to the
@@ -199,6 +214,8 @@ class _Chains:
         value = meta.value(node)
         if node not in self.boxes or meta.glue(node) is not None:
             return False
+        if node in self._wrapped:
+            return False
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return False
         if not all(user in self._place for user in node.users):
@@ -216,6 +233,8 @@ class _Chains:
         for need in self._low.needs(node, boxes):
             shape, axes = self._low.shape(need.source), self._low.axes(need.source)
             own = self._low.owned(shape, axes)
+            if need.wraps:
+                self._wrapped.add(need.source)
             if axes is not None and not covers(own, need.wanted, shape):
                 result[need.source] = (*result.get(need.source, ()), need.wanted)
         self._known[node, boxes] = result
@@ -234,9 +253,7 @@ class _Chains:
     def _own(self, node: fx.Node) -> Boxes:
         return self._low.owned(self._low.shape(node), self._low.axes(node))
 
-    def _seconds_more(
-        self, nodes: list[fx.Node], trial: _Trial, link: Link
-    ) -> float:
+    def _seconds_more(self, nodes: list[fx.Node], trial: _Trial, link: Link) -> float:
         """Return by what the step takes longer: see `Limit`."""
         total = -sum(self._travel(node, self._wishes[node], link) for node in nodes)
         for source in trial.begin - self.layers.keys():

@@ -13,11 +13,12 @@ __all__ = ["Halos", "Need"]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What each tile wants of a value; outside it there is `fill`."""
+    """What each tile wants of a value; outside is `fill`, or the other side."""
 
     source: fx.Node
     wanted: tuple[Box, ...]
     fill: float
+    wraps: bool = False
 
 
 @dataclass(frozen=True)

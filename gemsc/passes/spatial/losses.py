@@ -31,7 +31,8 @@ def elementwise_loss(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, inputs)
     changes = {} if reduction == "sum" else {"reduction": "sum"}
     partial = call_again(low, call, None, inputs, changes, partial=True)
-    total = low.all_reduce(call.node, partial.node)
+    among = low.among(axis for axis in axes if axis is not None)
+    total = low.all_reduce(call.node, partial.node, None, among)
     if reduction == "sum":
         return total
     count = prod(low.shape(call.input))
@@ -62,6 +63,7 @@ def cross_entropy(low: Lowering, call: Call) -> Local:
     axes = low.axes(output)
     if axes is None or any(axis is not None for axis in axes[:2]):
         raise Refused("it is cut along batch or classes")
+    low.require_all_axes(axes)
     pixels = axes
     if not meta.spec(target).dtype.is_floating_point:
         pixels = (axes[0], *axes[2:])

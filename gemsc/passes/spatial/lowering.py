@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx
 
-from gemsc.boxes import Box, everything, is_inside, shape_of
+from gemsc.boxes import Box, everything, is_inside
 from gemsc.errors import InternalError
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.holder import with_graph
-from gemsc.ir.layout import Layout
 from gemsc.ir.program import Barrier, Block, Program, Stage
-from gemsc.ir.tile_ops import Exchange
 from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
+from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.halos import Halos, Need
 from gemsc.passes.spatial.inputs import Inputs, Wide
 from gemsc.passes.spatial.layers import Layers
 from gemsc.passes.spatial.parts import Parts
 from gemsc.passes.spatial.refused import Refused
 from gemsc.passes.spatial.values import (
+    Flattened,
     Local,
     covers,
     describe,
@@ -58,12 +57,10 @@ class Lowering(Parts):
         self.program = program
         self.probe = probe
         self.module = with_graph(program.module, fx.Graph())
-        super().__init__(self.module.graph)
-        self.grid: tuple[int, ...] = ()
+        super().__init__(self.module.graph, tile)
         self.barriers: list[Barrier] = []
         self._rule = rule
         self._grids = grids
-        self._tile = tile
         self._stage_of = {
             node: stage.index
             for stage in program.require_stages()
@@ -71,6 +68,7 @@ class Lowering(Parts):
         }
         self._env: dict[fx.Node, Local] = {}
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
+        self._flattened: dict[fx.Node, Flattened] = {}
         self._halos = halos or Halos()
         self._needs: list[Need] = []
         self.layers = Layers(program, self.module)
@@ -115,6 +113,7 @@ class Lowering(Parts):
             return self._rule(self, node)
         except Refused as refused:
             self._take_back(before)
+            self._flattened.pop(node, None)
             del self.barriers[num_barriers:]
             return self.barrier(node, str(refused))
 
@@ -159,23 +158,30 @@ class Lowering(Parts):
 
     # --------------------------------------------- what rules look up
 
-    @property
-    def place(self) -> int:
-        """The number of the tile at hand in the stage's grid."""
-        return self._tile % num_tiles(self.grid)
-
-    @property
-    def tiles(self) -> int:
-        """How many tiles the stage's grid has."""
-        return num_tiles(self.grid)
-
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the shape of a whole value; () for what is no tensor."""
-        return whole_shape(node)
+        """Return the shape of a whole value as it is held; () for what is no tensor."""
+        flattened = self._flattened.get(node)
+        return whole_shape(node) if flattened is None else flattened.shape
+
+    def flattened(self, node: fx.Node) -> Flattened | None:
+        """Return how a value is held that was flattened, None for others."""
+        return self._flattened.get(node)
+
+    def hold(self, node: fx.Node, how: Flattened) -> None:
+        """Let a flattened value be held with all dimensions.
+
+        Raises:
+            Refused: the model returns it.
+        """
+        if node in self.program.output.all_input_nodes:
+            raise Refused("the model returns it flattened")
+        self._flattened[node] = how
 
     def get(self, node: fx.Node) -> Local:
         """Return a value as the stage at hand has it: the tile's own part."""
         local = self._whole_halo(node)
+        if local.axes is None and node in self._flattened:
+            return Local(self.whole(node), None)
         is_input = node.op == "placeholder" and self.inputs.is_wide(node, self.grid)
         if is_input or node.name in self._halos.wide:
             return Local(self.spread(node, local.axes), local.axes)
@@ -197,7 +203,11 @@ class Lowering(Parts):
     def _cross(self, node: fx.Node, source: tuple[int, ...]) -> Local:
         """Let a value arrive from a stage with another grid, as what it sends."""
         shape, local = self.shape(node), self._env[node]
-        axes = last_axes(len(shape), self.grid) if len(shape) == len(self.grid) + 2 else None
+        axes = (
+            last_axes(len(shape), self.grid)
+            if len(shape) == len(self.grid) + 2
+            else None
+        )
         if axes is not None and not fits(shape, axes, self.grid):
             axes = None
         held = held_boxes(shape, local.axes, source)
@@ -210,7 +220,7 @@ class Lowering(Parts):
             {},
             node.name,
         )
-        describe(new, node, axes, self.grid, self._tile)
+        describe(new, node, axes, self.grid, self._tile, shape=shape)
         return Local(new, axes)
 
     def axes(self, node: fx.Node) -> Axes | None:
@@ -240,20 +250,6 @@ class Lowering(Parts):
             for (start, stop), (begin, _) in zip(owned, held, strict=True)
         )
 
-    def owned(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[Box, ...]:
-        """Return what each tile of the stage holds of a value with these axes."""
-        return held_boxes(shape, axes, self.grid)
-
-    def share(self, shape: tuple[int, ...], axes: Axes) -> float:
-        """Return the part of all elements that the tile at hand holds."""
-        part = 1.0
-        place = coordinates(self.grid, self.place)
-        for size, axis in zip(shape, axes, strict=True):
-            if axis is not None:
-                start, stop = cut(size, self.grid[axis])[place[axis]]
-                part *= (stop - start) / size
-        return part
-
     # ------------------------------------------------ making of nodes
 
     def create(
@@ -269,10 +265,14 @@ class Lowering(Parts):
     ) -> Local:
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
-        describe(new, like, axes, self.grid, self._tile, self._halos.wide.get(like.name))
+        self._describe(new, like, axes)
         if partial:
             meta.set_layout(new, None)
         return Local(new, axes)
+
+    def _describe(self, new: fx.Node, old: fx.Node, axes: Axes | None) -> None:
+        wide = self._halos.wide.get(old.name)
+        describe(new, old, axes, self.grid, self._tile, wide, self.shape(old))
 
     def copy(
         self,
@@ -292,46 +292,69 @@ class Lowering(Parts):
         return self.create(node, node.op, node.target, args, kwargs, axes)
 
     def part(
-        self, node: fx.Node, wanted: Iterable[Box], fill: float = 0.0
+        self,
+        node: fx.Node,
+        wanted: Iterable[Box],
+        fill: float = 0.0,
+        *,
+        wraps: bool = False,
     ) -> fx.Node:
         """Return the node that holds what each tile wants of a value.
 
-        Wanted boxes may reach outside it: there is `fill`.
+        Wanted boxes may reach outside it: there is `fill`, or it `wraps` around.
         """
         wanted = tuple(wanted)
-        self._needs.append(Need(node, wanted, fill))
+        self._needs.append(Need(node, wanted, fill, wraps))
         if node.op == "placeholder" and self.inputs[node, self.grid].axes is not None:
-            return self._part_of_input(node, wanted, fill)
+            return self._part_of_input(node, wanted, fill, wraps)
         local, shape, held = self._whole_halo(node), self.shape(node), self.held(node)
         source, owned = local.node, self.owned(shape, local.axes)
         fetched = self._halos.fetched.get((node.name, self._stage))
-        if fetched is not None and not covers(held, wanted, shape):
+        if fetched and not wraps and not covers(held, wanted, shape):
             source = self._part_of(source, shape, held, fetched, 0.0)
             held = fetched
         if held not in (wanted, owned) and all(map(is_inside, wanted, held)):
             return self._cropped(source, shape, held, wanted)
-        return self._part_of(source, shape, held, wanted, fill, owned)
+        return self._part_of(source, shape, held, wanted, fill, owned, wraps)
 
     def _part_of_input(
-        self, node: fx.Node, wanted: tuple[Box, ...], fill: float
+        self, node: fx.Node, wanted: tuple[Box, ...], fill: float, wraps: bool
     ) -> fx.Node:
         local, shape = self.inputs[node, self.grid], self.shape(node)
         owned = self.owned(shape, local.axes)
         held = self.inputs.held(node, self.grid, wanted)
-        return self._part_of(local.node, shape, held, wanted, fill, owned)
+        return self._part_of(local.node, shape, held, wanted, fill, owned, wraps)
 
     def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
-        """Return a node that holds just what its tile has of an old node's value."""
+        """Return a node that holds just what its tile has of an old node's value.
+
+        What leaves the stage needs a node of its own, for its own layout.
+        """
         is_other = any(new is local.node for local in self._env.values())
-        if new.op != "placeholder" and not is_other:
-            describe(new, old, axes, self.grid, self._tile, self._halos.wide.get(old.name))
+        if new.op == "placeholder" or is_other:
+            if all(self._stage_of.get(user) == self._stage for user in old.users):
+                return Local(new, axes)
+            new = self._create("call_function", getitem, (new, (...,)), {}, old.name)
+        self._describe(new, old, axes)
         return Local(new, axes)
 
     def whole(self, node: fx.Node) -> fx.Node:
         """Return the node that holds all of a value on every tile."""
-        if self.axes(node) is None:
-            return self.get(node).node
-        return self.part(node, (everything(self.shape(node)),) * self.tiles)
+        local = self._whole_halo(node)
+        whole = local.node
+        if local.axes is not None:
+            whole = self.part(node, (everything(self.shape(node)),) * self.tiles)
+        return self._joined(node, whole) if node in self._flattened else whole
+
+    def _joined(self, node: fx.Node, held: fx.Node) -> fx.Node:
+        """Return the node of a whole value with the dimensions that it was given."""
+        key = (held, whole_shape(node), self._stage)
+        if key not in self._parts:
+            args = (held, *whole_shape(node))
+            new = self._create("call_method", "reshape", args, {}, node.name)
+            describe(new, node, None, self.grid, self._tile)
+            self._parts[key] = new
+        return self._parts[key]
 
     def spread(self, node: fx.Node, axes: Axes | None) -> fx.Node:
         """Return the node that holds a value cut like this."""
@@ -343,11 +366,12 @@ class Lowering(Parts):
         self,
         like: fx.Node,
         partial: fx.Node,
+        axes: Axes | None = None,
+        among: tuple[int, ...] = (),
     ) -> Local:
-        """Add a sum over the tiles that stands for `like`."""
-        return self.create(
-            like, "call_function", tile_ops.all_reduce, (partial,), {}, None
-        )
+        """Add a sum over the tiles, or some of them, that stands for `like`."""
+        args = (partial, among) if among else (partial,)
+        return self.create(like, "call_function", tile_ops.all_reduce, args, {}, axes)
 
     def barrier(self, node: fx.Node, reason: str) -> Local:
         """Compute a node on whole inputs, on every tile; report it."""

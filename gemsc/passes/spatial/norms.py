@@ -32,6 +32,7 @@ def _channels_whole(low: Lowering, call: Call) -> Axes:
     axes = _axes(low, call)
     if any(axis is not None for axis in axes[:2]):
         raise Refused("it is cut along batch or channels")
+    low.require_all_axes(axes)
     return axes
 
 
@@ -140,6 +141,7 @@ def layer_norm(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, {call.input: low.get(call.input).node})
     if any(axis is not None for axis in axes[: len(axes) - len(shape)]):
         raise Refused("some of the dimensions that are cut are normalized")
+    low.require_all_axes(axes)
     box = low.result(call.node, axes)[low.place][len(axes) - len(shape) :]
     return _with_all_tiles(
         low,

@@ -56,8 +56,10 @@ def pad_like(
     Each tile takes what is mirrored or repeated, from the edge on, pads it there, and
     crops what it took too much.
     """
+    if mode == "circular":
+        return low.part(source, wanted, wraps=True)
     if mode not in ("reflect", "replicate"):
-        raise Refused(f"padding mode {mode} joins opposite edges")
+        raise Refused(f"no rule for padding mode {mode}")
     shape = low.shape(source)
     taken = tuple(
         tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from operator import getitem
 from typing import Any
 
@@ -12,24 +11,21 @@ from gemsc.boxes import Box, shape_of
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.layout import Layout
 from gemsc.ir.tile_ops import Exchange
+from gemsc.passes.spatial.place import Place
 
 __all__ = ["Parts"]
 
 
-class Parts(ABC):
+class Parts(Place):
     """A graph that is being made, and the parts of values that are in it already."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, tile: int) -> None:
+        super().__init__(tile)
         self.graph = graph
         self._stage = 0  # the one at hand
         self._made: list[fx.Node] = []
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
         self._exchanges: dict[Any, Exchange] = {}
-
-    @property
-    @abstractmethod
-    def place(self) -> int:
-        """The number of the tile at hand in the stage's grid."""
 
     def _create(
         self,
@@ -64,7 +60,9 @@ class Parts(ABC):
                 slice(None) if rows == slice(0, size) else rows
                 for rows, size in zip(index, sizes, strict=True)
             )
-            new = self._create("call_function", getitem, (source, index), {}, source.name)
+            new = self._create(
+                "call_function", getitem, (source, index), {}, source.name
+            )
             self._describe_part(new, source, Layout(shape, wanted))
             self._parts[key] = new
         return self._parts[key]
@@ -84,14 +82,15 @@ class Parts(ABC):
         wanted: tuple[Box, ...],
         fill: float,
         owned: tuple[Box, ...] = (),
+        wraps: bool = False,
     ) -> fx.Node:
         if wanted == held:
             return source
-        key = (source, wanted, fill, self._stage)
+        key = (source, wanted, fill, self._stage, wraps)
         if key in self._parts:
             return self._parts[key]
         owned = () if owned == held else owned
-        exchange = self.exchange(shape, held, wanted, fill, owned)
+        exchange = self.exchange(shape, held, wanted, fill, owned, wraps)
         args = (source, exchange, self.place)
         redistribute = tile_ops.redistribute
         new = self._create("call_function", redistribute, args, {}, source.name)
@@ -106,10 +105,10 @@ class Parts(ABC):
         wanted: tuple[Box, ...],
         fill: float = 0.0,
         owned: tuple[Box, ...] = (),
+        wraps: bool = False,
     ) -> Exchange:
         """Return the exchange of these boxes: one object for all that are equal."""
-        key = (shape, held, wanted, fill, owned)
+        key = (shape, held, wanted, fill, owned, wraps)
         if key not in self._exchanges:
-            index = len(self._exchanges)
-            self._exchanges[key] = Exchange(index, shape, held, wanted, fill, owned)
+            self._exchanges[key] = Exchange(len(self._exchanges), *key)
         return self._exchanges[key]

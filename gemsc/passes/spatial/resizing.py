@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import fx
-
 from gemsc.boxes import Interval
 from gemsc.ir import tile_ops
 from gemsc.ir.tile_ops import Resize
@@ -20,7 +17,11 @@ from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
-from gemsc.passes.spatial.windows import numbers, result_axes, spatial_axes
+from gemsc.passes.spatial.windows import (
+    largest_of_everything,
+    result_axes,
+    spatial_axes,
+)
 
 __all__ = ["adaptive_pooling", "interpolation", "pixel_shuffle", "pixel_unshuffle"]
 
@@ -72,7 +73,9 @@ def interpolation(low: Lowering, call: Call) -> Local:
     if call.get("size") is not None:
         local_size = tuple(
             (last - first) * factor
-            for (first, last), factor in zip(inputs[low.place][2:], factors, strict=True)
+            for (first, last), factor in zip(
+                inputs[low.place][2:], factors, strict=True
+            )
         )
         changes["size"] = local_size
     partial = any(before or after for before, after in rows)
@@ -140,9 +143,7 @@ def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:
         call.get("align_corners"),
         bool(call.get("antialias", False)),
     )
-    return low.create(
-        node, "call_function", tile_ops.resize, (part, ours), {}, axes
-    )
+    return low.create(node, "call_function", tile_ops.resize, (part, ours), {}, axes)
 
 
 # Adaptive pools
@@ -155,10 +156,14 @@ def adaptive_pooling(low: Lowering, call: Call, kind: str) -> Local:
         raise Refused("it returns indices")
     axes = spatial_axes(low, source, rank)
     out_sizes = low.shape(call.node)[-rank:]
-    if out_sizes == (1,) * rank and kind == "avg" and low.axes(source) is not None:
+    if out_sizes == (1,) * rank and low.axes(source) is not None:
+        if kind == "max":
+            return largest_of_everything(low, call)
         part = {source: low.get(source).node}
         mean = call_again(low, call, None, part, partial=True)
-        return weighted_sum(low, call, mean, low.share(low.shape(source), axes))
+        share = low.share(low.shape(source), axes)
+        among = low.among(axis for axis in axes if axis is not None)
+        return weighted_sum(low, call, mean, share, None, among)
     return _pool(low, call, axes, kind, out_sizes)
 
 

@@ -9,7 +9,16 @@ from functools import partial
 from torch import Tensor, fx
 
 from gemsc.ir import meta
-from gemsc.passes.spatial import losses, norms, padding, resizing, shapes, windows
+from gemsc.passes.spatial import (
+    flattened,
+    losses,
+    norms,
+    padding,
+    reductions,
+    resizing,
+    shapes,
+    windows,
+)
 from gemsc.passes.spatial.calls import Call, describe
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 
@@ -34,13 +43,20 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "dropout": norms.dropout,
     "channel_dropout": norms.channel_dropout,
     "channels": shapes.channels,
-    "linear": shapes.linear,
+    "linear": flattened.linear,
     "cat": shapes.concatenation,
     "stack": shapes.concatenation,
     "along": shapes.along,
     "narrow": shapes.narrow,
-    "mean": shapes.reduction,
-    "sum": shapes.reduction,
+    "roll": shapes.roll,
+    "mean": reductions.reduction,
+    "sum": reductions.reduction,
+    "amax": reductions.reduction,
+    "amin": reductions.reduction,
+    "max": reductions.extreme,
+    "min": reductions.extreme,
+    "var": reductions.reduction,
+    "std": reductions.reduction,
     "loss": losses.elementwise_loss,
     "cross_entropy": losses.cross_entropy,
 }
@@ -60,6 +76,11 @@ def lower(low: Lowering, node: fx.Node) -> Local:
         return low.copy(node, None)
     if meta.glue(node) is not None:
         raise Refused("it shares memory that is changed in place")
+    if any(
+        low.flattened(n) is not None and low.axes(n) is not None
+        for n in node.all_input_nodes
+    ):
+        flattened.check(low, call, elementwise=low.probe.is_pointwise(node))
     if node.target is operator.getitem:
         local = shapes.subscript(low, node)
         if local is not None:

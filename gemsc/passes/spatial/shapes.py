@@ -8,29 +8,39 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-
-from gemsc.ir import meta
 from gemsc.boxes import Box
+from gemsc.ir import meta
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes, fits
-from gemsc.passes.spatial.emit import alike, call_again, weighted_sum
+from gemsc.passes.spatial.emit import alike, call_again
+from gemsc.passes.spatial.flattened import join
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.windows import numbers
 
 __all__ = [
     "along",
+    "are_dims",
     "channels",
     "concatenation",
     "elementwise",
-    "linear",
     "narrow",
-    "reduction",
+    "roll",
     "subscript",
     "view",
 ]
 
 _WITH_SIZES = frozenset(
-    "view reshape view_as reshape_as unflatten expand expand_as broadcast_to".split()
+    [
+        "view",
+        "reshape",
+        "view_as",
+        "reshape_as",
+        "unflatten",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+    ]
 )
 _EXPANDING = frozenset({"expand", "expand_as", "broadcast_to"})
 
@@ -48,14 +58,17 @@ def elementwise(low: Lowering, node: fx.Node) -> Local:
 
 
 def _broadcast_axes(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> Axes:
-    """Return how the first input that is cut cuts the result."""
+    """Return how the inputs cut the result, each where those before it do not."""
+    result: list[int | None] = [None] * len(shape)
     for source in node.all_input_nodes:
-        axes = low.axes(source)
-        if axes is not None and low.shape(source):
-            result = (*(None,) * (len(shape) - len(axes)), *axes)
-            if fits(shape, result, low.grid):
-                return result
-    raise Refused("no input is cut like the result")
+        axes = low.axes(source) if low.shape(source) else None
+        for dim, axis in enumerate(axes or (), len(shape) - len(axes or ())):
+            if result[dim] is None and axis not in result:
+                result[dim] = axis
+    found = tuple(result)
+    if all(axis is None for axis in found) or not fits(shape, found, low.grid):
+        raise Refused("no input is cut like the result")
+    return found
 
 
 def _fitted(
@@ -80,7 +93,9 @@ def _fitted(
             tuple(
                 tuple(
                     (0, size) if axis is None else interval
-                    for size, axis, interval in zip(own, first, box[ahead:], strict=True)
+                    for size, axis, interval in zip(
+                        own, first, box[ahead:], strict=True
+                    )
                 )
                 for box in boxes
             ),
@@ -104,7 +119,7 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
     assert axes is not None
     cut = [dim for dim, axis in enumerate(axes) if axis is not None]
     if not all(dim in kept for dim in cut):
-        raise Refused("it joins or splits a dimension that is cut")
+        return join(low, node, source)
     tensors = [t for t in pytree.tree_leaves(meta.value(node)) if isinstance(t, Tensor)]
     result: list[int | None] = [None] * tensors[0].dim()
     for dim in cut:
@@ -152,9 +167,7 @@ def _entries(index: Any, dims: int) -> list[Any] | None:
     return entries + [slice(None)] * (dims - len(entries))
 
 
-def _slice(
-    low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]
-) -> Local:
+def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) -> Local:
     axes = low.axes(source)
     assert axes is not None
     shape = low.shape(source)
@@ -184,9 +197,7 @@ def _slice(
             )
         )
     part = low.part(source, tuple(wanted))
-    rest = tuple(
-        _rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries)
-    )
+    rest = tuple(_rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries))
     if all(entry == slice(None) for entry in rest):
         return low.stands_for(part, node, out_axes)
     return low.create(
@@ -217,13 +228,11 @@ def narrow(low: Lowering, call: Call) -> Local:
 
 def concatenation(low: Lowering, call: Call) -> Local:
     """Join tiles along a dimension that is not cut."""
-    node = call.node
     tensors = list(call["tensors"])
     dims = len(low.shape(tensors[0]))
     dim = int(call.get("dim", 0))
-    source = next(t for t in tensors if low.axes(t) is not None)
-    axes = low.axes(source)
-    assert axes is not None
+    cut = [axes for tensor in tensors if (axes := low.axes(tensor)) is not None]
+    axes = max(cut, key=lambda axes: sum(axis is not None for axis in axes))
     if call.kind == "stack":
         dim %= dims + 1
         result = (*axes[:dim], None, *axes[dim:])
@@ -247,12 +256,26 @@ def channels(low: Lowering, call: Call) -> Local:
     return call_again(low, call, axes, {call.input: alike(low, call, call.input, axes)})
 
 
-def linear(low: Lowering, call: Call) -> Local:
-    """Multiply along the last dimension, if that is not cut."""
-    axes = low.axes(call.input)
-    if axes is None or axes[-1] is not None:
-        raise Refused("it multiplies along a dimension that is cut")
-    return call_again(low, call, axes, {call.input: low.get(call.input).node})
+def roll(low: Lowering, call: Call) -> Local:
+    """Let each tile want the rows that come to it, around the edge."""
+    source, node = call.input, call.node
+    axes = low.axes(source)
+    given, shifts = call.get("dim", call.get("dims")), call["shifts"]
+    if axes is None or not are_dims(given):
+        raise Refused("it goes over all elements")
+    by = dict.fromkeys(range(len(axes)), 0)
+    dims = [given] if isinstance(given, int) else list(given)
+    for dim, shift in zip(dims, numbers(shifts, len(dims)), strict=True):
+        by[dim % len(axes)] += shift
+    if all(axes[dim] is None for dim, shift in by.items() if shift):
+        return call_again(low, call, axes, {source: low.get(source).node})
+    wanted = tuple(
+        tuple(
+            (start - by[dim], stop - by[dim]) for dim, (start, stop) in enumerate(box)
+        )
+        for box in low.owned(low.shape(node), axes)
+    )
+    return low.stands_for(low.part(source, wanted, wraps=True), node, axes)
 
 
 def along(low: Lowering, call: Call) -> Local:
@@ -261,12 +284,14 @@ def along(low: Lowering, call: Call) -> Local:
     axes = low.axes(source)
     dims = len(low.shape(source))
     given = call.get("dim", call.get("dims"))
-    if axes is None or not _are_dims(given):
+    if axes is None or not are_dims(given):
         raise Refused("it goes over all elements")
     along_dims = {int(d) % dims for d in ([given] if isinstance(given, int) else given)}
     if any(axes[dim] is not None for dim in along_dims):
         raise Refused("it goes along a dimension that is cut")
-    if any(low.axes(n) is not None for n in call.node.all_input_nodes if n is not source):
+    if any(
+        low.axes(n) is not None for n in call.node.all_input_nodes if n is not source
+    ):
         raise Refused("it takes several values that are cut")
     tensors = pytree.tree_leaves(meta.value(call.node))
     rank = next(t.dim() for t in tensors if isinstance(t, Tensor))
@@ -279,39 +304,10 @@ def along(low: Lowering, call: Call) -> Local:
     return call_again(low, call, result, {source: low.get(source).node})
 
 
-def _are_dims(value: Any) -> bool:
+def are_dims(value: Any) -> bool:
+    """Whether an argument names dimensions by numbers."""
     if isinstance(value, bool):
         return False
     if isinstance(value, (tuple, list)):
         return bool(value) and all(isinstance(v, int) for v in value)
     return isinstance(value, int)
-
-
-def reduction(low: Lowering, call: Call) -> Local:
-    """Add up over dimensions that are cut: on each tile, then over the tiles."""
-    source = call.input
-    axes = low.axes(source)
-    assert axes is not None
-    dims = len(axes)
-    given = call.get("dim")
-    if given is None or given in ((), []):
-        over = set(range(dims))
-    elif _are_dims(given):
-        over = {int(d) % dims for d in ([given] if isinstance(given, int) else given)}
-    else:
-        raise Refused("its dimensions are not numbers")
-    cut = {dim for dim, axis in enumerate(axes) if axis is not None}
-    inputs = {source: low.get(source).node}
-    if not cut & over:
-        if low.shape(call.node) and len(low.shape(call.node)) == dims:
-            return call_again(low, call, axes, inputs)
-        kept = tuple(axis for dim, axis in enumerate(axes) if dim not in over)
-        return call_again(low, call, kept, inputs)
-    if not cut <= over:
-        raise Refused("it goes along some of the dimensions that are cut")
-    partial = call_again(low, call, None, inputs, partial=True)
-    if call.kind == "sum":
-        return low.all_reduce(call.node, partial.node)
-    return weighted_sum(low, call, partial, low.share(low.shape(source), axes))
-
-

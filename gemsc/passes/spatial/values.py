@@ -11,7 +11,15 @@ from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
 
-__all__ = ["Local", "covers", "describe", "held_boxes", "last_axes", "whole_shape"]
+__all__ = [
+    "Flattened",
+    "Local",
+    "covers",
+    "describe",
+    "held_boxes",
+    "last_axes",
+    "whole_shape",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,19 @@ class Local:
 
     node: fx.Node
     axes: Axes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """How a value is held whose dimensions were flattened: still with all of them.
+
+    `shape` is the whole value's as it is held; `groups` says for each dimension of the
+    value how many of these it joins: (1, 3) for N x C x H x W that was flattened to
+    N x F.
+    """
+
+    shape: tuple[int, ...]
+    groups: tuple[int, ...]
 
 
 def whole_shape(node: fx.Node) -> tuple[int, ...]:
@@ -67,17 +88,19 @@ def describe(
     grid: tuple[int, ...],
     tile: int,
     wide: tuple[Box, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> None:
     """Give a node the facts of the old one, with local shapes and a layout.
 
-    `wide` is what the tiles compute of it, where that is more than they own.
+    `wide` is what the tiles compute of it, where that is more than they own; `shape`
+    that in which it is held, where that is another one.
     """
     meta.copy_meta(old, new)
     fake = meta.value(old)
     if not isinstance(fake, Tensor) or not grid:
         meta.set_layout(new, None)
         return
-    shape = tuple(fake.shape)
+    shape = tuple(fake.shape) if shape is None else shape
     layout = Layout(shape, held_boxes(shape, axes, grid))
     if wide is not None and axes is not None:
         layout = Layout(shape, wide, layout.boxes)

@@ -27,6 +27,7 @@ from gemsc.passes.spatial.values import last_axes
 __all__ = [
     "average_pooling",
     "convolution",
+    "largest_of_everything",
     "lp_pooling",
     "max_pooling",
     "mean_of_everything",
@@ -253,6 +254,8 @@ def max_pooling(low: Lowering, call: Call) -> Local:
     if not meta.spec(call.input).dtype.is_floating_point:
         raise Refused("it is not of floating point numbers")
     window = _pooling_window(call)
+    if _covers_everything(low, call, window):
+        return largest_of_everything(low, call)
     axes = result_axes(low, call, spatial_axes(low, call.input, call.rank))
     explicit = _explicit(axes, call.rank)
     wanted = _wanted(low, call, axes, window.need, explicit)
@@ -359,6 +362,7 @@ def mean_of_everything(low: Lowering, call: Call) -> Local:
     axes = low.axes(source)
     assert axes is not None
     dims = tuple(range(-call.rank, 0))
+    among = low.among(axis for axis in axes if axis is not None)
     local = low.create(
         call.node,
         "call_method",
@@ -368,7 +372,20 @@ def mean_of_everything(low: Lowering, call: Call) -> Local:
         None,
         partial=True,
     )
-    return weighted_sum(low, call, local, low.share(low.shape(source), axes))
+    share = low.share(low.shape(source), axes)
+    return weighted_sum(low, call, local, share, None, among)
+
+
+def largest_of_everything(low: Lowering, call: Call) -> Local:
+    """Take the largest of the tiles' largest elements."""
+    source, rank = call.input, call.rank
+    axes = spatial_axes(low, source, rank)
+    shape = low.shape(source)
+    box = low.owned(shape, axes)[low.place][-rank:]
+    among = low.among(axis for axis in axes if axis is not None)
+    args = (low.get(source).node, shape[-rank:], box, *((among,) if among else ()))
+    function = tile_ops.global_max
+    return low.create(call.node, "call_function", function, args, {}, None)
 
 
 def lp_pooling(low: Lowering, call: Call) -> Local:

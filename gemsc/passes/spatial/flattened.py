@@ -1,0 +1,117 @@
+"""Flattened values: tiles hold all dimensions until somebody needs them flat.
+
+Example, N x C x H x W cut along H and W, flattened to N x F. What a tile has of F is no
+interval, so that it stays a box of C x H x W:
+
+    flatten(1)        nothing to do
+    relu, dropout     of the box
+    linear            the tile's columns of the weight; one sum over the tiles
+    mean, max, ...    over the dimensions that were joined
+    anything else     gather, then flatten: a barrier
+
+The weight is not cut: every tile keeps all of it.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from gemsc.ir import tile_ops
+from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.values import Flattened, whole_shape
+
+__all__ = ["check", "join", "linear"]
+
+
+def join(low: Lowering, node: fx.Node, source: fx.Node) -> Local:
+    """Hold a view that joins dimensions of its source as the source.
+
+    Raises:
+        Refused: it does something else.
+    """
+    shape = low.shape(source)
+    groups = _groups(shape, whole_shape(node))
+    if groups is None or not low.probe.is_reshape(node):
+        raise Refused("it joins or splits a dimension that is cut")
+    low.hold(node, Flattened(shape, groups))
+    local = low.get(source)
+    return Local(local.node, local.axes)
+
+
+def _groups(shape: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return how many dimensions each of the result joins, in order; None if not so."""
+    sizes = list(shape)
+    groups = []
+    for size in result:
+        joined, count = 1, 0
+        while sizes and (count == 0 or joined < size):
+            joined *= sizes.pop(0)
+            count += 1
+        if joined != size or not count:
+            return None
+        groups.append(count)
+    while sizes and sizes[0] == 1 and groups:
+        groups[-1] += len(sizes[:1])
+        sizes.pop(0)
+    return None if sizes else tuple(groups)
+
+
+def check(low: Lowering, call: Call, elementwise: bool) -> None:
+    """Let what is computed of flattened values be held like them.
+
+    Raises:
+        Refused: no rule computes it of values that are held with all dimensions.
+    """
+    node = call.node
+    if call.kind == "linear" or call.kind in tile_ops.REDUCTIONS:
+        return
+    if call.kind not in ("dropout", "loss") and (call.kind or not elementwise):
+        raise Refused("it needs a value flattened")
+    tensors = [n for n in node.all_input_nodes if whole_shape(n)]
+    held = low.flattened(tensors[0])
+    forms = {(low.flattened(n), low.axes(n)) for n in tensors}
+    if held is None or len(forms) > 1:
+        raise Refused("its values are flattened in different ways")
+    if whole_shape(node) == whole_shape(tensors[0]):
+        low.hold(node, held)
+
+
+def linear(low: Lowering, call: Call) -> Local:
+    """Multiply along the last dimension; if that is cut, add up the tiles' products."""
+    source, node = call.input, call.node
+    shape, axes = low.shape(source), low.axes(source)
+    assert axes is not None
+    flattened = low.flattened(source)
+    groups = (1,) * len(shape) if flattened is None else flattened.groups
+    first = len(shape) - groups[-1]
+    inner = axes[first:]
+    if any(low.axes(n) is not None for n in node.all_input_nodes if n is not source):
+        raise Refused("its weight is cut")
+    size = whole_shape(node)[-1]
+    if any(count > 1 for count in groups[:-1]):
+        low.hold(node, Flattened((*shape[:first], size), (*groups[:-1], 1)))
+    rest = (*axes[:first], None)
+    result = rest if any(axis is not None for axis in rest) else None
+    box = low.owned(shape, axes)[low.place][first:]
+    among = low.among(axis for axis in inner if axis is not None)
+    columns = {"shape": shape[first:], "box": box}
+    if among:
+        columns["among"] = among
+    part = low.get(source).node
+    path = str(node.target)
+    if call.layer is not None and not low.layers.is_shared(path):
+        low.layers.with_all_tiles(node, "linear", *columns.values())
+        return low.create(node, "call_module", path, (part,), {}, result)
+    if call.layer is not None:
+        weights = [low.parameter(node, name) for name in ("weight", "bias")]
+    else:
+        weights = [_whole(low, call.get(name)) for name in ("weight", "bias")]
+    function = tile_ops.functional_linear
+    return low.create(
+        node, "call_function", function, (part, *weights), columns, result
+    )
+
+
+def _whole(low: Lowering, node: fx.Node | None) -> fx.Node | None:
+    return None if node is None else low.whole(node)

@@ -1,0 +1,142 @@
+"""Reductions: sums, means, extremes and variances over dimensions that are cut.
+
+Each tile reduces what it has. Then the tiles that differ only along the axes reduced
+put theirs together, so that a mean over rows of a 2 x 2 grid leaves columns cut:
+
+    tile 0 + tile 2 = left columns, on both        tile 1 + tile 3 = right columns
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from gemsc.ir import meta, tile_ops
+from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.cuts import Axes
+from gemsc.passes.spatial.emit import call_again, weighted_sum
+from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.shapes import along, are_dims, elementwise
+from gemsc.passes.spatial.values import Flattened
+
+__all__ = ["extreme", "reduction"]
+
+
+def extreme(low: Lowering, call: Call) -> Local:
+    """Lower max and min: of two values, along a dimension, or of everything."""
+    if isinstance(call.get("dim"), fx.Node):
+        return elementwise(low, call.node)
+    if call.get("dim") is None:
+        return reduction(low, call)
+    return along(low, call)
+
+
+def reduction(low: Lowering, call: Call) -> Local:
+    """Reduce over some dimensions: on each tile, and over tiles if they are cut."""
+    source = call.input
+    shape, axes = low.shape(source), low.axes(source)
+    flattened = low.flattened(source)
+    assert axes is not None
+    if any(
+        low.axes(n) is not None for n in call.node.all_input_nodes if n is not source
+    ):
+        raise Refused("it takes several values that are cut")
+    groups = (1,) * len(shape) if flattened is None else flattened.groups
+    over = _dims(call, len(groups))
+    keepdim = bool(call.get("keepdim", False))
+    dims, kept, result_groups = _held(shape, axes, groups, over, keepdim)
+    result = tuple(axis for _, axis in kept)
+    if flattened is None and all(axes[dim] is None for dim in dims):
+        inputs = {source: low.get(source).node}
+        return call_again(low, call, result, inputs)
+    if any(count > 1 for count in result_groups):
+        held = tuple(size for size, _ in kept)
+        low.hold(call.node, Flattened(held, result_groups))
+    cut = result if any(axis is not None for axis in result) else None
+    return _over_tiles(low, call, dims, cut)
+
+
+def _dims(call: Call, count: int) -> set[int]:
+    """Return over which dimensions of the value a call goes."""
+    given = call.get("dim")
+    if isinstance(given, bool):  # x.var(False): an older name of the correction
+        given = None
+    if given is None or given in ((), []):
+        return set(range(count))
+    if not are_dims(given):
+        raise Refused("its dimensions are not numbers")
+    return {int(d) % count for d in ([given] if isinstance(given, int) else given)}
+
+
+def _held(
+    shape: tuple[int, ...],
+    axes: Axes,
+    groups: tuple[int, ...],
+    over: set[int],
+    keepdim: bool,
+) -> tuple[tuple[int, ...], list[tuple[int, int | None]], tuple[int, ...]]:
+    """Return the dimensions reduced as they are held, and (size, axis) of the others.
+
+    The last are how many of these each dimension of the result joins.
+    """
+    dims: list[int] = []
+    kept: list[tuple[int, int | None]] = []
+    result_groups = []
+    first = 0
+    for place, count in enumerate(groups):
+        inside = range(first, first + count)
+        first += count
+        if place in over:
+            dims += inside
+            kept += [(1, None)] * count if keepdim else []
+        else:
+            kept += [(shape[dim], axes[dim]) for dim in inside]
+        if place not in over or keepdim:
+            result_groups.append(count)
+    return tuple(dims), kept, tuple(result_groups)
+
+
+def _over_tiles(
+    low: Lowering, call: Call, dims: tuple[int, ...], result: Axes | None
+) -> Local:
+    """Reduce on the tile, then put together what the tiles found."""
+    node, source = call.node, call.input
+    shape, axes = low.shape(source), low.axes(source)
+    assert axes is not None
+    part = low.get(source).node
+    among = low.among(axes[dim] for dim in dims if axes[dim] is not None)
+    options: dict[str, Any] = {}
+    if call.get("keepdim", False):
+        options["keepdim"] = True
+    if call.kind in ("sum", "mean"):
+        if call.get("dtype") is not None:
+            options["dtype"] = call["dtype"]
+        over = dims if len(dims) > 1 else dims[0]
+        args = (part, over) if len(dims) < len(shape) or options else (part,)
+        local = low.create(
+            node, "call_method", call.kind, args, options, None, partial=True
+        )
+        if call.kind == "sum":
+            return low.all_reduce(node, local.node, result, among)
+        reduced = tuple(a if d in dims else None for d, a in enumerate(axes))
+        share = low.share(shape, reduced)
+        return weighted_sum(low, call, local, share, result, among)
+    if not meta.spec(source).dtype.is_floating_point:
+        raise Refused("it is not of floating point numbers")
+    if call.kind in ("var", "std"):
+        options["correction"] = _correction(call)
+    if among:
+        options["among"] = among
+    function = tile_ops.REDUCTIONS[call.kind]
+    return low.create(node, "call_function", function, (part, dims), options, result)
+
+
+def _correction(call: Call) -> float:
+    """Return what a variance subtracts from the number of elements."""
+    given = call.get("dim")
+    unbiased = given if isinstance(given, bool) else call.get("unbiased")
+    if unbiased is not None:
+        return int(bool(unbiased))
+    correction: float = call.get("correction", 1)
+    return correction

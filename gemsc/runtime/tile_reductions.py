@@ -1,0 +1,151 @@
+"""Largest and smallest elements, and variances, over all tiles, with their gradients.
+
+Each tile brings what it found in one row of a table that is added up: one message.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gemsc.boxes import Box
+from gemsc.runtime.tile_norms import merged
+
+if TYPE_CHECKING:
+    from gemsc.runtime.tile_layers import LayersOnTiles
+
+__all__ = ["extreme", "global_max", "variance"]
+
+
+def extreme(
+    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...], *, largest: bool
+) -> Tensor:
+    """Return the largest or smallest elements over `dims` (kept) and all tiles.
+
+    Those that are equal to it share the gradient evenly, as in `torch.amax`.
+    """
+    result: Tensor = _Extreme.apply(value, grid, dims, largest)  # type: ignore[no-untyped-call]
+    return result
+
+
+def global_max(
+    grid: LayersOnTiles, value: Tensor, shape: tuple[int, ...], box: Box
+) -> Tensor:
+    """Return the largest element over the last dimensions (kept) and all tiles.
+
+    The whole value has `shape` there, the tile `box` of it. Of equal elements the first
+    in row-major order gets the gradient, as in `F.adaptive_max_pool2d`.
+    """
+    result: Tensor = _GlobalMax.apply(value, grid, shape, box)  # type: ignore[no-untyped-call]
+    return result
+
+
+def variance(
+    grid: LayersOnTiles,
+    value: Tensor,
+    dims: tuple[int, ...],
+    correction: float,
+    *,
+    root: bool,
+) -> Tensor:
+    """Return the variance over `dims` (kept) and all tiles, or its root.
+
+    The divisor is the number of elements less the correction.
+    """
+    result: Tensor = _Variance.apply(value, grid, dims, correction, root)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        largest: bool,
+    ) -> Tensor:
+        best_of = torch.amax if largest else torch.amin
+        own = best_of(value, dims, keepdim=True)
+        count = (value == own).sum(dims, keepdim=True)
+        bests, counts = _table(grid, own, count)
+        best = best_of(bests, 0)
+        count = torch.where(bests == best, counts, 0).sum(0)
+        result = best.to(value.dtype)
+        ctx.save_for_backward(value, result, count.to(value.dtype))
+        ctx.grid = grid
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        value, result, count = ctx.saved_tensors
+        gradient = ctx.grid.add_up(gradient.clone().contiguous())
+        return (value == result) * (gradient / count), None, None, None
+
+
+class _GlobalMax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, grid: LayersOnTiles, shape: tuple[int, ...], box: Box
+    ) -> Tensor:
+        own, index = value.flatten(-len(box)).max(-1)
+        rows = tuple(slice(start, stop) for start, stop in box)
+        places = torch.arange(prod(shape), device=value.device).view(shape)[rows]
+        place = places.flatten()[index]
+        bests, firsts = _table(grid, own, place)
+        best = bests.amax(0)
+        first = torch.where(bests == best, firsts, float(prod(shape))).amin(0)
+        ctx.save_for_backward(index, place == first)
+        ctx.grid, ctx.shape = grid, value.shape
+        return best.to(value.dtype).view(*own.shape, *(1,) * len(box))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        index, is_here = ctx.saved_tensors
+        gradient = ctx.grid.add_up(gradient.clone().contiguous()).view(index.shape)
+        result = gradient.new_zeros((*index.shape, prod(ctx.shape[index.dim() :])))
+        mine = torch.where(is_here, gradient, 0)
+        result.scatter_(-1, index.unsqueeze(-1), mine.unsqueeze(-1))
+        return result.view(ctx.shape), None, None, None
+
+
+class _Variance(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        correction: float,
+        root: bool,
+    ) -> Tensor:
+        mean, biased, count = merged(grid, value, dims)
+        freedom = (count - correction).to(mean.dtype)
+        result = biased * (count.to(mean.dtype) / freedom)
+        result = result.sqrt() if root else result
+        ctx.save_for_backward(value, mean, result, freedom)
+        ctx.grid, ctx.root = grid, root
+        return result.to(value.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        value, mean, result, freedom = ctx.saved_tensors
+        gradient = ctx.grid.add_up(gradient.clone().contiguous()).to(mean.dtype)
+        if ctx.root:  # as in torch, where all are equal there is no gradient
+            gradient = (gradient / (2 * result)).masked_fill(result == 0, 0)
+        found = (2 / freedom) * gradient * (value - mean)
+        return found.to(value.dtype), None, None, None, None
+
+
+def _table(grid: LayersOnTiles, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two numbers of each tile, by tile, in float64: counts stay exact."""
+    row = torch.stack([first.detach().double(), second.double()])
+    firsts, seconds = grid.rows(row).unbind(1)
+    return firsts, seconds

@@ -1,0 +1,128 @@
+"""Rank 0 of 4: tile 0 of 2 x 2, stage 0 of Tiled.
+
+Written by gemsc; do not edit, compile again:
+    gemsc compile Tiled --ranks 4 --tiles 2x2
+
+Stage 0: 673.8 kFLOP forward, 13.5 KiB of parameters,
+23.1 KiB kept for each micro-batch by the fullest tile;
+5.0 KiB from tile to tile in forward.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gemsc.runtime import Exchange, Grid, Input, Tiles, Worker, tile_boxes
+
+NUM_MICRO_BATCHES = 4
+NUM_REPLICAS = 1
+TILES = Tiles(grid=(2, 2), ranks=(0, 1, 2, 3), tile=0)
+
+# What the tiles hold of a value, and what they want of it.
+HALO_FIRST = Exchange(
+    index=0,
+    shape=(2, 8, 16, 16),
+    held=tile_boxes((0, 2), (0, 8), [(0, 9), (7, 16)], [(0, 9), (7, 16)]),
+    wanted=tile_boxes((0, 2), (0, 8), [(-1, 9), (7, 17)], [(-1, 9), (7, 17)]),
+    owned=tile_boxes((0, 2), (0, 8), [(0, 8), (8, 16)], [(0, 8), (8, 16)]),
+)
+HALO_X = Exchange(
+    index=1,
+    shape=(2, 8, 8, 8),
+    held=tile_boxes((0, 2), (0, 8), [(0, 4), (4, 8)], [(0, 4), (4, 8)]),
+    wanted=tile_boxes((0, 2), (0, 8), [(-1, 5), (3, 9)], [(-1, 5), (3, 9)]),
+    wraps=True,
+)
+# What this rank reads of each micro-batch.
+INPUTS = {
+    "x": Input(
+        ("input", 0),
+        (2, 8, 16, 16),
+        torch.float32,
+        box=((0, 2), (0, 8), (0, 9), (0, 9)),
+    ),
+    "target": Input(("target",), (2,), torch.int64),
+}
+# Gradients are added up over the ranks that hold the same parameters.
+REDUCTIONS = {"stage0": (0, 1, 2, 3)}
+
+
+class Stage0(nn.Module):
+    """Stage 0: first, around, fc."""
+
+    grid: Grid
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, kernel_size=3)
+        self.norm = nn.BatchNorm2d(8)
+        self.around = nn.Conv2d(8, 4, kernel_size=3)
+        self.fc = nn.Linear(256, 10)
+        self._loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.grid.redistribute(x, HALO_FIRST)  # 1 row up, 1 column left
+        # networks.py:204  x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.grid.batch_norm(self.first(x), self.norm))
+        # networks.py:205  x = x * x.mean(2, keepdim=True).sigmoid()
+        # sum over tiles (0, 2)
+        mean = self.grid.all_reduce(x.mean(2, keepdim=True) * 0.5, (0, 2))
+        x = x * mean.sigmoid()
+        # networks.py:206  x = self.around(F.max_pool2d(x, 2))
+        max_pool2d = F.max_pool2d(
+            x,
+            2,
+            stride=None,
+            padding=0,
+            dilation=1,
+            ceil_mode=False,
+            return_indices=False,
+        )
+        max_pool2d = self.grid.redistribute(max_pool2d, HALO_X)  # halo of 1
+        x = self.around(max_pool2d)
+        # networks.py:207  x = x - x.amax((2, 3), keepdim=True)
+        x = x - self.grid.amax(x, (2, 3), keepdim=True)
+        # networks.py:208  return self.fc(torch.flatten(x, 1))
+        fc = self.grid.linear(x, self.fc, (4, 8, 8), ((0, 4), (0, 4), (0, 4)))
+        loss = self._loss(fc, target)
+        return fc, loss
+
+
+STAGES = {"stage0": Stage0}
+
+
+def forward_stage0(worker: Worker, m: int) -> None:
+    """Run stage 0 on micro-batch m."""
+    x = worker.input("x", m)
+    target = worker.input("target", m)
+    fc, loss = worker.run("stage0", m, x, target)
+    worker.add_loss(loss)
+
+
+def backward_stage0(worker: Worker, m: int) -> None:
+    """Run stage 0 backward on micro-batch m."""
+    worker.backward("stage0", m, None, worker.loss_gradient)
+
+
+def evaluate_stage0(worker: Worker, m: int) -> None:
+    """Run stage 0 on micro-batch m, without gradients."""
+    x = worker.input("x", m)
+    target = worker.input("target", m)
+    fc, loss = worker.evaluate("stage0", m, x, target)
+    worker.add_result(m, loss, fc)
+
+
+def train_step(worker: Worker) -> None:
+    """Run this rank's part of one training step."""
+    for m in range(NUM_MICRO_BATCHES):
+        forward_stage0(worker, m)
+        backward_stage0(worker, m)
+    worker.start_reduction("stage0")
+    worker.finish_reductions()
+    worker.update()
+
+
+def eval_step(worker: Worker) -> None:
+    """Run this rank's part of one evaluation step."""
+    for m in range(NUM_MICRO_BATCHES):
+        evaluate_stage0(worker, m)

@@ -1,0 +1,218 @@
+"""Reductions over dimensions that are cut: values, gradients, ties, what stays cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tile_support import Step, assert_same, eager, on_tiles
+from torch import Tensor, nn
+
+from gemsc.ir import meta
+
+GRIDS = [(2, 2), (3, 1), (1, 2), (2, 3)]
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of all": lambda x: x.mean(),
+    "mean over pixels": lambda x: x.mean((2, 3)),
+    "mean over pixels, kept": lambda x: x.mean(dim=(-1, -2), keepdim=True),
+    "mean over rows": lambda x: x.mean(2),
+    "mean over columns": lambda x: x.mean(-1),
+    "mean over rows, kept": lambda x: x.mean(2, keepdim=True),
+    "mean over channels and columns": lambda x: torch.mean(x, (1, 3)),
+    "mean over channels": lambda x: x.mean(1),
+    "sum of all": lambda x: torch.sum(x),
+    "sum over rows and columns": lambda x: x.sum([2, 3], True),
+    "sum over columns": lambda x: torch.sum(x, dim=3, keepdim=True),
+    "sum over the batch and rows": lambda x: x.sum((0, 2)),
+    "sum in another type": lambda x: x.float().sum(2, dtype=torch.float64),
+    "amax over pixels": lambda x: x.amax(dim=(2, 3)),
+    "amax over rows": lambda x: x.amax(2),
+    "amax over columns, kept": lambda x: torch.amax(x, -1, keepdim=True),
+    "amin over pixels": lambda x: x.amin((2, 3), keepdim=True),
+    "max of all": lambda x: x.max(),
+    "min of all": lambda x: torch.min(x),
+    "var over pixels": lambda x: x.var((2, 3)),
+    "var over rows": lambda x: x.var(2, keepdim=True),
+    "var of all": lambda x: torch.var(x),
+    "biased var": lambda x: x.var((2, 3), unbiased=False),
+    "biased var of all": lambda x: x.var(False),
+    "var with correction": lambda x: torch.var(x, (1, 2, 3), correction=2),
+    "std over pixels": lambda x: x.std((2, 3), keepdim=True),
+    "std over columns": lambda x: x.std(-1, correction=0),
+    "adaptive max": lambda x: F.adaptive_max_pool2d(x, 1),
+    "max pool of all": lambda x: F.max_pool2d(x, (7, 10)),
+    "adaptive mean": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "mean of flattened pixels": lambda x: x.flatten(2).mean(-1),
+    "mean of flattened pixels, kept": lambda x: x.flatten(2).mean(2, keepdim=True),
+    "amax of a view": lambda x: x.view(2, 3, -1).amax(2),
+    "std of a reshape": lambda x: x.reshape(2, -1).std(1),
+    "mean over channels of pixels": lambda x: x.flatten(2).mean(1),
+}
+
+
+class Function(nn.Module):
+    """A convolution, a function, and a factor: gradients differ from place to place."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.conv(x)).sin()
+
+
+def square(output: Tensor) -> Tensor:
+    weights = torch.arange(1.0, output.numel() + 1, dtype=output.dtype)
+    return (output * weights.view(output.shape).cos()).sum() + output.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def check(model: nn.Module, x: Tensor, grid: tuple[int, ...], **options: Any) -> Step:
+    step = on_tiles(model, (x,), square, None, grid, **options)
+    assert_same(step, eager(model, (x,), square, None))
+    return step
+
+
+def gathered(step: Step) -> list[str]:
+    """Return the names of the exchanges that bring whole values of more than a sum."""
+    found = []
+    for node in step.programs[0].compute_nodes:
+        if getattr(node.target, "__name__", "") == "redistribute":
+            layout = meta.layout(node)
+            if layout is not None and layout.is_whole:
+                found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions(name: str, grid: tuple[int, ...]) -> None:
+    step = check(Function(REDUCTIONS[name]), torch.randn(2, 3, 7, 10), grid)
+    assert not [b for b in step.barriers if "sin" not in str(b.node)], step.barriers
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+def test_a_reduction_over_one_axis_leaves_the_other_cut(axis: int) -> None:
+    model = Function(lambda x: x * x.mean(axis, keepdim=True).relu())
+    step = check(model, torch.randn(2, 3, 7, 10), (2, 2))
+    assert not step.barriers
+    assert not gathered(step)
+    (mean,) = (n for n in step.programs[0].compute_nodes if n.name == "relu")
+    layout = meta.layout(mean)
+    assert layout is not None
+    assert len(set(layout.boxes)) == 2
+    assert meta.spec(mean).shape == ((2, 3, 1, 5) if axis == 2 else (2, 3, 4, 1))
+
+
+class Coordinates(nn.Module):
+    """Attention by rows and by columns, each from means over the other axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Conv2d(3, 3, (3, 1), padding=(1, 0))
+        self.columns = nn.Conv2d(3, 3, (1, 3), padding=(0, 1))
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(x.mean(3, keepdim=True)).sigmoid()
+        columns = self.norm(self.columns(x.amax(2, keepdim=True))).sigmoid()
+        return x * (rows * columns)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("fuse", [0, 2])
+def test_what_is_cut_along_one_axis_is_computed_on(
+    grid: tuple[int, ...], fuse: int
+) -> None:
+    step = check(Coordinates(), torch.randn(2, 3, 7, 10), grid, fuse=fuse)
+    reasons = {b.reason for b in step.barriers}
+    assert reasons <= {"it is cut along some axes of the grid only"}
+
+
+class Bare(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) * self.weight
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "amax over pixels",
+        "amax over rows",
+        "amin over pixels",
+        "max of all",
+        "min of all",
+        "adaptive max",
+        "max pool of all",
+    ],
+)
+def test_equal_elements_share_or_yield_the_gradient_as_in_torch(
+    name: str, grid: tuple[int, ...]
+) -> None:
+    x = torch.randint(0, 2, (2, 3, 7, 10)).double()  # ties on and between tiles
+    check(Bare(REDUCTIONS[name]), x, grid)
+    check(Bare(REDUCTIONS[name]), torch.ones(2, 3, 7, 10), grid)
+
+
+def test_where_all_are_equal_a_deviation_has_no_gradient() -> None:
+    step = check(Bare(lambda x: x.std((2, 3))), torch.ones(2, 3, 7, 10), (2, 2))
+    assert torch.equal(step.inputs["0"], torch.zeros(2, 3, 7, 10))
+
+
+def test_whole_numbers_and_indices_are_gathered() -> None:
+    model = Bare(lambda x: x.max(3).values + x.gt(0).long().amax(3))
+    step = check(model, torch.randn(2, 3, 7, 10), (2, 2))
+    reasons = [barrier.reason for barrier in step.barriers]
+    assert any("cut" in reason for reason in reasons)
+    assert any("floating point" in reason for reason in reasons)
+
+
+class Volume(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        planes = x.amax((2, 4), keepdim=True) + x.std(3, keepdim=True)
+        return (x - planes).var((0, 3)).sum(-1)
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 2), (2, 1, 2), (1, 3, 1)], ids=str)
+def test_volumes_are_reduced_along_any_axes(grid: tuple[int, ...]) -> None:
+    assert not check(Volume(), torch.randn(2, 1, 4, 5, 7), grid).barriers
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_dice_loss_of_flattened_masks(flat: bool) -> None:
+    def dice(output: Tensor, target: Tensor) -> Tensor:
+        if flat:
+            output, target = output.sigmoid().view(-1), target.view(-1)
+        both = (output * target).sum()
+        loss = F.mse_loss(output, target)
+        return 1 - 2 * both / (output.sum() + target.sum()) + loss
+
+    x, target = torch.randn(2, 3, 7, 10), torch.rand(2, 1, 7, 10).round()
+    model = nn.Conv2d(3, 1, 3, padding=1)
+    step = on_tiles(model, (x,), dice, target, (2, 3))
+    assert_same(step, eager(model, (x,), dice, target))
+    assert not step.barriers
