@@ -13,11 +13,12 @@ from test_parity import traced
 from torch import nn
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import Traced, assess, lower, search, trace
+from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.planner.candidates import alternatives
 from gemsc.planner.grids import grids
+from gemsc.search import assess, search
 
 
 def options(**choices: object) -> CompileOptions:
