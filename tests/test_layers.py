@@ -63,8 +63,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["simulate"] = {*MAY_IMPORT["compiler"], "compiler", "unfilled"}
 # the command may look at everything
-MAY_IMPORT["cli_simulate"] = {*MAY_IMPORT}
-MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT}
 # Single modules that may do more, each for a reason.
 EXCEPTIONS = {
     # weights are written by the code that reads them
