@@ -8,13 +8,12 @@ from dataclasses import replace
 from gemsc.compilation import Traced
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.passes.some_tiles import Splits
 from gemsc.planner.advice import nothing_fits
 from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
 from gemsc.planner.grids import picture_sizes
 from gemsc.planner.hardware import read_hardware
 from gemsc.planner.predict import micro_batch_size, reduced_bytes, sent_bytes
-from gemsc.staging import schedule_stages
+from gemsc.staging import Known, schedule_stages
 
 __all__ = ["assess", "search", "settled"]
 
@@ -43,7 +42,7 @@ def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
     Raises:
         GemscError: nothing fits; says what would.
     """
-    known: Splits = {}
+    known = Known()
     choices = alternatives(options, picture_sizes(traced.program))
     found = [assess(traced, each, known) for each in choices]
     leaner = [each.options for each in found if each.may_recompute()]
@@ -61,7 +60,7 @@ def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
 
 
 def assess(
-    traced: Traced, options: CompileOptions, known: Splits | None = None
+    traced: Traced, options: CompileOptions, known: Known | None = None
 ) -> Candidate:
     """Return what is predicted for one choice.
 

@@ -91,7 +91,7 @@ def simulate(
     policy = SCHEDULES[options.schedule].policy
     chosen = layout(options, simulated=True)
     program = run_passes(traced.program, stage_passes(options, chosen))
-    task = schedule_task((program,), chosen, options.device_memory, hardware.network)
+    task = schedule_task((program,), chosen, options.device_memory, hardware)
     if policy.split_backward:
         halves = (replace(s, weight=s.backward / 2) for s in task.stages)
         task = replace(task, stages=tuple(halves))

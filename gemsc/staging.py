@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gemsc.compilation import TileProgram, Traced
 from gemsc.errors import GemscError
 from gemsc.ir.program import Program
 from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions, choose
+from gemsc.passes.base import Pass
 from gemsc.passes.follow_stages import find_twins
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.pipeline import (
@@ -27,7 +29,7 @@ from gemsc.planner.savings import fit_memory
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run
 from gemsc.units import show_bytes
 
-__all__ = ["Scheduled", "schedule_stages", "with_evaluation"]
+__all__ = ["Known", "Scheduled", "schedule_stages", "with_evaluation"]
 
 
 @dataclass(frozen=True)
@@ -40,28 +42,47 @@ class Scheduled:
     timeline: Timeline
 
 
+@dataclass
+class Known:
+    """What one search has computed: choices that cut the model alike share it.
+
+    `programs` are those after some passes, `splits` what tiles run, `tasks` what the
+    stages of a program cost.
+    """
+
+    programs: dict[tuple[Pass, ...], Program] = field(default_factory=dict)
+    splits: Splits = field(default_factory=dict)
+    tasks: dict[tuple[object, ...], Task] = field(default_factory=dict)
+
+
 def schedule_stages(
     traced: Traced,
     options: CompileOptions,
     after_each: Observer | None = None,
     *,
-    known: Splits | None = None,
+    known: Known | None = None,
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
-    With `known` only the first and the fullest tile are split, if not known there.
+    With `known` only the first and the fullest tile are split, and nothing that is
+    known there is computed again.
     """
     schedule = choose("schedule", options.schedule, SCHEDULES)
     chosen = layout(options)
     passes = stage_passes(options, chosen)
-    program = run_passes(traced.program, passes, after_each=after_each)
+    hardware = read_hardware(options.hardware)
     if known is None:
+        program = run_passes(traced.program, passes, after_each=after_each)
         halos = choose_halos(program, options)
         tiles = tile_programs(program, options, halos, after_each=after_each)
+        task = schedule_task(tiles, chosen, None, hardware)
     else:
-        tiles = fullest_tiles(program, options, known)
-    network = read_hardware(options.hardware).network
-    task = schedule_task(tiles, chosen, None, network)
+        program = _staged(traced.program, passes, known)
+        tiles = fullest_tiles(program, options, known.splits)
+        key = (passes, options.local_batchnorm)
+        if key not in known.tasks:
+            known.tasks[key] = schedule_task(tiles, chosen, None, hardware)
+        task = replace(known.tasks[key], micro_batches=chosen.micro_batches)
     timeline = run(task, schedule.policy)
     cap = options.device_memory
     if cap is None or max(timeline.peak_bytes) <= cap:
@@ -70,6 +91,17 @@ def schedule_stages(
         return _fitted(program, chosen, schedule.policy, options)
     task = replace(task, memory_cap=cap)
     return Scheduled(program, tiles, task, run(task, schedule.policy))
+
+
+def _staged(program: Program, passes: Sequence[Pass], known: Known) -> Program:
+    """Run those passes that have not run yet after the same ones before them."""
+    done: tuple[Pass, ...] = ()
+    for step in passes:
+        done = (*done, step)
+        if done not in known.programs:
+            known.programs[done] = run_passes(program, (step,))
+        program = known.programs[done]
+    return program
 
 
 def _fitted(
@@ -82,19 +114,19 @@ def _fitted(
     """
     cap = options.device_memory
     assert cap is not None
-    network = read_hardware(options.hardware).network
+    hardware = read_hardware(options.hardware)
     kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
 
     def simulate(leaner: Program) -> Timeline:
-        return run(schedule_task((leaner,), chosen, None, network), policy)
+        return run(schedule_task((leaner,), chosen, None, hardware), policy)
 
     found = []
-    task = schedule_task((program,), chosen, cap, network)
+    task = schedule_task((program,), chosen, cap, hardware)
     with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
         found.append(Scheduled(program, (program,), task, run(task, policy)))
-    fit = fit_memory(program, cap, simulate, kinds)
+    fit = fit_memory(program, cap, simulate, hardware.device, kinds)
     if fit.fits:
-        task = schedule_task((fit.program,), chosen, cap, network)
+        task = schedule_task((fit.program,), chosen, cap, hardware)
         found.append(Scheduled(fit.program, (fit.program,), task, fit.timeline))
     if not found:
         raise GemscError(

@@ -149,10 +149,10 @@ def test_the_curve_begins_with_the_weights() -> None:
 
 def test_the_cheapest_set() -> None:
     savings = [
-        Saving(0, "recompute", 100, 1.0),
-        Saving(1, "recompute", 60, 0.4),
-        Saving(2, "recompute", 60, 0.4),
-        Saving(2, "offload", 100, 0.9),
+        Saving((0,), "recompute", 100, 1.0),
+        Saving((1,), "recompute", 60, 0.4),
+        Saving((2,), "recompute", 60, 0.4),
+        Saving((2,), "offload", 100, 0.9),
     ]
     assert cheapest(savings, 100) == (savings[1], savings[2])
     assert cheapest(savings, 101) == (savings[1], savings[2])
@@ -168,7 +168,7 @@ def test_the_cheapest_set() -> None:
     st.integers(1, 150),
 )
 def test_the_cheapest_set_is_the_best_of_all(pairs, needed) -> None:
-    savings = [Saving(i, "recompute", *pair) for i, pair in enumerate(pairs)]
+    savings = [Saving((i,), "recompute", *pair) for i, pair in enumerate(pairs)]
     costs = [
         sum(saving.seconds for saving in some)
         for count in range(len(savings) + 1)

@@ -11,6 +11,7 @@ from gemsc.cli.terminal import console, progress_bar
 from gemsc.errors import GemscError
 from gemsc.profiling import (
     calibrate_machine,
+    check_device,
     check_output,
     measure_on_ranks,
     write_network,
@@ -34,6 +35,9 @@ def profile_command(
         str, typer.Option(help="where the figures that are not measured come from")
     ] = "",
     ranks: Annotated[int, typer.Option(help="network: processes to start", min=2)] = 2,
+    device: Annotated[
+        str, typer.Option(help="calibrate: cpu, or cuda for the GPU of this machine")
+    ] = "cpu",
     threads: Annotated[
         int, typer.Option(help="calibrate: threads of one rank", min=1)
     ] = 1,
@@ -47,6 +51,7 @@ def profile_command(
             "nothing to measure", help="give --calibrate, --network or both"
         )
     check_output(output)
+    check_device(device)
     if network and is_rank():
         if (found := measure_on_this_rank()) is not None:
             write_network(found, output, hardware)
@@ -54,7 +59,9 @@ def profile_command(
     if calibrate:
         restart_like_a_rank()
         with progress_bar() as show:
-            calibrate_machine(output, hardware, threads, quick=quick, progress=show)
+            calibrate_machine(
+                output, hardware, threads, kind=device, quick=quick, progress=show
+            )
     if network:
         found = measure_on_ranks(ranks)
         write_network(found, output, hardware)

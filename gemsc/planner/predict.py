@@ -16,7 +16,7 @@ from gemsc.ir.dump import dump
 from gemsc.ir.program import Barrier, Program, Stage, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
-from gemsc.planner.activations import activations, again_seconds, host_seconds
+from gemsc.planner.activations import activations, again_seconds
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
@@ -37,7 +37,7 @@ def schedule_task(
     tiles: Sequence[Program],
     chosen: Layout,
     memory_cap: int | None,
-    network: Network,
+    hardware: Hardware,
 ) -> Task:
     """Return what the schedule engine needs to know of the program.
 
@@ -47,7 +47,8 @@ def schedule_task(
     first = tiles[0]
     placement = first.placement
     assert placement is not None
-    costs = [_stage_costs(tile, network) for tile in tiles]
+    network = hardware.network
+    costs = [_stage_costs(tile, hardware) for tile in tiles]
     stages = tuple(
         _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
         for stage in first.require_stages()
@@ -78,14 +79,15 @@ def _size(program: Program, stage: int) -> int:
     return len(program.placement.ranks[0][stage])
 
 
-def _stage_costs(program: Program, network: Network) -> list[StageCost]:
+def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     """Return what each stage costs on the rank that runs this program."""
     saved = activations(program)
     weights = stage_weights(program)
     found = []
     for stage in program.require_stages():
         kept, owned = saved[stage.index], weights[stage.index]
-        besides = _talking(program, stage, network) + host_seconds(kept.moved)
+        besides = _talking(program, stage, hardware.network)
+        besides += hardware.device.host_seconds(kept.moved)
         again = again_seconds(program, stage.index)
         found.append(
             StageCost(

@@ -48,32 +48,34 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
     if not task.has_backward:
         last = Kind.FORWARD
     posted: dict[tuple[Kind, int, int], int] = {}
-    gradients: dict[int, int] = {}
-    saved = live = 0
+    with_gradients: set[int] = set()
+    saved = live = messages = gradients = 0
     for timed in actions:
         action = timed.action
         stage = task.stages[action.stage]
         if action.kind is not Kind.WEIGHT:
             is_last = action.micro_batch + 1 == task.micro_batches[action.replica]
-            sizes = task.posted_bytes(action.replica, action.stage)
-            size = sizes[action.kind is Kind.BACKWARD]
-            posted[action.kind, action.replica, action.stage] = 0 if is_last else size
+            sizes = task.posted[action.replica][action.stage]
+            size = 0 if is_last else sizes[action.kind is Kind.BACKWARD]
+            key = action.kind, action.replica, action.stage
+            messages += size - posted.get(key, 0)
+            posted[key] = size
         if action.kind is Kind.FORWARD:
             saved, live = saved + stage.saved_bytes, live + 1
         transient = made = 0
         if action.kind is Kind.BACKWARD:
             transient = stage.transient_bytes
-            if action.stage not in gradients:
+            if action.stage not in with_gradients:
                 made = stage.first_transient_bytes - transient
-        ready = sum(gradients.values()) + made
-        held = (saved, transient, ready, sum(posted.values()), live)
+        held = (saved, transient, gradients + made, messages, live)
         yield Held(timed.start, action, *held)
-        if action.kind is Kind.BACKWARD:
-            gradients[action.stage] = stage.gradient_bytes
+        if action.kind is Kind.BACKWARD and action.stage not in with_gradients:
+            with_gradients.add(action.stage)
+            gradients += stage.gradient_bytes
         if action.kind is last:
             saved, live = saved - stage.saved_bytes, live - 1
         if action.kind is not Kind.FORWARD or action.kind is last:
-            held = (saved, 0, sum(gradients.values()), sum(posted.values()), live)
+            held = (saved, 0, gradients, messages, live)
             yield Held(timed.end, action, *held)
 
 
