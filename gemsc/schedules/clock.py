@@ -39,7 +39,7 @@ def play(task: Task, orders: Sequence[Sequence[Action]], *, split: bool) -> Cloc
                 break
             free[rank] = clock.do(action, max(free[rank], ready))
             position[rank] += 1
-            waiting.extend(dest for dest, _ in clock.wakes(action))
+            waiting.extend([dest for dest, _ in clock.wakes(action)])
     if any(p < len(order) for p, order in zip(position, orders, strict=True)):
         stuck = [str(o[p]) for p, o in zip(position, orders, strict=True) if p < len(o)]
         raise InternalError(f"the orders block each other at {', '.join(stuck)}")
@@ -63,6 +63,11 @@ class Clock:
         self.ends: dict[tuple[Kind, int, int], list[float]] = {
             (kind, *lane): [] for kind in kinds for lane in lanes
         }
+        self._seconds = {
+            (kind, stage): cost.seconds(kind, split=split)
+            for kind in kinds
+            for stage, cost in enumerate(task.stages)
+        }
         self._needs = {key: self._needs_of(*key) for key in self.ends}
         self._wakes = {key: self._wakes_of(*key) for key in self.ends}
         self.ranks: list[list[Timed]] = [[] for _ in range(task.num_ranks)]
@@ -83,7 +88,9 @@ class Clock:
         for ends, seconds in self._needs[action.kind, action.replica, action.stage]:
             if len(ends) <= number:
                 return None
-            latest = max(latest, ends[number] + seconds)
+            arrival = ends[number] + seconds
+            if arrival > latest:
+                latest = arrival
         return latest
 
     def wakes(self, action: Action) -> list[tuple[int, float]]:
@@ -134,10 +141,10 @@ class Clock:
         ends = self.ends[action.kind, action.replica, action.stage]
         if len(ends) != action.micro_batch:
             raise InternalError(f"{action} is out of order, {len(ends)} is next")
-        cost = self.task.stages[action.stage]
-        end = start + cost.seconds(action.kind, split=self.split)
+        end = start + self._seconds[action.kind, action.stage]
         ends.append(end)
-        self.makespan = max(self.makespan, end)
+        if end > self.makespan:
+            self.makespan = end
         rank = self.task.placement[action.replica][action.stage]
         self.ranks[rank].append(Timed(action, start, end))
         return end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -210,6 +210,7 @@ class _Scheduler:
         self.held = {lane: max(1, policy.held(task, *lane)) for lane in lanes}
         ranks = range(task.num_ranks)
         self.rank_live = [max(1, policy.rank_live(task, rank)) for rank in ranks]
+        self.unlimited = _no_rank_limit(task, 0)
         self.room = [_Room(task, policy, self.clock, rank) for rank in ranks]
         self.group = _group(task)
         self.next: list[dict[Kind, dict[Lane, tuple[Key, Action]]]] = [
@@ -249,9 +250,9 @@ class _Scheduler:
     def _choose(self, rank: int, now: float) -> Action | None:
         """Return what a rank does next: the first kind, then the least key."""
         for kind in self.kinds:
-            found = list(self.next[rank][kind].values())
-            if len(found) > 1:
-                found.sort(key=_key)
+            found: Iterable[tuple[Key, Action]] = self.next[rank][kind].values()
+            if len(self.task.lanes[rank]) > 1:
+                found = sorted(found, key=_key)
             for _, action in found:
                 if kind is Kind.FORWARD and not self.room[rank].has(action):
                     continue
@@ -288,6 +289,8 @@ class _Scheduler:
             return False
         if self._live(lane, self.clock.last_kind) >= self.held[lane]:
             return False
+        if self.rank_live[rank] >= self.unlimited:
+            return True
         live = sum(self._live(lane, Kind.BACKWARD) for lane in self.task.lanes[rank])
         return live < self.rank_live[rank]
 

@@ -90,7 +90,7 @@ def find_loops(actions: Sequence[Action]) -> tuple[Step, ...]:
     step = total + 1
     line = step * step
     best = np.zeros(total + 1, dtype=np.int64)
-    choice: list[tuple[int, int]] = [(1, 1)] * total
+    choice = [(1, 1)] * total
     for start in reversed(range(total)):
         best[start] = best[start + 1] + line + step
         length, repeats = _loops_from(runs[:, start])
