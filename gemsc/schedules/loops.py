@@ -93,15 +93,15 @@ def find_loops(actions: Sequence[Action]) -> tuple[Step, ...]:
     choice = [(1, 1)] * total
     for start in reversed(range(total)):
         best[start] = best[start + 1] + line + step
-        length, repeats = _loops_from(runs[:, start])
-        if not len(length):
+        lengths, counts = _loops_from(runs[:, start])
+        if not len(lengths):
             continue
-        late = (start < forward_at[start]) & (forward_at[start] < start + length)
-        costs = best[start + length * repeats] + line * (1 + length) + step + late
+        late = (start < forward_at[start]) & (forward_at[start] < start + lengths)
+        costs = best[start + lengths * counts] + line * (1 + lengths) + step + late
         least = int(np.argmin(costs))
         if costs[least] < best[start]:
             best[start] = costs[least]
-            choice[start] = int(length[least]), int(repeats[least])
+            choice[start] = int(lengths[least]), int(counts[least])
     steps: list[Step] = []
     start = 0
     while start < total:
