@@ -18,7 +18,7 @@ __all__ = ["Fit", "Saving", "cheapest", "fit_memory"]
 
 _UNITS = 400  # the steps into which what is needed is divided
 _ROUNDS = 12
-MOST_JOINED = 4  # neighbouring blocks that are recomputed as one
+JOINED = (1, 2, 4)  # neighbouring blocks that are recomputed as one, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,19 @@ def fit_memory(
 
     `program` has stages and a placement; blocks that are in segments already stay so.
     `simulate` returns the timeline of a program, without a cap. Neighbours recomputed
-    as one free what is between them as well, but need more at once: a choice of single
-    blocks and one with such neighbours are compared.
+    as one free what is between them as well, but need more at once: choices of single
+    blocks, of pairs and of longer runs are compared.
     """
     fit = Fit(program, simulate(program), fits=False)
     if fit.peak_bytes <= cap:
         return replace(fit, fits=True)
     found = []
-    for longest in (1, MOST_JOINED):
+    before = None
+    for longest in JOINED:
         savings = _savings(program, device, tuple(kinds), longest)
-        if longest == 1 or any(len(s.blocks) > 1 for m in savings.values() for s in m):
+        if savings != before:
             found.append(_chosen(fit, cap, simulate, savings))
+        before = savings
     best, chosen = min(found, key=_worth)
     return _pruned(program, cap, simulate, chosen, best) if best.fits else best
 
