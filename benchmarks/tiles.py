@@ -20,8 +20,9 @@ from resnet import ResNetV2
 from torch import Tensor, nn
 from unet_histology import model as unet
 
-from gemsc.compiler import schedule_stages, trace
+from gemsc.compiler import trace
 from gemsc.options import CompileOptions
+from gemsc.staging import schedule_stages
 
 TILES = {1: "", 2: "2x1", 4: "2x2"}
 

@@ -1,4 +1,4 @@
-"""Compilation: everything that is decided before text is written."""
+"""What a compilation knows: traced, split, and all decided before text is written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ from gemsc.ir.program import Program
 from gemsc.plan import Plan
 from gemsc.schedules.loops import Step
 
-__all__ = ["Compilation", "TileProgram"]
+__all__ = ["Compilation", "TileProgram", "Traced"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model as a graph cut into blocks, for any number of ranks.
+
+    `evaluation` is the graph in evaluation mode; `twins` maps nodes of the one to nodes
+    of the other if they differ in constants only.
+    """
+
+    program: Program
+    evaluation: Program
+    twins: dict[fx.Node, fx.Node] | None
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
+from typing import TypeVar
 
 from gemsc.errors import GemscError
 
-__all__ = ["AUTO", "BALANCES", "CompileOptions"]
+__all__ = ["AUTO", "BALANCES", "CompileOptions", "choose"]
+
+Choice = TypeVar("Choice")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
 AUTO = -1  # a number that is left to the compiler
@@ -201,3 +205,16 @@ def _check_names(option: str, names: tuple[str, ...]) -> None:
             f"--{option} {','.join(names)} mixes '{min(words)}' with names",
             help=f"give --{option} {min(words)}, or names only",
         )
+
+
+def choose(what: str, name: str, table: Mapping[str, Choice]) -> Choice:
+    """Return the entry of a table that an option names.
+
+    Raises:
+        GemscError: there is none of that name.
+    """
+    if name not in table:
+        raise GemscError(
+            f"unknown {what} '{name}'", help=f"choose one of {', '.join(table)}"
+        )
+    return table[name]

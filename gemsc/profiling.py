@@ -15,12 +15,40 @@ from typing import Any
 import torch
 
 from gemsc.errors import GemscError
-from gemsc.planner.calibrate import QUICK, Effort, Progress, calibrate
+from gemsc.planner.calibrate import QUICK, Effort, Progress, calibrate, rounded
 from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.measured_network import measured_network
+from gemsc.planner.stopwatch import clock_of
 from gemsc.runtime.launch import launch
+from gemsc.runtime.offload import store_for
+from gemsc.runtime.streams import streams_for
 
-__all__ = ["calibrate_machine", "check_output", "measure_on_ranks", "write_network"]
+__all__ = [
+    "calibrate_machine",
+    "check_device",
+    "check_output",
+    "measure_on_ranks",
+    "write_network",
+]
+
+
+DEVICES = ("cpu", "cuda")
+HOST_BYTES = 2**26  # more than caches hold
+
+
+def check_device(kind: str) -> None:
+    """Refuse to measure what is not there.
+
+    Raises:
+        GemscError: it is neither a CPU nor a GPU, or there is no GPU.
+    """
+    if kind not in DEVICES:
+        raise GemscError(f"unknown device '{kind}'", help="choose cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise GemscError(
+            "--device cuda: PyTorch finds no GPU here",
+            help="run it on the machine with the GPU, with a PyTorch for CUDA",
+        )
 
 
 def check_output(path: Path) -> None:
@@ -42,15 +70,22 @@ def calibrate_machine(
     hardware: str,
     threads: int,
     *,
+    kind: str = "cpu",
     quick: bool = False,
     progress: Progress = lambda name, share: None,
 ) -> Hardware:
-    """Measure the device; the network stays that of `hardware`, or of `output`."""
+    """Measure a device; the network stays that of `hardware`, or of `output`.
+
+    `kind` is "cpu" or "cuda", `threads` the number of a CPU's.
+    """
     base = _base(output, hardware)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        device = calibrate(QUICK if quick else Effort(), progress=progress)
+        effort = QUICK if quick else Effort()
+        device = calibrate(effort, device=kind, progress=progress)
+        progress("host", 0.99)
+        device = replace(device, host_bandwidth=_host_bandwidth(kind))
     finally:
         torch.set_num_threads(before)
     found = Hardware(
@@ -66,6 +101,23 @@ def calibrate_machine(
     )
     found.write(output)
     return found
+
+
+def _host_bandwidth(kind: str) -> float:
+    """Return the bytes per second, one way, to where offloaded activations wait."""
+    store = store_for(streams_for(torch.device(kind)))
+    data = torch.zeros(HOST_BYTES, dtype=torch.uint8, device=kind)
+    clock = clock_of(kind)
+    times = []
+    for _ in range(5):
+        started = clock()
+        kept = store.put(data)
+        kept.fetch().take()
+        if kind != "cpu":
+            torch.cuda.synchronize()
+        times.append(clock() - started)
+        kept.free()
+    return rounded(2 * HOST_BYTES / min(times))
 
 
 def measure_on_ranks(ranks: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gemsc.compiler import Traced, search
+from gemsc.compilation import Traced
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.options import CompileOptions
@@ -20,6 +20,7 @@ from gemsc.planner.layout import layout
 from gemsc.planner.predict import reduced_bytes, schedule_task
 from gemsc.planner.scaling import Point, Simulator
 from gemsc.schedules import SCHEDULES, Task, Timeline
+from gemsc.search import search
 from gemsc.unfilled import unfilled
 from gemsc.user_model import UserModel, load_user_model
 
@@ -90,13 +91,8 @@ def simulate(
     policy = SCHEDULES[options.schedule].policy
     chosen = layout(options, simulated=True)
     program = run_passes(traced.program, stage_passes(options, chosen))
-    task = schedule_task(
-        (program,),
-        chosen,
-        options.device_memory,
-        hardware.network,
-        split=policy.split_backward,
-    )
+    cap, split = options.device_memory, policy.split_backward
+    task = schedule_task((program,), chosen, cap, hardware, split=split)
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,

@@ -13,11 +13,13 @@ from test_parity import traced
 from torch import nn
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import Traced, assess, lower, search, trace
+from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.planner.candidates import alternatives
 from gemsc.planner.grids import grids
+from gemsc.search import assess, search
+from gemsc.staging import Known
 
 
 def options(**choices: object) -> CompileOptions:
@@ -95,7 +97,7 @@ def test_a_picture_that_fits_on_no_layer_split_is_split_itself(
 
 def test_two_tiles_of_a_grid_tell_what_all_of_them_do() -> None:
     chosen = options(ranks=4, tiles="4x1", micro_batches=2)
-    found, exact = (assess(traced("unet"), chosen, known) for known in ({}, None))
+    found, exact = (assess(traced("unet"), chosen, known) for known in (Known(), None))
     assert found.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.03)
     plan = lower(traced("unet"), chosen).plan

@@ -13,7 +13,6 @@ import torch
 from command_line import MODEL, SECONDS, Gemsc, Outcome, files, gemsc_here, start
 from torch import nn
 
-from gemsc import cli
 from gemsc.errors import GemscError
 from gemsc.runtime import launch
 from gemsc.runtime.data import Batches
@@ -402,7 +401,7 @@ def test_a_fault_of_ours_is_not_the_users(
         raise RuntimeError("ours")
 
     prepare(tmp_path)
-    monkeypatch.setattr(cli, "compile", fail)
+    monkeypatch.setattr("gemsc.cli.compile.compile", fail)
     outcome = gemsc("compile", "model.py")
     assert outcome.code == 70
     assert "RuntimeError: ours" in outcome.err

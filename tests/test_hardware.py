@@ -66,6 +66,14 @@ def test_gpus_come_from_data_sheets_and_say_so() -> None:
         assert any("assumed" in note for note in hardware.notes)
 
 
+def test_a_file_without_a_host_bandwidth_is_read(tmp_path: Path) -> None:
+    device = Hardware.read(written(tmp_path)).device
+    assert device.host_seconds(8 * 10**9) == pytest.approx(2.0)
+    faster = TEXT.replace("memory_bytes", "host_bandwidth = 16e9\nmemory_bytes")
+    device = Hardware.read(written(tmp_path, faster)).device
+    assert device.host_seconds(8 * 10**9) == pytest.approx(0.5)
+
+
 def test_ranks_of_one_node_talk_over_the_inner_link(tmp_path: Path) -> None:
     network = Hardware.read(written(tmp_path)).network
     assert network.link(0, 1) == Link(latency=1e-6, bandwidth=1e9)

@@ -48,11 +48,15 @@ MAY_IMPORT = {
     "runtime": {*HELPERS - {"options"}, "user_model"},
     "verify": {*HELPERS, "user_model", "runtime"},
     "profiling": {*PLANNER, "runtime"},
+    "staging": {*PLANNER, "compilation", "passes"},
+    "search": {*PLANNER, "compilation", "passes", "staging"},
     "compiler": {
         *PLANNER,
         "compilation",
         "frontend",
         "passes",
+        "staging",
+        "search",
         "codegen",
         "viz",
         "user_model",
@@ -60,8 +64,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["simulate"] = {*MAY_IMPORT["compiler"], "compiler", "unfilled"}
 # the command may look at everything
-MAY_IMPORT["cli_simulate"] = {*MAY_IMPORT}
-MAY_IMPORT["cli"] = {*MAY_IMPORT, "cli"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT}
 # Single modules that may do more, each for a reason.
 EXCEPTIONS = {
     # weights are written by the code that reads them

@@ -20,10 +20,12 @@ from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.from_plan import task_of, timeline_of
+from gemsc.planner.hardware import read_hardware
 from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
 from gemsc.planner.optimizer_state import optimizer_bytes
 from gemsc.planner.savings import Saving, cheapest
 from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
+from gemsc.verify import compare
 
 
 def adamw(parameters):
@@ -149,10 +151,10 @@ def test_the_curve_begins_with_the_weights() -> None:
 
 def test_the_cheapest_set() -> None:
     savings = [
-        Saving(0, "recompute", 100, 1.0),
-        Saving(1, "recompute", 60, 0.4),
-        Saving(2, "recompute", 60, 0.4),
-        Saving(2, "offload", 100, 0.9),
+        Saving((0,), "recompute", 100, 1.0),
+        Saving((1,), "recompute", 60, 0.4),
+        Saving((2,), "recompute", 60, 0.4),
+        Saving((2,), "offload", 100, 0.9),
     ]
     assert cheapest(savings, 100) == (savings[1], savings[2])
     assert cheapest(savings, 101) == (savings[1], savings[2])
@@ -168,7 +170,7 @@ def test_the_cheapest_set() -> None:
     st.integers(1, 150),
 )
 def test_the_cheapest_set_is_the_best_of_all(pairs, needed) -> None:
-    savings = [Saving(i, "recompute", *pair) for i, pair in enumerate(pairs)]
+    savings = [Saving((i,), "recompute", *pair) for i, pair in enumerate(pairs)]
     costs = [
         sum(saving.seconds for saving in some)
         for count in range(len(savings) + 1)
@@ -205,6 +207,61 @@ def test_auto_stays_under_the_cap(
     record = run_on_threads(tmp_path / "program", 2, [batch] * 2, dtype=torch.float32)
     assert max(record.peak_bytes) <= cap
     assert record.peak_bytes == program.plan.peak_bytes
+
+
+def test_neighbours_as_one_fit_where_all_blocks_alone_do_not(tmp_path: Path) -> None:
+    options = CompileOptions(ranks=2, micro_batches=4)
+    alone = lower(traced("unet"), replace(options, recompute=("all",)))
+    cap = int(0.98 * max(alone.plan.peak_bytes))
+    fitted = replace(options, device_memory=cap, recompute=("auto",))
+    plan = lower(traced("unet"), fitted).plan
+    assert max(plan.peak_bytes) <= cap
+    assert any(".." in name for stage in plan.stages for name in stage.recompute)
+    batch = MODELS["unet"].inputs(4, torch.float32)
+    records = []
+    for choice in (options, fitted):
+        folder = tmp_path / str(len(records))
+        write_directory(lower(traced("unet"), choice).compilation, folder)
+        records.append(run_on_threads(folder, 2, [batch] * 2, dtype=torch.float32))
+    assert records[1].peak_bytes == plan.peak_bytes
+    found = compare(records[1], records[0])
+    assert found.equal == found.total
+
+
+def test_joined_savings_take_the_place_of_their_blocks() -> None:
+    savings = [
+        Saving((0,), "recompute", 50, 1.0),
+        Saving((1,), "recompute", 50, 1.0),
+        Saving((2,), "recompute", 50, 1.0),
+        Saving((0, 1), "recompute", 130, 2.5),
+    ]
+    assert cheapest(savings, 100) == (savings[0], savings[1])
+    assert cheapest(savings, 130) == (savings[3],)
+    assert cheapest(savings, 180) == (savings[3], savings[2])
+    assert cheapest(savings, 181) is None
+
+
+@pytest.mark.parametrize("ratio", [0.5, 4.0])
+def test_offloading_costs_what_the_machine_takes(ratio: float, tmp_path: Path) -> None:
+    hardware = read_hardware()
+    path = tmp_path / "other.toml"
+    other = replace(
+        hardware.device, host_bandwidth=hardware.device.host_bandwidth * ratio
+    )
+    replace(hardware, device=other).write(path)
+    options = CompileOptions(ranks=1, offload=("layer1",))
+    kept, found, changed = (
+        lower(traced("resnet18"), choice).plan.stages[0]
+        for choice in (
+            replace(options, offload=()),
+            options,
+            replace(options, hardware=str(path)),
+        )
+    )
+    for name in ("forward_seconds", "backward_seconds"):
+        copy, again = (getattr(s, name) - getattr(kept, name) for s in (found, changed))
+        assert copy > 0
+        assert again == pytest.approx(copy / ratio)
 
 
 def test_a_cap_that_all_keeps_to_changes_nothing() -> None:

@@ -11,11 +11,12 @@ from command_line import MODEL, Gemsc, gemsc_here
 from torch import nn
 
 import gemsc
-from gemsc.compiler import search, trace
+from gemsc.compiler import trace
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
 from gemsc.planner.candidates import alternatives, reason
+from gemsc.search import search
 
 
 @pytest.fixture

@@ -173,6 +173,8 @@ def test_a_quick_calibration_writes_a_file_that_compiles(
     device = read_hardware(str(path)).device
     assert {"convolution-2d", "matmul-nt", "attention", "norm-batch"} <= set(device.fit)
     assert device.peak_flops["float32"] > 1e8
+    assert 1e7 < device.host_bandwidth < 1e12
+    assert "host_bandwidth" in path.read_text()
     model, out = tmp_path / "net.py", tmp_path / "program"
     model.write_text(MODEL)
     done = gemsc("compile", model, "--hardware", path, "-o", out)
@@ -202,6 +204,29 @@ def test_a_name_that_cannot_be_written_is_refused_first(
     (tmp_path / "file").touch()
     with pytest.raises(GemscError, match="cannot write"):
         check_output(tmp_path / name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_none_is_measured(gemsc: Gemsc, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.toml"
+    done = gemsc("profile", "--calibrate", "--device", "cuda", "-o", path)
+    assert done.code == 1
+    assert "--device cuda: PyTorch finds no GPU here" in done.err
+    done = gemsc("profile", "--calibrate", "--device", "tpu", "-o", path)
+    assert done.code == 1
+    assert "unknown device 'tpu'" in done.err
+    assert not path.exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_calibrated(gemsc: Gemsc, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.toml"
+    done = gemsc("profile", "--calibrate", "--quick", "--device", "cuda", "-o", path)
+    assert done.code == 0, done.err
+    device = read_hardware(str(path)).device
+    assert device.name == torch.cuda.get_device_name()
+    assert {"convolution-2d", "matmul-nt"} <= set(device.fit)
+    assert 1e9 < device.host_bandwidth < device.memory_bandwidth
 
 
 def test_profile_needs_something_to_do(gemsc: Gemsc) -> None:

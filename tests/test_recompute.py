@@ -197,6 +197,7 @@ def test_a_block_goes_by_its_own_name_before_that_of_its_module() -> None:
     [
         CompileOptions(recompute=("all",)),
         CompileOptions(recompute=("layer1", "layer2.0"), offload=("fc",)),
+        CompileOptions(recompute=("layer1.1..layer2.1", "layer3.0")),
     ],
     ids=CompileOptions.command_line,
 )
@@ -205,6 +206,17 @@ def test_an_edited_plan_keeps_them(options: CompileOptions, tmp_path: Path) -> N
     edited = EditedPlan.read(tmp_path / "one" / "plan.toml")
     again = lower(traced("resnet18"), edited.options())
     assert again.compilation.program.segments == program.compilation.program.segments
+
+
+def test_blocks_from_the_first_to_the_last_are_one() -> None:
+    options = CompileOptions(ranks=1, recompute=("layer1.1..layer2.1",))
+    program = lower(traced("resnet18"), options).compilation.program
+    (segment,) = program.segments or ()
+    names = [program.blocks[index].name for index in segment.blocks]
+    assert names == ["layer1.1", "layer2.0", "layer2.1"]
+    wrong = CompileOptions(ranks=1, recompute=("layer1.1..layer2.7",))
+    with pytest.raises(GemscError, match=r"no block lies in a module 'layer2\.7'"):
+        lower(traced("resnet18"), wrong)
 
 
 @pytest.mark.parametrize("word", ["all", "auto"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from plan_support import made_up_plan
 from rich.console import Console
 
+from gemsc.plan import Plan
 from gemsc.viz.columns import column, fitted, sample
 from gemsc.viz.strip import strips
 from gemsc.viz.tables import show
@@ -43,6 +45,37 @@ def test_a_narrow_one_keeps_times_and_memory() -> None:
     heads = {word for line in printed(80, num_ranks=4) for word in line.split()}
     assert {"ranks", "weights", "kept", "forward", "backward"} <= heads
     assert "share" not in heads
+
+
+def test_what_keeps_no_activations_is_named_and_the_peak_taken_apart() -> None:
+    plan = made_up_plan(2)
+    assert "recomputed" not in str(told(plan))
+    stages = [
+        replace(plan.stages[0], recompute=["enter..down", "up"]),
+        replace(plan.stages[1], offload=["head"]),
+    ]
+    part = {"parameters": 1, "optimizer": 2, "gradients": 3, "activations": 4}
+    memory = [{key: size * 2**20 for key, size in part.items()} | {"messages": 5}] * 2
+    lines = told(replace(plan, stages=stages, memory=memory))
+    assert [line.split() for line in lines if "enter..down" in line] == [
+        ["│", "0", "│", "enter..down,", "up", "│", "│"]
+    ]
+    assert [line.split() for line in lines if "│ head" in line] == [
+        ["│", "1", "│", "│", "head", "│"]
+    ]
+    (head,) = [line for line in lines if "optimizer" in line]
+    titles = [title.strip() for title in head.split("┃")]
+    wanted = ["rank", "peak", "weights", "optimizer", "gradients", "messages"]
+    assert titles[1:8] == [*wanted, "activations"]
+    row = next(line for line in lines[lines.index(head) :] if line.startswith("│ 0"))
+    sizes = [cell.strip() for cell in row.split("│")]
+    assert sizes[3:8] == ["1.0 MiB", "2.0 MiB", "3.0 MiB", "5 B", "4.0 MiB"]
+
+
+def told(plan: Plan) -> list[str]:
+    console = Console(file=io.StringIO(), width=160)
+    show(plan, console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def test_of_many_ranks_a_sample_is_shown() -> None:

@@ -270,7 +270,7 @@ def literal(value: object) -> str:
     Raises:
         InternalError: the value has no exact text.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | range):
         return repr(value)
     if isinstance(value, int):  # of any subclass: an IntEnum, for example
         return int.__repr__(value)
@@ -285,8 +285,6 @@ def literal(value: object) -> str:
         return str(value)
     if isinstance(value, torch.device):
         return "device"
-    if isinstance(value, range):
-        return f"range({value.start}, {value.stop}, {value.step})"
     if isinstance(value, AxisWindows | Resize):
         fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         inside = ", ".join(f"{name}={_nested(each)}" for name, each in fields)

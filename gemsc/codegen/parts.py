@@ -1,4 +1,4 @@
-"""The parts of a stage's forward: plain lines, and blocks that do not keep their own."""
+"""The parts of a stage's forward: plain lines, and blocks that keep less."""
 
 from __future__ import annotations
 

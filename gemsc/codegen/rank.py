@@ -45,8 +45,11 @@ class _RankWriter:
         self.text = text
         self.writer = Writer()
         self.taken = Names(
-            [*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"]
-            + ["NUM_REPLICAS", "TILES", "SPLITS_BACKWARD", "train_step", "eval_step"]
+            [
+                *(*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"),
+                *("NUM_REPLICAS", "TILES", "SPLITS_BACKWARD"),
+                *("train_step", "eval_step"),
+            ]
         )
         self.constants = Constants(text, self.writer, self.taken)
         self.messages = self.constants.names

@@ -81,5 +81,5 @@ class RankText:
         return placement.grid(stage), self.ranks(run.replica, stage)
 
     def tag(self, replica: int, index: int) -> int:
-        """Return the MPI tag of a transfer's values; its gradients have the next one."""
+        """Return the tag of a transfer's values; its gradients have the next one."""
         return message_tag(replica, index, self.program, self.evaluation)

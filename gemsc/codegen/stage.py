@@ -43,7 +43,7 @@ class StageText:
 
     `twins` maps each node to its like in the graph for evaluation; where the two graphs
     differ in more than constants it is None and the class gets a second forward, for
-    `evaluation`. `structure` turns the texts of the outputs into what the model returns.
+    `evaluation`. `structure` turns texts of the outputs into what the model returns.
     `segments` are blocks that are recomputed or offloaded, with their nodes.
     """
 
@@ -92,7 +92,9 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
             if part.kind == "recompute":
                 writer.line()
                 inner = inner_flow(stage.flow, part.nodes)
-                about = f"{part.name}: runs again in the backward, keeps its inputs only."
+                about = (
+                    f"{part.name}: runs again in the backward, keeps its inputs only."
+                )
                 _write_forward(writer, stage, part.method, inner, named, about=about)
         if stage.apart:
             writer.line()
@@ -434,7 +436,7 @@ class _Body:
             self.writer.line(")")
 
     def _caller(self, node: fx.Node) -> str:
-        """Return the path of the user's module that ran the node, not of a container."""
+        """Return the path of the module that ran the node, not of a container."""
         path = meta.module_path(node)
         while path and isinstance(self._submodule(path), CONTAINERS):
             path = path.rpartition(".")[0]

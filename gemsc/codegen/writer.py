@@ -141,7 +141,7 @@ class Names:
         self._taken = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *reserved}
 
     def unique(self, wish: str) -> str:
-        """Return `wish` made an identifier, numbered if it is taken; it is taken now."""
+        """Return `wish` as an identifier, numbered if it is taken; it is taken now."""
         base = re.sub(r"\W", "_", wish, flags=re.ASCII).strip("_") or "value"
         if base[0].isdigit():
             base = f"_{base}"

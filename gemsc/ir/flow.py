@@ -81,11 +81,7 @@ def flow(program: Program, index: int, *, with_outputs: bool) -> StageFlow:
     if with_outputs:
         wanted.update(program.outputs)
         used.update(program.outputs if index == program.home else ())
-    inputs = tuple(
-        node
-        for node in program.graph.nodes
-        if node.op == "placeholder" and node in used
-    )
+    inputs = tuple(n for n in program.graph.find_nodes(op="placeholder") if n in used)
     gives = tuple(node for node in nodes if node in wanted)
     return StageFlow(index, nodes, incoming, inputs, outgoing, gives, joined)
 

@@ -7,7 +7,7 @@ import numbers
 import re
 import warnings
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -193,23 +193,30 @@ def _sequence(value: tuple[Any, ...] | list[Any]) -> str:
 
 
 def _gives_same(source: str, module: nn.Module) -> bool:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user has seen them
-            # Safe: `_literal` wrote every part of the text.
-            made = eval(source, {"nn": nn, "torch": torch, "float": float})
-    except (TypeError, ValueError, RuntimeError, AssertionError):
-        return False
-    finally:
-        torch.set_default_dtype(default)
+    made = _made(source)
     return (
         type(made) is type(module)
         and _tensors(made._parameters) == _tensors(module._parameters)
         and _tensors(made._buffers) == _tensors(module._buffers)
         and _same_settings(made, module)
     )
+
+
+@lru_cache(maxsize=1024)  # models have many layers of a kind
+def _made(source: str) -> nn.Module | None:
+    """Return the layer that an expression gives, None if it gives none."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user has seen them
+            # Safe: `_literal` wrote every part of the text.
+            made: nn.Module = eval(source, {"nn": nn, "torch": torch, "float": float})
+    except (TypeError, ValueError, RuntimeError, AssertionError):
+        return None
+    finally:
+        torch.set_default_dtype(default)
+    return made
 
 
 def _tensors(named: dict[str, Any]) -> list[object]:

@@ -237,7 +237,7 @@ class Program:
     @property
     def output(self) -> fx.Node:
         """The output node."""
-        nodes: list[fx.Node] = [n for n in self.graph.nodes if n.op == "output"]
+        nodes: list[fx.Node] = list(self.graph.find_nodes(op="output"))
         return nodes[-1]
 
     @property

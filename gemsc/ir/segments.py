@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
 from gemsc.ir.mutation import mutated_inputs
 from gemsc.ir.program import Block, Program
 
-__all__ = ["frees_anything", "may_recompute"]
+__all__ = ["TO", "frees_anything", "may_recompute", "segment_name"]
+
+TO = ".."  # between the names of the first and the last block
+
+
+def segment_name(blocks: Sequence[Block]) -> str:
+    """Return what a segment of neighbouring blocks is called: `first..last`."""
+    first, last = blocks[0].name, blocks[-1].name
+    return first if len(blocks) == 1 else f"{first}{TO}{last}"
 
 
 def frees_anything(block: Block) -> bool:

@@ -34,6 +34,7 @@ from gemsc.weighted import WeightedCall, WeightedCalls
 
 __all__ = ["Annotate", "annotate"]
 
+
 @dataclass(frozen=True)
 class Annotate(Pass):
     """Run the graph once on fake tensors and attach `Facts` to each node.
@@ -78,7 +79,12 @@ def annotate(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = fake_like(meta.value(node), mode)
-    with mode, ledger, told_of_sums(ledger.book_tiles), torch.random.fork_rng(devices=[]):
+    with (
+        mode,
+        ledger,
+        told_of_sums(ledger.book_tiles),
+        torch.random.fork_rng(devices=[]),
+    ):
         with WeightedCalls(ledger.note_weights):
             run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
         reached = _gradient_reaches(program, values, fake, ledger)

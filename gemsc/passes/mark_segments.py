@@ -1,8 +1,9 @@
 """Mark segments: blocks that are recomputed or offloaded instead of kept.
 
-Example, --recompute layer1 --offload layer2.0:
-    segment layer1 recompute      # blocks layer1.0 and layer1.1, as one
+Example, --recompute layer1,layer3.1..layer4.0 --offload layer2.0:
+    segment layer1 recompute                # blocks layer1.0 and layer1.1, as one
     segment layer2.0 offload
+    segment layer3.1..layer4.0 recompute    # from the one to the other, as one
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.mutation import mutated_inputs
 from gemsc.ir.program import Block, Program, Segment
-from gemsc.ir.segments import frees_anything, may_recompute
+from gemsc.ir.segments import TO, frees_anything, may_recompute
 from gemsc.passes.base import Pass
 
 __all__ = ["MarkSegments"]
@@ -27,7 +28,8 @@ __all__ = ["MarkSegments"]
 class MarkSegments(Pass):
     """Find the blocks that the user names; see `CompileOptions.recompute`.
 
-    A module's name makes one segment of its blocks, cut where stages are. "all" makes
+    A module's name makes one segment of its blocks, cut where stages are, and so does
+    `first..last` of the blocks from the one to the other. "all" makes
     one of each block that saves more than it takes; "auto" is decided later, when the
     schedule is known.
     """
@@ -59,11 +61,12 @@ class MarkSegments(Pass):
         blocks = program.blocks or ()
         owner: dict[int, tuple[str, str]] = {}
         for kind, name in wishes:
-            for block in blocks:
-                if block.name == name:
-                    _refuse_twice(block, owner.get(block.index), kind)
-                    owner[block.index] = kind, name
+            for block in _named(kind, name, blocks):
+                _refuse_twice(block, owner.get(block.index), kind)
+                owner[block.index] = kind, name
         for kind, name in wishes:
+            if TO in name:
+                continue
             inside = [block for block in blocks if _lies_in(block, name)]
             if not inside:
                 raise _unknown(kind, name, blocks)
@@ -87,15 +90,25 @@ def _expanded(program: Program, names: Sequence[str]) -> Sequence[str]:
     return [name for name in names if name not in ("auto", "off")]
 
 
-def _segments(
-    program: Program, owner: dict[int, tuple[str, str]]
-) -> Iterator[Segment]:
+def _segments(program: Program, owner: dict[int, tuple[str, str]]) -> Iterator[Segment]:
     """Yield the runs of blocks with one owner in one stage."""
     for stage in program.require_stages():
         for wish, run in groupby(stage.blocks, lambda block: owner.get(block.index)):
             if wish is not None:
                 kind, name = wish
                 yield Segment(name, kind, tuple(block.index for block in run))
+
+
+def _named(kind: str, name: str, blocks: Sequence[Block]) -> Sequence[Block]:
+    """Return the blocks of this name, or those from first to last of `first..last`."""
+    if TO not in name:
+        return [block for block in blocks if block.name == name]
+    names = [block.name for block in blocks]
+    first, _, last = name.partition(TO)
+    for end in (first, last):
+        if end not in names:
+            raise _unknown(kind, end, blocks)
+    return blocks[names.index(first) : 1 + names.index(last)]
 
 
 def _lies_in(block: Block, path: str) -> bool:

@@ -123,11 +123,13 @@ def tile_programs(
     *,
     training: Program | None = None,
     tiles: Sequence[int] | None = None,
+    first: Program | None = None,
     after_each: Observer | None = None,
 ) -> tuple[Program, ...]:
     """Return what the ranks of each tile run; without grids the program itself.
 
-    `tiles` are those that are wanted, None for all.
+    `tiles` are those that are wanted, None for all; `first` is what the first tile
+    runs, if that is known.
 
     With `training`, what the first tile runs in training, `program` is for evaluation:
     its outputs travel as well, and its transfers are numbered after those of training.
@@ -151,7 +153,7 @@ def tile_programs(
         )
         watch = after_each if tile == 0 else None  # the others differ in sizes only
         found.append(run_passes(program, passes, after_each=watch))
-    return tuple(_packed_alike(found[0], each) for each in found)
+    return tuple(_packed_alike(first or found[0], each) for each in found)
 
 
 def _packed_alike(first: Program, tile: Program) -> Program:

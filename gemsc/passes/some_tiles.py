@@ -12,7 +12,7 @@ from gemsc.passes.pipeline import choose_halos, tile_programs
 
 __all__ = ["Splits", "fullest_tiles"]
 
-# of each cut into blocks and each placement, what the tiles run
+# of each cut into blocks and each placement of one replica, what the tiles run
 Splits = dict[tuple[tuple[int, ...], Placement, bool, str], tuple[Program, ...]]
 
 
@@ -22,7 +22,7 @@ def fullest_tiles(
     """Return what the first tile runs, and the one that holds most if it is another.
 
     The layouts that the first one has say what all of them hold. What was split once
-    is in `known`: other schedules of the same stages need nothing new.
+    is in `known`: other schedules and replicas of the same stages need nothing new.
     """
     placement = program.placement
     assert placement is not None
@@ -31,7 +31,7 @@ def fullest_tiles(
     cut = tuple(len(stage.blocks) for stage in program.require_stages())
     key = (
         cut,
-        replace(placement, name=""),
+        replace(placement, name="", ranks=placement.ranks[:1]),
         options.local_batchnorm,
         options.fuse_halos,
     )
@@ -41,8 +41,10 @@ def fullest_tiles(
         tile = _fullest(first, placement.num_tiles)
         known[key] = (first,)
         if tile:
-            known[key] = tile_programs(program, options, halos, tiles=(0, tile))
-    return known[key]
+            known[key] += tile_programs(
+                program, options, halos, tiles=(tile,), first=first
+            )
+    return tuple(replace(each, placement=placement) for each in known[key])
 
 
 def _fullest(first: Program, num_tiles: int) -> int:

@@ -15,12 +15,9 @@ __all__ = [
     "Activations",
     "activations",
     "again_seconds",
-    "host_seconds",
     "seconds_until_last_save",
     "waiting_gradient_bytes",
 ]
-
-HOST_BYTES_PER_SECOND = 4e9  # memory to memory on one core; PCIe 3 x16 copies 12e9
 
 Storages = Mapping[int, int]  # storage -> bytes
 
@@ -211,11 +208,6 @@ def again_seconds(program: Program, index: int) -> float:
         for segment, nodes in program.segments_of(index)
         if segment.kind == "recompute"
     )
-
-
-def host_seconds(num_bytes: int) -> float:
-    """Return the seconds of a copy between a device and host memory, one way."""
-    return num_bytes / HOST_BYTES_PER_SECOND
 
 
 def seconds_until_last_save(nodes: Sequence[fx.Node]) -> float:

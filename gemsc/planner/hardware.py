@@ -38,8 +38,10 @@ class Device:
     `peak_flops` holds operations per second by dtype ("float32"); "tf32", where it is
     given, is what convolutions in float32 reach (PyTorch's default on GPUs that have
     it). Overheads are seconds per operator, forward and backward, that no kernel
-    takes: Python, dispatch, launch. `gemsc.planner.times` says how these entries
-    become seconds:
+    takes: Python, dispatch, launch. `host_bandwidth` is bytes per second, one way,
+    between the device and where offloaded activations wait: host memory, or the file
+    that stands for it where the device is the host. `gemsc.planner.times` says how the
+    other entries become seconds:
 
     efficiency: by kind of operator, the share of the peak (of operations for those
         that multiply, of the bandwidth for the others) that a large one reaches.
@@ -55,10 +57,15 @@ class Device:
     peak_flops: dict[str, float]
     forward_overhead: float = 0.0
     backward_overhead: float = 0.0
+    host_bandwidth: float = 4e9
     half_flops: float = 0.0
     half_channels: float = 0.0
     efficiency: dict[str, float] = field(default_factory=dict)
     fit: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def host_seconds(self, num_bytes: int) -> float:
+        """Return the time of a copy between the device and the host, one way."""
+        return num_bytes / self.host_bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +193,7 @@ def read_hardware(name: str = "") -> Hardware:
 
 POSITIVE = {"memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"} | {
     "ranks_per_node",
+    "host_bandwidth",
     "nic_ranks",
     "peak_flops",
     "efficiency",

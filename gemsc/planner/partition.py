@@ -46,7 +46,7 @@ def partition(
     price = np.concatenate([[0.0], np.asarray(cut_costs, dtype=np.float64)])
 
     def add_cut_price(before: Array, part: Array) -> Array:
-        cost = before + price[: len(before)]
+        cost = before + price
         return np.where(part <= bound, cost, np.inf)
 
     _, cuts = _dynamic_program(sums, add_cut_price)
@@ -58,22 +58,21 @@ def _dynamic_program(
 ) -> tuple[float, list[int]]:
     """Return the best value and the cuts.
 
-    `combine(before, part)` values, for each start `i` of the last part, the best of
-    the first `i` items together with the weight of the part from `i` on.
+    `combine(before, part)` values, for each end (rows) and each start `i` (columns) of
+    the last part, the best of the first `i` items together with the weight of the part
+    from `i` on.
     """
     parts, items = sums.shape[0], sums.shape[1] - 1
     best = np.full(items + 1, np.inf)
     best[0] = 0.0
     starts = np.zeros((parts, items + 1), dtype=np.int64)
+    empty = np.arange(items + 1)[:, None] <= np.arange(items)
     for part in range(parts):
-        row = np.full(items + 1, np.inf)
-        for end in range(part + 1, items + 1):
-            weight = sums[part, end] - sums[part, :end]
-            options = combine(best[:end], weight)
-            start = int(np.argmin(options))
-            row[end] = options[start]
-            starts[part, end] = start
-        best = row
+        weight = sums[part, :, None] - sums[part, :-1]
+        options = combine(best[:-1], weight)
+        options[empty] = np.inf
+        starts[part] = np.argmin(options, axis=1)
+        best = options[np.arange(items + 1), starts[part]]
     cuts: list[int] = []
     end = items
     for part in range(parts - 1, 0, -1):

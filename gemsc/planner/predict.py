@@ -21,7 +21,6 @@ from gemsc.planner.activations import (
     Activations,
     activations,
     again_seconds,
-    host_seconds,
     waiting_gradient_bytes,
 )
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
@@ -44,7 +43,7 @@ def schedule_task(
     tiles: Sequence[Program],
     chosen: Layout,
     memory_cap: int | None,
-    network: Network,
+    hardware: Hardware,
     *,
     split: bool = False,
 ) -> Task:
@@ -57,7 +56,8 @@ def schedule_task(
     first = tiles[0]
     placement = first.placement
     assert placement is not None
-    costs = [_stage_costs(tile, network, split=split) for tile in tiles]
+    network = hardware.network
+    costs = [_stage_costs(tile, hardware, split=split) for tile in tiles]
     stages = tuple(
         _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
         for stage in first.require_stages()
@@ -88,14 +88,17 @@ def _size(program: Program, stage: int) -> int:
     return len(program.placement.ranks[0][stage])
 
 
-def _stage_costs(program: Program, network: Network, *, split: bool) -> list[StageCost]:
+def _stage_costs(
+    program: Program, hardware: Hardware, *, split: bool
+) -> list[StageCost]:
     """Return what each stage costs on the rank that runs this program."""
     saved = activations(program, split=split)
     weights = stage_weights(program)
     found = []
     for stage in program.require_stages():
         kept, owned = saved[stage.index], weights[stage.index]
-        besides = _talking(program, stage, network) + host_seconds(kept.moved)
+        besides = _talking(program, stage, hardware.network)
+        besides += hardware.device.host_seconds(kept.moved)
         again = again_seconds(program, stage.index)
         found.append(
             StageCost(

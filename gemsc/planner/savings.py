@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
 from gemsc.ir.program import Block, Program, Segment, Stage
-from gemsc.ir.segments import frees_anything, may_recompute
-from gemsc.planner.activations import host_seconds, seconds_until_last_save
+from gemsc.ir.segments import frees_anything, may_recompute, segment_name
+from gemsc.planner.activations import seconds_until_last_save
+from gemsc.planner.hardware import Device
 from gemsc.schedules import Timeline
 
 __all__ = ["Fit", "Saving", "cheapest", "fit_memory"]
 
 _UNITS = 400  # the steps into which what is needed is divided
 _ROUNDS = 12
+JOINED = (1, 2, 4)  # neighbouring blocks that are recomputed as one, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """One block that need not be kept: for one micro-batch, what it frees and costs."""
+    """What need not be kept: for one micro-batch, what that frees and costs.
 
-    block: int
+    `blocks` are neighbours: one, or some that are recomputed as one.
+    """
+
+    blocks: tuple[int, ...]
     kind: str
     freed: int
     seconds: float
+
+
+Chosen = dict[int, tuple[Saving, ...]]  # by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,49 +74,97 @@ def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | Non
 
     At most one for each block; None if all of them free too little. Exact up to
     rounding: bytes count in steps of 1/400 of what is needed, rounded down.
+
+    Dynamic programming over the blocks: best[p][u] is the cheapest way to free `u`
+    steps with the first `p` of them.
     """
     unit = -(-max(1, needed) // _UNITS)
     goal = -(-needed // unit)
-    best: list[_State | None] = [None] * (goal + 1)
-    best[0] = _State(0.0)
-    by_block = groupby(sorted(savings, key=lambda s: s.block), lambda s: s.block)
-    for _, choices in by_block:
-        options = [(saving, saving.freed // unit) for saving in choices]
+    blocks = sorted({block for saving in savings for block in saving.blocks})
+    after = {block: position for position, block in enumerate(blocks, start=1)}
+    starting = defaultdict(list)
+    for saving in savings:
+        starting[after[saving.blocks[0]] - 1].append(saving)
+    row: list[_State | None] = [None] * (goal + 1)
+    best = [row.copy() for _ in range(len(blocks) + 1)]
+    best[0][0] = _State(0.0)
+    for position in range(len(blocks)):
+        here = best[position]
+        for have, state in enumerate(here):
+            if _better(state, best[position + 1][have]):
+                best[position + 1][have] = state
         for have in range(goal, -1, -1):
-            state = best[have]
-            if state is None:
-                continue
-            for saving, units in options:
-                then = min(goal, have + units)
-                cost = state.seconds + saving.seconds
-                known = best[then]
-                if then > have and (known is None or cost < known.seconds):
-                    best[then] = _State(cost, saving, state)
-    found = best[goal]
+            state = here[have]
+            for saving in starting[position] if state is not None else ():
+                assert state is not None
+                then = min(goal, have + saving.freed // unit)
+                reached = _State(state.seconds + saving.seconds, saving, state)
+                ends = best[after[saving.blocks[-1]]]
+                if then > have and _better(reached, ends[then]):
+                    ends[then] = reached
+    found = best[-1][goal]
     return None if found is None else tuple(found.savings())
+
+
+def _better(state: _State | None, known: _State | None) -> bool:
+    """Whether a way is known, and cheaper than another one."""
+    if state is None:
+        return False
+    return known is None or state.seconds < known.seconds
 
 
 def fit_memory(
     program: Program,
     cap: int,
     simulate: Callable[[Program], Timeline],
+    device: Device,
     kinds: Iterable[str] = ("recompute",),
 ) -> Fit:
     """Choose the blocks of each rank that does not fit, until all do.
 
     `program` has stages and a placement; blocks that are in segments already stay so.
-    `simulate` returns the timeline of a program, without a cap. What a block frees is
-    estimated alone, then all are measured together, and if that is not enough more is
-    asked for.
+    `simulate` returns the timeline of a program, without a cap. Neighbours recomputed
+    as one free what is between them as well, but need more at once: choices of single
+    blocks, of pairs and of longer runs are compared.
     """
-    savings = _savings(program, tuple(kinds))
-    wanted: Counter[int] = Counter()  # rank -> bytes of one micro-batch
-    chosen: dict[int, tuple[Saving, ...]] = {}
     fit = Fit(program, simulate(program), fits=False)
+    if fit.peak_bytes <= cap:
+        return replace(fit, fits=True)
+    found = []
+    before = None
+    for longest in JOINED:
+        savings = _savings(program, device, tuple(kinds), longest)
+        if savings != before:
+            found.append(_chosen(fit, cap, simulate, savings))
+        before = savings
+    best, chosen = min(found, key=_worth)
+    return _pruned(program, cap, simulate, chosen, best) if best.fits else best
+
+
+def _worth(found: tuple[Fit, Chosen]) -> tuple[bool, float]:
+    """Return what is least for the best choice: one that fits, and is fast or lean."""
+    fit, _ = found
+    return not fit.fits, fit.timeline.makespan if fit.fits else fit.peak_bytes
+
+
+def _chosen(
+    free: Fit,
+    cap: int,
+    simulate: Callable[[Program], Timeline],
+    savings: dict[int, list[Saving]],
+) -> tuple[Fit, Chosen]:
+    """Choose until all ranks fit.
+
+    What a saving frees is estimated alone, then all are measured together, and if that
+    is not enough more is asked for. If it never is, all that may be saved is.
+    """
+    fit, program = free, free.program
+    wanted: Counter[int] = Counter()  # rank -> bytes of one micro-batch
+    chosen: Chosen = {}
     for _ in range(_ROUNDS):
         over = {r: p - cap for r, p in enumerate(fit.timeline.peak_bytes) if p > cap}
         if not over:
-            return _pruned(program, cap, simulate, chosen, replace(fit, fits=True))
+            return replace(fit, fits=True), chosen
         before = dict(chosen)
         for rank, excess in over.items():
             live = max(1, fit.timeline.peak_live[rank])
@@ -124,14 +179,14 @@ def fit_memory(
     everything = {rank: _leanest(mine) for rank, mine in savings.items()}
     marked = _marked(program, everything)
     leanest = Fit(marked, simulate(marked), fits=False)
-    return replace(leanest, fits=leanest.peak_bytes <= cap)
+    return replace(leanest, fits=leanest.peak_bytes <= cap), {}
 
 
 def _pruned(
     program: Program,
     cap: int,
     simulate: Callable[[Program], Timeline],
-    chosen: dict[int, tuple[Saving, ...]],
+    chosen: Chosen,
     fit: Fit,
 ) -> Fit:
     """Drop costly savings that turn out not to be needed, a few of each rank."""
@@ -147,26 +202,34 @@ def _pruned(
 
 
 def _leanest(savings: Sequence[Saving]) -> tuple[Saving, ...]:
-    """Return what frees most, for each block."""
-    best: dict[int, Saving] = {}
+    """Return what together frees most, at most one for each block."""
+    best: dict[int, tuple[int, tuple[Saving, ...]]] = {-1: (0, ())}
+    ending = defaultdict(list)
     for saving in savings:
-        known = best.setdefault(saving.block, saving)
-        if saving.freed > known.freed:
-            best[saving.block] = saving
-    return tuple(best.values())
+        ending[saving.blocks[-1]].append(saving)
+    for last in range(1 + max(ending, default=-1)):
+        best[last] = best[last - 1]
+        for saving in ending[last]:
+            freed, before = best[saving.blocks[0] - 1]
+            if freed + saving.freed > best[last][0]:
+                best[last] = freed + saving.freed, (*before, saving)
+    return best[max(best)][1]
 
 
-def _marked(program: Program, chosen: dict[int, tuple[Saving, ...]]) -> Program:
-    names = {block.index: block.name for block in program.blocks or ()}
-    found = {s.block: s.kind for savings in chosen.values() for s in savings}
+def _marked(program: Program, chosen: Chosen) -> Program:
+    blocks = program.blocks or ()
+    found = {s.blocks: s.kind for savings in chosen.values() for s in savings}
     added = (
-        Segment(names[index], kind, (index,)) for index, kind in sorted(found.items())
+        Segment(segment_name([blocks[b] for b in run]), kind, run)
+        for run, kind in found.items()
     )
     segments = sorted((*(program.segments or ()), *added), key=lambda s: s.blocks)
     return replace(program, segments=tuple(segments))
 
 
-def _savings(program: Program, kinds: tuple[str, ...]) -> dict[int, list[Saving]]:
+def _savings(
+    program: Program, device: Device, kinds: tuple[str, ...], longest: int
+) -> dict[int, list[Saving]]:
     """Return what could be saved, by the rank that saves it.
 
     A stage of two replicas counts for the rank of each.
@@ -178,36 +241,74 @@ def _savings(program: Program, kinds: tuple[str, ...]) -> dict[int, list[Saving]
     for stage in program.require_stages():
         mine = [
             saving
-            for saving in _savings_of(program, stage, kinds)
-            if saving.block not in taken
+            for saving in _savings_of(program, stage, device, kinds, longest)
+            if taken.isdisjoint(saving.blocks)
         ]
         for rank in {r for row in placement.ranks for r in row[stage.index]}:
             found[rank] += mine
     return found
 
 
-def _savings_of(program: Program, stage: Stage, kinds: tuple[str, ...]) -> list[Saving]:
+def _savings_of(
+    program: Program,
+    stage: Stage,
+    device: Device,
+    kinds: tuple[str, ...],
+    longest: int,
+) -> list[Saving]:
+    """Return the savings of a stage; up to `longest` neighbours are recomputed as one.
+
+    Those are left out that free no more than their blocks do one by one.
+    """
     saved = {block.index: _saved(block) for block in stage.blocks}
     users = Counter(key for storages in saved.values() for key in storages)
-    found = []
+    found: list[Saving] = []
+    alone: Counter[int] = Counter()  # what recomputing a block frees
     for block in stage.blocks:
-        own = {k: size for k, size in saved[block.index].items() if users[k] == 1}
-        inputs = {
-            key: size
-            for node in external_inputs(block.nodes)
-            for key, size in meta.facts(node).storages
-        }
         if "offload" in kinds:
-            freed = sum(size for k, size in own.items() if k not in inputs)
-            seconds = 2 * host_seconds(sum(saved[block.index].values()))
-            found.append(Saving(block.index, "offload", freed, seconds))
-        runs_twice = frees_anything(block) and may_recompute(program, block)
-        if "recompute" in kinds and runs_twice:
-            kept = sum(size for key, size in inputs.items() if not users[key])
-            freed = sum(size for k, size in own.items() if k not in inputs) - kept
-            seconds = seconds_until_last_save(block.nodes)
-            found.append(Saving(block.index, "recompute", freed, seconds))
+            freed, _ = _freed([block], saved, users)
+            seconds = 2 * device.host_seconds(sum(saved[block.index].values()))
+            found.append(Saving((block.index,), "offload", freed, seconds))
+    for length in range(1, 1 + longest) if "recompute" in kinds else ():
+        for run in _runs(program, stage, length):
+            freed, kept = _freed(run, saved, users)
+            indices = tuple(block.index for block in run)
+            if length == 1:
+                alone[indices[0]] = max(0, freed - kept)
+            elif freed - kept <= sum(alone[index] for index in indices):
+                continue
+            seconds = seconds_until_last_save([n for block in run for n in block.nodes])
+            found.append(Saving(indices, "recompute", freed - kept, seconds))
     return [saving for saving in found if saving.freed > 0]
+
+
+def _runs(program: Program, stage: Stage, length: int) -> Iterator[Sequence[Block]]:
+    """Yield neighbouring blocks of a stage that it may help to recompute as one."""
+    for start in range(len(stage.blocks) - length + 1):
+        run = stage.blocks[start : start + length]
+        helps = length > 1 or frees_anything(run[0])
+        if helps and all(may_recompute(program, block) for block in run):
+            yield run
+
+
+def _freed(
+    run: Sequence[Block], saved: dict[int, dict[int, int]], users: Counter[int]
+) -> tuple[int, int]:
+    """Return the bytes that only these blocks save, and those that are kept instead.
+
+    The latter are what comes into them and nobody saves otherwise.
+    """
+    own = {key: size for block in run for key, size in saved[block.index].items()}
+    uses = Counter(key for block in run for key in saved[block.index])
+    inputs = {
+        key: size
+        for node in external_inputs([n for block in run for n in block.nodes])
+        for key, size in meta.facts(node).storages
+    }
+    freed = sum(
+        size for k, size in own.items() if uses[k] == users[k] and k not in inputs
+    )
+    return freed, sum(size for key, size in inputs.items() if not users[key])
 
 
 def _saved(block: Block) -> dict[int, int]:

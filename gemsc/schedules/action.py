@@ -211,15 +211,22 @@ class Task:
         return (
             self.resident_bytes(rank)
             + sum(stage.gradient_bytes for stage in stages)
-            + sum(map(sum, (self.posted_bytes(*lane) for lane in self.lanes[rank])))
+            + sum(sum(self.posted[r][s]) for r, s in self.lanes[rank])
             + max((stage.transient_bytes for stage in stages), default=0)
         )
 
-    def posted_bytes(self, replica: int, stage: int) -> tuple[int, int]:
-        """Return the bytes of the receives that a stage posts ahead.
+    @cached_property
+    def posted(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each replica and stage the bytes of the receives that it posts ahead.
 
         First those of values, then those of gradients.
         """
+        return tuple(
+            tuple(self._posted(replica, stage) for stage in range(len(self.stages)))
+            for replica in range(len(self.placement))
+        )
+
+    def _posted(self, replica: int, stage: int) -> tuple[int, int]:
         ranks = self.placement[replica]
         return (
             sum(

@@ -6,16 +6,22 @@ from collections import deque
 from collections.abc import Sequence
 
 from gemsc.errors import InternalError
-from gemsc.schedules.action import Action, Kind, Task, Timed, Timeline
+from gemsc.schedules.action import Action, Edge, Kind, Task, Timed, Timeline
 from gemsc.schedules.held import held_bytes
 
-__all__ = ["Clock", "replay"]
+__all__ = ["Clock", "play", "replay"]
 
 Lane = tuple[int, int]
+_Need = tuple[list[float], float]
 
 
 def replay(task: Task, orders: Sequence[Sequence[Action]], *, split: bool) -> Timeline:
-    """Return the timeline of given orders: each action begins as soon as it can.
+    """Return the timeline of given orders: see `play`."""
+    return play(task, orders, split=split).timeline()
+
+
+def play(task: Task, orders: Sequence[Sequence[Action]], *, split: bool) -> Clock:
+    """Return the clock after given orders: each action begins as soon as it can.
 
     Raises:
         InternalError: the orders are not complete, or block each other.
@@ -33,11 +39,11 @@ def replay(task: Task, orders: Sequence[Sequence[Action]], *, split: bool) -> Ti
                 break
             free[rank] = clock.do(action, max(free[rank], ready))
             position[rank] += 1
-            waiting.extend(dest for dest, _ in clock.wakes(action))
+            waiting.extend([dest for dest, _ in clock.wakes(action)])
     if any(p < len(order) for p, order in zip(position, orders, strict=True)):
         stuck = [str(o[p]) for p, o in zip(position, orders, strict=True) if p < len(o)]
         raise InternalError(f"the orders block each other at {', '.join(stuck)}")
-    return clock.timeline()
+    return clock
 
 
 class Clock:
@@ -57,7 +63,20 @@ class Clock:
         self.ends: dict[tuple[Kind, int, int], list[float]] = {
             (kind, *lane): [] for kind in kinds for lane in lanes
         }
+        self._seconds = {
+            (kind, stage): cost.seconds(kind, split=split)
+            for kind in kinds
+            for stage, cost in enumerate(task.stages)
+        }
+        self._needs = {key: self._needs_of(*key) for key in self.ends}
+        self._wakes = {key: self._wakes_of(*key) for key in self.ends}
         self.ranks: list[list[Timed]] = [[] for _ in range(task.num_ranks)]
+        self.makespan = 0.0
+
+    @property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """What each rank has begun, in order."""
+        return tuple(tuple(timed.action for timed in rank) for rank in self.ranks)
 
     def count(self, kind: Kind, lane: Lane) -> int:
         """Return how many actions of a kind a lane has begun."""
@@ -65,66 +84,67 @@ class Clock:
 
     def ready(self, action: Action) -> float | None:
         """Return when all is there that an action needs; None if that is not known."""
-        latest = 0.0
-        for kind, stage, seconds in self._needs(action):
-            ends = self.ends[kind, action.replica, stage]
-            if len(ends) <= action.micro_batch:
+        latest, number = 0.0, action.micro_batch
+        for ends, seconds in self._needs[action.kind, action.replica, action.stage]:
+            if len(ends) <= number:
                 return None
-            latest = max(latest, ends[action.micro_batch] + seconds)
+            arrival = ends[number] + seconds
+            if arrival > latest:
+                latest = arrival
         return latest
-
-    def _needs(self, action: Action) -> list[tuple[Kind, int, float]]:
-        stage, replica = action.stage, action.replica
-        if action.kind is Kind.FORWARD:
-            return [
-                (
-                    Kind.FORWARD,
-                    e.source,
-                    self._travel(replica, e.source, stage, e.seconds),
-                )
-                for e in self.task.inputs[stage]
-            ]
-        if action.kind is Kind.WEIGHT:
-            return [(Kind.BACKWARD, stage, 0.0)]
-        needs = [(Kind.FORWARD, stage, 0.0)]
-        for e in self.task.outputs[stage]:
-            seconds = e.seconds if e.gradient else 0.0
-            travel = self._travel(replica, e.dest, stage, seconds)
-            needs.append((Kind.BACKWARD, e.dest, travel))
-        return needs
-
-    def _travel(self, replica: int, source: int, dest: int, seconds: float) -> float:
-        ranks = self.task.placement[replica]
-        return seconds if ranks[source] != ranks[dest] else 0.0
 
     def wakes(self, action: Action) -> list[tuple[int, float]]:
         """Return the ranks that may go on after an action, and how much later."""
-        stage, ranks = action.stage, self.task.placement[action.replica]
-        if action.kind is Kind.FORWARD:
+        return self._wakes[action.kind, action.replica, action.stage]
+
+    def _needs_of(self, kind: Kind, replica: int, stage: int) -> list[_Need]:
+        """Return when what an action needs ended, and how long that travels."""
+        ends = self.ends
+        if kind is Kind.FORWARD:
             return [
-                (ranks[e.dest], self._travel(action.replica, stage, e.dest, e.seconds))
+                (ends[kind, replica, e.source], self._travel(replica, e, e.seconds))
+                for e in self.task.inputs[stage]
+            ]
+        if kind is Kind.WEIGHT:
+            return [(ends[Kind.BACKWARD, replica, stage], 0.0)]
+        needs = [(ends[Kind.FORWARD, replica, stage], 0.0)]
+        for e in self.task.outputs[stage]:
+            seconds = self._travel(replica, e, e.seconds if e.gradient else 0.0)
+            needs.append((ends[kind, replica, e.dest], seconds))
+        return needs
+
+    def _wakes_of(
+        self, kind: Kind, replica: int, stage: int
+    ) -> list[tuple[int, float]]:
+        ranks = self.task.placement[replica]
+        if kind is Kind.FORWARD:
+            return [
+                (ranks[e.dest], self._travel(replica, e, e.seconds))
                 for e in self.task.outputs[stage]
             ]
-        if action.kind is Kind.WEIGHT:
+        if kind is Kind.WEIGHT:
             return []
         return [
             (
                 ranks[e.source],
-                self._travel(
-                    action.replica, stage, e.source, e.seconds if e.gradient else 0.0
-                ),
+                self._travel(replica, e, e.seconds if e.gradient else 0.0),
             )
             for e in self.task.inputs[stage]
         ]
+
+    def _travel(self, replica: int, edge: Edge, seconds: float) -> float:
+        ranks = self.task.placement[replica]
+        return seconds if ranks[edge.source] != ranks[edge.dest] else 0.0
 
     def do(self, action: Action, start: float) -> float:
         """Note that an action begins; return when it ends."""
         ends = self.ends[action.kind, action.replica, action.stage]
         if len(ends) != action.micro_batch:
             raise InternalError(f"{action} is out of order, {len(ends)} is next")
-        cost = self.task.stages[action.stage]
-        end = start + cost.seconds(action.kind, split=self.split)
+        end = start + self._seconds[action.kind, action.stage]
         ends.append(end)
+        if end > self.makespan:
+            self.makespan = end
         rank = self.task.placement[action.replica][action.stage]
         self.ranks[rank].append(Timed(action, start, end))
         return end
@@ -136,10 +156,9 @@ class Clock:
             for rank, timed in enumerate(self.ranks)
         ]
         resident = [self.task.resident_bytes(rank) for rank in range(len(held))]
-        ends = [timed.end for rank in self.ranks for timed in rank]
         return Timeline(
             ranks=tuple(map(tuple, self.ranks)),
-            makespan=max(ends, default=0.0),
+            makespan=self.makespan,
             peak_bytes=tuple(
                 base + max((each.total for each in row), default=0)
                 for base, row in zip(resident, held, strict=True)

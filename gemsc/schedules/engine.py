@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -13,7 +13,7 @@ from gemsc.schedules.action import (
     Task,
     Timeline,
 )
-from gemsc.schedules.clock import Clock, replay
+from gemsc.schedules.clock import Clock, play
 from gemsc.schedules.loops import find_loops, num_lines
 
 __all__ = ["Policy", "run", "run_bytes"]
@@ -85,20 +85,22 @@ def run(task: Task, policy: Policy) -> Timeline:
     _require_memory(task)
     split = _split(task, policy)
 
-    def schedule(suited: Task) -> Timeline:
-        return replay(task, _orders(suited, policy), split=split)
+    def schedule(suited: Task) -> Clock:
+        return play(task, _orders(suited, policy), split=split)
 
     equal = _equalised(task)
     regular = schedule(equal)
     free = regular if task == equal else schedule(task)
     if regular.makespan <= _TOLERANCE * free.makespan:
-        return regular
-    longest = _LONGER * _lines(regular)
+        return regular.timeline()
+    longest = _LONGER * max(map(_lines, regular.orders))
     others = [free, *(schedule(_rounded(task, steps)) for steps in _ROUNDINGS)]
-    for timeline in sorted(others, key=lambda timeline: timeline.makespan):
-        if timeline.makespan < regular.makespan and _lines(timeline) <= longest:
-            return timeline
-    return regular
+    for clock in sorted(others, key=lambda clock: clock.makespan):
+        if clock.makespan < regular.makespan and all(
+            _lines(order) <= longest for order in clock.orders
+        ):
+            return clock.timeline()
+    return regular.timeline()
 
 
 def _split(task: Task, policy: Policy) -> bool:
@@ -143,9 +145,9 @@ def _rounded(task: Task, steps: int) -> Task:
     )
 
 
-def _lines(timeline: Timeline) -> int:
-    """Return the lines of the longest rank's text."""
-    return max(num_lines(find_loops(order)) for order in timeline.orders)
+def _lines(order: Sequence[Action]) -> int:
+    """Return the lines of a rank's text."""
+    return num_lines(find_loops(order))
 
 
 def _orders(task: Task, policy: Policy) -> Orders:
@@ -191,6 +193,10 @@ def run_bytes(task: Task, rank: int) -> list[int]:
     return list(saved.values())
 
 
+def _key(found: tuple[Key, Action]) -> Key:
+    return found[0]
+
+
 class _Scheduler:
     """One list scheduling: a rank that is free begins the first action it may."""
 
@@ -204,8 +210,16 @@ class _Scheduler:
         self.held = {lane: max(1, policy.held(task, *lane)) for lane in lanes}
         ranks = range(task.num_ranks)
         self.rank_live = [max(1, policy.rank_live(task, rank)) for rank in ranks]
+        self.unlimited = _no_rank_limit(task, 0)
         self.room = [_Room(task, policy, self.clock, rank) for rank in ranks]
         self.group = _group(task)
+        self.next: list[dict[Kind, dict[Lane, tuple[Key, Action]]]] = [
+            {kind: {} for kind in self.kinds} for _ in ranks
+        ]
+        for rank in ranks:
+            for kind in self.kinds:
+                for lane in task.lanes[rank]:
+                    self._note_next(rank, kind, lane)
 
     def run(self) -> Orders | None:
         """Return each rank's order; None if the policy's limits block it."""
@@ -220,6 +234,7 @@ class _Scheduler:
             if action is None:
                 continue
             free[rank] = end = self.clock.do(action, now)
+            self._note_next(rank, action.kind, (action.replica, action.stage))
             heappush(events, (end, rank))
             for dest, seconds in self.clock.wakes(action):
                 heappush(events, (end + seconds, dest))
@@ -230,31 +245,33 @@ class _Scheduler:
             self.clock.count(k, a) < self.task.micro_batches[a[0]] for k, a in lanes
         ):
             return None
-        return tuple(tuple(t.action for t in rank) for rank in self.clock.ranks)
+        return self.clock.orders
 
     def _choose(self, rank: int, now: float) -> Action | None:
         """Return what a rank does next: the first kind, then the least key."""
         for kind in self.kinds:
-            found = self._next_actions(rank, kind)
-            found.sort(key=lambda action: self.policy.key(self.task, action))
-            if kind is Kind.FORWARD and self.policy.strict_forward:
-                found = found[:1]
-            for action in found:
+            found: Iterable[tuple[Key, Action]] = self.next[rank][kind].values()
+            if len(self.task.lanes[rank]) > 1:
+                found = sorted(found, key=_key)
+            for _, action in found:
+                if kind is Kind.FORWARD and not self.room[rank].has(action):
+                    continue
                 ready = self.clock.ready(action)
                 if ready is not None and ready <= now and self._allowed(action, rank):
                     return action
+                if kind is Kind.FORWARD and self.policy.strict_forward:
+                    break
         return None
 
-    def _next_actions(self, rank: int, kind: Kind) -> list[Action]:
-        """Return each lane's next action of a kind, if it may enter the rank."""
-        actions = []
-        for replica, stage in self.task.lanes[rank]:
-            number = self.clock.count(kind, (replica, stage))
-            if number < self.task.micro_batches[replica]:
-                action = Action(kind, stage, number, replica)
-                if kind is not Kind.FORWARD or self.room[rank].has(action):
-                    actions.append(action)
-        return actions
+    def _note_next(self, rank: int, kind: Kind, lane: Lane) -> None:
+        """Note a lane's next action of a kind with its key, if there is one more."""
+        (replica, stage), following = lane, self.next[rank][kind]
+        number = self.clock.count(kind, lane)
+        if number < self.task.micro_batches[replica]:
+            action = Action(kind, stage, number, replica)
+            following[lane] = self.policy.key(self.task, action), action
+        else:
+            following.pop(lane, None)
 
     def _allowed(self, action: Action, rank: int) -> bool:
         """Whether the limits of the policy let a ready action begin."""
@@ -272,6 +289,8 @@ class _Scheduler:
             return False
         if self._live(lane, self.clock.last_kind) >= self.held[lane]:
             return False
+        if self.rank_live[rank] >= self.unlimited:
+            return True
         live = sum(self._live(lane, Kind.BACKWARD) for lane in self.task.lanes[rank])
         return live < self.rank_live[rank]
 

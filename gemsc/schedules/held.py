@@ -54,14 +54,16 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
 
 @dataclass
 class _Account:
-    """What a rank holds now."""
+    """What a rank holds now; `ready` are the gradients of each stage."""
 
     task: Task
     split: bool
     saved: int = 0
     live: int = 0
+    messages: int = 0
+    gradients: int = 0
     posted: dict[tuple[Kind, int, int], int] = field(default_factory=dict)
-    gradients: dict[int, int] = field(default_factory=dict)
+    ready: dict[int, int] = field(default_factory=dict)
 
     def begin(self, timed: Timed) -> Held:
         """Return what is held while an action runs."""
@@ -71,10 +73,10 @@ class _Account:
         if action.kind is Kind.FORWARD:
             self.saved, self.live = self.saved + stage.saved_bytes, self.live + 1
         elif action.kind is Kind.WEIGHT:
-            made = stage.gradient_bytes - self.gradients[action.stage]
+            made = stage.gradient_bytes - self.ready[action.stage]
         else:
             transient = stage.transient_bytes
-            if action.stage not in self.gradients:
+            if action.stage not in self.ready:
                 made = stage.first_transient_bytes - transient
         return self._held(timed.start, action, transient, made)
 
@@ -85,14 +87,14 @@ class _Account:
             self.saved -= stage.saved_bytes
         elif action.kind is Kind.WEIGHT:
             self.saved -= stage.kept_for_weights
-            self.gradients[action.stage] = stage.gradient_bytes
+            self._make(action.stage, stage.gradient_bytes)
         elif self.split:
             self.saved += stage.kept_for_weights - stage.saved_bytes
             ready = stage.gradient_bytes - stage.waiting_gradient_bytes
-            self.gradients.setdefault(action.stage, ready)
+            self._make(action.stage, ready)
         else:
             self.saved -= stage.saved_bytes
-            self.gradients[action.stage] = stage.gradient_bytes
+            self._make(action.stage, stage.gradient_bytes)
         if action.kind is not Kind.BACKWARD or not self.split:
             self.live -= 1
         return self._held(timed.end, action, 0, 0)
@@ -100,15 +102,24 @@ class _Account:
     def _post(self, action: Action) -> None:
         if action.kind is Kind.WEIGHT:
             return
-        lane = (action.replica, action.stage)
         is_last = action.micro_batch + 1 == self.task.micro_batches[action.replica]
-        size = self.task.posted_bytes(*lane)[action.kind is Kind.BACKWARD]
-        self.posted[action.kind, *lane] = 0 if is_last else size
+        sizes = self.task.posted[action.replica][action.stage]
+        size = 0 if is_last else sizes[action.kind is Kind.BACKWARD]
+        key = action.kind, action.replica, action.stage
+        self.messages += size - self.posted.get(key, 0)
+        self.posted[key] = size
+
+    def _make(self, stage: int, num_bytes: int) -> None:
+        """Note that at least so many bytes of a stage's gradients are there."""
+        more = max(0, num_bytes - self.ready.get(stage, 0))
+        self.ready[stage] = self.ready.get(stage, 0) + more
+        self.gradients += more
 
     def _held(self, time: float, action: Action, transient: int, made: int) -> Held:
-        ready = sum(self.gradients.values()) + made
-        posted = sum(self.posted.values())
-        return Held(time, action, self.saved, transient, ready, posted, self.live)
+        gradients = self.gradients + made
+        return Held(
+            time, action, self.saved, transient, gradients, self.messages, self.live
+        )
 
 
 def _splits(actions: Sequence[Timed]) -> bool:

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from gemsc.schedules.action import Action, Kind
 
 __all__ = ["Loop", "Step", "expand", "find_loops", "num_lines"]
@@ -56,6 +59,7 @@ class Loop:
 
 
 Step = Action | Loop
+Ints = npt.NDArray[np.int64]
 
 
 def expand(steps: Sequence[Step]) -> tuple[Action, ...]:
@@ -80,22 +84,24 @@ def find_loops(actions: Sequence[Action]) -> tuple[Step, ...]:
     forwards.
     """
     total = len(actions)
-    longest = min(_LONGEST_BODY, total // 2)
-    runs = [_runs(actions, length) for length in range(1, longest + 1)]
+    runs = _runs(actions, min(_LONGEST_BODY, total // 2))
     forward_at = _next_forwards(actions)
-    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (total + 1)
-    choice: list[tuple[int, int]] = [(1, 1)] * total
+    # lines, steps and late loops as one number, of which the first counts most
+    step = total + 1
+    line = step * step
+    best = np.zeros(total + 1, dtype=np.int64)
+    choice = [(1, 1)] * total
     for start in reversed(range(total)):
-        after = best[start + 1]
-        best[start] = (after[0] + 1, after[1] + 1, after[2])
-        for length, run in enumerate(runs, start=1):
-            most = 1 + run[start] // length
-            for repeats in range(most, max(1, most - _SHORTER), -1):
-                after = best[start + length * repeats]
-                late = start < forward_at[start] < start + length
-                cost = (after[0] + 1 + length, after[1] + 1, after[2] + late)
-                if cost < best[start]:
-                    best[start], choice[start] = cost, (length, repeats)
+        best[start] = best[start + 1] + line + step
+        lengths, counts = _loops_from(runs[:, start])
+        if not len(lengths):
+            continue
+        late = (start < forward_at[start]) & (forward_at[start] < start + lengths)
+        costs = best[start + lengths * counts] + line * (1 + lengths) + step + late
+        least = int(np.argmin(costs))
+        if costs[least] < best[start]:
+            best[start] = costs[least]
+            choice[start] = int(lengths[least]), int(counts[least])
     steps: list[Step] = []
     start = 0
     while start < total:
@@ -105,27 +111,39 @@ def find_loops(actions: Sequence[Action]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _runs(actions: Sequence[Action], length: int) -> list[int]:
-    """Return, for each position, how long the actions repeat those `length` later.
+def _loops_from(runs: Ints) -> tuple[Ints, Ints]:
+    """Return the lengths and repeats of the loops that may begin at a position.
+
+    `runs` has, for each length, how long the actions repeat there. Shorter bodies come
+    first, and of one length as many repeats as possible.
+    """
+    lengths = np.arange(1, len(runs) + 1)
+    most = 1 + runs // lengths
+    repeats = most[:, None] - np.arange(_SHORTER)
+    where, which = np.nonzero(repeats > 1)
+    return lengths[where], repeats[where, which]
+
+
+def _runs(actions: Sequence[Action], longest: int) -> Ints:
+    """Return, for each length and position, how long the actions repeat that later.
 
     They repeat while they differ in the micro-batch alone, and always by as much.
     """
     total = len(actions)
-    runs = [0] * total
-    next_step: int | None = None
-    for position in reversed(range(total - length)):
-        here, there = actions[position], actions[position + length]
-        if (here.kind, here.stage, here.replica) != (
-            there.kind,
-            there.stage,
-            there.replica,
-        ):
-            next_step = None
-            continue
-        step = there.micro_batch - here.micro_batch
-        if step:
-            runs[position] = 1 + (runs[position + 1] if step == next_step else 0)
-        next_step = step or None
+    known: dict[tuple[Kind, int, int], int] = {}
+    names = [(a.kind, a.stage, a.replica) for a in actions]
+    codes = np.array([known.setdefault(name, len(known)) for name in names])
+    numbers = np.array([action.micro_batch for action in actions])
+    runs = np.zeros((longest, total), dtype=np.int64)
+    for length in range(1, longest + 1):
+        count = total - length
+        steps = numbers[length:] - numbers[:count]
+        steps[codes[length:] != codes[:count]] = 0
+        # each position belongs to a run of equal steps, which ends somewhere
+        ends = np.append(np.nonzero(np.diff(steps))[0], count - 1)
+        sizes = np.diff(ends, prepend=-1)
+        to_end = np.repeat(ends + 1, sizes) - np.arange(count)
+        runs[length - 1, :count] = np.where(steps != 0, to_end, 0)
     return runs
 
 

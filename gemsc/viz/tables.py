@@ -12,13 +12,14 @@ from gemsc.plan import Plan, PlannedStage
 from gemsc.planner.candidates import Candidate, reason
 from gemsc.planner.explain import explain
 from gemsc.units import show_bytes, show_flops, show_seconds
-from gemsc.viz.columns import column, fitted, sample
+from gemsc.viz.columns import Column, column, fitted, sample
 from gemsc.viz.strip import strips
 
 __all__ = ["describe_blocks", "show", "show_activations", "show_candidates"]
 
 MOST_ROWS = 40  # of stages and ranks; more are sampled
 MOST_SKIPS = 60
+PARTS = ("parameters", "optimizer", "gradients", "messages")  # besides activations
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -35,6 +36,8 @@ def show(plan: Plan, console: Console) -> None:
     ]
     if plan.groups:
         parts[1:1] = _tiles(plan, width)
+    if any(stage.recompute or stage.offload for stage in plan.stages):
+        parts.insert(1, _not_kept(plan, width))
     for part in parts:
         console.print()
         console.print(part)
@@ -157,6 +160,21 @@ def _stages(plan: Plan, width: int) -> RenderableType:
     return fitted(title, columns, width)
 
 
+def _not_kept(plan: Plan, width: int) -> RenderableType:
+    """Return the blocks whose activations are computed again or wait on the host."""
+    stages = [stage for stage in plan.stages if stage.recompute or stage.offload]
+    columns = (
+        column("stage", (s.index for s in stages), left=True),
+        column(
+            "recomputed", (_join(s.recompute) for s in stages), left=True, shrinks=True
+        ),
+        column(
+            "offloaded", (_join(s.offload) for s in stages), left=True, shrinks=True
+        ),
+    )
+    return fitted("blocks that keep no activations", columns, width)
+
+
 def _tiles(plan: Plan, width: int) -> list[RenderableType]:
     """Return what split stages send from tile to tile, and what they had to gather."""
     stages = [stage for stage in plan.stages if stage.tiles]
@@ -234,27 +252,41 @@ def _transfers(plan: Plan, width: int) -> RenderableType:
 
 
 def _memory(plan: Plan, width: int) -> RenderableType:
-    """Draw each rank's peak: what is there all the time, and activations."""
+    """Draw each rank's peak, and say what it consists of."""
     fullest = max(plan.peak_bytes, default=1) or 1
     most = plan.peak_bytes.index(max(plan.peak_bytes)) if plan.peak_bytes else 0
     ranks = sample(len(plan.peak_bytes), MOST_ROWS, (most,))
-    room = max(10, width - 62)
+    activations = [p["activations"] for p in plan.memory] or plan.activation_bytes
+    title = "# weights, gradients  + activations"
+    room = len(title)
     bars = []
     for rank in ranks:
-        size, live = plan.peak_bytes[rank], plan.activation_bytes[rank]
+        size, live = plan.peak_bytes[rank], activations[rank]
         whole = max(1, round(room * size / fullest))
         held = min(whole, round(room * (size - live) / fullest))
         bars.append(("#" * held + "+" * (whole - held)).ljust(room))
     columns = (
         column("rank", (_name(plan.members[r]) for r in ranks), left=True),
         column("peak", (show_bytes(plan.peak_bytes[r]) for r in ranks)),
-        column("activations", (show_bytes(plan.activation_bytes[r]) for r in ranks)),
-        column("# weights, gradients  + activations", bars, left=True, shrinks=True),
+        *_memory_parts(plan, ranks),
+        column("activations", (show_bytes(activations[r]) for r in ranks)),
+        column(title, bars, left=True),
     )
     title = "predicted peak memory"
     if len(ranks) < len(plan.peak_bytes):
         title += f": {len(ranks)} of {len(plan.peak_bytes)} ranks"
     return fitted(title, columns, width)
+
+
+def _memory_parts(plan: Plan, ranks: Sequence[int]) -> list[Column]:
+    """Return what ranks hold at their peaks besides activations."""
+    if not plan.memory:  # a plan of an older gemsc
+        return []
+    titles = ("weights", "optimizer", "gradients", "messages")
+    return [
+        column(title, (show_bytes(plan.memory[r][key]) for r in ranks), drop=drop)
+        for drop, (title, key) in enumerate(zip(titles, PARTS, strict=True), start=1)
+    ]
 
 
 def _timeline(plan: Plan, width: int) -> RenderableType:

@@ -241,7 +241,7 @@ class _Chains:
         return result
 
     def _joined(self, node: fx.Node, wishes: Wishes) -> Boxes:
-        """Return the smallest boxes that hold the own part and all wishes in the value."""
+        """Return the smallest boxes that hold the own part and all that is wished."""
         shape = self._low.shape(node)
         image = everything(shape)
         wanted = [boxes for each in wishes.values() for boxes in each]

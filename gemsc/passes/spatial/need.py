@@ -27,7 +27,8 @@ def window(
 ) -> Interval:
     """Return the need of a convolution or a pooling with `before` rows of padding.
 
-    first = a * stride - before, last = (b - 1) * stride - before + dilation (kernel - 1)
+    first = a * stride - before
+    last = (b - 1) * stride - before + dilation (kernel - 1)
     """
     start, stop = out
     reach = dilation * (kernel - 1) + 1

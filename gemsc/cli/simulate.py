@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from gemsc.cli.terminal import console
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.collectives import ROUNDS
@@ -26,8 +26,6 @@ from gemsc.viz.curve import draw_curve
 from gemsc.viz.simulation import show_points
 
 __all__ = ["simulate_command"]
-
-console = Console()
 
 
 def simulate_command(

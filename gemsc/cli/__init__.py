@@ -1,0 +1,5 @@
+"""The `gemsc` command: arguments and exit codes, nothing else."""
+
+from gemsc.cli.command import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,212 @@
+"""`gemsc compile` and `gemsc plan`: from a model's file to a program, or to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gemsc.cli.options import DEFAULTS, Model, takes_options
+from gemsc.cli.terminal import console, progress_bar, say
+from gemsc.codegen.package import check_target
+from gemsc.compiler import CompiledProgram, compile, plan, trace
+from gemsc.errors import GemscError
+from gemsc.fingerprint import source_fingerprints
+from gemsc.ir.dump import dump
+from gemsc.ir.program import Program
+from gemsc.options import CompileOptions
+from gemsc.passes.base import Pass
+from gemsc.passes.manager import Observer
+from gemsc.plan import Plan
+from gemsc.planner.candidates import Candidate
+from gemsc.planner.edited import EditedPlan
+from gemsc.planner.hardware import read_hardware
+from gemsc.runtime.launch import restart_like_a_rank
+from gemsc.user_model import UserModel, load_user_model
+from gemsc.viz.tables import show as show_plan
+from gemsc.viz.tables import show_candidates
+
+__all__ = ["compile_command", "compiled", "plan_command"]
+
+COMPARED = (
+    "ranks",
+    "data",
+    "schedule",
+    "micro_batches",
+    "balance",
+    "placement",
+    "device_memory",
+    "hardware",
+    "profile",
+    "recompute",
+    "offload",
+    "tiles",
+)
+
+
+@takes_options()
+def compile_command(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output")] = Path("build/program"),
+    plan: Annotated[
+        Path | None, typer.Option(help="an edited plan.toml, in place of options")
+    ] = None,
+    options: CompileOptions = DEFAULTS,
+    print_after: Annotated[
+        str, typer.Option(help="print the program after this pass, or after `all`")
+    ] = "",
+    time_passes: Annotated[
+        bool, typer.Option(help="print each pass's seconds")
+    ] = False,
+) -> None:
+    """Compile a model into a program directory."""
+    check_target(output)
+    watch = _Watch(print_after, time_passes)
+    program = compiled(load_user_model(model), options, watch, plan)
+    watch.finish()
+    note = program.write(output)
+    _report(program.candidates, program.plan, f" -> {output}")
+    if note:
+        console.print(f"note: {note}", highlight=False)
+
+
+@takes_options(COMPARED, data="auto", schedule="auto", balance="auto", placement="auto")
+def plan_command(
+    model: Model,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="write plan.toml: edit it")
+    ] = None,
+    options: CompileOptions = DEFAULTS,
+    most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
+) -> None:
+    """Compare ways to train on so many ranks; write no program."""
+    options = replace(options, check=False)
+    candidates, found = _plan(load_user_model(model), options)
+    _report(candidates, found, most=most)
+    show_plan(found, console)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(found.to_toml(output.parent), encoding="utf-8")
+        console.print(
+            f"wrote {output}: edit it, then gemsc compile {model} --plan {output}",
+            highlight=False,
+        )
+
+
+@dataclass
+class _Watch:
+    """Prints programs and times after passes, to stderr."""
+
+    print_after: str
+    time_passes: bool
+    times: list[tuple[str, float]] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+    def __call__(self, step: Pass, program: Program, seconds: float) -> None:
+        again = " of the evaluation graph" if step.name in self.seen else ""
+        self.times.append((step.name + again, seconds))
+        self.seen.add(step.name)
+        if self.print_after in (step.name, "all"):
+            say(f"--- after {step.name}{again}")
+            say(dump(program))
+
+    def finish(self) -> None:
+        if self.print_after and self.print_after not in {*self.seen, "all"}:
+            raise GemscError(
+                f"--print-after {self.print_after}: there is no such pass",
+                help=f"one of {', '.join(sorted(self.seen))}, or all",
+            )
+        if self.time_passes:
+            for name, seconds in self.times:
+                say(f"{seconds * 1e3:8.1f} ms  {name}")
+
+
+def _report(
+    candidates: Sequence[Candidate], plan: Plan, where: str = "", most: int = 8
+) -> None:
+    """Print what was chosen, and why where there was a choice."""
+    if candidates:
+        show_candidates(candidates, console, most)
+    stages = ", ".join(f"{len(stage.blocks)}" for stage in plan.stages)
+    console.print(
+        f"{plan.model}: {plan.ranks} ranks, stages of {stages} blocks, "
+        f"{plan.schedule}, {plan.micro_batches} micro-batches{where}",
+        highlight=False,
+    )
+
+
+def compiled(
+    user: UserModel,
+    options: CompileOptions,
+    watch: Observer | None = None,
+    plan_path: Path | None = None,
+) -> CompiledProgram:
+    """Return what a user's model is compiled to; `plan_path` is an edited plan."""
+    edited = _read_edited(plan_path, options) if plan_path is not None else None
+    with _prepared(user, options) as given:
+        program = compile(
+            **given,
+            options=options,
+            source=user.path,
+            after_each=watch,
+            edited=edited,
+        )
+    plan = _with_source(program.plan, user)
+    return replace(program, compilation=replace(program.compilation, plan=plan))
+
+
+def _plan(
+    user: UserModel, options: CompileOptions
+) -> tuple[tuple[Candidate, ...], Plan]:
+    """Return what was compared and the best plan; evaluation is not looked at."""
+    with _prepared(user, options) as given:
+        traced = trace(
+            **given,
+            frontend=options.frontend,
+            check=False,
+            evaluates=False,
+            hardware=read_hardware(options.hardware),
+            profile=options.profile,
+        )
+    candidates, found = plan(traced, options, user.path)
+    return candidates, _with_source(found, user)
+
+
+@contextmanager
+def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, Any]]:
+    """Give what compiling and planning take of a user's model; show a profile's way."""
+    if options.profile:
+        restart_like_a_rank()
+    inputs = user.make_inputs()
+    with progress_bar() if options.profile else nullcontext(_say_nothing) as progress:
+        yield {
+            "model": user.make_model(),
+            "example_inputs": inputs,
+            "loss": user.make_loss() if user.loss is not None else None,
+            "example_target": user.make_target(inputs),
+            "optimizer": user.optimizer,
+            "progress": progress,
+        }
+
+
+def _with_source(plan: Plan, user: UserModel) -> Plan:
+    """Return the plan with where its model comes from."""
+    sources = {**plan.sources, str(user.path): source_fingerprints(user.path)}
+    return replace(plan, spec=user.spec, sources=sources)
+
+
+def _say_nothing(what: str, share: float) -> None:
+    pass
+
+
+def _read_edited(path: Path, options: CompileOptions) -> EditedPlan:
+    if options != DEFAULTS:
+        raise GemscError(
+            f"{options.command_line()} beside --plan, which decides everything",
+            help=f"change {path} instead",
+        )
+    return EditedPlan.read(path)

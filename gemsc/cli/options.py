@@ -1,0 +1,193 @@
+"""The flags that decide a compilation: each stands here once, for all commands."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from gemsc.errors import GemscError
+from gemsc.frontend import FRONTENDS
+from gemsc.options import AUTO, BALANCES, CompileOptions
+from gemsc.planner.layout import PLACEMENTS
+from gemsc.schedules import SCHEDULES
+from gemsc.units import parse_bytes
+
+__all__ = ["DEFAULTS", "Model", "takes_options"]
+
+DEFAULTS = CompileOptions()
+
+Model = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
+Command = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flag:
+    """A flag of the command line; `read` makes its value that of `CompileOptions`."""
+
+    help: str
+    default: Any
+    kind: Any = str
+    words: tuple[str, ...] = ()
+    read: Callable[[Any], Any] = lambda value: value
+
+    def parameter(self, name: str, default: Any) -> inspect.Parameter:
+        """Return what typer makes the flag of."""
+        option = typer.Option(*self.words, help=self.help)
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=default,
+            annotation=Annotated[self.kind, option],
+        )
+
+
+def takes_options(
+    names: Iterable[str] | None = None, **defaults: Any
+) -> Callable[[Command], Command]:
+    """Give a command a flag for each of these options, in place of its `options`.
+
+    All of them if no names are given; `defaults` are those of this command only.
+    """
+    chosen = {name: FLAGS[name] for name in names or FLAGS}
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_flags(**given: Any) -> None:
+            read = {name: flag.read(given.pop(name)) for name, flag in chosen.items()}
+            command(options=CompileOptions(**read), **given)
+
+        shown: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            if own.name != "options":
+                shown.append(own)
+                continue
+            for name, flag in chosen.items():
+                shown.append(flag.parameter(name, defaults.get(name, flag.default)))
+        with_flags.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {each.name: each.annotation for each in shown}
+        return with_flags
+
+    return decorate
+
+
+def _count(text: str, flag: str) -> int:
+    if text == "auto":
+        return AUTO
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise GemscError(
+            f"{flag} is {text}", help=f"give {flag} a value of 1 or more, or auto"
+        )
+    return count
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise GemscError(
+            f"--blocks {text} is no list of numbers", help="write --blocks 3,4,4,5"
+        ) from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Read names between commas; `off` is none."""
+    return () if text == "off" else tuple(filter(None, text.split(",")))
+
+
+def _grids(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def _bytes(text: str | None) -> int | None:
+    return parse_bytes(text) if text else None
+
+
+FLAGS = {
+    "ranks": _Flag(
+        kind=int, help="processes that share the model", default=DEFAULTS.ranks
+    ),
+    "data": _Flag(
+        help="copies of the model that share the batch, or auto",
+        default=str(DEFAULTS.data),
+        read=functools.partial(_count, flag="--data"),
+    ),
+    "schedule": _Flag(help=", ".join(("auto", *SCHEDULES)), default=DEFAULTS.schedule),
+    "micro_batches": _Flag(
+        help="example_inputs() in one step, or auto",
+        default=str(DEFAULTS.micro_batches),
+        read=functools.partial(_count, flag="--micro-batches"),
+    ),
+    "times": _Flag(
+        kind=int | None,
+        help="master: pairs of runs in one step",
+        default=DEFAULTS.times,
+    ),
+    "chunks": _Flag(
+        kind=int, help="looped placement: stages on each rank", default=DEFAULTS.chunks
+    ),
+    "balance": _Flag(help=", ".join(BALANCES), default=DEFAULTS.balance),
+    "blocks": _Flag(
+        help="explicit: blocks of each stage, 3,4,4,5", default="", read=_numbers
+    ),
+    "cuts": _Flag(
+        help="explicit: modules that later stages begin with", default="", read=_names
+    ),
+    "placement": _Flag(
+        help=", ".join(("natural", "auto", *PLACEMENTS)), default=DEFAULTS.placement
+    ),
+    "frontend": _Flag(help=", ".join(FRONTENDS), default=DEFAULTS.frontend),
+    "device_memory": _Flag(
+        kind=str | None,
+        help="cap of a rank, for example 16GiB",
+        default=None,
+        read=_bytes,
+    ),
+    "hardware": _Flag(
+        help="machine to plan for: a shipped one, or a .toml file",
+        default=DEFAULTS.hardware,
+    ),
+    "profile": _Flag(
+        kind=bool,
+        help="time the model's blocks on this machine",
+        default=DEFAULTS.profile,
+    ),
+    "recompute": _Flag(
+        help="off, all, auto or blocks to run again in the backward",
+        default="off",
+        read=_names,
+    ),
+    "offload": _Flag(
+        help="off, auto or blocks that keep activations on the host",
+        default="off",
+        read=_names,
+    ),
+    "check": _Flag(
+        kind=bool,
+        help="compare the traced graph with the model",
+        default=DEFAULTS.check,
+    ),
+    "tiles": _Flag(
+        help="split pictures over ranks: 2x2, 4x1, 2x2x2, 2x2,2x1, auto",
+        default="",
+        read=_grids,
+    ),
+    "local_batchnorm": _Flag(
+        kind=bool,
+        words=("--local-batchnorm",),
+        help="BatchNorm of each tile alone: cheaper, not exact",
+        default=DEFAULTS.local_batchnorm,
+    ),
+    "fuse_halos": _Flag(
+        help="layers that share one wide halo: auto, off or a number",
+        default=DEFAULTS.fuse_halos,
+    ),
+}

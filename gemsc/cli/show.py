@@ -1,0 +1,99 @@
+"""`gemsc show`, `gemsc graph`, `gemsc timeline`: look at a program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gemsc.cli.compile import compiled
+from gemsc.cli.options import DEFAULTS, takes_options
+from gemsc.cli.terminal import Directory, console
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.plan import Plan
+from gemsc.runtime.measure import measure
+from gemsc.user_model import load_user_model
+from gemsc.viz.graph import render
+from gemsc.viz.report import write_report
+from gemsc.viz.shares import show_shares
+from gemsc.viz.tables import show as show_plan
+from gemsc.viz.timeline import grid, panels_of, write_timeline
+from gemsc.viz.trace import trace_text
+
+__all__ = ["graph_command", "show_command", "timeline_command"]
+
+
+def show_command(
+    directory: Directory,
+    html: Annotated[
+        bool, typer.Option("--html", help="write report.html anew instead")
+    ] = False,
+) -> None:
+    """Print why it is cut so, stages, skips, transfers, memory and the order."""
+    plan = Plan.read(directory / "plan.toml")
+    if html:
+        console.print(f"wrote {write_report(plan, directory)}", highlight=False)
+        return
+    show_plan(plan, console)
+
+
+@takes_options(("ranks",))
+def graph_command(
+    target: Annotated[str, typer.Argument(help="a model, or a program directory")],
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    options: CompileOptions = DEFAULTS,
+) -> None:
+    """Draw the graph: stages as clusters of blocks, skips apart."""
+    if Path(target).is_dir():
+        Plan.read(Path(target) / "plan.toml")
+        path = output or Path(target) / "graph.svg"
+        dot = _read_dot(Path(target) / "graph.dot")
+    else:
+        options = replace(options, check=False)
+        program = compiled(load_user_model(target), options)
+        path = output or Path("graph.svg")
+        dot = program.graph()
+    if path.suffix != ".svg":
+        raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note = render(dot, path)
+    console.print(f"note: {note}" if note else f"wrote {path}", highlight=False)
+
+
+def timeline_command(
+    directory: Directory,
+    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    text: Annotated[bool, typer.Option("--text", help="print it instead")] = False,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="run some steps and draw them below")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="training steps to measure", min=1)] = 9,
+) -> None:
+    """Draw who does what when in one step, as predicted and as measured."""
+    plan = Plan.read(directory / "plan.toml")
+    if text:
+        typer.echo(grid(plan))
+        return
+    path = output or directory / "timeline.svg"
+    if path.suffix != ".svg":
+        raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
+    marks = measure(directory, steps) if measured else ()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_timeline(plan, path, marks)
+    console.print(f"wrote {path}", highlight=False)
+    if marks:
+        predicted, measured_step = panels_of(plan, marks)
+        trace = directory / "trace.json"
+        trace.write_text(trace_text((predicted, measured_step)), encoding="utf-8")
+        console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
+        show_shares(predicted, measured_step, console)
+
+
+def _read_dot(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise GemscError(f"there is no {path}", help="compile again") from None
