@@ -3,7 +3,8 @@
 python benchmarks/pipeline.py [--quick] [--models unet,...] [--micro-batches 1,4,8]
 
 Both pipelines run the same generated stages, cut in the same place, on the same data,
-in the same order of work, with one thread for each rank; only the runtime differs.
+in the same order of work, with one thread for each rank; only the runtime differs. A
+fourth contender is gemsc with the schedule zb-h1, where weight gradients wait.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HEADER = (
 
 
 ALONE, OURS, THEIRS = "one process", "gemsc", "torch.pipelining"
+SPLIT = "gemsc zb-h1"
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,15 @@ class Found:
     note: str
 
 
-def measure(job: Job, rounds: int, steps: int, patience: float) -> Found:
+def measure(job: Job, split: Job, rounds: int, steps: int, patience: float) -> Found:
     """Let the contenders train in turn."""
-    kinds = {ALONE: "alone", OURS: "gemsc", THEIRS: "torch"}
-    with contenders({name: (kind, job) for name, kind in kinds.items()}) as started:
+    jobs = {
+        ALONE: ("alone", job),
+        OURS: ("gemsc", job),
+        SPLIT: ("gemsc", split),
+        THEIRS: ("torch", job),
+    }
+    with contenders(jobs) as started:
 
         def make() -> Round:
             return {group.name: group.run(steps) for group in started}
@@ -64,12 +71,14 @@ def lines(found: Found) -> str:
             f"{1e3 * cpu:15.2f}{memory.tensors / 2**20:13.1f}"
             f"{memory.resident / 2**20:14.0f}"
         )
-    ratios = sorted(each[THEIRS].seconds / each[OURS].seconds for each in found.rounds)
-    rows += [
-        f"{'':15}gemsc / torch.pipelining, samples/s: "
-        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-        f"{'':15}{found.note}; losses differ by {spread(found.rounds):.0e}",
-    ]
+    for name in (OURS, SPLIT):
+        pairs = ((each[THEIRS], each[name]) for each in found.rounds)
+        ratios = sorted(theirs.seconds / ours.seconds for theirs, ours in pairs)
+        rows.append(
+            f"{'':15}{name} / torch.pipelining, samples/s: "
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+    rows.append(f"{'':15}{found.note}; losses differ by {spread(found.rounds):.0e}")
     return "\n".join(rows)
 
 
@@ -103,8 +112,12 @@ def main() -> None:
             # 1F1B of torch.distributed.pipelining takes two micro-batches or more
             schedule = "1f1b" if count > 1 else "gpipe"
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                job = compile_job(model, 2, count, schedule, Path(folder))
-                found = measure(job, options.rounds, options.steps, options.patience)
+                places = Path(folder) / "whole", Path(folder) / "split"
+                job = compile_job(model, 2, count, schedule, places[0])
+                split = compile_job(model, 2, count, "zb-h1", places[1])
+                found = measure(
+                    job, split, options.rounds, options.steps, options.patience
+                )
             print(lines(found), flush=True)
 
 

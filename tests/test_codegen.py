@@ -131,7 +131,10 @@ def test_the_files_of_an_encoder_with_tied_weights(
         golden(text, f"encoder_{name}")
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet110v2"])
+LEFT_OUT = ("resnet110v2", "tiled")  # one takes long, the other has too few blocks
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT_OUT])
 def test_the_text_does_not_grow_with_the_micro_batches(
     name: str, all_files: Path
 ) -> None:
