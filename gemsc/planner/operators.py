@@ -32,6 +32,7 @@ _SAME_FORMULA = {
     ),
 }
 CACHE_BYTES = 2**20  # an operator with less to move finds it in a core's own cache
+ALIAS_BYTES = 2**11  # addresses so far apart use the same lines of a core's own cache
 LANES = 16  # numbers in float32 that a core or a warp works on at once
 FRESH_BYTES = 2**25  # allocations of so much come from the system, page by page
 
@@ -203,6 +204,8 @@ def _filters(
     weights_far: what of these a core's own cache cannot keep from one to the next
     weights_thin, weights_far_thin: both only if a picture has few positions, as above:
         then one pass over the weights takes as long for 2 positions as for 9
+    weights_aliased, weights_aliased_thin: weights_each, only if rows of the weight are
+        multiples of 2 KiB: their beginnings compete for the same lines of a cache
     """
     narrow, wide = (x, y) if transposed else (y, x)
     kernel = math.prod(weight.shape[2:])
@@ -216,6 +219,8 @@ def _filters(
     thin = 1.0 if 1 < in_picture < LANES else 0.0
     each = float(weight.nbytes * x.shape[0])
     far = float(max(0, weight.nbytes - CACHE_BYTES) * x.shape[0])
+    row = math.prod(weight.shape[1:]) * weight.element_size()
+    aliased = 0.0 if row % ALIAS_BYTES else 1.0
     unfolded = float(positions * kernel * wide.shape[1] * x.element_size())
     return {
         "flops": flops,
@@ -234,6 +239,8 @@ def _filters(
         "weights_far": far,
         "weights_thin": each * thin,
         "weights_far_thin": far * thin,
+        "weights_aliased": each * aliased,
+        "weights_aliased_thin": each * aliased * thin,
     }
 
 

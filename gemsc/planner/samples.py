@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = ["FAMILIES", "Call", "Draw"]
 
 _ATEN = torch.ops.aten
+POWERS = 0.4  # of the numbers of channels
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Draw:
         return self.rng.choice(choices)
 
     def channels(self, low: int = 8, high: int = 512) -> int:
-        """Return a number of channels: a multiple of 16, most often."""
+        """Return a number of channels: a power of two or a multiple of 16, mostly."""
+        if self.rng.random() < POWERS:
+            power = round(self.rng.uniform(math.log2(low), math.log2(high)))
+            return max(low, min(high, 2**power))
         step = int(self.pick(16, 16, 8))
         return max(low, step * max(1, round(self.between(low, high) / step)))
 
@@ -96,19 +100,27 @@ def convolution(
     transposed: bool = False,
     single: bool = False,
     batch: int | None = None,
+    last: bool = False,
 ) -> Iterator[Call]:
-    """Yield a convolution and its two gradients; `single` of one small picture."""
+    """Yield a convolution and its two gradients.
+
+    `single` of one small picture; `last` as at the end of a network: few positions and
+    many channels.
+    """
     kernel = draw.pick(*kernels)
     stride = 2 if transposed else draw.pick(1, 1, 1, 2)
     first = not depthwise and not transposed and kernel > 1 and draw.rng.random() < 0.15
     widest = 2048 if kernel == 1 else 512
-    channels_in = draw.pick(1, 3, 4) if first else draw.channels(8, widest)
-    channels_out = channels_in if depthwise else draw.channels(8, widest)
+    fewest = widest // 8 if last else 8
+    channels_in = draw.pick(1, 3, 4) if first else draw.channels(fewest, widest)
+    channels_out = channels_in if depthwise else draw.channels(fewest, widest)
     groups = channels_in if depthwise else 1
     batch = 1 if single else batch or draw.between(1, 16)
     per_position = 2 * channels_in * channels_out // groups * kernel**dims * batch
     positions = (draw.work() if not depthwise else draw.work() / 20) / per_position
     side = max(draw.pick(1, 2, 2, 3), min(128, round(positions ** (1 / dims))))
+    if last:
+        side = draw.pick(1, 2, 2, 3, 4)
     if single:
         side = min(side, int(math.sqrt(20480 / channels_in)))  # as PyTorch decides
     if side < 1 or per_position * side**dims > 4 * draw.largest:
@@ -345,6 +357,14 @@ def _conv_1x1_many(draw: Draw) -> Iterator[Call]:
     return convolution(draw, kernels=(1,), batch=draw.pick(16, 24, 32))
 
 
+def _conv_1x1_last(draw: Draw) -> Iterator[Call]:
+    return convolution(draw, kernels=(1,), batch=draw.between(2, 16), last=True)
+
+
+def _conv_2d_last(draw: Draw) -> Iterator[Call]:
+    return convolution(draw, kernels=(3,), batch=draw.between(2, 16), last=True)
+
+
 def _conv_3d(draw: Draw) -> Iterator[Call]:
     return convolution(draw, kernels=(3,), dims=3)
 
@@ -368,14 +388,16 @@ def _conv_transposed(draw: Draw) -> Iterator[Call]:
 
 # name for people, where operators come from, how many of them
 FAMILIES: tuple[tuple[str, Source, int], ...] = (
-    ("convolution", _conv_2d, 120),
-    ("convolution 1x1", _conv_1x1, 96),
+    ("convolution", _conv_2d, 160),
+    ("convolution 1x1", _conv_1x1, 128),
     ("convolution 1x1 of many", _conv_1x1_many, 36),
-    ("convolution of volumes", _conv_3d, 72),
-    ("convolution of one picture", _conv_single, 60),
+    ("convolution 1x1 at the end", _conv_1x1_last, 48),
+    ("convolution at the end", _conv_2d_last, 48),
+    ("convolution of volumes", _conv_3d, 128),
+    ("convolution of one picture", _conv_single, 128),
     ("depthwise convolution", _conv_depthwise, 48),
     ("transposed convolution", _conv_transposed, 36),
-    ("transposed, of one picture", _conv_transposed_single, 32),
+    ("transposed, of one picture", _conv_transposed_single, 48),
     ("matrix product", matmul, 48),
     ("batched matrix product", batched_matmul, 32),
     ("attention", attention, 32),
