@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.runtime.grid import (
+    LARGEST_STANDING,
     AxisWindows,
     Exchange,
     Grid,
@@ -29,6 +30,7 @@ from gemsc.runtime.grid import (
 
 __all__ = [
     "FUNCTIONS",
+    "LARGEST_STANDING",
     "AxisWindows",
     "Exchange",
     "Resize",

@@ -45,6 +45,7 @@ def task_of(plan: Plan) -> Task:
                 transient_bytes=stage.transient_bytes,
                 first_transient_bytes=stage.first_transient_bytes,
                 gradient_bytes=stage.gradient_bytes,
+                buffer_bytes=stage.buffer_bytes,
             )
             for stage in plan.stages
         ),

@@ -20,7 +20,7 @@ from gemsc.planner.activations import activations, again_seconds, host_seconds
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
-from gemsc.planner.tiles import exchanges, most_bytes, moved_bytes
+from gemsc.planner.tiles import buffer_bytes, exchanges, most_bytes, moved_bytes
 from gemsc.planner.traffic import step_traffic
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
@@ -87,6 +87,7 @@ def _stage_costs(program: Program, network: Network) -> list[StageCost]:
         kept, owned = saved[stage.index], weights[stage.index]
         besides = _talking(program, stage, network) + host_seconds(kept.moved)
         again = again_seconds(program, stage.index)
+        buffers = buffer_bytes(program, stage)
         found.append(
             StageCost(
                 forward=stage.total("forward_seconds") + besides,
@@ -94,8 +95,9 @@ def _stage_costs(program: Program, network: Network) -> list[StageCost]:
                 saved_bytes=kept.kept,
                 transient_bytes=kept.transient,
                 first_transient_bytes=kept.first_transient,
-                resident_bytes=owned.resident,
+                resident_bytes=owned.resident + buffers,
                 gradient_bytes=owned.gradients,
+                buffer_bytes=buffers,
             )
         )
     return found
@@ -206,6 +208,7 @@ def make_plan(
             saved_bytes=task.stages[stage.index].saved_bytes,
             transient_bytes=task.stages[stage.index].transient_bytes,
             first_transient_bytes=task.stages[stage.index].first_transient_bytes,
+            buffer_bytes=task.stages[stage.index].buffer_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
             recompute=_names(program, stage.index, "recompute"),

@@ -13,9 +13,17 @@ from gemsc.boxes import everything
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange, joins
 from gemsc.ir.program import Program, Stage, Transfer
-from gemsc.ir.tile_ops import Exchange
+from gemsc.ir.tile_ops import LARGEST_STANDING, Exchange
 
-__all__ = ["Traffic", "ends", "exchanges", "exchanging", "most_bytes", "moved_bytes"]
+__all__ = [
+    "Traffic",
+    "buffer_bytes",
+    "ends",
+    "exchanges",
+    "exchanging",
+    "most_bytes",
+    "moved_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,27 @@ def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
             source in inside or _same_grid(program, source, stage)
         ):
             yield node
+
+
+def buffer_bytes(program: Program, stage: Stage) -> int:
+    """Return the bytes of the memory through which a tile's small messages travel.
+
+    All that goes to one tile shares a buffer, and so does all that comes from it:
+    see `gemsc.runtime.tile_messages`.
+    """
+    largest: dict[tuple[int, bool], int] = {}
+    for node in exchanging(program, stage):
+        exchange, place = exchange_of(node), node.args[2]
+        assert isinstance(place, int)
+        view = exchange.seen_from(place % len(exchange.held))
+        ends = [(piece.dest, True, piece) for piece in view.sent]
+        ends += [(piece.source, False, piece) for piece in view.received]
+        for tile, is_sent, piece in ends:
+            size = meta.spec(node).dtype.itemsize * prod(piece.shape)
+            ways = (is_sent, not is_sent) if meta.needs_gradient(node) else (is_sent,)
+            for way in ways if size <= LARGEST_STANDING else ():
+                largest[tile, way] = max(size, largest.get((tile, way), 0))
+    return sum(largest.values())
 
 
 def _source(node: fx.Node) -> fx.Node:

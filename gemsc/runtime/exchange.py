@@ -15,7 +15,7 @@ from functools import cached_property
 from gemsc.boxes import Box, everything, intersection, is_inside, shape_of
 from gemsc.errors import InternalError
 
-__all__ = ["Exchange", "Piece"]
+__all__ = ["Exchange", "Piece", "View"]
 
 Slices = tuple[slice, ...]
 
@@ -39,6 +39,23 @@ class Piece:
             slice(start - begin, stop - begin)
             for (start, stop), (begin, _) in zip(self.box, outer, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An exchange as one tile sees it.
+
+    `own` is the piece that it wants and holds itself, None without one; `sent` go to
+    other tiles, `received` come from them, both by ascending tile. `held` and `wanted`
+    are the tile's boxes, `outside` the parts of the wanted box outside the value.
+    """
+
+    held: Box
+    wanted: Box
+    own: Piece | None
+    sent: tuple[Piece, ...]
+    received: tuple[Piece, ...]
+    outside: tuple[Slices, ...]
 
 
 @dataclass(frozen=True)
@@ -91,8 +108,25 @@ class Exchange:
         """Whether no tile needs anything from another one."""
         return all(piece.source == piece.dest for piece in self.pieces)
 
-    def outside(self, tile: int) -> list[Slices]:
-        """Return the parts of the tile's wanted box that lie outside the value."""
+    @cached_property
+    def _views(self) -> dict[int, View]:
+        return {}
+
+    def seen_from(self, tile: int) -> View:
+        """Return what a tile has to do with an exchange inside its grid."""
+        if tile not in self._views:
+            mine = [p for p in self.pieces if tile in (p.source, p.dest)]
+            self._views[tile] = View(
+                self.held[tile],
+                self.wanted[tile],
+                next((p for p in mine if p.source == p.dest), None),
+                tuple(p for p in mine if p.dest != tile),
+                tuple(p for p in mine if p.source != tile),
+                tuple(self._outside(tile)),
+            )
+        return self._views[tile]
+
+    def _outside(self, tile: int) -> list[Slices]:
         box = self.wanted[tile]
         shape = shape_of(box)
         result = []

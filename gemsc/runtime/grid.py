@@ -9,7 +9,7 @@ around the gradient, and what a tile received it sends home, to be added there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,14 +18,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.boxes import shape_of
-from gemsc.runtime.exchange import Exchange, Piece
-from gemsc.runtime.link import Incoming, Link
+from gemsc.runtime.exchange import Exchange, View
+from gemsc.runtime.link import Link
 from gemsc.runtime.tile_layers import LayersOnTiles
+from gemsc.runtime.tile_messages import LARGEST_STANDING, Mailbox
 from gemsc.runtime.tile_saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tile_windows import AxisWindows, Resize, rows_read, taps
-from gemsc.runtime.transport import Group, Request
+from gemsc.runtime.transport import Group
 
 __all__ = [
+    "LARGEST_STANDING",
     "AxisWindows",
     "Exchange",
     "Grid",
@@ -38,22 +40,28 @@ __all__ = [
     "told_of_sums",
 ]
 
-FIRST_TAG = 16384  # below are the transfers between stages
-NUM_INDICES = 8192  # with two tags each: values, and their gradients
-
 
 class Grid(LayersOnTiles):
     """One tile among those of its stage: what `self.grid` is in a generated stage.
 
     `ranks` are the transport's ranks of all tiles, in their order; `tile` is this one.
-    All tiles call the same methods in the same order.
+    All tiles call the same methods in the same order. `stands` says whether messages
+    are prepared for the next time: see `Mailbox`.
     """
 
-    def __init__(self, link: Link, ranks: tuple[int, ...], tile: int) -> None:
+    def __init__(
+        self, link: Link, ranks: tuple[int, ...], tile: int, *, stands: bool = True
+    ) -> None:
         self.link = link
         self.ranks = ranks
         self.tile = tile
         self._group: Group | None = None
+        self._mailbox = Mailbox(link, ranks, stands=stands)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory that stays, through which small messages travel."""
+        return self._mailbox.buffers
 
     @property
     def num_tiles(self) -> int:
@@ -82,113 +90,61 @@ class Grid(LayersOnTiles):
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return the wanted box. Own pieces are copied while the others arrive."""
-        held_box = exchange.held[self.tile]
-        mine = self._pieces(exchange)
-        tag = FIRST_TAG + 2 * (exchange.index % NUM_INDICES)
-        messages = _Messages(self, tag, held.dtype)
-        messages.receive((p.source, p.shape) for p in mine if p.dest == self.tile)
-        messages.send(
-            (p.dest, held[p.within(held_box)]) for p in mine if p.source == self.tile
-        )
-        result = self._begun(held, exchange)
-        strips = [messages.take(p.source) for p in self._incoming(exchange)]
-        self._put(result, exchange, strips)
-        messages.finish()
-        remember(result, (held, *strips), self._assembler(exchange))
+        view = exchange.seen_from(self.tile)
+        sends = {p.dest: held[p.within(view.held)] for p in view.sent}
+        shapes = {p.source: p.shape for p in view.received}
+        flight = self._mailbox.post(exchange, sends, shapes, held.dtype, back=False)
+        result = _begun(held, view, exchange.fill)
+        strips = [flight.take(p.source, keep=True) for p in view.received]
+        _put(result, view, strips)
+        flight.finish()
+        remember(result, (held, *strips), _assembler(view, exchange.fill))
         return result
-
-    def _begun(self, held: Tensor, exchange: Exchange) -> Tensor:
-        """Return the wanted box with what the tile has itself, and what is filled."""
-        held_box, box = exchange.held[self.tile], exchange.wanted[self.tile]
-        result = held.new_empty(shape_of(box))
-        for part in exchange.outside(self.tile):
-            result[part] = exchange.fill
-        for piece in self._pieces(exchange):
-            if piece.source == piece.dest:
-                result[piece.within(box)] = held[piece.within(held_box)]
-        return result
-
-    def _put(
-        self, result: Tensor, exchange: Exchange, strips: Sequence[Tensor]
-    ) -> None:
-        """Put what other tiles sent into the wanted box."""
-        box = exchange.wanted[self.tile]
-        for piece, strip in zip(self._incoming(exchange), strips, strict=True):
-            result[piece.within(box)] = strip
-
-    def _assembler(self, exchange: Exchange) -> Callable[..., Tensor]:
-        """Return the function that puts a wanted box together once more."""
-
-        def assemble(held: Tensor, *strips: Tensor) -> Tensor:
-            result = self._begun(held, exchange)
-            self._put(result, exchange, strips)
-            return result
-
-        return assemble
 
     def give_back(self, gradient: Tensor, exchange: Exchange) -> Tensor:
         """Return the gradient of the held box: the transpose of `collect`.
 
         Added are the own piece, then those of the other tiles in ascending order.
         """
-        held_box, box = exchange.held[self.tile], exchange.wanted[self.tile]
-        mine = self._pieces(exchange)
-        tag = FIRST_TAG + 2 * (exchange.index % NUM_INDICES) + 1
-        messages = _Messages(self, tag, gradient.dtype)
-        messages.receive((p.dest, p.shape) for p in mine if p.source == self.tile)
-        messages.send(
-            (p.source, gradient[p.within(box)]) for p in mine if p.dest == self.tile
-        )
-        result = gradient.new_zeros(shape_of(held_box))
-        for piece in mine:
-            if piece.source == piece.dest:
-                result[piece.within(held_box)] = gradient[piece.within(box)]
-        for piece in mine:
-            if piece.dest != self.tile:
-                result[piece.within(held_box)] += messages.take(piece.dest)
-        messages.finish()
+        view = exchange.seen_from(self.tile)
+        sends = {p.source: gradient[p.within(view.wanted)] for p in view.received}
+        shapes = {p.dest: p.shape for p in view.sent}
+        flight = self._mailbox.post(exchange, sends, shapes, gradient.dtype, back=True)
+        result = gradient.new_zeros(shape_of(view.held))
+        if view.own is not None:
+            own = gradient[view.own.within(view.wanted)]
+            result[view.own.within(view.held)] = own
+        for piece in view.sent:
+            result[piece.within(view.held)] += flight.take(piece.dest, keep=False)
+        flight.finish()
         return result
 
-    def _incoming(self, exchange: Exchange) -> list[Piece]:
-        return [
-            piece
-            for piece in exchange.pieces
-            if piece.dest == self.tile and piece.source != self.tile
-        ]
 
-    def _pieces(self, exchange: Exchange) -> list[Piece]:
-        return [p for p in exchange.pieces if self.tile in (p.source, p.dest)]
+def _begun(held: Tensor, view: View, fill: float) -> Tensor:
+    """Return the wanted box with what the tile has itself, and what is filled."""
+    result = held.new_empty(shape_of(view.wanted))
+    for part in view.outside:
+        result[part] = fill
+    if view.own is not None:
+        result[view.own.within(view.wanted)] = held[view.own.within(view.held)]
+    return result
 
 
-class _Messages:
-    """The messages of one exchange: all are under way at once, one for each peer."""
+def _put(result: Tensor, view: View, strips: Sequence[Tensor]) -> None:
+    """Put what other tiles sent into the wanted box."""
+    for piece, strip in zip(view.received, strips, strict=True):
+        result[piece.within(view.wanted)] = strip
 
-    def __init__(self, grid: Grid, tag: int, dtype: torch.dtype) -> None:
-        self._grid = grid
-        self._tag = tag
-        self._dtype = dtype
-        self._incoming: dict[int, Incoming] = {}
-        self._outgoing: list[Request] = []
 
-    def receive(self, pairs: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        for peer, shape in pairs:
-            if peer != self._grid.tile:
-                rank = self._grid.ranks[peer]
-                self._incoming[peer] = self._grid.link.receive(
-                    shape, self._dtype, rank, self._tag
-                )
+def _assembler(view: View, fill: float) -> Callable[..., Tensor]:
+    """Return the function that puts a wanted box together once more."""
 
-    def send(self, pairs: Iterable[tuple[int, Tensor]]) -> None:
-        for peer, tensor in pairs:
-            if peer != self._grid.tile:
-                rank = self._grid.ranks[peer]
-                self._outgoing.append(self._grid.link.send(tensor, rank, self._tag))
+    def assemble(held: Tensor, *strips: Tensor) -> Tensor:
+        result = _begun(held, view, fill)
+        _put(result, view, strips)
+        return result
 
-    def take(self, peer: int) -> Tensor:
-        return self._incoming.pop(peer).take()
-
-    def finish(self) -> None:
-        self._grid.link.wait(*self._outgoing)
+    return assemble
 
 
 _listener = threading.local()
@@ -236,7 +192,8 @@ class ShapeGrid(Grid):
         tile = self.tile % len(exchange.wanted)
         result = held.new_empty(shape_of(exchange.wanted[tile]))
         if len(exchange.held) == len(exchange.wanted):
-            strips = [held.new_empty(p.shape) for p in self._incoming(exchange)]
+            received = exchange.seen_from(tile).received
+            strips = [held.new_empty(piece.shape) for piece in received]
             shape = result.shape
             remember(result, (held, *strips), lambda *_: held.new_empty(shape))
         return result

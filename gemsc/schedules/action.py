@@ -66,8 +66,8 @@ class StageCost:
     gradients of the weights. `saved_bytes` are kept from the beginning of the forward
     to the end of the backward, `transient_bytes` come on top during the backward (in
     the first one of a step, which makes the gradients, `first_transient_bytes`);
-    `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
-    backward to the end of the step.
+    `resident_bytes` are there all the time (`buffer_bytes` of them for messages between
+    tiles), `gradient_bytes` from the end of the first backward to the end of the step.
     """
 
     forward: float
@@ -78,6 +78,7 @@ class StageCost:
     transient_bytes: int = 0
     first_transient_bytes: int = 0
     gradient_bytes: int = 0
+    buffer_bytes: int = 0
 
     def seconds(self, kind: Kind, *, split: bool = False) -> float:
         """Return how long an action takes; `split` if weight gradients are apart."""
