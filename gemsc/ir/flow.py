@@ -25,6 +25,7 @@ __all__ = [
     "has_random",
     "inner_flow",
     "is_exchange",
+    "is_overlapped",
     "joins",
     "message_tag",
     "owned_tensors",
@@ -111,7 +112,16 @@ def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]
 
 def is_exchange(node: fx.Node) -> bool:
     """Whether a node changes the layout of a value."""
-    return node.op == "call_function" and node.target is redistribute
+    return node.target is redistribute or is_overlapped(node)
+
+
+def is_overlapped(node: fx.Node) -> bool:
+    """Whether a node calls a layer whose halo is on its way meanwhile."""
+    return (
+        node.op == "call_module"
+        and len(node.args) > 1
+        and isinstance(node.args[1], Exchange)
+    )
 
 
 def exchange_of(node: fx.Node) -> Exchange:

@@ -24,6 +24,7 @@ from gemsc.runtime.grid import (
     ShapeGrid,
     kept_of,
     rows_read,
+    split,
     taps,
     told_of_sums,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "redistribute",
     "resize",
     "rows_read",
+    "split",
     "told_of_sums",
 ]
 
@@ -154,6 +156,8 @@ FUNCTIONS = {
 class TileLayer(nn.Module):
     """A user's layer that needs all tiles: `grid.<method>(*inputs, layer, *extra)`.
 
+    The inputs of the method `overlapped` are those of `redistribute`.
+
     `layer` is the user's own, or a copy with other settings; its parameters and
     buffers are this module's, under the same names.
     """
@@ -174,8 +178,17 @@ class TileLayer(nn.Module):
         super().train(mode)
         return self
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         """Run on the current grid."""
         layer = self.__dict__["layer"]
+        if self.method == "overlapped":
+            return _overlapped(*inputs, layer)
         result: Tensor = getattr(_grid(), self.method)(*inputs, layer, *self.extra)
         return result
+
+
+def _overlapped(
+    value: Tensor, exchange: Exchange, tile: int, layer: nn.Module
+) -> Tensor:
+    """Return the layer's result; `tile` is as for `redistribute`."""
+    return _grid(tile).overlapped(value, exchange, layer)

@@ -23,6 +23,7 @@ __all__ = [
     "exchanging",
     "most_bytes",
     "moved_bytes",
+    "traffic_of",
 ]
 
 
@@ -81,7 +82,7 @@ def exchanges(
     What comes from another grid is not among it: that is a transfer.
     """
     found = [
-        _traffic(node)
+        traffic_of(node)
         for node in exchanging(program, stage)
         if with_inputs or _source(node).op != "placeholder"
     ]
@@ -136,7 +137,8 @@ def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
     return source.op == "placeholder"
 
 
-def _traffic(node: fx.Node) -> Traffic:
+def traffic_of(node: fx.Node) -> Traffic:
+    """Return what the tiles send each other in a node."""
     exchange = exchange_of(node)
     size = meta.spec(node).dtype.itemsize
     sent: Counter[int] = Counter()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gemsc.boxes import shape_of
@@ -22,6 +22,7 @@ from gemsc.runtime.exchange import Exchange, View
 from gemsc.runtime.link import Link
 from gemsc.runtime.tile_layers import LayersOnTiles
 from gemsc.runtime.tile_messages import LARGEST_STANDING, Mailbox
+from gemsc.runtime.tile_overlap import overlapped, split
 from gemsc.runtime.tile_saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tile_windows import AxisWindows, Resize, rows_read, taps
 from gemsc.runtime.transport import Group
@@ -36,6 +37,7 @@ __all__ = [
     "kept_of",
     "rows_read",
     "saved_in_parts",
+    "split",
     "taps",
     "told_of_sums",
 ]
@@ -72,6 +74,14 @@ class Grid(LayersOnTiles):
         """Return this tile's wanted box of a value of which it gives its held box."""
         result: Tensor = _Redistribute.apply(value, self, exchange)  # type: ignore[no-untyped-call]
         return result
+
+    def overlapped(self, value: Tensor, exchange: Exchange, layer: nn.Module) -> Tensor:
+        """Return `layer(redistribute(value, exchange))`.
+
+        What needs the tile's own part only is computed while the rest is on its way.
+        """
+        view = exchange.seen_from(self.tile)
+        return overlapped(self._mailbox, view, value, exchange, layer)
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Return the sum over the tiles, the same on all of them."""
@@ -176,6 +186,11 @@ class ShapeGrid(Grid):
     def __init__(self, tile: int = 0, num_tiles: int = 1) -> None:
         self.ranks = tuple(range(num_tiles))
         self.tile = tile
+
+    def overlapped(self, value: Tensor, exchange: Exchange, layer: nn.Module) -> Tensor:
+        """Return a tensor of the result's shape."""
+        view = exchange.seen_from(self.tile % len(exchange.wanted))
+        return overlapped(None, view, value, exchange, layer)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
