@@ -120,6 +120,12 @@ LocalBatchnorm = Annotated[
 FuseHalos = Annotated[
     str, typer.Option(help="layers that share one wide halo: auto, off or a number")
 ]
+OverlapHalos = Annotated[
+    str,
+    typer.Option(
+        help="compute a layer's inner part while its halo travels: auto, off or on"
+    ),
+]
 Check = Annotated[bool, typer.Option(help="compare the traced graph with the model")]
 
 
@@ -150,6 +156,7 @@ def compile_command(
     tiles: Tiles = "",
     local_batchnorm: LocalBatchnorm = DEFAULTS.local_batchnorm,
     fuse_halos: FuseHalos = DEFAULTS.fuse_halos,
+    overlap_halos: OverlapHalos = DEFAULTS.overlap_halos,
     print_after: Annotated[
         str, typer.Option(help="print the program after this pass, or after `all`")
     ] = "",
@@ -179,6 +186,7 @@ def compile_command(
         tiles=tuple(filter(None, tiles.split(","))),
         local_batchnorm=local_batchnorm,
         fuse_halos=fuse_halos,
+        overlap_halos=overlap_halos,
     )
     check_target(output)
     watch = _Watch(print_after, time_passes)

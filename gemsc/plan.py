@@ -33,7 +33,8 @@ class PlannedStage:
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
     forward, in `exchanges`; `buffer_bytes`, of the resident ones, are for the small
     messages. `unfused_exchanges` and `unfused_halo_bytes` are those if
-    no wide halo served several layers.
+    no wide halo served several layers. `overlapped` are the layers whose halo travels
+    while their inner part is computed.
     """
 
     index: int
@@ -56,6 +57,7 @@ class PlannedStage:
     exchanges: int = field(default_factory=int)
     unfused_exchanges: int = field(default_factory=int)
     unfused_halo_bytes: int = field(default_factory=int)
+    overlapped: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,6 +193,7 @@ def test_the_memory_of_small_messages_is_predicted_to_the_byte(
         ({"ranks": 4, "tiles": "2x2x2"}, "needs 8 ranks"),
         ({"ranks": 4, "local_batchnorm": True}, "means nothing without --tiles"),
         ({"ranks": 4, "tiles": "2x2", "fuse_halos": "no"}, "--fuse-halos no"),
+        ({"ranks": 4, "tiles": "2x2", "overlap_halos": "1"}, "--overlap-halos 1"),
     ],
 )
 def test_options_that_no_model_could_have(

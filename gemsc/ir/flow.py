@@ -20,6 +20,7 @@ __all__ = [
     "StageFlow",
     "base_name",
     "exchange_of",
+    "exchanged",
     "external_inputs",
     "flow",
     "has_random",
@@ -127,6 +128,12 @@ def is_overlapped(node: fx.Node) -> bool:
 def exchange_of(node: fx.Node) -> Exchange:
     """Return what the tiles exchange in a node that changes a layout."""
     return cast("Exchange", node.args[1])
+
+
+def exchanged(node: fx.Node) -> fx.Node:
+    """Return a value with the dtype and the gradient of what a node's tiles send."""
+    source = node.args[0]
+    return source if is_overlapped(node) and isinstance(source, fx.Node) else node
 
 
 def external_inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

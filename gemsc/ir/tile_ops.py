@@ -182,13 +182,7 @@ class TileLayer(nn.Module):
         """Run on the current grid."""
         layer = self.__dict__["layer"]
         if self.method == "overlapped":
-            return _overlapped(*inputs, layer)
+            value, exchange, tile = inputs  # the tile is as for `redistribute`
+            return _grid(tile).overlapped(value, exchange, layer)
         result: Tensor = getattr(_grid(), self.method)(*inputs, layer, *self.extra)
         return result
-
-
-def _overlapped(
-    value: Tensor, exchange: Exchange, tile: int, layer: nn.Module
-) -> Tensor:
-    """Return the layer's result; `tile` is as for `redistribute`."""
-    return _grid(tile).overlapped(value, exchange, layer)

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar
 
 from torch import fx, nn
 
-from gemsc.boxes import shape_of
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange, is_overlapped
 from gemsc.ir.holder import set_layer
@@ -26,7 +24,7 @@ from gemsc.ir.tile_ops import TileLayer, split
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 from gemsc.planner.hardware import Device, Link, read_hardware
-from gemsc.planner.tiles import traffic_of
+from gemsc.planner.tiles import inner_share, traffic_of
 
 __all__ = ["OverlapHalos", "overlap", "overlapped_layers"]
 
@@ -48,7 +46,8 @@ SPLIT_SHARE = 0.25  # more time of an operator in parts, on one core: 25 to 40 %
 class OverlapHalos(Pass):
     """Choose the layers whose halo travels while their inner part is computed.
 
-    `layers` are taken as they are, where that is possible; None lets the seconds decide:
+    `layers` are taken as they are, where that is possible, and all with `everywhere`;
+    otherwise the seconds decide:
 
         hidden: the exchange or the inner part, whichever is shorter, in each direction
         extra:  the parts and putting them together, less the layer on the whole halo
@@ -61,6 +60,7 @@ class OverlapHalos(Pass):
     requires: ClassVar[tuple[str, ...]] = ("stages",)
 
     layers: frozenset[str] | None = None
+    everywhere: bool = False
     links: tuple[tuple[int, Link], ...] = ()
     device: Device | None = None
     training: bool = True
@@ -71,7 +71,7 @@ class OverlapHalos(Pass):
         layers: Collection[str] = found
         if self.layers is not None:
             layers = self.layers & found.keys()
-        elif found:
+        elif found and not self.everywhere:
             layers = self._worth(program, found)
         if not layers:
             return program
@@ -180,11 +180,8 @@ def _hidden(node: fx.Node, link: Link) -> float:
     """Return the seconds of an exchange that the inner part can hide, both ways."""
     halo = node.args[0]
     assert isinstance(halo, fx.Node)
-    traffic, place = traffic_of(halo), halo.args[2]
-    assert isinstance(place, int)
-    view = exchange_of(halo).seen_from(place)
-    assert view.own is not None
-    share = prod(shape_of(view.own.box)) / prod(shape_of(view.wanted))
+    traffic = traffic_of(halo)
+    share = inner_share(halo)
     seconds, facts = link.seconds(traffic.most_bytes), meta.facts(node)
     total = min(seconds, share * facts.forward_seconds)
     if traffic.gradient:

@@ -9,11 +9,12 @@ from math import prod
 
 from torch import fx
 
-from gemsc.boxes import everything
+from gemsc.boxes import everything, shape_of
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of, is_exchange, joins
+from gemsc.ir.flow import exchange_of, exchanged, is_exchange, is_overlapped, joins
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.tile_ops import LARGEST_STANDING, Exchange
+from gemsc.planner.hardware import Link
 
 __all__ = [
     "Traffic",
@@ -21,9 +22,11 @@ __all__ = [
     "ends",
     "exchanges",
     "exchanging",
+    "inner_share",
     "most_bytes",
     "moved_bytes",
     "traffic_of",
+    "waiting",
 ]
 
 
@@ -108,14 +111,14 @@ def buffer_bytes(program: Program, stage: Stage) -> int:
     """
     largest: dict[tuple[int, bool], int] = {}
     for node in exchanging(program, stage):
-        exchange, place = exchange_of(node), node.args[2]
+        exchange, place, value = exchange_of(node), node.args[2], exchanged(node)
         assert isinstance(place, int)
         view = exchange.seen_from(place % len(exchange.held))
         ends = [(piece.dest, True, piece) for piece in view.sent]
         ends += [(piece.source, False, piece) for piece in view.received]
         for tile, is_sent, piece in ends:
-            size = meta.spec(node).dtype.itemsize * prod(piece.shape)
-            ways = (is_sent, not is_sent) if meta.needs_gradient(node) else (is_sent,)
+            size = meta.spec(value).dtype.itemsize * prod(piece.shape)
+            ways = (is_sent, not is_sent) if meta.needs_gradient(value) else (is_sent,)
             for way in ways if size <= LARGEST_STANDING else ():
                 largest[tile, way] = max(size, largest.get((tile, way), 0))
     return sum(largest.values())
@@ -140,11 +143,37 @@ def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
 def traffic_of(node: fx.Node) -> Traffic:
     """Return what the tiles send each other in a node."""
     exchange = exchange_of(node)
-    size = meta.spec(node).dtype.itemsize
+    value = exchanged(node)
+    size = meta.spec(value).dtype.itemsize
     sent: Counter[int] = Counter()
     for piece in exchange.pieces:
         if piece.source != piece.dest:
             sent[piece.source] += size * prod(piece.shape)
     return Traffic(
-        sum(sent.values()), max(sent.values(), default=0), meta.needs_gradient(node)
+        sum(sent.values()), max(sent.values(), default=0), meta.needs_gradient(value)
+    )
+
+
+def inner_share(node: fx.Node) -> float:
+    """Return the share of an exchange's wanted box that its tile holds itself."""
+    place = node.args[2]
+    assert isinstance(place, int)
+    view = exchange_of(node).seen_from(place)
+    own = view.own.shape if view.own is not None else (0,)
+    return prod(own) / prod(shape_of(view.wanted))
+
+
+def waiting(node: fx.Node, link: Link) -> tuple[float, float]:
+    """Return the seconds that an exchange takes, forward and backward.
+
+    The inner part of a layer that overlaps hides as much as it takes itself.
+    """
+    traffic = traffic_of(node)
+    seconds = link.seconds(traffic.most_bytes) if traffic.num_bytes else 0.0
+    if not is_overlapped(node):
+        return seconds, seconds
+    share, facts = inner_share(node), meta.facts(node)
+    return (
+        max(0.0, seconds - share * facts.forward_seconds),
+        max(0.0, seconds - share * facts.backward_seconds),
     )

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of
+from gemsc.ir.flow import exchange_of, exchanged
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.planner.tiles import ends, exchanging
 from gemsc.runtime.grid_message import GridMessage, TileValue
@@ -77,13 +77,14 @@ def _inside(program: Program, stage: Stage) -> StepTraffic:
     tiles = len(placement.ranks[0][stage.index])
     sizes = []
     for node in exchanging(program, stage):
-        item = meta.spec(node).dtype.itemsize
+        value = exchanged(node)
+        item = meta.spec(value).dtype.itemsize
         pieces = [
             item * prod(piece.shape)
             for piece in exchange_of(node).pieces
             if piece.source != piece.dest
         ]
-        sizes += pieces * (2 if meta.needs_gradient(node) else 1)
+        sizes += pieces * (2 if meta.needs_gradient(value) else 1)
     sums = [
         tiles * size * (tiles if has_rows else 1)
         for node in stage.nodes
