@@ -50,7 +50,9 @@ class CompileOptions:
     `local_batchnorm` lets each tile normalise by its own statistics,
     which is not what the model does on one rank. `fuse_halos` ("auto", "off" or a
     number of layers) sends one wider halo for several layers; "auto" where the link
-    costs more than the layers that compute the rows again.
+    costs more than the layers that compute the rows again. `overlap_halos` ("auto",
+    "off" or "on") computes the inner part of a layer while its halo is on its way;
+    "auto" where the link takes longer than the layer loses in parts.
     """
 
     ranks: int = 2
@@ -73,6 +75,7 @@ class CompileOptions:
     tiles: tuple[str, ...] = ()
     local_batchnorm: bool = False
     fuse_halos: str = "auto"
+    overlap_halos: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse values that no model could be compiled with.
@@ -164,6 +167,12 @@ class CompileOptions:
             raise GemscError(
                 f"--fuse-halos {self.fuse_halos} is neither auto, off nor a number",
                 help="give the most layers that share one halo, or auto or off",
+            )
+
+        if self.overlap_halos not in ("auto", "off", "on"):
+            raise GemscError(
+                f"--overlap-halos {self.overlap_halos} is neither auto, off nor on",
+                help="give auto, off or on",
             )
 
     def _check_counts(self) -> None:

@@ -35,8 +35,10 @@ class PlannedStage:
 
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
-    forward, in `exchanges`. `unfused_exchanges` and `unfused_halo_bytes` are those if
-    no wide halo served several layers.
+    forward, in `exchanges`; `buffer_bytes`, of the resident ones, are for the small
+    messages. `unfused_exchanges` and `unfused_halo_bytes` are those if
+    no wide halo served several layers. `overlapped` are the layers whose halo travels
+    while their inner part is computed.
     """
 
     index: int
@@ -54,6 +56,7 @@ class PlannedStage:
     waiting_bytes: int = 0
     waiting_gradient_bytes: int = 0
     weight_seconds: float = 0.0
+    buffer_bytes: int = 0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
@@ -61,6 +64,7 @@ class PlannedStage:
     exchanges: int = field(default_factory=int)
     unfused_exchanges: int = field(default_factory=int)
     unfused_halo_bytes: int = field(default_factory=int)
+    overlapped: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

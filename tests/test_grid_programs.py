@@ -156,6 +156,31 @@ def test_the_peak_of_live_activations_on_tiles_is_the_predicted_one(
     assert record.activation_bytes == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.parametrize("plan", PLANS[::4], ids=CompileOptions.command_line)
+def test_the_memory_of_small_messages_is_predicted_to_the_byte(
+    plan: CompileOptions, tmp_path: Path
+) -> None:
+    program = lower(traced("unet"), plan)
+    write_directory(program.compilation, tmp_path)
+    found = program.plan
+    count = found.data * found.micro_batches
+    inputs, target = MODELS["unet"].inputs(count, torch.float32)
+
+    def held(trainer: Trainer) -> int:
+        trainer.step(*inputs, target)
+        grids = trainer.worker._grids.values()
+        return sum(buffer.nbytes for grid in grids for buffer in grid.buffers)
+
+    measured = on_ranks(tmp_path, found.ranks, held, dtype=torch.float32)
+    predicted = [0] * found.copy_ranks
+    for stage in found.stages:
+        for rank in (r for r in stage.ranks if r < found.copy_ranks):
+            predicted[rank] += stage.buffer_bytes
+    groups = [(predicted[g[0]], [measured[r] for r in g]) for g in found.members]
+    assert any(predicted)
+    assert all(most == max(tiles) for most, tiles in groups)
+
+
 # Mistakes
 
 
@@ -168,6 +193,7 @@ def test_the_peak_of_live_activations_on_tiles_is_the_predicted_one(
         ({"ranks": 4, "tiles": "2x2x2"}, "needs 8 ranks"),
         ({"ranks": 4, "local_batchnorm": True}, "means nothing without --tiles"),
         ({"ranks": 4, "tiles": "2x2", "fuse_halos": "no"}, "--fuse-halos no"),
+        ({"ranks": 4, "tiles": "2x2", "overlap_halos": "1"}, "--overlap-halos 1"),
     ],
 )
 def test_options_that_no_model_could_have(

@@ -110,4 +110,4 @@ def test_an_edge_and_its_neighbour_may_be_two_pieces_of_one_tile() -> None:
         (1, ((7, 8),), (-8,)),
         (1, ((4, 5),), (0,)),
     ]
-    assert not exchange.outside(0)
+    assert not exchange.seen_from(0).outside

@@ -20,6 +20,7 @@ from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.tile_ops import on_grid
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
+from gemsc.passes.overlap_halos import overlap
 from gemsc.passes.spatial.fusing import Limit
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.split_tiles import SplitTiles, fuse_halos
@@ -80,11 +81,13 @@ def on_tiles(
     *,
     facts: bool = False,
     fuse: int = 0,
+    overlaps: bool = False,
 ) -> Step:
     """Run one step on the tiles of a grid, each a thread; put the parts together.
 
     With `facts` the whole pass runs, without only the lowering: that is quicker. `fuse`
-    is how many layers may share one wide halo.
+    is how many layers may share one wide halo; with `overlaps` every halo that can
+    travels while the inner part of its layer is computed.
     """
     traced = record(model, inputs, loss=loss, target=target)
     program = one_stage(run_passes(traced, (Canonicalize(),)))
@@ -95,6 +98,8 @@ def on_tiles(
         run_passes(program, (step,)) if facts else step.lower(program)
         for step in passes
     ]
+    if overlaps:
+        programs = [overlap(each) for each in programs]
     feed = {"input": inputs, "target": target}
     modules = [copy.deepcopy(_plain(p.module)) for p in programs]
 

@@ -190,4 +190,8 @@ FLAGS = {
         help="layers that share one wide halo: auto, off or a number",
         default=DEFAULTS.fuse_halos,
     ),
+    "overlap_halos": _Flag(
+        help="compute a layer's inner part while its halo travels: auto, off or on",
+        default=DEFAULTS.overlap_halos,
+    ),
 }

@@ -9,7 +9,7 @@ from torch import fx
 
 from gemsc.boxes import Box, everything, shape_of
 from gemsc.ir import meta
-from gemsc.ir.flow import base_name, exchange_of, is_exchange
+from gemsc.ir.flow import base_name, exchange_of, is_exchange, is_overlapped
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import Exchange, all_reduce
 
@@ -38,7 +38,8 @@ def wish_of(node: fx.Node, exchange: Exchange) -> str:
     if all(box == whole for box in exchange.held):
         value = source if isinstance(source, fx.Node) else node
         return f"PART_{base_name(value).upper()}"
-    user = next(iter(node.users), node) if is_exchange(node) else node
+    is_apart = is_exchange(node) and not is_overlapped(node)
+    user = next(iter(node.users), node) if is_apart else node
     return f"HALO_{base_name(user).upper()}"
 
 
@@ -74,6 +75,12 @@ def note_of(node: fx.Node, tile: int | None) -> str:
         return f"sum over tiles {among[0]}" if among else "sum over the tiles"
     if not is_exchange(node):
         return ""
+    if is_overlapped(node):
+        return f"{_part_of(node, tile)}, on its way while the inner part is computed"
+    return _part_of(node, tile)
+
+
+def _part_of(node: fx.Node, tile: int) -> str:
     exchange = exchange_of(node)
     held, wanted = exchange.held[tile], exchange.wanted[tile]
     whole = everything(exchange.shape)

@@ -119,6 +119,7 @@ def expression(
     if isinstance(layer, TileLayer):
         path = access("self", str(node.target))
         rest = [path, *map(show, layer.extra)]
+        args = args[:2]  # without the tile, if there is one
         head = f"self.grid.{layer.method}("
         return f"{head}{', '.join([*map(show, args), *rest])})", ATOM
     if node.op == "call_module":

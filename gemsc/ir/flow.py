@@ -20,11 +20,13 @@ __all__ = [
     "StageFlow",
     "base_name",
     "exchange_of",
+    "exchanged",
     "external_inputs",
     "flow",
     "has_random",
     "inner_flow",
     "is_exchange",
+    "is_overlapped",
     "joins",
     "message_tag",
     "owned_tensors",
@@ -107,12 +109,27 @@ def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]
 
 def is_exchange(node: fx.Node) -> bool:
     """Whether a node changes the layout of a value."""
-    return node.op == "call_function" and node.target is redistribute
+    return node.target is redistribute or is_overlapped(node)
+
+
+def is_overlapped(node: fx.Node) -> bool:
+    """Whether a node calls a layer whose halo is on its way meanwhile."""
+    return (
+        node.op == "call_module"
+        and len(node.args) > 1
+        and isinstance(node.args[1], Exchange)
+    )
 
 
 def exchange_of(node: fx.Node) -> Exchange:
     """Return what the tiles exchange in a node that changes a layout."""
     return cast("Exchange", node.args[1])
+
+
+def exchanged(node: fx.Node) -> fx.Node:
+    """Return a value with the dtype and the gradient of what a node's tiles send."""
+    source = node.args[0]
+    return source if is_overlapped(node) and isinstance(source, fx.Node) else node
 
 
 def external_inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

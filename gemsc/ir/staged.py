@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from gemsc.ir.holder import with_graph
-from gemsc.ir.program import Program
+from gemsc.ir.program import Block, Program
 
 __all__ = ["keep_stages", "same_stages"]
 
@@ -30,15 +30,17 @@ def keep_stages(
 def same_stages(
     program: Program, other: Program, mapping: Mapping[fx.Node, fx.Node]
 ) -> Program:
-    """Return another program with the blocks, stages and placement of the first."""
+    """Return another program with the blocks, stages and placement of the first.
+
+    Nodes that `mapping` does not have are gone.
+    """
+
+    def moved(block: Block) -> Block:
+        nodes = tuple(mapping[node] for node in block.nodes if node in mapping)
+        return replace(block, nodes=nodes)
+
     stages = tuple(
-        replace(
-            stage,
-            blocks=tuple(
-                replace(block, nodes=tuple(mapping[node] for node in block.nodes))
-                for block in stage.blocks
-            ),
-        )
+        replace(stage, blocks=tuple(map(moved, stage.blocks)))
         for stage in program.require_stages()
     )
     blocks = tuple(block for stage in stages for block in stage.blocks)

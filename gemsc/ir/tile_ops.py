@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.runtime.grid import (
+    LARGEST_STANDING,
     AxisWindows,
     Exchange,
     Grid,
@@ -23,12 +24,14 @@ from gemsc.runtime.grid import (
     ShapeGrid,
     kept_of,
     rows_read,
+    split,
     taps,
     told_of_sums,
 )
 
 __all__ = [
     "FUNCTIONS",
+    "LARGEST_STANDING",
     "REDUCTIONS",
     "AxisWindows",
     "Exchange",
@@ -52,6 +55,7 @@ __all__ = [
     "redistribute",
     "resize",
     "rows_read",
+    "split",
     "std",
     "told_of_sums",
     "var",
@@ -208,6 +212,8 @@ REDUCTIONS = {
 class TileLayer(nn.Module):
     """A user's layer that needs all tiles: `grid.<method>(*inputs, layer, *extra)`.
 
+    The inputs of the method `overlapped` are those of `redistribute`.
+
     `layer` is the user's own, or a copy with other settings; its parameters and
     buffers are this module's, under the same names.
     """
@@ -228,8 +234,11 @@ class TileLayer(nn.Module):
         super().train(mode)
         return self
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         """Run on the current grid."""
         layer = self.__dict__["layer"]
+        if self.method == "overlapped":
+            value, exchange, tile = inputs  # the tile is as for `redistribute`
+            return _grid(tile).overlapped(value, exchange, layer)
         result: Tensor = getattr(_grid(), self.method)(*inputs, layer, *self.extra)
         return result

@@ -26,6 +26,7 @@ from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.mark_segments import MarkSegments
+from gemsc.passes.overlap_halos import OverlapHalos, overlapped_layers
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.spatial.fusing import Limit
 from gemsc.passes.spatial.halos import Halos
@@ -104,6 +105,13 @@ def choose_halos(program: Program, options: CompileOptions) -> Halos:
         return Halos()
     if how != "auto":
         return fuse_halos(program, placement.grids, Limit(int(how)))
+    return fuse_halos(program, placement.grids, Limit(links=_links(program, options)))
+
+
+def _links(program: Program, options: CompileOptions) -> dict[int, Link]:
+    """Return the slowest link between two tiles of each stage that is split."""
+    placement = program.placement
+    assert placement is not None
     network = read_hardware(options.hardware).network
     links = {}
     for stage, ranks in enumerate(placement.ranks[0]):
@@ -113,7 +121,25 @@ def choose_halos(program: Program, options: CompileOptions) -> Halos:
                 latency=max(link.latency for link in pairs),
                 bandwidth=min(link.bandwidth for link in pairs),
             )
-    return fuse_halos(program, placement.grids, Limit(links=links))
+    return links
+
+
+def _overlaps(
+    program: Program, options: CompileOptions, training: Program | None
+) -> tuple[Pass, ...]:
+    """Return the pass that lets halos travel during work, by `--overlap-halos`.
+
+    Evaluation does as training does.
+    """
+    if options.overlap_halos == "off":
+        return ()
+    links = tuple(_links(program, options).items())
+    device = read_hardware(options.hardware).device
+    if training is None:
+        everywhere = options.overlap_halos == "on"
+        return (OverlapHalos(everywhere=everywhere, links=links, device=device),)
+    layers = frozenset(overlapped_layers(training))
+    return (OverlapHalos(layers, device=device, training=False),)
 
 
 def tile_programs(
@@ -144,11 +170,13 @@ def tile_programs(
     device = read_hardware(options.hardware).device
     trains = training is None
     local = (LocalBatchnorm(trains, device),) if options.local_batchnorm else ()
+    overlaps = _overlaps(program, options, training)
     found = []
     for tile in range(placement.num_tiles) if tiles is None else tiles:
         passes: tuple[Pass, ...] = (
             SplitTiles(placement.grids, tile, trains, device, halos),
             *local,
+            *overlaps,
             comms,
         )
         watch = after_each if tile == 0 else None  # the others differ in sizes only

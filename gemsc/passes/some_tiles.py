@@ -13,7 +13,7 @@ from gemsc.passes.pipeline import choose_halos, tile_programs
 __all__ = ["Splits", "fullest_tiles"]
 
 # of each cut into blocks and each placement of one replica, what the tiles run
-Splits = dict[tuple[tuple[int, ...], Placement, bool, str], tuple[Program, ...]]
+Splits = dict[tuple[tuple[int, ...], Placement, bool, str, str], tuple[Program, ...]]
 
 
 def fullest_tiles(
@@ -34,6 +34,7 @@ def fullest_tiles(
         replace(placement, name="", ranks=placement.ranks[:1]),
         options.local_batchnorm,
         options.fuse_halos,
+        options.overlap_halos,
     )
     if key not in known:
         halos = choose_halos(program, options)

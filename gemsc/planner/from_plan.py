@@ -48,6 +48,7 @@ def task_of(plan: Plan) -> Task:
                 weight=stage.weight_seconds,
                 waiting_bytes=stage.waiting_bytes,
                 waiting_gradient_bytes=stage.waiting_gradient_bytes,
+                buffer_bytes=stage.buffer_bytes,
             )
             for stage in plan.stages
         ),

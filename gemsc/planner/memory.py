@@ -35,7 +35,7 @@ class MemoryParts:
     """What the memory of a rank is made of at one time, in bytes.
 
     `activations` are what backwards will need, `messages` the buffers of receives
-    posted ahead.
+    posted ahead and of messages between tiles.
     """
 
     parameters: int
@@ -105,10 +105,12 @@ def memory_curve(
     own = [weights[stage] for stage in sorted({s for _, s in task.lanes[rank]})]
     parameters = sum(stage.parameters for stage in own)
     optimizer = sum(stage.optimizer for stage in own)
-    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, 0))]
+    buffers = sum(stage.buffer_bytes for stage in task.stages_on(rank))
+    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, buffers))]
     for held in held_bytes(task, rank, timeline.ranks[rank]):
+        messages = held.messages + buffers
         parts = MemoryParts(
-            parameters, optimizer, held.gradients, held.activations, held.messages
+            parameters, optimizer, held.gradients, held.activations, messages
         )
         curve.append((held.time, parts))
     return curve

@@ -14,6 +14,7 @@ import torch
 from gemsc.fingerprint import fingerprint, source_fingerprints
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
+from gemsc.ir.flow import is_overlapped
 from gemsc.ir.program import Barrier, Program, Stage, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
@@ -26,7 +27,14 @@ from gemsc.planner.activations import (
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
-from gemsc.planner.tiles import exchanges, most_bytes, moved_bytes
+from gemsc.planner.tiles import (
+    buffer_bytes,
+    exchanges,
+    exchanging,
+    most_bytes,
+    moved_bytes,
+    waiting,
+)
 from gemsc.planner.traffic import step_traffic
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
@@ -97,19 +105,22 @@ def _stage_costs(
     found = []
     for stage in program.require_stages():
         kept, owned = saved[stage.index], weights[stage.index]
-        besides = _talking(program, stage, hardware.network)
-        besides += hardware.device.host_seconds(kept.moved)
+        talking = _talking(program, stage, hardware.network)
+        moving = hardware.device.host_seconds(kept.moved)
+        forward, backward = (each + moving for each in talking)
         again = again_seconds(program, stage.index)
+        buffers = buffer_bytes(program, stage)
         found.append(
             StageCost(
-                forward=stage.total("forward_seconds") + besides,
-                backward=stage.total("backward_seconds") + besides + again,
+                forward=stage.total("forward_seconds") + forward,
+                backward=stage.total("backward_seconds") + backward + again,
                 saved_bytes=kept.kept,
                 transient_bytes=kept.transient,
                 first_transient_bytes=kept.first_transient,
-                resident_bytes=owned.resident,
+                resident_bytes=owned.resident + buffers,
                 gradient_bytes=owned.gradients,
                 **_split_cost(program, stage, kept) if split else {},
+                buffer_bytes=buffers,
             )
         )
     return found
@@ -124,15 +135,18 @@ def _split_cost(program: Program, stage: Stage, kept: Activations) -> dict[str, 
     }
 
 
-def _talking(program: Program, stage: Stage, network: Network) -> float:
-    """Return the seconds in which the tiles of a stage wait for each other's parts."""
+def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, float]:
+    """Return the seconds in which the tiles of a stage wait for each other's parts.
+
+    First those in forward, then those in backward.
+    """
     assert program.placement is not None
     ranks = program.placement.ranks[0][stage.index]
     if len(ranks) == 1:
-        return 0.0
+        return 0.0, 0.0
     link = network.link(ranks[0], ranks[-1])
-    found = exchanges(program, stage)
-    return sum(link.seconds(each.most_bytes) for each in found if each.num_bytes)
+    found = [waiting(node, link) for node in exchanging(program, stage)]
+    return sum(forward for forward, _ in found), sum(back for _, back in found)
 
 
 def _worst(costs: Sequence[StageCost]) -> StageCost:
@@ -233,6 +247,7 @@ def make_plan(
             waiting_bytes=task.stages[stage.index].waiting_bytes or 0,
             waiting_gradient_bytes=task.stages[stage.index].waiting_gradient_bytes,
             weight_seconds=task.stages[stage.index].weight,
+            buffer_bytes=task.stages[stage.index].buffer_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
             recompute=_names(program, stage.index, "recompute"),
@@ -240,6 +255,7 @@ def make_plan(
             tiles=list(placement.grid(stage.index)),
             halo_bytes=sizes[stage.index][1],
             exchanges=sizes[stage.index][0],
+            overlapped=_overlapped(first.require_stages()[stage.index]),
             unfused_exchanges=unfused[stage.index][0],
             unfused_halo_bytes=unfused[stage.index][1],
         )
@@ -311,6 +327,11 @@ def _names(program: Program, stage: int, kind: str) -> list[str]:
     """Return the names of a stage's segments of one kind."""
     segments = [segment for segment, _ in program.segments_of(stage)]
     return [segment.name for segment in segments if segment.kind == kind]
+
+
+def _overlapped(stage: Stage) -> list[str]:
+    """Return the layers whose halo travels while their inner part is computed."""
+    return [str(node.target) for node in stage.nodes if is_overlapped(node)]
 
 
 def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:

@@ -59,7 +59,7 @@ class Draw:
         """Return a number of channels: a power of two or a multiple of 16, mostly."""
         if self.rng.random() < POWERS:
             power = round(self.rng.uniform(math.log2(low), math.log2(high)))
-            return max(low, min(high, 2**power))
+            return max(low, min(high, 1 << power))
         step = int(self.pick(16, 16, 8))
         return max(low, step * max(1, round(self.between(low, high) / step)))
 

@@ -9,13 +9,25 @@ from math import prod
 
 from torch import fx
 
-from gemsc.boxes import everything
+from gemsc.boxes import everything, shape_of
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of, is_exchange, joins
+from gemsc.ir.flow import exchange_of, exchanged, is_exchange, is_overlapped, joins
 from gemsc.ir.program import Program, Stage, Transfer
-from gemsc.ir.tile_ops import Exchange
+from gemsc.ir.tile_ops import LARGEST_STANDING, Exchange
+from gemsc.planner.hardware import Link
 
-__all__ = ["Traffic", "ends", "exchanges", "exchanging", "most_bytes", "moved_bytes"]
+__all__ = [
+    "Traffic",
+    "buffer_bytes",
+    "ends",
+    "exchanges",
+    "exchanging",
+    "inner_share",
+    "most_bytes",
+    "moved_bytes",
+    "traffic_of",
+    "waiting",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ def exchanges(
     What comes from another grid is not among it: that is a transfer.
     """
     found = [
-        _traffic(node)
+        traffic_of(node)
         for node in exchanging(program, stage)
         if with_inputs or _source(node).op != "placeholder"
     ]
@@ -89,6 +101,28 @@ def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
             source in inside or _same_grid(program, source, stage)
         ):
             yield node
+
+
+def buffer_bytes(program: Program, stage: Stage) -> int:
+    """Return the bytes of the memory through which a tile's small messages travel.
+
+    All that goes to one tile shares a buffer, and so does all that comes from it:
+    see `gemsc.runtime.tile_messages`.
+    """
+    largest: dict[tuple[int, bool], int] = {}
+    for node in exchanging(program, stage):
+        exchange, place, value = exchange_of(node), node.args[2], exchanged(node)
+        assert isinstance(place, int)
+        view = exchange.seen_from(place % len(exchange.held))
+        ends = [(tile, True, pieces) for tile, pieces in view.sent.items()]
+        ends += [(tile, False, pieces) for tile, pieces in view.received.items()]
+        for tile, is_sent, pieces in ends:
+            count = sum(prod(piece.shape) for piece in pieces)
+            size = meta.spec(value).dtype.itemsize * count
+            ways = (is_sent, not is_sent) if meta.needs_gradient(value) else (is_sent,)
+            for way in ways if size <= LARGEST_STANDING else ():
+                largest[tile, way] = max(size, largest.get((tile, way), 0))
+    return sum(largest.values())
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -107,13 +141,40 @@ def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
     return source.op == "placeholder"
 
 
-def _traffic(node: fx.Node) -> Traffic:
+def traffic_of(node: fx.Node) -> Traffic:
+    """Return what the tiles send each other in a node."""
     exchange = exchange_of(node)
-    size = meta.spec(node).dtype.itemsize
+    value = exchanged(node)
+    size = meta.spec(value).dtype.itemsize
     sent: Counter[int] = Counter()
     for piece in exchange.pieces:
         if piece.source != piece.dest:
             sent[piece.source] += size * prod(piece.shape)
     return Traffic(
-        sum(sent.values()), max(sent.values(), default=0), meta.needs_gradient(node)
+        sum(sent.values()), max(sent.values(), default=0), meta.needs_gradient(value)
+    )
+
+
+def inner_share(node: fx.Node) -> float:
+    """Return the share of an exchange's wanted box that its tile holds itself."""
+    place = node.args[2]
+    assert isinstance(place, int)
+    view = exchange_of(node).seen_from(place)
+    own = sum(prod(piece.shape) for piece in view.own)
+    return own / prod(shape_of(view.wanted))
+
+
+def waiting(node: fx.Node, link: Link) -> tuple[float, float]:
+    """Return the seconds that an exchange takes, forward and backward.
+
+    The inner part of a layer that overlaps hides as much as it takes itself.
+    """
+    traffic = traffic_of(node)
+    seconds = link.seconds(traffic.most_bytes) if traffic.num_bytes else 0.0
+    if not is_overlapped(node):
+        return seconds, seconds
+    share, facts = inner_share(node), meta.facts(node)
+    return (
+        max(0.0, seconds - share * facts.forward_seconds),
+        max(0.0, seconds - share * facts.backward_seconds),
     )

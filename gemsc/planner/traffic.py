@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of
+from gemsc.ir.flow import exchange_of, exchanged
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.planner.tiles import ends, exchanging
 from gemsc.runtime.grid_message import GridMessage, TileValue
@@ -75,15 +76,15 @@ def _inside(program: Program, stage: Stage) -> StepTraffic:
     placement = program.placement
     assert placement is not None
     tiles = len(placement.ranks[0][stage.index])
-    sizes = []
+    sizes: list[int] = []
     for node in exchanging(program, stage):
-        item = meta.spec(node).dtype.itemsize
-        pieces = [
-            item * prod(piece.shape)
-            for piece in exchange_of(node).pieces
-            if piece.source != piece.dest
-        ]
-        sizes += pieces * (2 if meta.needs_gradient(node) else 1)
+        value = exchanged(node)
+        item = meta.spec(value).dtype.itemsize
+        pairs: Counter[tuple[int, int]] = Counter()  # one message for all their pieces
+        for piece in exchange_of(node).pieces:
+            if piece.source != piece.dest:
+                pairs[piece.source, piece.dest] += item * prod(piece.shape)
+        sizes += [*pairs.values()] * (2 if meta.needs_gradient(value) else 1)
     sums = [
         tiles * size * (tiles if has_rows else 1)
         for node in stage.nodes

@@ -12,6 +12,7 @@ pieces go from tile to tile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -19,7 +20,7 @@ from itertools import product
 from gemsc.boxes import Box, Interval, everything, intersection, is_inside, shape_of
 from gemsc.errors import InternalError
 
-__all__ = ["Exchange", "Piece"]
+__all__ = ["Exchange", "Piece", "View"]
 
 Slices = tuple[slice, ...]
 
@@ -48,6 +49,24 @@ class Piece:
     def placed(self, outer: Box) -> Slices:
         """Return where the piece goes in a tensor that wants `outer`."""
         return _slices(_shifted(self.box, self.shift), outer)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An exchange as one tile sees it.
+
+    `own` are the pieces that it wants and holds itself, one at most unless the exchange
+    wraps; `sent` go to other tiles, `received` come from them, both by ascending tile.
+    `held` and `wanted` are the tile's boxes, `outside` the parts of the wanted box
+    outside the value.
+    """
+
+    held: Box
+    wanted: Box
+    own: tuple[Piece, ...]
+    sent: dict[int, tuple[Piece, ...]]
+    received: dict[int, tuple[Piece, ...]]
+    outside: tuple[Slices, ...]
 
 
 @dataclass(frozen=True)
@@ -123,8 +142,25 @@ class Exchange:
         """Whether no tile needs anything from another one."""
         return all(piece.source == piece.dest for piece in self.pieces)
 
-    def outside(self, tile: int) -> list[Slices]:
-        """Return the parts of the tile's wanted box that lie outside the value."""
+    @cached_property
+    def _views(self) -> dict[int, View]:
+        return {}
+
+    def seen_from(self, tile: int) -> View:
+        """Return what a tile has to do with an exchange inside its grid."""
+        if tile not in self._views:
+            mine = [p for p in self.pieces if tile in (p.source, p.dest)]
+            self._views[tile] = View(
+                self.held[tile],
+                self.wanted[tile],
+                tuple(p for p in mine if p.source == p.dest),
+                _grouped((p.dest, p) for p in mine if p.dest != tile),
+                _grouped((p.source, p) for p in mine if p.source != tile),
+                tuple(self._outside(tile)),
+            )
+        return self._views[tile]
+
+    def _outside(self, tile: int) -> list[Slices]:
         if self.wraps:
             return []
         box = self.wanted[tile]
@@ -137,6 +173,14 @@ class Exchange:
                 if part.stop > part.start:
                     result.append((*(slice(None),) * dim, part))
         return result
+
+
+def _grouped(pairs: Iterable[tuple[int, Piece]]) -> dict[int, tuple[Piece, ...]]:
+    """Return the pieces of each tile, by ascending tile."""
+    found: dict[int, tuple[Piece, ...]] = {}
+    for tile, piece in sorted(pairs, key=lambda pair: pair[0]):
+        found[tile] = (*found.get(tile, ()), piece)
+    return found
 
 
 def _turns(wanted: Interval, size: int) -> list[tuple[Interval, int]]:

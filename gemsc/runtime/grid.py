@@ -9,24 +9,26 @@ around the gradient, and what a tile received it sends home, to be added there.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gemsc.boxes import shape_of
-from gemsc.runtime.exchange import Exchange, Piece
-from gemsc.runtime.link import Incoming, Link
+from gemsc.runtime.exchange import Exchange, Piece, View
+from gemsc.runtime.link import Link
 from gemsc.runtime.tile_layers import LayersOnTiles
+from gemsc.runtime.tile_messages import LARGEST_STANDING, Mailbox
+from gemsc.runtime.tile_overlap import overlapped, split
 from gemsc.runtime.tile_saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tile_windows import AxisWindows, Resize, rows_read, taps
-from gemsc.runtime.transport import Group, Request
+from gemsc.runtime.transport import Group
 
 __all__ = [
+    "LARGEST_STANDING",
     "AxisWindows",
     "Exchange",
     "Grid",
@@ -35,27 +37,34 @@ __all__ = [
     "kept_of",
     "rows_read",
     "saved_in_parts",
+    "split",
     "taps",
     "told_of_sums",
 ]
-
-FIRST_TAG = 16384  # below are the transfers between stages
-NUM_INDICES = 8192  # with two tags each: values, and their gradients
 
 
 class Grid(LayersOnTiles):
     """One tile among those of its stage: what `self.grid` is in a generated stage.
 
     `ranks` are the transport's ranks of all tiles, in their order; `tile` is this one.
-    All tiles call the same methods in the same order.
+    All tiles call the same methods in the same order. `stands` says whether messages
+    are prepared for the next time: see `Mailbox`.
     """
 
-    def __init__(self, link: Link, ranks: tuple[int, ...], tile: int) -> None:
+    def __init__(
+        self, link: Link, ranks: tuple[int, ...], tile: int, *, stands: bool = True
+    ) -> None:
         self.link = link
         self.ranks = ranks
         self.tile = tile
         self._group: Group | None = None
         self._among: dict[tuple[int, ...], Grid] = {}
+        self._mailbox = Mailbox(link, ranks, stands=stands)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory that stays, through which small messages travel."""
+        return self._mailbox.buffers
 
     @property
     def num_tiles(self) -> int:
@@ -76,6 +85,14 @@ class Grid(LayersOnTiles):
         result: Tensor = _Redistribute.apply(value, self, exchange)  # type: ignore[no-untyped-call]
         return result
 
+    def overlapped(self, value: Tensor, exchange: Exchange, layer: nn.Module) -> Tensor:
+        """Return `layer(redistribute(value, exchange))`.
+
+        What needs the tile's own part only is computed while the rest is on its way.
+        """
+        view = exchange.seen_from(self.tile)
+        return overlapped(self._mailbox, view, value, exchange, layer)
+
     def all_reduce(self, value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
         """Return the sum over the tiles, or some of them, the same on all of these."""
         grid = self.among(among)
@@ -94,116 +111,75 @@ class Grid(LayersOnTiles):
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return the wanted box. Own pieces are copied while the others arrive."""
-        held_box = exchange.held[self.tile]
-        mine = self._pieces(exchange)
-        tag = FIRST_TAG + 2 * (exchange.index % NUM_INDICES)
-        messages = _Messages(self, tag, held.dtype)
-        messages.receive((p.source, p.shape) for p in mine if p.dest == self.tile)
-        messages.send(
-            (p.dest, held[p.within(held_box)]) for p in mine if p.source == self.tile
+        view = exchange.seen_from(self.tile)
+        sends = {
+            tile: [held[p.within(view.held)] for p in pieces]
+            for tile, pieces in view.sent.items()
+        }
+        flight = self._mailbox.post(
+            exchange, sends, _shapes(view.received), held.dtype, back=False
         )
-        result = self._begun(held, exchange)
-        strips = [messages.take(p.source) for p in self._incoming(exchange)]
-        self._put(result, exchange, strips)
-        messages.finish()
-        remember(result, (held, *strips), self._assembler(exchange))
+        result = _begun(held, view, exchange.fill)
+        strips = [s for tile in view.received for s in flight.take(tile, keep=True)]
+        _put(result, view, strips)
+        flight.finish()
+        remember(result, (held, *strips), _assembler(view, exchange.fill))
         return result
-
-    def _begun(self, held: Tensor, exchange: Exchange) -> Tensor:
-        """Return the wanted box with what the tile has itself, and what is filled."""
-        held_box, box = exchange.held[self.tile], exchange.wanted[self.tile]
-        result = held.new_empty(shape_of(box))
-        for part in exchange.outside(self.tile):
-            result[part] = exchange.fill
-        for piece in self._pieces(exchange):
-            if piece.source == piece.dest:
-                result[piece.placed(box)] = held[piece.within(held_box)]
-        return result
-
-    def _put(
-        self, result: Tensor, exchange: Exchange, strips: Sequence[Tensor]
-    ) -> None:
-        """Put what other tiles sent into the wanted box."""
-        box = exchange.wanted[self.tile]
-        for piece, strip in zip(self._incoming(exchange), strips, strict=True):
-            result[piece.placed(box)] = strip
-
-    def _assembler(self, exchange: Exchange) -> Callable[..., Tensor]:
-        """Return the function that puts a wanted box together once more."""
-
-        def assemble(held: Tensor, *strips: Tensor) -> Tensor:
-            result = self._begun(held, exchange)
-            self._put(result, exchange, strips)
-            return result
-
-        return assemble
 
     def give_back(self, gradient: Tensor, exchange: Exchange) -> Tensor:
         """Return the gradient of the held box: the transpose of `collect`.
 
         Added are the own piece, then those of the other tiles in ascending order.
         """
-        held_box, box = exchange.held[self.tile], exchange.wanted[self.tile]
-        mine = self._pieces(exchange)
-        tag = FIRST_TAG + 2 * (exchange.index % NUM_INDICES) + 1
-        messages = _Messages(self, tag, gradient.dtype)
-        messages.receive((p.dest, p.shape) for p in mine if p.source == self.tile)
-        messages.send(
-            (p.source, gradient[p.placed(box)]) for p in mine if p.dest == self.tile
+        view = exchange.seen_from(self.tile)
+        sends = {
+            tile: [gradient[p.placed(view.wanted)] for p in pieces]
+            for tile, pieces in view.received.items()
+        }
+        flight = self._mailbox.post(
+            exchange, sends, _shapes(view.sent), gradient.dtype, back=True
         )
-        result = gradient.new_zeros(shape_of(held_box))
-        for piece in mine:
-            if piece.source == piece.dest:
-                result[piece.within(held_box)] += gradient[piece.placed(box)]
-        for piece in mine:
-            if piece.dest != self.tile:
-                result[piece.within(held_box)] += messages.take(piece.dest)
-        messages.finish()
+        result = gradient.new_zeros(shape_of(view.held))
+        for piece in view.own:
+            result[piece.within(view.held)] += gradient[piece.placed(view.wanted)]
+        for tile, pieces in view.sent.items():
+            parts = flight.take(tile, keep=False)
+            for piece, part in zip(pieces, parts, strict=True):
+                result[piece.within(view.held)] += part
+        flight.finish()
         return result
 
-    def _incoming(self, exchange: Exchange) -> list[Piece]:
-        return [
-            piece
-            for piece in exchange.pieces
-            if piece.dest == self.tile and piece.source != self.tile
-        ]
 
-    def _pieces(self, exchange: Exchange) -> list[Piece]:
-        return [p for p in exchange.pieces if self.tile in (p.source, p.dest)]
+def _shapes(pieces: dict[int, tuple[Piece, ...]]) -> dict[int, list[tuple[int, ...]]]:
+    return {tile: [piece.shape for piece in each] for tile, each in pieces.items()}
 
 
-class _Messages:
-    """The messages of one exchange: all are under way at once.
+def _begun(held: Tensor, view: View, fill: float) -> Tensor:
+    """Return the wanted box with what the tile has itself, and what is filled."""
+    result = held.new_empty(shape_of(view.wanted))
+    for part in view.outside:
+        result[part] = fill
+    for piece in view.own:
+        result[piece.placed(view.wanted)] = held[piece.within(view.held)]
+    return result
 
-    Mostly there is one for each peer; of several, the first sent is the first taken.
-    """
 
-    def __init__(self, grid: Grid, tag: int, dtype: torch.dtype) -> None:
-        self._grid = grid
-        self._tag = tag
-        self._dtype = dtype
-        self._incoming: defaultdict[int, deque[Incoming]] = defaultdict(deque)
-        self._outgoing: list[Request] = []
+def _put(result: Tensor, view: View, strips: Sequence[Tensor]) -> None:
+    """Put what other tiles sent into the wanted box."""
+    pieces = [piece for each in view.received.values() for piece in each]
+    for piece, strip in zip(pieces, strips, strict=True):
+        result[piece.placed(view.wanted)] = strip
 
-    def receive(self, pairs: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        for peer, shape in pairs:
-            if peer != self._grid.tile:
-                rank = self._grid.ranks[peer]
-                self._incoming[peer].append(
-                    self._grid.link.receive(shape, self._dtype, rank, self._tag)
-                )
 
-    def send(self, pairs: Iterable[tuple[int, Tensor]]) -> None:
-        for peer, tensor in pairs:
-            if peer != self._grid.tile:
-                rank = self._grid.ranks[peer]
-                self._outgoing.append(self._grid.link.send(tensor, rank, self._tag))
+def _assembler(view: View, fill: float) -> Callable[..., Tensor]:
+    """Return the function that puts a wanted box together once more."""
 
-    def take(self, peer: int) -> Tensor:
-        return self._incoming[peer].popleft().take()
+    def assemble(held: Tensor, *strips: Tensor) -> Tensor:
+        result = _begun(held, view, fill)
+        _put(result, view, strips)
+        return result
 
-    def finish(self) -> None:
-        self._grid.link.wait(*self._outgoing)
+    return assemble
 
 
 _listener = threading.local()
@@ -240,6 +216,11 @@ class ShapeGrid(Grid):
         """Return a tile alone that stands for some."""
         return ShapeGrid(0, len(tiles)) if tiles else self
 
+    def overlapped(self, value: Tensor, exchange: Exchange, layer: nn.Module) -> Tensor:
+        """Return a tensor of the result's shape."""
+        view = exchange.seen_from(self.tile % len(exchange.wanted))
+        return overlapped(None, view, value, exchange, layer)
+
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
         _tell(tensor.nbytes, has_rows=False)
@@ -258,7 +239,9 @@ class ShapeGrid(Grid):
         tile = self.tile % len(exchange.wanted)
         result = held.new_empty(shape_of(exchange.wanted[tile]))
         if len(exchange.held) == len(exchange.wanted):
-            strips = [held.new_empty(p.shape) for p in self._incoming(exchange)]
+            received = exchange.seen_from(tile).received
+            shapes = [piece.shape for each in received.values() for piece in each]
+            strips = [held.new_empty(shape) for shape in shapes]
             shape = result.shape
             remember(result, (held, *strips), lambda *_: held.new_empty(shape))
         return result

@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from gemsc.errors import InternalError
 from gemsc.runtime.transport import (
     Request,
+    Standing,
     check_message,
     check_sum,
     describe,
@@ -54,6 +55,26 @@ class _LocalRequest:
             if not self.complete:
                 self.world.check()
             return self.complete
+
+
+class _LocalStanding:
+    """A message that one rank starts again and again: a request each time."""
+
+    def __init__(self, post: Callable[[], Request]) -> None:
+        self.request: Request | None = None
+        self._post = post
+
+    def start(self) -> None:
+        if not self.done():
+            raise InternalError("a message started twice")
+        self.request = self._post()
+
+    def done(self) -> bool:
+        return self.request is None or self.request.done()
+
+    def free(self) -> None:
+        if not self.done():
+            raise InternalError("a message freed while it is on its way")
 
 
 class _Collective:
@@ -210,7 +231,7 @@ class LocalGroup:
         """Start the sum, added in ascending rank order."""
         check_sum(tensor)
         kind = f"all_reduce {self._key}".rstrip()
-        return self._transport.start(
+        return self._transport.start_collective(
             kind, self.ranks, tensor.detach(), _add_up, key=self._key
         )
 
@@ -245,9 +266,25 @@ class LocalTransport:
         self._world.post(request, key, is_send=is_send)
         return request
 
+    def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
+        """Prepare to send what the tensor holds at each start."""
+        return _LocalStanding(lambda: self.send(tensor, dest, tag))
+
+    def standing_receive(self, tensor: Tensor, source: int, tag: int) -> Standing:
+        """Prepare to receive into the tensor again and again."""
+        return _LocalStanding(lambda: self.receive(tensor, source, tag))
+
+    def start(self, messages: Sequence[Standing]) -> None:
+        """Start all of them."""
+        for message in messages:
+            if isinstance(message, _LocalStanding):
+                message.start()
+
     def wait(self, *requests: Request) -> None:
         """Sleep until all requests are complete; a deadlock is an InternalError."""
         world = self._world
+        found = [r.request if isinstance(r, _LocalStanding) else r for r in requests]
+        requests = tuple(request for request in found if request is not None)
         local = [r for r in requests if isinstance(r, _LocalRequest)]
         if len(local) < len(requests):
             wait_politely(requests)
@@ -275,7 +312,7 @@ class LocalTransport:
             raise InternalError(f"rank {self.rank} is not in the group {ranks}")
         return self._groups.setdefault((ranks, key), LocalGroup(self, ranks, key))
 
-    def start(
+    def start_collective(
         self,
         kind: str,
         ranks: tuple[int, ...],
@@ -305,7 +342,9 @@ class LocalTransport:
                 their_box[:] = [their_data for _, their_data in pairs]
 
         ranks = tuple(range(self.size))
-        return self.start("exchange of objects", ranks, (box, data), hand_out)
+        return self.start_collective(
+            "exchange of objects", ranks, (box, data), hand_out
+        )
 
     def broadcast_object(self, value: object, root: int = 0) -> object:
         """Return the root's value on every rank."""
@@ -313,7 +352,7 @@ class LocalTransport:
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        self.wait(self.start("barrier", tuple(range(self.size)), None, None))
+        self.wait(self.start_collective("barrier", tuple(range(self.size)), None, None))
 
     def abort(self, code: int) -> NoReturn:
         """Wake all ranks with an error."""

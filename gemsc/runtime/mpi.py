@@ -6,7 +6,7 @@ import ctypes
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,8 +17,10 @@ from torch import Tensor
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.doorbell import Doorbell
+from gemsc.runtime.mpi_messages import MessageRequest, StandingMessage
 from gemsc.runtime.transport import (
     Request,
+    Standing,
     check_message,
     check_sum,
     describe,
@@ -43,55 +45,6 @@ def _import_mpi() -> Any:  # the module, which starts MPI when it is first impor
             f"no MPI library for Python: {error}", help="pip install 'gemsc[mpi]'"
         ) from error
     return MPI
-
-
-class _MessageRequest:
-    """A send or a receive; keeps the tensor alive until it is complete."""
-
-    __slots__ = ("_bell", "_mpi", "_pieces", "_status", "_tensor", "_text", "peer")
-
-    def __init__(
-        self,
-        mpi: Any,
-        bell: Doorbell,
-        peer: int,
-        pieces: list[tuple[MPI.Request, int]],
-        tensor: Tensor,
-        text: str,
-        *,
-        is_send: bool,
-    ) -> None:
-        self.peer = peer
-        self._mpi = mpi
-        self._bell = bell
-        self._pieces = pieces  # requests, and the bytes of each
-        self._status = None if is_send else mpi.Status()
-        self._tensor: Tensor | None = tensor
-        self._text = text
-
-    def done(self) -> bool:
-        while self._pieces:
-            request, num_bytes = self._pieces[0]
-            try:
-                complete = request.Test(self._status)
-            except self._mpi.Exception as error:
-                raise InternalError(f"{self._text}: {error}") from error
-            if not complete:
-                return False
-            del self._pieces[0]
-            self._check_size(num_bytes)
-            if self._status is not None:
-                self._bell.ring(self.peer)
-        self._tensor = None
-        return True
-
-    def _check_size(self, expected: int) -> None:
-        """MPI itself complains of a longer message only."""
-        if self._status is None:
-            return
-        count = self._status.Get_count(self._mpi.BYTE)
-        if count != expected:
-            raise InternalError(f"{self._text}: {count} bytes came, not {expected}")
 
 
 class _SumRequest:
@@ -267,16 +220,58 @@ class MpiTransport:
             left -= num_bytes
         if is_send:
             self._bell.ring(peer)
-        towards = "send to" if is_send else "receive from"
-        text = f"rank {self.rank}: {towards} rank {peer} with tag {tag}"
-        return _MessageRequest(
+        text = self._text(peer, tag, is_send=is_send)
+        return MessageRequest(
             self._mpi, self._bell, peer, pieces, tensor, text, is_send=is_send
         )
+
+    def _text(self, peer: int, tag: int, *, is_send: bool) -> str:
+        towards = "send to" if is_send else "receive from"
+        return f"rank {self.rank}: {towards} rank {peer} with tag {tag}"
+
+    def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
+        """Prepare to send the tensor's bytes again and again."""
+        return self._stand(self._messages.Send_init, tensor, dest, tag, is_send=True)
+
+    def standing_receive(self, tensor: Tensor, source: int, tag: int) -> Standing:
+        """Prepare to receive into the tensor's bytes again and again."""
+        return self._stand(self._messages.Recv_init, tensor, source, tag, is_send=False)
+
+    def _stand(
+        self,
+        prepare: Callable[..., MPI.Prequest],
+        tensor: Tensor,
+        peer: int,
+        tag: int,
+        *,
+        is_send: bool,
+    ) -> StandingMessage:
+        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
+        text = self._text(peer, tag, is_send=is_send)
+        if tensor.nbytes > LARGEST_PIECE:
+            raise InternalError(f"{text}: {tensor.nbytes} bytes are too many to stand")
+        buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        raw = prepare([buffer, self._mpi.BYTE], peer, tag)
+        return StandingMessage(
+            self._mpi, self._bell, peer, raw, tensor, text, is_send=is_send
+        )
+
+    def start(self, messages: Sequence[Standing]) -> None:
+        """Start all of them with one call of the library."""
+        ours = [m for m in messages if isinstance(m, StandingMessage)]
+        if any(message.active for message in ours):
+            raise InternalError(f"rank {self.rank}: a message started twice")
+        self._mpi.Prequest.Startall([message.raw for message in ours])
+        for message in ours:
+            message.active = True
+            if message.is_send:
+                self._bell.ring(message.peer)
 
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; sleeps until the others ring."""
         all_ring = all(
-            isinstance(request, _MessageRequest) and self._bell.reaches(request.peer)
+            isinstance(request, MessageRequest | StandingMessage)
+            and self._bell.reaches(request.peer)
             for request in requests
         )
         wait_politely(requests, self._bell, all_ring=all_ring)

@@ -89,6 +89,7 @@ class Worker:
         )
         self._sums = GradientSums(self.link)
         self._statistics = self._running_statistics()
+        self._grids: dict[str, Grid] = {}  # by stage, where it is split
         self.grid = self._make_grid()
         self._groups = {key: self._make_group(key) for key in sorted(self.reductions)}
 
@@ -359,14 +360,15 @@ class Worker:
         return (self.steps_done + 1) % self.accumulate == 0
 
     def _make_grid(self) -> Grid | None:
-        """Give the stages of a tile the grid through which they talk."""
+        """Give each stage of a tile a grid to talk through; return one for the rest."""
         if self.tiles is None:
             return None
         ranks = tuple(self.first_rank + rank for rank in self.tiles.ranks)
-        grid = Grid(self.link, ranks, self.tiles.tile)
-        for stage in self.stages.values():
+        for key, stage in self.stages.items():
+            grid = Grid(self.link, ranks, self.tiles.tile)
+            grid = self._grids.setdefault(stage_of(key), grid)
             stage.grid = grid  # type: ignore[assignment]
-        return grid
+        return Grid(self.link, ranks, self.tiles.tile, stands=False)
 
     def _make_group(self, key: str) -> Group:
         members = tuple(
@@ -454,6 +456,8 @@ class Worker:
             states = self.optimizer.state_dict()["state"]
             yield from (t for t in tree_leaves(states) if isinstance(t, Tensor))
         yield from self._mail.buffers()
+        for grid in self._grids.values():
+            yield from grid.buffers
 
 
 def stage_of(key: str) -> str:

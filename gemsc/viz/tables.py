@@ -184,6 +184,7 @@ def _tiles(plan: Plan, width: int) -> list[RenderableType]:
         column("grid", (" x ".join(map(str, s.tiles)) for s in stages), left=True),
         column("exchanges", (s.exchanges for s in stages)),
         column("from tile to tile", (show_bytes(s.halo_bytes) for s in stages)),
+        column("overlapped", (len(s.overlapped) for s in stages), drop=2),
         column("unfused", map(_unfused, stages), drop=1),
         column("gathered", gathered),
     )
