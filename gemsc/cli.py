@@ -56,8 +56,8 @@ from gemsc.verify import TOLERANCE, Comparison, verify_program
 from gemsc.viz.graph import render
 from gemsc.viz.report import write_report
 from gemsc.viz.shares import show_shares
+from gemsc.viz.tables import opaque_notes, show_activations, show_candidates
 from gemsc.viz.tables import show as show_plan
-from gemsc.viz.tables import show_activations, show_candidates
 from gemsc.viz.timeline import grid, panels_of, write_timeline
 from gemsc.viz.trace import trace_text
 
@@ -505,6 +505,8 @@ def _report(
         f"{plan.schedule}, {plan.micro_batches} micro-batches{where}",
         highlight=False,
     )
+    for note in opaque_notes(plan):
+        console.print(note, highlight=False)
 
 
 Hook = Callable[[Pass, Program, float], None]

@@ -16,6 +16,7 @@ from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
+from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions
@@ -180,8 +181,9 @@ def trace(
     record = _choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
     trains = loss is not None
-    with _one_thread():
-        program = record(model, example_inputs, training=trains, **feed)
+
+    def prepared(opaque: Mapping[str, Opaque]) -> Program:
+        program = record(model, example_inputs, training=trains, opaque=opaque, **feed)
         device = hardware.device if hardware else None
         program = run_passes(program, graph_passes(device), after_each=after_each)
         parameters = dict(program.module.named_parameters())
@@ -192,9 +194,17 @@ def trace(
         if profile:
             timed = TimeBlocks(example_inputs, example_target, progress=progress)
             program = run_passes(program, (timed,), after_each=after_each)
+        return program
+
+    with _one_thread():
+        program = prepared({})
         if not evaluates:
             return Traced(program, program, None)
-        evaluation = record(model, example_inputs, training=False, **feed)
+        known = opaques(program.module)
+        evaluation = record(model, example_inputs, training=False, opaque=known, **feed)
+        found = opaques(evaluation.module)
+        if found.keys() != known.keys():  # what is not cut in one mode is in neither
+            program = prepared(found)
         evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
     return Traced(program, evaluation, find_twins(program, evaluation))
 

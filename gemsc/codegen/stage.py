@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -20,11 +20,13 @@ from gemsc.codegen.expressions import (
     quoted,
 )
 from gemsc.codegen.parts import Part, Segments, split_parts
+from gemsc.codegen.user_modules import tensor_source, user_module_source
 from gemsc.codegen.writer import Names, Writer, comment, split_arguments
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, has_random, inner_flow
 from gemsc.ir.layers import layer_source
+from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import TileLayer
 
@@ -77,15 +79,22 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
         if has_random(stage.flow.nodes):
             writer.line("draws_random_numbers = True")
             writer.line()
-        frozen = [path for path in _paths(stage) if path in stage.program.frozen]
+        paths = _paths(stage)
+        tensors = _tensors(stage.program.module)
+        whole = _whole(stage.program, (p for p in paths if p not in tensors))
+        if whole:
+            writer.items("depends_on_data = (", [*map(quoted, whole)], ",)")
+            writer.line()
+        frozen = [path for path in paths if path in stage.program.frozen]
+        frozen += [p for p in sorted(stage.program.frozen) if _holder(p, whole)]
         with writer.block("def __init__(self) -> None:"):
             writer.line("super().__init__()")
-            _write_layers(writer, stage)
+            _write_layers(writer, stage, named)
             if frozen:
                 writer.line("self.train()")
         writer.line()
         if frozen:
-            _write_train(writer, frozen)
+            _write_train(writer, frozen, whole)
         parts = split_parts(stage.flow.nodes, stage.segments, _method_names(stage))
         _write_forward(writer, stage, "forward", stage.flow, named, parts)
         for part in parts:
@@ -112,11 +121,13 @@ def _docstring(text: str, room: int) -> str:
     return f'"""{text if len(text) <= limit else text[: limit - 4] + " ..."}"""'
 
 
-def _write_train(writer: Writer, frozen: Sequence[str]) -> None:
+def _write_train(
+    writer: Writer, frozen: Sequence[str], whole: Sequence[str]
+) -> None:
     with writer.block("def train(self, mode: bool = True) -> nn.Module:"):
         writer.line('"""Keep in evaluation mode what the model keeps in it."""')
         writer.line("super().train(mode)")
-        layers = [access("self", path) for path in frozen]
+        layers = [_reach(path, whole) for path in frozen]
         if len(layers) == 1:
             writer.line(f"{layers[0]}.eval()")
         else:
@@ -138,19 +149,34 @@ def _paths(stage: StageText) -> dict[str, None]:
     flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
     nodes = [node for each in flows for node in each.nodes]
     called = {str(node.target) for node in nodes if node.op == "call_module"}
+    whole = _whole(stage.program, called)
     layers = {name.rpartition(".")[0] for name in stage.owned} & called
     paths = dict.fromkeys(
-        name for name in stage.owned if name.rpartition(".")[0] not in layers
+        name
+        for name in stage.owned
+        if name.rpartition(".")[0] not in layers and not _holder(name, whole)
     )
     modules = (path for path, _ in stage.program.module.named_modules())
-    return paths | dict.fromkeys(path for path in modules if path in called)
+    inside = (path for path in modules if path in called and not _holder(path, whole))
+    return paths | dict.fromkeys(inside)
 
 
-def _write_layers(writer: Writer, stage: StageText) -> None:
+def _whole(program: Program, paths: Iterable[str]) -> list[str]:
+    """Return those paths where a user's own module is, which holds its own parts."""
+    return [p for p in paths if opaque_of(program.module.get_submodule(p)) is not None]
+
+
+def _holder(path: str, whole: Sequence[str]) -> str | None:
+    """Return the user's own module that a path lies in, if any."""
+    return next((each for each in whole if path.startswith(f"{each}.")), None)
+
+
+def _write_layers(writer: Writer, stage: StageText, named: Named) -> None:
     kinds = _containers(stage)
     made = {""}
-    tensors = _tensors(stage.program.module)
-    for path in _paths(stage):
+    paths, tensors = _paths(stage), _tensors(stage.program.module)
+    whole = _whole(stage.program, (p for p in paths if p not in tensors))
+    for path in paths:
         parts = path.split(".")
         for depth in range(1, len(parts)):
             container = ".".join(parts[:depth])
@@ -160,11 +186,20 @@ def _write_layers(writer: Writer, stage: StageText) -> None:
         if path in tensors:
             _write_tensor(writer, path, tensors[path], stage.program.module)
         else:
-            _write_layer(writer, path, stage.program.module.get_submodule(path))
-    paths = _paths(stage)
+            _write_layer(writer, path, stage.program.module.get_submodule(path), named)
     for alias, first in stage.program.aliases.items():
-        if alias.rpartition(".")[0] in paths and first in stage.owned:
-            writer.line(f"{access('self', alias)} = {access('self', first)}  # tied")
+        is_held = alias.rpartition(".")[0] in paths or _holder(alias, whole)
+        if is_held and first in stage.owned:
+            place, source = _reach(alias, whole), _reach(first, whole)
+            writer.line(f"{place} = {source}  # tied")
+
+
+def _reach(path: str, whole: Sequence[str]) -> str:
+    """Return how to name a tensor; inside a user's module there are lists and dicts."""
+    owner, _, name = path.rpartition(".")
+    if _holder(path, whole) in (None, owner):
+        return access("self", path)
+    return access(f"self.get_submodule({quoted(owner)})", name)
 
 
 def _containers(stage: StageText) -> dict[str, str]:
@@ -203,7 +238,14 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 
-def _write_layer(writer: Writer, path: str, layer: nn.Module) -> None:
+def _write_layer(writer: Writer, path: str, layer: nn.Module, named: Named) -> None:
+    opaque = opaque_of(layer)
+    if opaque is not None:
+        text = user_module_source(path, opaque, named)
+        head, arguments, tail = split_arguments(text)
+        writer.call(f"{access('self', path)} = {head}", arguments, tail)
+        _write_fixed(writer, path, opaque.module)
+        return
     if isinstance(layer, TileLayer):  # the grid works with the user's own
         layer = cast("nn.Module", layer.layer)
     source = layer_source(layer)
@@ -219,19 +261,24 @@ def _write_layer(writer: Writer, path: str, layer: nn.Module) -> None:
             writer.line(f"{access('self', f'{path}.{name}')}.requires_grad_(False)")
 
 
+def _write_fixed(writer: Writer, path: str, module: nn.Module) -> None:
+    """Switch off the gradients of layers' parameters inside a user's module."""
+    for name, parameter in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if not parameter.requires_grad and layer_source(owner) is not None:
+            found = f"self.get_parameter({quoted(f'{path}.{name}')})"
+            writer.line(f"{found}.requires_grad_(False)")
+
+
 def _write_tensor(
     writer: Writer, path: str, tensor: torch.Tensor, module: nn.Module
 ) -> None:
     owner, _, name = path.rpartition(".")
-    shape = [*map(str, tensor.shape)] or ["()"]
-    if tensor.dtype != torch.float32:
-        shape.append(f"dtype={tensor.dtype}")
-    empty = f"torch.empty({', '.join(shape)})"
     if isinstance(tensor, nn.Parameter):
-        fixed = [] if tensor.requires_grad else ["requires_grad=False"]
-        writer.call(f"{access('self', path)} = nn.Parameter(", [empty, *fixed])
+        head, arguments, tail = split_arguments(tensor_source(tensor))
+        writer.call(f"{access('self', path)} = {head}", arguments, tail)
         return
-    arguments = [quoted(name), empty]
+    arguments = [quoted(name), tensor_source(tensor)]
     if name in module.get_submodule(owner)._non_persistent_buffers_set:
         arguments.append("persistent=False")
     holder = access("self", owner) if owner else "self"

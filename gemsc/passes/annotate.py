@@ -24,11 +24,12 @@ from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
+from gemsc.ir.opaque import OpaqueCall, told_of_calls
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import kept_of, told_of_sums
 from gemsc.passes.base import Pass
 from gemsc.planner.hardware import Device, read_hardware
-from gemsc.planner.operators import describe, runs_a_kernel
+from gemsc.planner.operators import Work, describe, draws, runs_a_kernel
 from gemsc.planner.times import seconds
 
 __all__ = ["Annotate", "annotate"]
@@ -77,7 +78,13 @@ def annotate(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             values[node] = fake_like(meta.value(node), mode)
-    with mode, ledger, told_of_sums(ledger.book_tiles), torch.random.fork_rng(devices=[]):
+    with (
+        mode,
+        ledger,
+        told_of_sums(ledger.book_tiles),
+        told_of_calls(ledger.book_call),
+        torch.random.fork_rng(devices=[]),
+    ):
         run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
         reached = _gradient_reaches(program, values, fake, ledger)
     seen: set[int] = set()
@@ -171,11 +178,25 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = self.counts[self.node]
         flops, works = describe(func, args, kwargs, result)
         leaves = pytree.tree_leaves((args, kwargs, result))
-        count.random |= _draws(func, args, kwargs)
+        count.random |= draws(func, args, kwargs)
         count.flops += flops
         count.moved_bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
         count.forward_seconds += self.device.forward_overhead
-        count.forward_seconds += sum(seconds(self.device, work) for work in works)
+        count.forward_seconds += self._seconds(works)
+
+    def book_call(self, call: OpaqueCall) -> None:
+        """Book what a module that is not looked into did in its real run."""
+        count = self.counts[self.node]
+        count.flops += call.flops
+        count.moved_bytes += call.moved_bytes
+        count.random |= call.random
+        overhead = call.forward_operators * self.device.forward_overhead
+        count.forward_seconds += overhead + self._seconds(call.forward)
+        overhead = call.backward_operators * self.device.backward_overhead
+        count.backward_seconds += overhead + self._seconds(call.backward)
+
+    def _seconds(self, works: Iterable[Work]) -> float:
+        return sum(seconds(self.device, work) for work in works)
 
     def book_tiles(self, num_bytes: int, has_rows: bool) -> None:
         """Book a sum over the tiles of a grid."""
@@ -197,7 +218,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = self.counts[self.node]
         _, works = describe(func, args, kwargs, result)
         count.backward_seconds += self.device.backward_overhead
-        count.backward_seconds += sum(seconds(self.device, work) for work in works)
+        count.backward_seconds += self._seconds(works)
 
     def facts(
         self, node: fx.Node, value: Any, module: nn.Module, seen: set[int]
@@ -221,15 +242,6 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             backward_seconds=count.backward_seconds,
             sums=tuple(count.sums),
         )
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers; attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,11 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
+from gemsc.ir.holder import put_layer, shallow_copy
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
+from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
@@ -116,7 +117,7 @@ def _has_effect(node: fx.Node, module: nn.Module) -> bool:
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         name = type(layer).__name__
-        if any(True for _ in layer.buffers()):
+        if opaque_of(layer) or any(True for _ in layer.buffers()):
             return True
     return any(word in name.lower() for word in _RANDOM)
 
@@ -356,17 +357,6 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 def _replace_layer(module: nn.Module, path: str) -> None:
     """Put a copy that works out of place at `path`, without touching the user's."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        module._modules[parent] = shallow = _shallow(module.get_submodule(parent))
-        module = shallow
-    layer: Any = _shallow(module.get_submodule(name))
+    layer: Any = shallow_copy(module.get_submodule(path))
     layer.inplace = False
-    module._modules[name] = layer
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """Return a copy with the same children, parameters and buffers."""
-    copied = copy.copy(module)
-    copied.__dict__["_modules"] = dict(module._modules)
-    return copied
+    put_layer(module, path, layer)

@@ -7,7 +7,6 @@ Example, on a tile:
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -15,6 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from gemsc.ir import meta
+from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, functional_batch_norm
@@ -54,17 +54,6 @@ class LocalBatchnorm(Pass):
                 layer = changed.module.get_submodule(str(node.target))
                 if isinstance(layer, TileLayer) and layer.method == "batch_norm":
                     own = cast("nn.Module", layer.layer)
-                    _set_layer(changed.module, str(node.target), own)
+                    put_layer(changed.module, str(node.target), own)
         annotate(changed, device=self.device, training=self.training)
         return changed
-
-
-def _set_layer(module: nn.Module, path: str, layer: nn.Module) -> None:
-    """Put a layer into a module whose children stay as they are elsewhere."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        child = copy.copy(module.get_submodule(parent))
-        child.__dict__["_modules"] = dict(child._modules)
-        module._modules[parent] = child
-        module = child
-    module._modules[name] = layer

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, fx
 
 from gemsc.ir import meta
+from gemsc.ir.opaque import opaque_of
 from gemsc.passes.spatial import losses, norms, padding, resizing, shapes, windows
 from gemsc.passes.spatial.calls import Call, describe
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
@@ -60,6 +61,8 @@ def lower(low: Lowering, node: fx.Node) -> Local:
         return low.copy(node, None)
     if meta.glue(node) is not None:
         raise Refused("it shares memory that is changed in place")
+    if opaque_of(call.layer) is not None:
+        raise Refused("its forward depends on data")
     if node.target is operator.getitem:
         local = shapes.subscript(low, node)
         if local is not None:
