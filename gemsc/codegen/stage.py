@@ -127,7 +127,12 @@ def _write_train(
     with writer.block("def train(self, mode: bool = True) -> nn.Module:"):
         writer.line('"""Keep in evaluation mode what the model keeps in it."""')
         writer.line("super().train(mode)")
-        layers = [_reach(path, whole) for path in frozen]
+        layers = [
+            f"self.get_submodule({quoted(path)})"
+            if _holder(path, whole)
+            else access("self", path)
+            for path in frozen
+        ]
         if len(layers) == 1:
             writer.line(f"{layers[0]}.eval()")
         else:
@@ -190,16 +195,22 @@ def _write_layers(writer: Writer, stage: StageText, named: Named) -> None:
     for alias, first in stage.program.aliases.items():
         is_held = alias.rpartition(".")[0] in paths or _holder(alias, whole)
         if is_held and first in stage.owned:
-            place, source = _reach(alias, whole), _reach(first, whole)
-            writer.line(f"{place} = {source}  # tied")
+            writer.line(f"{_tied(alias, _read(first, whole), whole)}  # tied")
 
 
-def _reach(path: str, whole: Sequence[str]) -> str:
-    """Return how to name a tensor; inside a user's module there are lists and dicts."""
+def _read(path: str, whole: Sequence[str]) -> str:
+    """Return how to name a tensor; a user's module holds lists that take no names."""
+    if _holder(path, whole) in (None, path.rpartition(".")[0]):
+        return access("self", path)
+    return f"operator.attrgetter({quoted(path)})(self)"
+
+
+def _tied(path: str, source: str, whole: Sequence[str]) -> str:
+    """Return the statement that gives a tensor another name."""
     owner, _, name = path.rpartition(".")
     if _holder(path, whole) in (None, owner):
-        return access("self", path)
-    return access(f"self.get_submodule({quoted(owner)})", name)
+        return f"{access('self', path)} = {source}"
+    return f"setattr(self.get_submodule({quoted(owner)}), {quoted(name)}, {source})"
 
 
 def _containers(stage: StageText) -> dict[str, str]:

@@ -201,8 +201,10 @@ class _Watch:
         try:
             with self._put_back():
                 measured = self._measure(takes, args, kwargs)
+                numbers = _numbers(self.module)
                 for change in (_negated, _random):
                     self._compare(measured, change(args), change(kwargs))
+                _refuse_counters(numbers, _numbers(self.module))
             self.calls[takes] = measured
         except _UnfitError as error:
             self.problem = str(error)
@@ -211,7 +213,6 @@ class _Watch:
     @contextmanager
     def _put_back(self) -> Iterator[None]:
         """Put buffers and the generator back; note which buffers have changed."""
-        numbers = _numbers(self.module)
         state = torch.get_rng_state()
         buffers = [
             (path, module, name, tensor, tensor.detach().clone())
@@ -229,9 +230,6 @@ class _Watch:
                     tensor.copy_(before)
                 module._buffers[name] = tensor
         torch.set_rng_state(state)
-        for name, number in _numbers(self.module).items():
-            if numbers.get(name, number) != number:
-                raise _UnfitError(f"forward changes self.{name} at each call")
 
     def _measure(
         self, takes: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -390,6 +388,13 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return tensor.reshape(-1)[order].reshape(tensor.shape)
 
     return map_tensors(value, new)
+
+
+def _refuse_counters(before: dict[str, object], after: dict[str, object]) -> None:
+    """Refuse numbers that later calls change, too: each rank would count its own."""
+    for name, number in after.items():
+        if before.get(name) != number:
+            raise _UnfitError(f"forward changes self.{name} at each call")
 
 
 def _numbers(module: nn.Module) -> dict[str, object]:
