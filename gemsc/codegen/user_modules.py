@@ -50,7 +50,7 @@ def user_module_source(path: str, opaque: Opaque, named: Named) -> str:
     return _Source(opaque, named).module(path, opaque.module)
 
 
-def tensor_source(tensor: torch.Tensor, *settings: str) -> str:
+def tensor_source(tensor: torch.Tensor) -> str:
     """Return the parameter or tensor without values: `nn.Parameter(torch.empty(4))`."""
     shape = [*map(str, tensor.shape)] or ["()"]
     if tensor.dtype != torch.float32:
@@ -114,13 +114,10 @@ class _Source:
             yield name, "None" if parameter is None else tensor_source(parameter)
         for name, buffer in module._buffers.items():
             lost = name in module._non_persistent_buffers_set
-            rest = ", persistent=False" if lost else ""
-            yield (
-                name,
-                "None" if buffer is None else f"nn.Buffer({tensor_source(buffer)}{rest})",
-            )
+            yield name, "None" if buffer is None else _buffer_source(buffer, lost)
         for name, child in module._modules.items():
-            yield name, "None" if child is None else self.module(f"{path}.{name}", child)
+            inside = f"{path}.{name}"
+            yield name, "None" if child is None else self.module(inside, child)
 
     def _made(self, path: str, cls: type, parts: list[tuple[str, str]]) -> str:
         plain = [f"{n}={text}" for n, text in parts if _is_keyword_argument(n)]
@@ -182,8 +179,11 @@ class _Source:
 
     def _collection(self, path: str, value: Any) -> str:
         if isinstance(value, dict):
-            pairs = [(self.value(path, k), self.value(path, v)) for k, v in value.items()]
-            return "{" + ", ".join(f"{key}: {item}" for key, item in pairs) + "}"
+            pairs = [
+                f"{self.value(path, key)}: {self.value(path, item)}"
+                for key, item in value.items()
+            ]
+            return f"{{{', '.join(pairs)}}}"
         items = [self.value(path, item) for item in value]
         if isinstance(value, list):
             return f"[{', '.join(items)}]"
@@ -212,6 +212,11 @@ class _Source:
         return self.refuse(
             path, f"is of type {type(value).__name__}, which has no text", help_text
         )
+
+
+def _buffer_source(buffer: torch.Tensor, lost: bool) -> str:
+    rest = ", persistent=False" if lost else ""
+    return f"nn.Buffer({tensor_source(buffer)}{rest})"
 
 
 def _is_keyword_argument(name: str) -> bool:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import LOSS, fake_like, reject_unsupported
-from gemsc.frontend.record import make_root
+from gemsc.frontend.root import make_root
 from gemsc.frontend.user_code import failing_line, is_user_file
 from gemsc.frontend.values import input_names, output_structure
 from gemsc.frontend.writer import CONSTANTS

@@ -15,17 +15,17 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import (
-    LOSS,
     FakeCopy,
     copy_on_fakes,
     fake_like,
     reject_unsupported,
 )
 from gemsc.frontend.opaque import DependsOnDataError, Leaves
+from gemsc.frontend.root import make_root
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
 from gemsc.frontend.values import input_names, output_structure
-from gemsc.frontend.writer import CONSTANTS, CachedTensorError, GraphWriter
+from gemsc.frontend.writer import CachedTensorError, GraphWriter
 from gemsc.ir.holder import put_layer
 from gemsc.ir.meta import TensorSpec, location, region
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
@@ -33,7 +33,7 @@ from gemsc.ir.program import Input, Program
 from gemsc.nests import Inputs, Path, map_tensors, normalize_inputs
 from gemsc.rng import preserve_rng
 
-__all__ = ["make_root", "record"]
+__all__ = ["record"]
 
 _DEPENDS_ON_TRAINING = (
     nn.modules.batchnorm._BatchNorm,
@@ -363,44 +363,3 @@ def _class_files(leaves: Iterable[Opaque]) -> Iterator[str]:
         file = getattr(sys.modules.get(cls.__module__), "__file__", None)
         if file is not None and is_user_file(file):
             yield file
-
-
-def make_root(
-    model: nn.Module, loss: Any, constants: dict[str, torch.Tensor]
-) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Return a graph module that holds the user's modules, and the aliases in it.
-
-    Raises:
-        GemscError: a submodule or parameter of the model has a name of FX's own.
-    """
-    root = fx.GraphModule(nn.Module(), fx.Graph())
-    names = [*model._modules, *model._parameters, *model._buffers]
-    for attribute in names:
-        if hasattr(root, attribute) or attribute in (LOSS, CONSTANTS):
-            raise GemscError(
-                f"the model has an attribute with the reserved name {attribute}",
-                help=f"call it {attribute}_ or the like",
-            )
-    root._modules.update(model._modules)
-    root._parameters.update(model._parameters)
-    root._buffers.update(model._buffers)
-    root._non_persistent_buffers_set |= model._non_persistent_buffers_set
-    if isinstance(loss, nn.Module):
-        root.add_module(LOSS, loss)
-    if constants:
-        holder = nn.Module()
-        for constant, value in constants.items():
-            holder.register_buffer(constant, value.detach(), persistent=False)
-        root.add_module(CONSTANTS, holder)
-    return root, _aliases(root)
-
-
-def _aliases(root: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for named in (root.named_parameters, root.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            original = first.setdefault(id(tensor), name)
-            if original != name:
-                aliases[name] = original
-    return aliases
