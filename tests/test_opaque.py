@@ -246,6 +246,25 @@ def test_what_is_whole_in_one_mode_is_so_in_both(mode: bool, tmp_path: Path) -> 
     torch.testing.assert_close(results[1].output, model.eval()(X).detach())
 
 
+class Severed(Gate):
+    """No gradient comes out of one of the ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x.detach() * 2
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gradients_flow_though_none_came_out_of_the_example(
+    sign: int, tmp_path: Path
+) -> None:
+    model = Around(made(Severed))
+    nn.init.zeros_(model.first.bias)  # its output changes sign with its input
+    positive = bool(torch.tanh(model.first(X)).sum() > 0)
+    example = X * sign if positive else -X * sign
+    assert model.inner(torch.tanh(model.first(example))).requires_grad is (sign > 0)
+    assert worst(tmp_path / "program", model, example, micro_batches=8) <= EXACT
+
+
 # ----------------------------------------------------- what the files hold
 
 
