@@ -10,6 +10,7 @@ from torch import fx, nn
 from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.writer import CONSTANTS
+from gemsc.ir.holder import with_graph
 
 __all__ = ["make_root"]
 
@@ -22,7 +23,7 @@ def make_root(
     Raises:
         GemscError: a submodule or parameter of the model has a name of FX's own.
     """
-    root = fx.GraphModule(nn.Module(), fx.Graph())
+    root = with_graph(nn.Module(), fx.Graph())
     names = [*model._modules, *model._parameters, *model._buffers]
     for attribute in names:
         if hasattr(root, attribute) or attribute in (LOSS, CONSTANTS):

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.holder import put_layer, shallow_copy
+from gemsc.ir.holder import put_layer, shallow_copy, with_graph
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
@@ -63,7 +63,6 @@ class Canonicalize(Pass):
         _Rewriter(module).run()
         _remove_dead(module)
         module.graph.lint()
-        module.recompile()
         return copied
 
 
@@ -73,13 +72,7 @@ def _copy(program: Program) -> Program:
     result = graph.graph_copy(program.graph, nodes)
     graph.output(result)
     meta.copy_meta(program.output, next(iter(reversed(graph.nodes))))
-    module = fx.GraphModule(nn.Module(), fx.Graph())
-    module._modules.update(program.module._modules)
-    module._parameters.update(program.module._parameters)
-    module._buffers.update(program.module._buffers)
-    module._non_persistent_buffers_set |= program.module._non_persistent_buffers_set
-    module.training = program.module.training
-    module.graph = graph
+    module = with_graph(program.module, graph)
     new_names = {node.name: copied.name for node, copied in nodes.items()}
     inputs = tuple(replace(i, name=new_names[i.name]) for i in program.inputs)
     return replace(program.with_module(module), inputs=inputs)
