@@ -26,7 +26,8 @@ def make_root(
     root = with_graph(nn.Module(), fx.Graph())
     names = [*model._modules, *model._parameters, *model._buffers]
     for attribute in names:
-        if hasattr(root, attribute) or attribute in (LOSS, CONSTANTS):
+        taken = attribute in vars(root) or hasattr(type(root), attribute)
+        if taken or attribute in (LOSS, CONSTANTS):
             raise GemscError(
                 f"the model has an attribute with the reserved name {attribute}",
                 help=f"call it {attribute}_ or the like",
