@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,8 @@ from gemsc.codegen.package import rank_modules, write_directory
 from gemsc.compilation import Compilation, Traced
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
+from gemsc.ir.opaque import Opaque, opaques
+from gemsc.ir.program import Program
 from gemsc.options import CompileOptions, choose
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.follow_stages import find_twins
@@ -144,8 +146,9 @@ def trace(
     record = choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
     trains = loss is not None
-    with _one_thread():
-        program = record(model, example_inputs, training=trains, **feed)
+
+    def prepared(opaque: Mapping[str, Opaque]) -> Program:
+        program = record(model, example_inputs, training=trains, opaque=opaque, **feed)
         device = hardware.device if hardware else None
         program = run_passes(program, graph_passes(device), after_each=after_each)
         parameters = dict(program.module.named_parameters())
@@ -156,9 +159,17 @@ def trace(
         if profile:
             timed = TimeBlocks(example_inputs, example_target, progress=progress)
             program = run_passes(program, (timed,), after_each=after_each)
+        return program
+
+    with _one_thread():
+        program = prepared({})
         if not evaluates:
             return Traced(program, program, None)
-        evaluation = record(model, example_inputs, training=False, **feed)
+        known = opaques(program.module)
+        evaluation = record(model, example_inputs, training=False, opaque=known, **feed)
+        found = opaques(evaluation.module)
+        if found.keys() != known.keys():  # what is not cut in one mode is in neither
+            program = prepared(found)
         evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
     return Traced(program, evaluation, find_twins(program, evaluation))
 

@@ -97,7 +97,8 @@ class Plan:
     step as text (`2F0` is the forward of stage 2 on micro-batch 0).
 
     The ranks of a grid do the same: with `groups`, peaks and orders are those of each
-    group of ranks. `barriers` are values of split stages that had to be gathered.
+    group of ranks. `barriers` are values of split stages that had to be gathered,
+    `opaque` the modules that stay whole because their forward depends on data.
     """
 
     gemsc: str
@@ -124,6 +125,7 @@ class Plan:
     memory: list[dict[str, int]] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
     barriers: list[dict[str, Any]] = field(default_factory=list)
+    opaque: list[dict[str, Any]] = field(default_factory=list)
     skips: list[dict[str, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)

@@ -379,17 +379,11 @@ ODD = [
     "torch",
     "F",
     "items",
+    *("class", "lambda", 'a"b', "a\nb", "a\\"),
 ]
-BROKEN_BY_FX = ["class", "lambda", 'a"b', "a\nb", "a\\"]
 
 
-def odd_names() -> list[Any]:
-    reason = "FX writes Python code for the graphs of record and canonicalize"
-    mark = pytest.mark.xfail(strict=True, reason=reason, raises=SyntaxError)
-    return [*ODD, *(pytest.param(name, marks=mark) for name in BROKEN_BY_FX)]
-
-
-@pytest.mark.parametrize("name", odd_names())
+@pytest.mark.parametrize("name", ODD)
 def test_modules_may_have_any_name(name: str, tmp_path: Path, all_files: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -414,7 +408,7 @@ def test_modules_may_have_any_name(name: str, tmp_path: Path, all_files: Path) -
         keep(all_files, f"name{[*map(ord, name)]}", {file.name: file.read_text()})
 
 
-@pytest.mark.parametrize("name", odd_names())
+@pytest.mark.parametrize("name", ODD)
 def test_parameters_may_have_any_name(name: str, tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -434,6 +428,24 @@ def test_parameters_may_have_any_name(name: str, tmp_path: Path) -> None:
             written(tmp_path / "program", Model())
         return
     assert against_one_process(tmp_path / "program", Model()).worst <= EXACT
+
+
+class Keywords(nn.Module):
+    """Names that are Python's own, held as users hold them; one works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = {
+            "in": nn.Linear(4, 4),
+            "not": nn.ReLU(inplace=True),
+            "'": nn.Linear(4, 4),
+        }
+        self.ways = nn.ModuleDict(made)
+        self.add_module("del", nn.ModuleDict({"in": nn.ModuleDict({"is": nn.Tanh()})}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ways["'"](self.ways["not"](self.ways["in"](x)))
+        return self.get_submodule("del.in.is")(x)
 
 
 class Weights(nn.Module):
@@ -474,7 +486,7 @@ class Root(nn.ModuleList):
         return self[1](self[0](x))
 
 
-@pytest.mark.parametrize("make", [Weights, Chain, Root])
+@pytest.mark.parametrize("make", [Keywords, Weights, Chain, Root])
 def test_tensors_and_layers_may_be_held_in_any_way(
     make: Callable[[], nn.Module], tmp_path: Path, all_files: Path
 ) -> None:

@@ -27,8 +27,8 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.hardware import read_hardware
 from gemsc.runtime.launch import restart_like_a_rank
 from gemsc.user_model import UserModel, load_user_model
+from gemsc.viz.tables import opaque_notes, show_candidates
 from gemsc.viz.tables import show as show_plan
-from gemsc.viz.tables import show_candidates
 
 __all__ = ["compile_command", "compiled", "plan_command"]
 
@@ -137,6 +137,8 @@ def _report(
         f"{plan.schedule}, {plan.micro_batches} micro-batches{where}",
         highlight=False,
     )
+    for note in opaque_notes(plan):
+        console.print(note, highlight=False)
 
 
 def compiled(

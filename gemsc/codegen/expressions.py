@@ -28,6 +28,7 @@ from gemsc.ir.tile_ops import (
 from gemsc.ir.twins import keywords_of_both
 
 __all__ = [
+    "NAMESPACES",
     "Named",
     "UserObject",
     "access",

@@ -11,7 +11,7 @@ from torch import fx
 from gemsc.codegen.expressions import literal
 from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import RankText, Run
-from gemsc.codegen.stage import StageText
+from gemsc.codegen.stage_text import StageText
 from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.ir.flow import reductions, value_names

@@ -27,11 +27,12 @@ IMPORTED = [
     *("Resize", "Tensor"),
     *("TileValue", "Tiles", "Value", "Worker"),
     *("nn", "offloaded", "operator", "recompute", "tile_boxes", "torch"),
-    "user_object",
+    *("user_module", "user_object"),
 ]
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message", "Resize"),
     *("TileValue", "Tiles", "Value", "offloaded", "recompute", "tile_boxes"),
+    "user_module",
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from gemsc.codegen.stage import StageText
+from gemsc.codegen.stage_text import StageText
 from gemsc.ir.flow import message_tag
 from gemsc.ir.program import Input, Program, Transfer
 from gemsc.schedules.action import Kind

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.codegen.exchanges import note_of
-from gemsc.codegen.expressions import (
-    Named,
-    access,
-    expression,
-    is_attribute,
-    quoted,
+from gemsc.codegen.expressions import Named, access, as_tuple, expression, quoted
+from gemsc.codegen.layers import (
+    containers,
+    holder,
+    paths_of,
+    whole_modules,
+    write_layers,
 )
-from gemsc.codegen.parts import Part, Segments, split_parts
+from gemsc.codegen.parts import Part, split_parts
+from gemsc.codegen.stage_text import StageText
 from gemsc.codegen.writer import Names, Writer, comment, split_arguments
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, has_random, inner_flow
-from gemsc.ir.layers import layer_source
-from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import TileLayer
 
-__all__ = ["StageText", "write_stage"]
+__all__ = ["write_stage"]
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 RESERVED = (
@@ -37,37 +34,9 @@ RESERVED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StageText:
-    """What `write_stage` needs to know of one stage.
-
-    `twins` maps each node to its like in the graph for evaluation; where the two graphs
-    differ in more than constants it is None and the class gets a second forward, for
-    `evaluation`. `structure` turns texts of the outputs into what the model returns.
-    `segments` are blocks that are recomputed or offloaded, with their nodes.
-    """
-
-    class_name: str
-    docstring: str
-    program: Program
-    flow: StageFlow
-    owned: tuple[str, ...]
-    names: dict[fx.Node, str]
-    twins: dict[fx.Node, fx.Node] | None
-    evaluation: StageFlow
-    structure: Callable[[list[str]], str]
-    segments: Segments = ()
-    tile: int | None = None  # of the stage's grid, if it has one
-
-    @property
-    def apart(self) -> bool:
-        """Whether evaluation has a forward of its own."""
-        return self.twins is None
-
-
 def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
     """Write the class; `named` gives the names of what stands at the module's top."""
-    base = _containers(stage)[""]
+    base = containers(stage)[""]
     with writer.block(f"class {stage.class_name}({base}):"):
         writer.line(_docstring(stage.docstring, writer.room))
         writer.line()
@@ -77,15 +46,21 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
         if has_random(stage.flow.nodes):
             writer.line("draws_random_numbers = True")
             writer.line()
-        frozen = [path for path in _paths(stage) if path in stage.program.frozen]
+        paths = paths_of(stage)
+        whole = whole_modules(stage.program, paths)
+        if whole:
+            writer.line(f"depends_on_data = {as_tuple(whole)}")
+            writer.line()
+        frozen = [path for path in paths if path in stage.program.frozen]
+        frozen += [p for p in sorted(stage.program.frozen) if holder(p, whole)]
         with writer.block("def __init__(self) -> None:"):
             writer.line("super().__init__()")
-            _write_layers(writer, stage)
+            write_layers(writer, stage, named)
             if frozen:
                 writer.line("self.train()")
         writer.line()
         if frozen:
-            _write_train(writer, frozen)
+            _write_train(writer, frozen, whole)
         parts = split_parts(stage.flow.nodes, stage.segments, _method_names(stage))
         _write_forward(writer, stage, "forward", stage.flow, named, parts)
         for part in parts:
@@ -105,7 +80,7 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
 
 def _method_names(stage: StageText) -> Names:
     """Return names for further methods, apart from all that the class has."""
-    tops = (path.partition(".")[0] for path in _paths(stage))
+    tops = (path.partition(".")[0] for path in paths_of(stage))
     return Names([*dir(nn.ModuleDict()), *tops, "forward_eval"])
 
 
@@ -114,11 +89,16 @@ def _docstring(text: str, room: int) -> str:
     return f'"""{text if len(text) <= limit else text[: limit - 4] + " ..."}"""'
 
 
-def _write_train(writer: Writer, frozen: Sequence[str]) -> None:
+def _write_train(writer: Writer, frozen: Sequence[str], whole: Sequence[str]) -> None:
     with writer.block("def train(self, mode: bool = True) -> nn.Module:"):
         writer.line('"""Keep in evaluation mode what the model keeps in it."""')
         writer.line("super().train(mode)")
-        layers = [access("self", path) for path in frozen]
+        layers = [
+            f"self.get_submodule({quoted(path)})"
+            if holder(path, whole)
+            else access("self", path)
+            for path in frozen
+        ]
         if len(layers) == 1:
             writer.line(f"{layers[0]}.eval()")
         else:
@@ -127,117 +107,6 @@ def _write_train(writer: Writer, frozen: Sequence[str]) -> None:
                 writer.line("layer.eval()")
         writer.line("return self")
     writer.line()
-
-
-# ------------------------------------------------------------------ layers
-
-
-def _paths(stage: StageText) -> dict[str, None]:
-    """Return the paths of the stage's lone tensors and of its layers, in model order.
-
-    Tensors come first, so that a tied parameter is found under its first name.
-    """
-    flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
-    nodes = [node for each in flows for node in each.nodes]
-    called = {str(node.target) for node in nodes if node.op == "call_module"}
-    layers = {name.rpartition(".")[0] for name in stage.owned} & called
-    paths = dict.fromkeys(
-        name for name in stage.owned if name.rpartition(".")[0] not in layers
-    )
-    modules = (path for path, _ in stage.program.module.named_modules())
-    return paths | dict.fromkeys(path for path in modules if path in called)
-
-
-def _write_layers(writer: Writer, stage: StageText) -> None:
-    kinds = _containers(stage)
-    made = {""}
-    tensors = _tensors(stage.program.module)
-    for path in _paths(stage):
-        parts = path.split(".")
-        for depth in range(1, len(parts)):
-            container = ".".join(parts[:depth])
-            if container not in made:
-                made.add(container)
-                writer.line(f"{access('self', container)} = {kinds[container]}()")
-        if path in tensors:
-            _write_tensor(writer, path, tensors[path], stage.program.module)
-        else:
-            _write_layer(writer, path, stage.program.module.get_submodule(path))
-    paths = _paths(stage)
-    for alias, first in stage.program.aliases.items():
-        if alias.rpartition(".")[0] in paths and first in stage.owned:
-            writer.line(f"{access('self', alias)} = {access('self', first)}  # tied")
-
-
-def _containers(stage: StageText) -> dict[str, str]:
-    """Return the class of each module that holds others; '' is the stage itself.
-
-    What has a name that cannot stand behind a dot is held as in a dictionary.
-
-    Raises:
-        GemscError: no class of torch.nn can hold all these names.
-    """
-    children: dict[str, dict[str, None]] = {"": {}}
-    for path in _paths(stage):
-        parts = path.split(".")
-        for depth in range(len(parts)):
-            names = children.setdefault(".".join(parts[:depth]), {})
-            names[parts[depth]] = None
-    parameters = dict(stage.program.module.named_parameters())
-    kinds = {}
-    for container, names in children.items():
-        odd = [name for name in names if not is_attribute(name)]
-        held = [".".join([container, name]).lstrip(".") in parameters for name in odd]
-        cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
-        kinds[container] = f"nn.{cls.__name__}"
-        clash = [n for n in names if is_attribute(n) and hasattr(cls, n)]
-        mixed = any(held) and not all(held)
-        if clash or mixed or (any(held) and not container):  # no forward in a dict
-            raise GemscError(
-                f"no way is known to write module '{container or 'model'}', which "
-                f"holds {', '.join(names)}",
-                help=f"rename {', '.join(clash or odd)}",
-            )
-    return kinds
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return dict([*module.named_parameters(), *module.named_buffers()])
-
-
-def _write_layer(writer: Writer, path: str, layer: nn.Module) -> None:
-    if isinstance(layer, TileLayer):  # the grid works with the user's own
-        layer = cast("nn.Module", layer.layer)
-    source = layer_source(layer)
-    if source is None:
-        raise GemscError(
-            f"no way is known to write layer '{path}' ({type(layer).__name__})",
-            help="build it from layers of torch.nn",
-        )
-    head, arguments, tail = split_arguments(source)
-    writer.call(f"{access('self', path)} = {head}", arguments, tail)
-    for name, parameter in layer.named_parameters():
-        if not parameter.requires_grad:
-            writer.line(f"{access('self', f'{path}.{name}')}.requires_grad_(False)")
-
-
-def _write_tensor(
-    writer: Writer, path: str, tensor: torch.Tensor, module: nn.Module
-) -> None:
-    owner, _, name = path.rpartition(".")
-    shape = [*map(str, tensor.shape)] or ["()"]
-    if tensor.dtype != torch.float32:
-        shape.append(f"dtype={tensor.dtype}")
-    empty = f"torch.empty({', '.join(shape)})"
-    if isinstance(tensor, nn.Parameter):
-        fixed = [] if tensor.requires_grad else ["requires_grad=False"]
-        writer.call(f"{access('self', path)} = nn.Parameter(", [empty, *fixed])
-        return
-    arguments = [quoted(name), empty]
-    if name in module.get_submodule(owner)._non_persistent_buffers_set:
-        arguments.append("persistent=False")
-    holder = access("self", owner) if owner else "self"
-    writer.call(f"{holder}.register_buffer(", arguments)
 
 
 # ----------------------------------------------------------------- forward

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
-from gemsc.frontend.user_code import failing_line
 from gemsc.frontend.values import output_structure
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import location
@@ -67,28 +65,17 @@ def check_against_eager(
             f"the model cannot be copied: {type(error).__name__}: {error}",
             help="compile with --no-check",
         ) from error
-    _set_training(eager_model, eager_loss, training)
+    set_training(eager_model, eager_loss, training)
     _copy_flags(eager_model, eager_loss, graph_module)
     with preserve_rng(), torch.enable_grad():
-        with _failures("the model fails in eager mode"):
+        code = check_against_eager.__code__
+        with failures("the model fails in eager mode", code):
             fed = _copied(inputs), _copied(target)
             expected = _run_eager(eager_model, fed[0], eager_loss, fed[1])
-        with _failures("the traced graph fails"):
+        with failures("the traced graph fails", code):
             values = {"input": _copied(inputs), "target": _copied(target)}
             actual = _run_graph(program, graph_module, values)
     _compare(actual, expected)
-
-
-@contextmanager
-def _failures(what: str) -> Iterator[None]:
-    try:
-        yield
-    except GemscError:
-        raise
-    except Exception as error:
-        at = failing_line(error.__traceback__, check_against_eager.__code__)
-        text = " ".join(str(error).split())
-        raise GemscError(f"{what}: {type(error).__name__}: {text}", at=at) from error
 
 
 def _holder(module: nn.Module) -> nn.Module:
@@ -98,15 +85,6 @@ def _holder(module: nn.Module) -> nn.Module:
     holder._parameters.update(module._parameters)
     holder._buffers.update(module._buffers)
     return holder
-
-
-def _set_training(model: nn.Module, loss: Any, training: bool) -> None:
-    if not training:
-        model.eval()
-    elif not model.training:
-        model.train()
-    if isinstance(loss, nn.Module):
-        loss.train(training)
 
 
 def _copy_flags(model: nn.Module, loss: Any, graph_module: nn.Module) -> None:

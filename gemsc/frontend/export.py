@@ -6,7 +6,7 @@ import copy
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import LOSS, fake_like, reject_unsupported
-from gemsc.frontend.record import make_root
+from gemsc.frontend.root import make_root
 from gemsc.frontend.user_code import failing_line, is_user_file
 from gemsc.frontend.values import input_names, output_structure
 from gemsc.frontend.writer import CONSTANTS
@@ -24,6 +24,7 @@ from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region, TensorSpec
+from gemsc.ir.opaque import Opaque
 from gemsc.ir.program import Input, Program
 from gemsc.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
 from gemsc.rng import preserve_rng
@@ -42,11 +43,13 @@ def export(
     target: Any = None,
     training: bool = True,
     name: str | None = None,
+    opaque: Mapping[str, Opaque] | None = None,
 ) -> Program:
     """Return the program of `loss(model(*inputs), target)`, or of the model alone.
 
     The second way to trace, for models that `record` cannot: its nodes are ATen
-    operators, and custom autograd functions lose their backward.
+    operators, and custom autograd functions lose their backward. All modules are looked
+    into: `opaque`, what `record` found, is empty.
 
     Raises:
         GemscError: at the user's line if torch.export gives one.

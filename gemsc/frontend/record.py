@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,21 +15,25 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import (
-    LOSS,
     FakeCopy,
     copy_on_fakes,
     fake_like,
     reject_unsupported,
 )
+from gemsc.frontend.opaque import DependsOnDataError, Leaves
+from gemsc.frontend.root import make_root
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
+from gemsc.frontend.user_code import is_user_file
 from gemsc.frontend.values import input_names, output_structure
-from gemsc.frontend.writer import CONSTANTS, CachedTensorError, GraphWriter
+from gemsc.frontend.writer import CachedTensorError, GraphWriter
+from gemsc.ir.holder import put_layer
 from gemsc.ir.meta import TensorSpec, location, region
+from gemsc.ir.opaque import Opaque, OpaqueLeaf
 from gemsc.ir.program import Input, Program
 from gemsc.nests import Inputs, Path, map_tensors, normalize_inputs
 from gemsc.rng import preserve_rng
 
-__all__ = ["make_root", "record"]
+__all__ = ["record"]
 
 _DEPENDS_ON_TRAINING = (
     nn.modules.batchnorm._BatchNorm,
@@ -41,13 +46,17 @@ _DEPENDS_ON_TRAINING = (
 
 @dataclass(frozen=True)
 class _Request:
-    """What to trace; a target of None means that the loss takes none."""
+    """What to trace; a target of None means that the loss takes none.
+
+    `opaque` are the modules that are not looked into, by their paths.
+    """
 
     model: nn.Module
     inputs: Inputs
     loss: Any
     target: Any
     training: bool
+    opaque: Mapping[str, Opaque]
 
 
 @dataclass
@@ -66,22 +75,33 @@ def record(
     target: Any = None,
     training: bool = True,
     name: str | None = None,
+    opaque: Mapping[str, Opaque] | None = None,
 ) -> Program:
     """Return the program of `loss(model(*inputs), target)`, or of the model alone.
 
     The model runs on a copy with fake tensors: its parameters, buffers, training flags
     and all random generators stay as they are. It runs twice; what differs between
-    the runs cannot be compiled.
+    the runs cannot be compiled. A submodule whose forward depends on data becomes one
+    node; it runs for real, on another copy. `opaque` are such modules of the model in
+    its other mode: they are so in this one too.
 
     Raises:
         GemscError: at the user's line, for whatever cannot be traced.
     """
-    request = _Request(model, normalize_inputs(inputs), loss, target, training)
+    subject = model, normalize_inputs(inputs), loss, target, training
     reject_unsupported(model)
     if isinstance(loss, nn.Module):
         reject_unsupported(loss)
+    leaves = Leaves(*subject)
+    request = _Request(*subject, leaves.found)
     with preserve_rng():
-        trace = _trace_twice(request)
+        leaves.take(opaque or {})
+        trace = None
+        while trace is None:
+            try:
+                trace = _trace_twice(request)
+            except DependsOnDataError as error:
+                leaves.add(error)
     return _program(request, trace, name or type(model).__name__)
 
 
@@ -123,7 +143,7 @@ def _trace(
 ) -> _Trace:
     writer = GraphWriter(copied, earlier)
     writer.on_node = on_node or writer.on_node
-    tracer = Tracer(copied, fake, writer)
+    tracer = Tracer(copied, fake, writer, request.opaque)
     trace = _Trace(writer)
     inputs = _placeholders(request, trace, fake, "input", request.inputs)
     target = _placeholders(request, trace, fake, "target", request.target)
@@ -142,12 +162,20 @@ def _trace(
     with tracer.pause():
         writer.output(loss, outputs)
     if request.training:
-        trace.frozen = frozenset(
-            path
-            for path, layer in tracer.called
-            if not layer.training and isinstance(layer, _DEPENDS_ON_TRAINING)
-        )
+        trace.frozen = frozenset(_frozen(tracer.called, request.opaque))
     return trace
+
+
+def _frozen(
+    called: list[tuple[str, nn.Module]], opaque: Mapping[str, Opaque]
+) -> Iterator[str]:
+    """Yield the layers in eval mode, where that makes a difference."""
+    for path, layer in called:
+        if path in opaque:
+            inside = layer.named_modules(prefix=path)
+            yield from (each for each, module in inside if not module.training)
+        elif not layer.training and isinstance(layer, _DEPENDS_ON_TRAINING):
+            yield path
 
 
 def _placeholders(
@@ -312,54 +340,26 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
     writer = trace.writer
     module, aliases = make_root(request.model, request.loss, writer.constants)
     module.graph = writer.graph
+    for path, opaque in request.opaque.items():
+        put_layer(module, path, OpaqueLeaf(opaque))
     lines = (location(node) for node in writer.graph.nodes)
+    files = {line.file for line in lines if line is not None}
+    files.update(_class_files(request.opaque.values()))
     return Program(
         name=name,
         module=module,
         inputs=tuple(trace.inputs),
         structure=trace.structure,
-        sources=tuple(sorted({line.file for line in lines if line is not None})),
+        sources=tuple(sorted(files)),
         frozen=trace.frozen,
         aliases=aliases,
     )
 
 
-def make_root(
-    model: nn.Module, loss: Any, constants: dict[str, torch.Tensor]
-) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Return a graph module that holds the user's modules, and the aliases in it.
-
-    Raises:
-        GemscError: a submodule or parameter of the model has a name of FX's own.
-    """
-    root = fx.GraphModule(nn.Module(), fx.Graph())
-    names = [*model._modules, *model._parameters, *model._buffers]
-    for attribute in names:
-        if hasattr(root, attribute) or attribute in (LOSS, CONSTANTS):
-            raise GemscError(
-                f"the model has an attribute with the reserved name {attribute}",
-                help=f"call it {attribute}_ or the like",
-            )
-    root._modules.update(model._modules)
-    root._parameters.update(model._parameters)
-    root._buffers.update(model._buffers)
-    root._non_persistent_buffers_set |= model._non_persistent_buffers_set
-    if isinstance(loss, nn.Module):
-        root.add_module(LOSS, loss)
-    if constants:
-        holder = nn.Module()
-        for constant, value in constants.items():
-            holder.register_buffer(constant, value.detach(), persistent=False)
-        root.add_module(CONSTANTS, holder)
-    return root, _aliases(root)
-
-
-def _aliases(root: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for named in (root.named_parameters, root.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            original = first.setdefault(id(tensor), name)
-            if original != name:
-                aliases[name] = original
-    return aliases
+def _class_files(leaves: Iterable[Opaque]) -> Iterator[str]:
+    """Yield the user's files that define the modules, and the modules inside."""
+    classes = {type(module) for leaf in leaves for module in leaf.module.modules()}
+    for cls in classes:
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        if file is not None and is_user_file(file):
+            yield file

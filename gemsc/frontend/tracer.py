@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -21,10 +21,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import FakeCopy
+from gemsc.frontend.opaque import DependsOnDataError
 from gemsc.frontend.targets import Call, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, failing_line, user_line
 from gemsc.frontend.writer import CachedTensorError, GraphWriter
 from gemsc.ir.mutation import call_mutates
+from gemsc.ir.opaque import Opaque, stand_in
 from gemsc.nests import tensor_leaves
 
 __all__ = ["Tracer", "TracerFakeMode"]
@@ -32,6 +34,7 @@ __all__ = ["Tracer", "TracerFakeMode"]
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 _DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+_TO_NUMPY = ".numpy() is not supported for tensor subclasses"
 
 
 class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -61,14 +64,20 @@ class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 class Tracer(TorchFunctionMode):
     """Records into `writer` all that a function does while `run` runs it.
 
-    `called` are the leaf layers in the order of their calls.
+    `called` are the leaf layers in the order of their calls; the modules at the paths
+    of `opaque` are leaves that are not run.
     """
 
     def __init__(
-        self, copied: FakeCopy, fake: TracerFakeMode, writer: GraphWriter
+        self,
+        copied: FakeCopy,
+        fake: TracerFakeMode,
+        writer: GraphWriter,
+        opaque: Mapping[str, Opaque],
     ) -> None:
         super().__init__()
         self.writer = writer
+        self._opaque = opaque
         self.called: list[tuple[str, nn.Module]] = []
         self.paused = False
         self._copied = copied
@@ -133,11 +142,29 @@ class Tracer(TorchFunctionMode):
             call = ("call_module", leaf, args, kwargs)
             with self._at_user_line():
                 return self._record(call, original, (module, *args), kwargs)
+        if path is not None and path in self._opaque:
+            return self._call_opaque(path, module, args, kwargs)
         outer, self.writer.module_path = self.writer.module_path, path or ""
         try:
             return original(module, *args, **kwargs)
+        except Exception as error:
+            vars(error).setdefault("gemsc_path", path)  # of the innermost module
+            raise
         finally:
             self.writer.module_path = outer
+
+    def _call_opaque(
+        self, path: str, module: nn.Module, args: _Args, kwargs: _Kwargs
+    ) -> Any:
+        """Record a module that depends on data: one node with known shapes."""
+        self.called.append((path, module))
+        parameters = list(module.parameters())
+
+        def give(*args: Any, **kwargs: Any) -> Any:
+            return stand_in(self._opaque[path], parameters, args, kwargs)
+
+        with self._at_user_line():
+            return self._record(("call_module", path, args, kwargs), give, args, kwargs)
 
     def call_autograd_function(
         self, original: Any, cls: Any, args: _Args, kwargs: _Kwargs
@@ -186,7 +213,7 @@ class Tracer(TorchFunctionMode):
             yield line
         except _DATA_ERRORS as error:
             self._error = self._error or _data_error(
-                error, line.location if line else None
+                error, line.location if line else None, self.writer.module_path
             )
             raise self._error from error
         except GemscError as error:
@@ -198,8 +225,8 @@ class Tracer(TorchFunctionMode):
         at = failing_line(error.__traceback__, Tracer.run.__code__)
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, _DATA_ERRORS):
-                return _data_error(cause, at)
+            if isinstance(cause, _DATA_ERRORS) or _TO_NUMPY in str(cause):
+                return _data_error(cause, at, vars(error).get("gemsc_path", ""))
             cause = cause.__cause__ or cause.__context__
         text = " ".join(str(error).split())
         return GemscError(
@@ -229,17 +256,22 @@ def _changes(call: Call, args: _Args) -> bool:
     return call_mutates(op, target, kwargs)
 
 
-def _data_error(error: Exception, at: SourceLocation | None) -> GemscError:
+def _data_error(
+    error: BaseException, at: SourceLocation | None, path: str
+) -> GemscError:
     if isinstance(error, DynamicOutputShapeException):
-        return GemscError(
+        return DependsOnDataError(
             "the size of this tensor depends on the data",
+            path=path,
             at=at,
             help="keep the size fixed: multiply by the mask, or use torch.where",
         )
-    return GemscError(
+    return DependsOnDataError(
         "forward needs the value of a tensor, which differs from step to step",
+        path=path,
         at=at,
-        help="compute it with torch.where, or make the choice a setting of the model",
+        help="compute it with torch.where, make the choice a setting of the model, or "
+        "move it into a submodule, which then stays whole on one rank",
     )
 
 

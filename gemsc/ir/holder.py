@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from gemsc.ir import meta
 
-__all__ = ["copied_graph", "set_layer", "with_graph"]
+__all__ = ["copied_graph", "put_layer", "shallow_copy", "with_graph"]
 
 
 class _Holder(fx.GraphModule):
@@ -44,12 +44,18 @@ def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return copied, mapping
 
 
-def set_layer(module: nn.Module, path: str, layer: nn.Module) -> None:
-    """Put a layer into a module whose children stay as they are elsewhere."""
+def put_layer(module: nn.Module, path: str, layer: nn.Module) -> None:
+    """Put a layer at a path of a module, whose children stay as they are elsewhere."""
     *parents, name = path.split(".")
     for parent in parents:
-        child = copy.copy(module.get_submodule(parent))
-        child.__dict__["_modules"] = dict(child._modules)
+        child = shallow_copy(module.get_submodule(parent))
         module._modules[parent] = child
         module = child
     module._modules[name] = layer
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a copy with the same children, parameters and buffers."""
+    copied = copy.copy(module)
+    copied.__dict__["_modules"] = dict(module._modules)
+    return copied

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import fx
+
 from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
 from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Block, Program
 
-__all__ = ["TO", "frees_anything", "may_recompute", "segment_name"]
+__all__ = ["TO", "frees_anything", "may_recompute", "runs_once", "segment_name"]
 
 TO = ".."  # between the names of the first and the last block
 
@@ -34,4 +37,13 @@ def frees_anything(block: Block) -> bool:
 
 def may_recompute(program: Program, block: Block) -> bool:
     """Whether a block can run twice: it writes nothing but its layers' statistics."""
-    return not any(mutated_inputs(node, program.module) for node in block.nodes)
+    return not any(runs_once(program, node) for node in block.nodes)
+
+
+def runs_once(program: Program, node: fx.Node) -> bool:
+    """Whether a node changes what it does not own, or is not known to change alike."""
+    if node.op == "call_module":
+        opaque = opaque_of(program.module.get_submodule(str(node.target)))
+        if opaque is not None and opaque.changes:
+            return True
+    return bool(mutated_inputs(node, program.module))

@@ -24,11 +24,12 @@ from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
+from gemsc.ir.opaque import OpaqueCall, told_of_calls
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import kept_of, told_of_sums
 from gemsc.passes.base import Pass
 from gemsc.planner.hardware import Device, read_hardware
-from gemsc.planner.operators import describe, runs_a_kernel
+from gemsc.planner.operators import Work, describe, draws, runs_a_kernel
 from gemsc.planner.times import seconds
 from gemsc.weighted import WeightedCall, WeightedCalls
 
@@ -83,6 +84,7 @@ def annotate(
         mode,
         ledger,
         told_of_sums(ledger.book_tiles),
+        told_of_calls(ledger.book_call),
         torch.random.fork_rng(devices=[]),
     ):
         with WeightedCalls(ledger.note_weights):
@@ -192,11 +194,25 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = self.counts[self.node]
         flops, works = describe(func, args, kwargs, result)
         leaves = pytree.tree_leaves((args, kwargs, result))
-        count.random |= _draws(func, args, kwargs)
+        count.random |= draws(func, args, kwargs)
         count.flops += flops
         count.moved_bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
         count.forward_seconds += self.device.forward_overhead
-        count.forward_seconds += sum(seconds(self.device, work) for work in works)
+        count.forward_seconds += self._seconds(works)
+
+    def book_call(self, call: OpaqueCall) -> None:
+        """Book what a module that is not looked into did in its real run."""
+        count = self.counts[self.node]
+        count.flops += call.flops
+        count.moved_bytes += call.moved_bytes
+        count.random |= call.random
+        overhead = call.forward_operators * self.device.forward_overhead
+        count.forward_seconds += overhead + self._seconds(call.forward)
+        overhead = call.backward_operators * self.device.backward_overhead
+        count.backward_seconds += overhead + self._seconds(call.backward)
+
+    def _seconds(self, works: Iterable[Work]) -> float:
+        return sum(seconds(self.device, work) for work in works)
 
     def book_tiles(self, num_bytes: int, has_rows: bool) -> None:
         """Book a sum over the tiles of a grid."""
@@ -225,13 +241,11 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = self.counts[self.node]
         _, works = describe(func, args, kwargs, result)
         count.backward_seconds += self.device.backward_overhead
-        count.backward_seconds += sum(seconds(self.device, work) for work in works)
+        count.backward_seconds += self._seconds(works)
         if count.weights:
             of_weight = tuple(getattr(result, "shape", ())) in count.weight_shapes
-            count.weight_seconds += sum(
-                seconds(self.device, work)
-                for work in works
-                if of_weight or work.kind.endswith("-weight")
+            count.weight_seconds += self._seconds(
+                [w for w in works if of_weight or w.kind.endswith("-weight")]
             )
 
     def facts(
@@ -259,15 +273,6 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),
             waits=tuple(count.waits.items()),
         )
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator draws random numbers; attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:

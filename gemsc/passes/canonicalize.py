@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,11 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
+from gemsc.ir.holder import put_layer, shallow_copy, with_graph
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
+from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
@@ -62,7 +63,6 @@ class Canonicalize(Pass):
         _Rewriter(module).run()
         _remove_dead(module)
         module.graph.lint()
-        module.recompile()
         return copied
 
 
@@ -72,13 +72,7 @@ def _copy(program: Program) -> Program:
     result = graph.graph_copy(program.graph, nodes)
     graph.output(result)
     meta.copy_meta(program.output, next(iter(reversed(graph.nodes))))
-    module = fx.GraphModule(nn.Module(), fx.Graph())
-    module._modules.update(program.module._modules)
-    module._parameters.update(program.module._parameters)
-    module._buffers.update(program.module._buffers)
-    module._non_persistent_buffers_set |= program.module._non_persistent_buffers_set
-    module.training = program.module.training
-    module.graph = graph
+    module = with_graph(program.module, graph)
     new_names = {node.name: copied.name for node, copied in nodes.items()}
     inputs = tuple(replace(i, name=new_names[i.name]) for i in program.inputs)
     return replace(program.with_module(module), inputs=inputs)
@@ -116,7 +110,7 @@ def _has_effect(node: fx.Node, module: nn.Module) -> bool:
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         name = type(layer).__name__
-        if any(True for _ in layer.buffers()):
+        if opaque_of(layer) or any(True for _ in layer.buffers()):
             return True
     return any(word in name.lower() for word in _RANDOM)
 
@@ -356,17 +350,6 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 def _replace_layer(module: nn.Module, path: str) -> None:
     """Put a copy that works out of place at `path`, without touching the user's."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        module._modules[parent] = shallow = _shallow(module.get_submodule(parent))
-        module = shallow
-    layer: Any = _shallow(module.get_submodule(name))
+    layer: Any = shallow_copy(module.get_submodule(path))
     layer.inplace = False
-    module._modules[name] = layer
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """Return a copy with the same children, parameters and buffers."""
-    copied = copy.copy(module)
-    copied.__dict__["_modules"] = dict(module._modules)
-    return copied
+    put_layer(module, path, layer)

@@ -14,6 +14,7 @@ from torch import fx, nn
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
@@ -25,7 +26,8 @@ class CheckStatistics(Pass):
     """Refuse tensors that forward changes and that no rule joins, if there are runs.
 
     `num_runs` is replicas times data-parallel copies. The statistics of BatchNorm join
-    (see gemsc.runtime.reduction); nothing else is known to.
+    (see gemsc.runtime.reduction); nothing else is known to, nor do they in a module
+    that depends on data, where some runs may update them more often than others.
     """
 
     name: ClassVar[str] = "check-statistics"
@@ -57,6 +59,9 @@ def _changed(node: fx.Node, module: fx.GraphModule) -> str | None:
         layer = module.get_submodule(str(node.target))
         if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
             return f"{node.target}.running_mean" if layer.track_running_stats else None
+        opaque = opaque_of(layer)
+        if opaque is not None and opaque.changes:
+            return f"{node.target}.{opaque.changes[0]}"
         return None
     for source in mutated_inputs(node, module):
         if source.op == "get_attr":

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from gemsc.ir import meta
-from gemsc.ir.holder import set_layer
+from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, functional_batch_norm
@@ -54,6 +54,6 @@ class LocalBatchnorm(Pass):
                 layer = changed.module.get_submodule(str(node.target))
                 if isinstance(layer, TileLayer) and layer.method == "batch_norm":
                     own = cast("nn.Module", layer.layer)
-                    set_layer(changed.module, str(node.target), own)
+                    put_layer(changed.module, str(node.target), own)
         annotate(changed, device=self.device, training=self.training)
         return changed

@@ -16,9 +16,8 @@ from typing import ClassVar
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.mutation import mutated_inputs
 from gemsc.ir.program import Block, Program, Segment
-from gemsc.ir.segments import TO, frees_anything, may_recompute
+from gemsc.ir.segments import TO, frees_anything, may_recompute, runs_once
 from gemsc.passes.base import Pass
 
 __all__ = ["MarkSegments"]
@@ -142,7 +141,7 @@ def _refuse_effects(program: Program, segment: Segment) -> None:
     for index in segment.blocks:
         block = (program.blocks or ())[index]
         for node in block.nodes:
-            if mutated_inputs(node, program.module):
+            if runs_once(program, node):
                 raise GemscError(
                     f"--recompute {segment.name}: block '{block.name}' changes a "
                     "tensor that it does not own, and would do so twice",

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange, is_overlapped
-from gemsc.ir.holder import set_layer
+from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, split
@@ -135,7 +135,7 @@ def overlap(program: Program, layers: Collection[str] | None = None) -> Program:
     for node in chosen:
         path = str(node.target)
         layer = changed.module.get_submodule(path)
-        set_layer(changed.module, path, TileLayer(layer, "overlapped"))
+        put_layer(changed.module, path, TileLayer(layer, "overlapped"))
     return changed
 
 

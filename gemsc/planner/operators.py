@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Work", "describe", "family", "runs_a_kernel"]
+__all__ = ["Work", "describe", "draws", "family", "runs_a_kernel"]
 
 _ATEN = torch.ops.aten
 _FREE = frozenset(
@@ -62,6 +62,15 @@ def runs_a_kernel(func: Any, result: Any) -> bool:
     """Whether an operator computes: views, allocations and queries do not."""
     has_tensors = any(isinstance(t, Tensor) for t in pytree.tree_leaves(result))
     return has_tensors and not func.is_view and func._overloadpacket not in _FREE
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def family(kind: str) -> str:

@@ -15,6 +15,7 @@ from gemsc.fingerprint import fingerprint, source_fingerprints
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
+from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Barrier, Program, Stage, Transfer
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
@@ -305,6 +306,15 @@ def make_plan(
         traffic=asdict(step_traffic(first, task)),
         groups=[list(ranks) for ranks in groups] if placement.grids else [],
         barriers=[_barrier(first, barrier) for barrier in first.barriers],
+        opaque=[
+            {
+                "module": path,
+                "stage": _stage_of(program, path),
+                "line": opaque.at.short if opaque.at is not None else "",
+                "reason": opaque.why,
+            }
+            for path, opaque in opaques(program.module).items()
+        ],
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
@@ -332,6 +342,19 @@ def _names(program: Program, stage: int, kind: str) -> list[str]:
 def _overlapped(stage: Stage) -> list[str]:
     """Return the layers whose halo travels while their inner part is computed."""
     return [str(node.target) for node in stage.nodes if is_overlapped(node)]
+
+
+def _stage_of(program: Program, path: str) -> int:
+    """Return the first stage that calls a module."""
+    return min(
+        (
+            stage.index
+            for stage in program.require_stages()
+            for node in stage.nodes
+            if node.op == "call_module" and node.target == path
+        ),
+        default=0,
+    )
 
 
 def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:

@@ -6,7 +6,7 @@ from gemsc.runtime.grid_message import GridMessage, TileValue
 from gemsc.runtime.message import Input, Message, Tiles, Value
 from gemsc.runtime.offload import offloaded
 from gemsc.runtime.recompute import recompute
-from gemsc.runtime.user_objects import user_object
+from gemsc.runtime.user_objects import user_module, user_object
 from gemsc.runtime.worker import Worker
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "offloaded",
     "recompute",
     "tile_boxes",
+    "user_module",
     "user_object",
 ]

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gemsc.errors import GemscError
 from gemsc.runtime.grid_message import GridMessage
 from gemsc.runtime.link import Incoming, Link
-from gemsc.runtime.message import Message
+from gemsc.runtime.message import Message, Value
 from gemsc.runtime.transport import Request
 
 __all__ = ["Mailbox"]
@@ -61,7 +62,11 @@ class Mailbox:
         yield from (incoming.buffer for incoming in self._posted.values())
 
     def send(self, message: Message | GridMessage, m: int, *tensors: Tensor) -> None:
-        """Start to send a message's values."""
+        """Start to send a message's values.
+
+        Raises:
+            GemscError: a value has another shape than at compile time.
+        """
         if message.is_local:
             follows = self._training and not message.is_gradient
             self._local[message.tag, m] = tuple(
@@ -75,6 +80,9 @@ class Mailbox:
                 if part.source == self._rank:
                     self._start(part.message, message.cut(part, tensors))
         else:
+            for tensor, value in zip(tensors, message.values, strict=True):
+                if tensor.shape != value.shape:
+                    raise _misfit(value, tensor)
             self._start(message, tensors)
 
     def receive(self, message: Message | GridMessage, m: int) -> tuple[Tensor, ...]:
@@ -130,3 +138,11 @@ class Mailbox:
         if self._float_dtype is not None and dtype.is_floating_point:
             return self._float_dtype
         return dtype
+
+
+def _misfit(value: Value, tensor: Tensor) -> GemscError:
+    return GemscError(
+        f"'{value.name}' has shape {list(tensor.shape)} for this micro-batch, but the "
+        f"program was compiled for {list(value.shape)}",
+        help="let forward give the same shapes whatever the data are",
+    )

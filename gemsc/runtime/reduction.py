@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,9 +21,12 @@ BUCKET_BYTES = 32 * 2**20
 
 @dataclass(slots=True)
 class _Bucket:
+    """The last of `gradients` counts the ranks that have one of `uncertain`, if any."""
+
     gradients: list[Tensor]
     flat: Tensor
     request: Request
+    uncertain: list[nn.Parameter]
 
 
 class GradientSums:
@@ -37,13 +40,38 @@ class GradientSums:
         self._link = link
         self._buckets: list[_Bucket] = []
 
-    def start(self, group: Group, parameters: Iterable[nn.Parameter]) -> None:
-        """Start to add up the gradients of these parameters over a group."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            request = self._link.all_reduce(group, flat)
-            self._buckets.append(_Bucket(bucket, flat, request))
+    def start(
+        self,
+        group: Group,
+        parameters: Iterable[nn.Parameter],
+        uncertain: Collection[nn.Parameter] = (),
+    ) -> None:
+        """Start to add up the gradients of these parameters over a group.
+
+        An `uncertain` parameter may have none on some ranks, where no data came by: how
+        many ranks have one is added up too. It ends without one if none has.
+        """
+        maybe = {id(parameter) for parameter in uncertain}
+        known = [p for p in parameters if id(p) not in maybe]
+        for bucket in _buckets([p.grad for p in known if p.grad is not None]):
+            self._start(group, bucket, [])
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+        for parameter in uncertain:
+            by_dtype[parameter.dtype].append(parameter)
+        for alike in by_dtype.values():
+            counts = torch.tensor([float(p.grad is not None) for p in alike])
+            for parameter in alike:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [p.grad for p in alike if p.grad is not None]
+            self._start(group, [*gradients, counts.to(gradients[0])], alike)
+
+    def _start(
+        self, group: Group, gradients: list[Tensor], uncertain: list[nn.Parameter]
+    ) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        request = self._link.all_reduce(group, flat)
+        self._buckets.append(_Bucket(gradients, flat, request, uncertain))
 
     def finish(self) -> None:
         """Wait for all sums and put them into the gradients."""
@@ -54,6 +82,10 @@ class GradientSums:
                 part = bucket.flat[start : start + gradient.numel()]
                 gradient.copy_(part.view_as(gradient))
                 start += gradient.numel()
+            if bucket.uncertain:
+                counts = bucket.gradients[-1].tolist()
+                for parameter, count in zip(bucket.uncertain, counts, strict=True):
+                    parameter.grad = parameter.grad if count else None
         self._buckets.clear()
 
 

@@ -6,11 +6,15 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from torch import nn
 
 from gemsc.plan import Plan
 
-__all__ = ["user_object"]
+__all__ = ["user_module", "user_object"]
+
+T = TypeVar("T")
 
 
 def user_object(rank_file: str, module: str, qualname: str) -> Any:
@@ -25,6 +29,31 @@ def user_object(rank_file: str, module: str, qualname: str) -> Any:
     for part in qualname.split("."):
         found = getattr(found, part)
     return found
+
+
+def user_module(cls: type[T], /, **parts: Any) -> T:
+    """Return an object of the user's class that holds these parts.
+
+    Its `__init__` does not run. Parameters, buffers and modules are registered in their
+    order; everything else is an attribute.
+    """
+    made: Any = cls.__new__(cls)
+    if not isinstance(made, nn.Module):
+        vars(made).update(parts)
+        return cast("T", made)
+    nn.Module.__init__(made)
+    for name, part in parts.items():
+        if isinstance(part, nn.Parameter):
+            made._parameters[name] = part
+        elif isinstance(part, nn.Buffer):
+            made._buffers[name] = part
+            if not part.persistent:
+                made._non_persistent_buffers_set.add(name)
+        elif isinstance(part, nn.Module):
+            made._modules[name] = part
+        else:
+            vars(made)[name] = part
+    return cast("T", made)
 
 
 def _model_file(directory: Path) -> Path | None:

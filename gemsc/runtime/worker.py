@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -309,7 +309,10 @@ class Worker:
         Called after the stage's last backward; what follows hides the communication.
         """
         if self._is_update:
-            self._sums.start(self._groups[stage], self._stage_parameters(stage))
+            parameters = self._stage_parameters(stage)
+            self._sums.start(
+                self._groups[stage], parameters, self._uncertain(stage, parameters)
+            )
 
     def finish_reductions(self) -> None:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
@@ -382,6 +385,19 @@ class Worker:
         """Return a stage's parameters, less the tied ones: those have their own sum."""
         named = next(m for key, m in self.stages.items() if stage_of(key) == stage)
         return [p for n, p in named.named_parameters() if n not in self._groups]
+
+    def _uncertain(
+        self, stage: str, parameters: Sequence[nn.Parameter]
+    ) -> list[nn.Parameter]:
+        """Return those whose gradient depends on data: it may be None on some ranks."""
+        module = next(m for key, m in self.stages.items() if stage_of(key) == stage)
+        paths: Sequence[str] = getattr(module, "depends_on_data", ())
+        inside = {
+            id(parameter)
+            for path in paths
+            for parameter in module.get_submodule(path).parameters()
+        }
+        return [p for p in parameters if id(p) in inside and p.requires_grad]
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
         num_runs = self.num_replicas * self.num_copies

@@ -15,7 +15,13 @@ from gemsc.units import show_bytes, show_flops, show_seconds
 from gemsc.viz.columns import Column, column, fitted, sample
 from gemsc.viz.strip import strips
 
-__all__ = ["describe_blocks", "show", "show_activations", "show_candidates"]
+__all__ = [
+    "describe_blocks",
+    "opaque_notes",
+    "show",
+    "show_activations",
+    "show_candidates",
+]
 
 MOST_ROWS = 40  # of stages and ranks; more are sampled
 MOST_SKIPS = 60
@@ -118,7 +124,18 @@ def _summary(plan: Plan) -> RenderableType:
         Text(f"why this split: {why.line}"),
         Text(f"a step: {why.parts_line}"),
         *_traffic(plan),
+        *map(Text, opaque_notes(plan)),
     )  # fmt: skip
+
+
+def opaque_notes(plan: Plan) -> list[str]:
+    """Return, for each module that stays whole, its line, why, and what it means."""
+    return [
+        f"note: {each['line']}: '{each['module']}' stays whole on stage "
+        f"{each['stage']}: {each['reason']}; its time and memory are those of one real "
+        "run on example_inputs"
+        for each in plan.opaque
+    ]
 
 
 def _traffic(plan: Plan) -> list[Text]:

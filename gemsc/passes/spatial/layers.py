@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
 from torch import fx, nn
 
+from gemsc.ir.holder import put_layer, shallow_copy
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import TileLayer
 from gemsc.passes.spatial.refused import Refused
@@ -31,14 +31,7 @@ class Layers:
 
     def replace(self, path: str, layer: nn.Module) -> None:
         """Put a layer in the place of the user's, whose module stays as it is."""
-        *parents, name = path.split(".")
-        owner: nn.Module = self._new
-        for parent in parents:
-            child = owner.get_submodule(parent)
-            shallow = _shallow(child)
-            owner._modules[parent] = shallow
-            owner = shallow
-        owner._modules[name] = layer
+        put_layer(self._new, path, layer)
 
     def changed(self, node: fx.Node, changes: dict[str, Any]) -> nn.Module:
         """Return a copy of a node's layer with other settings; the same parameters.
@@ -49,7 +42,7 @@ class Layers:
         path = str(node.target)
         if self.is_shared(path):
             raise Refused("the layer is called more than once")
-        layer = _shallow(self._old.get_submodule(path))
+        layer = shallow_copy(self._old.get_submodule(path))
         for name, value in changes.items():
             setattr(layer, name, value)
         return layer
@@ -60,10 +53,3 @@ class Layers:
         """Make a node's layer one that works with all tiles."""
         layer = self.changed(node, changes)
         self.replace(str(node.target), TileLayer(layer, method, *extra))
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """Return a copy with the same children, parameters and buffers."""
-    copied = copy.copy(module)
-    copied.__dict__["_modules"] = dict(module._modules)
-    return copied

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, fx
 
 from gemsc.ir import meta
+from gemsc.ir.opaque import opaque_of
 from gemsc.passes.spatial import (
     flattened,
     losses,
@@ -76,6 +77,8 @@ def lower(low: Lowering, node: fx.Node) -> Local:
         return low.copy(node, None)
     if meta.glue(node) is not None:
         raise Refused("it shares memory that is changed in place")
+    if opaque_of(call.layer) is not None:
+        raise Refused("its forward depends on data")
     if any(
         low.flattened(n) is not None and low.axes(n) is not None
         for n in node.all_input_nodes

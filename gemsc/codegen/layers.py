@@ -1,0 +1,173 @@
+"""The layers and tensors that a stage holds, as the lines that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from gemsc.codegen.expressions import Named, access, is_attribute, quoted
+from gemsc.codegen.stage_text import StageText
+from gemsc.codegen.user_modules import tensor_source, user_module_source
+from gemsc.codegen.writer import Writer, split_arguments
+from gemsc.errors import GemscError
+from gemsc.ir.layers import layer_source
+from gemsc.ir.opaque import opaque_of
+from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import TileLayer
+
+__all__ = ["containers", "holder", "paths_of", "whole_modules", "write_layers"]
+
+
+def paths_of(stage: StageText) -> dict[str, None]:
+    """Return the paths of the stage's lone tensors and of its layers, in model order.
+
+    Tensors come first, so that a tied parameter is found under its first name.
+    """
+    flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
+    nodes = [node for each in flows for node in each.nodes]
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    whole = whole_modules(stage.program, called)
+    layers = {name.rpartition(".")[0] for name in stage.owned} & called
+    paths = dict.fromkeys(
+        name
+        for name in stage.owned
+        if name.rpartition(".")[0] not in layers and not holder(name, whole)
+    )
+    modules = (path for path, _ in stage.program.module.named_modules())
+    inside = (path for path in modules if path in called and not holder(path, whole))
+    return paths | dict.fromkeys(inside)
+
+
+def whole_modules(program: Program, paths: Iterable[str]) -> list[str]:
+    """Return those paths where a user's own module is, which holds its own parts."""
+    modules = dict(program.module.named_modules())
+    return [path for path in paths if opaque_of(modules.get(path)) is not None]
+
+
+def holder(path: str, whole: Sequence[str]) -> str | None:
+    """Return the user's own module that a path lies in, if any."""
+    return next((each for each in whole if path.startswith(f"{each}.")), None)
+
+
+def write_layers(writer: Writer, stage: StageText, named: Named) -> None:
+    """Write the lines of `__init__` that make a stage's tensors and layers."""
+    kinds = containers(stage)
+    made = {""}
+    paths, tensors = paths_of(stage), _tensors(stage.program.module)
+    whole = whole_modules(stage.program, paths)
+    for path in paths:
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            container = ".".join(parts[:depth])
+            if container not in made:
+                made.add(container)
+                writer.line(f"{access('self', container)} = {kinds[container]}()")
+        if path in tensors:
+            _write_tensor(writer, path, tensors[path], stage.program.module)
+        else:
+            _write_layer(writer, path, stage.program.module.get_submodule(path), named)
+    for alias, first in stage.program.aliases.items():
+        is_held = alias.rpartition(".")[0] in paths or holder(alias, whole)
+        if is_held and first in stage.owned:
+            writer.line(f"{_tied(alias, _read(first, whole), whole)}  # tied")
+
+
+def _read(path: str, whole: Sequence[str]) -> str:
+    """Return how to name a tensor; a user's module holds lists that take no names."""
+    if holder(path, whole) in (None, path.rpartition(".")[0]):
+        return access("self", path)
+    return f"operator.attrgetter({quoted(path)})(self)"
+
+
+def _tied(path: str, source: str, whole: Sequence[str]) -> str:
+    """Return the statement that gives a tensor another name."""
+    owner, _, name = path.rpartition(".")
+    if holder(path, whole) in (None, owner):
+        return f"{access('self', path)} = {source}"
+    return f"setattr(self.get_submodule({quoted(owner)}), {quoted(name)}, {source})"
+
+
+def containers(stage: StageText) -> dict[str, str]:
+    """Return the class of each module that holds others; '' is the stage itself.
+
+    What has a name that cannot stand behind a dot is held as in a dictionary.
+
+    Raises:
+        GemscError: no class of torch.nn can hold all these names.
+    """
+    children: dict[str, dict[str, None]] = {"": {}}
+    for path in paths_of(stage):
+        parts = path.split(".")
+        for depth in range(len(parts)):
+            names = children.setdefault(".".join(parts[:depth]), {})
+            names[parts[depth]] = None
+    parameters = dict(stage.program.module.named_parameters())
+    kinds = {}
+    for container, names in children.items():
+        odd = [name for name in names if not is_attribute(name)]
+        held = [".".join([container, name]).lstrip(".") in parameters for name in odd]
+        cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
+        kinds[container] = f"nn.{cls.__name__}"
+        clash = [n for n in names if is_attribute(n) and hasattr(cls, n)]
+        mixed = any(held) and not all(held)
+        if clash or mixed or (any(held) and not container):  # no forward in a dict
+            raise GemscError(
+                f"no way is known to write module '{container or 'model'}', which "
+                f"holds {', '.join(names)}",
+                help=f"rename {', '.join(clash or odd)}",
+            )
+    return kinds
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _write_layer(writer: Writer, path: str, layer: nn.Module, named: Named) -> None:
+    opaque = opaque_of(layer)
+    if opaque is not None:
+        text = user_module_source(path, opaque, named)
+        head, arguments, tail = split_arguments(text)
+        writer.call(f"{access('self', path)} = {head}", arguments, tail)
+        _write_fixed(writer, path, opaque.module)
+        return
+    if isinstance(layer, TileLayer):  # the grid works with the user's own
+        layer = cast("nn.Module", layer.layer)
+    source = layer_source(layer)
+    if source is None:
+        raise GemscError(
+            f"no way is known to write layer '{path}' ({type(layer).__name__})",
+            help="build it from layers of torch.nn",
+        )
+    head, arguments, tail = split_arguments(source)
+    writer.call(f"{access('self', path)} = {head}", arguments, tail)
+    for name, parameter in layer.named_parameters():
+        if not parameter.requires_grad:
+            writer.line(f"{access('self', f'{path}.{name}')}.requires_grad_(False)")
+
+
+def _write_fixed(writer: Writer, path: str, module: nn.Module) -> None:
+    """Switch off the gradients of layers' parameters inside a user's module."""
+    for name, parameter in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if not parameter.requires_grad and layer_source(owner) is not None:
+            found = f"self.get_parameter({quoted(f'{path}.{name}')})"
+            writer.line(f"{found}.requires_grad_(False)")
+
+
+def _write_tensor(
+    writer: Writer, path: str, tensor: torch.Tensor, module: nn.Module
+) -> None:
+    owner, _, name = path.rpartition(".")
+    if isinstance(tensor, nn.Parameter):
+        head, arguments, tail = split_arguments(tensor_source(tensor))
+        writer.call(f"{access('self', path)} = {head}", arguments, tail)
+        return
+    arguments = [quoted(name), tensor_source(tensor)]
+    if name in module.get_submodule(owner)._non_persistent_buffers_set:
+        arguments.append("persistent=False")
+    holder = access("self", owner) if owner else "self"
+    writer.call(f"{holder}.register_buffer(", arguments)

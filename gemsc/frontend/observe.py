@@ -1,0 +1,263 @@
+"""Watch one real call of a module: what it takes, gives, does and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemsc.ir.meta import TensorSpec
+from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
+from gemsc.nests import map_tensors, named_tuple, tensor_leaves
+from gemsc.planner.operators import Work, describe, draws, runs_a_kernel
+
+__all__ = ["Watch", "fresh"]
+
+_CONSTANTS = (type(None), str, torch.dtype, torch.device)
+
+
+class _UnfitError(Exception):
+    """Why a module cannot be one node."""
+
+
+@dataclass
+class Watch:
+    """Stands for a module's forward: runs it, and writes down what it does.
+
+    `problem` says why the module cannot be one node; `changed` are the buffers that it
+    changed, and those of its layers with running statistics.
+    """
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    calls: dict[str, OpaqueCall] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    problem: str | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; measure it at its first call with such shapes."""
+        takes = what_is_taken(args, kwargs)
+        if takes in self.calls or self.problem is not None:
+            return self.forward(*args, **kwargs)
+        try:
+            with self._put_back():
+                measured = self._measure(takes, args, kwargs)
+                numbers = _numbers(self.module)
+                for change in (_negated, _random):
+                    self._compare(measured, change(args), change(kwargs))
+                _refuse_counters(numbers, _numbers(self.module))
+            self.calls[takes] = measured
+        except _UnfitError as error:
+            self.problem = str(error)
+        return self.forward(*args, **kwargs)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Put buffers and the generator back; note which buffers have changed."""
+        state = torch.get_rng_state()
+        buffers = [
+            (path, module, name, tensor, tensor.detach().clone())
+            for path, module in self.module.named_modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+        yield
+        for path, module, name, tensor, before in buffers:
+            now = module._buffers[name]
+            tracks = isinstance(module, _NormBase) and module.training
+            if tracks or now is not tensor or not torch.equal(tensor, before):
+                self.changed.add(f"{path}.{name}".lstrip("."))
+                with torch.no_grad():
+                    tensor.copy_(before)
+                module._buffers[name] = tensor
+        torch.set_rng_state(state)
+
+    def _measure(
+        self, takes: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpaqueCall:
+        args, kwargs = fresh(args), fresh(kwargs)
+        inputs = [tensor for _, tensor in tensor_leaves((args, kwargs))]
+        versions = [tensor._version for tensor in inputs]
+        parameters = [*self.module.parameters()]
+        learns = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (*inputs, *parameters)
+        )
+        log = _Log([*parameters, *self.module.buffers()])
+        with log, torch.autograd.graph.saved_tensors_hooks(log.save, lambda t: t):
+            result = self.forward(*args, **kwargs)
+        if [tensor._version for tensor in inputs] != versions:
+            raise _UnfitError("it changes what it is given in place")
+        gives = _structure(result, learns)
+        outputs = [tensor for _, tensor in tensor_leaves(result)]
+        if not outputs:
+            raise _UnfitError("it gives no tensor")
+        call = log.summary(OpaqueCall(takes=takes, gives=gives), inputs, outputs)
+        ends = [tensor for tensor in outputs if tensor.requires_grad]
+        if ends:
+            log.begin()
+            with log:
+                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+            call = replace(
+                call, backward=tuple(log.works), backward_operators=log.operators
+            )
+        for parameter in parameters:
+            parameter.grad = None
+        return call
+
+    def _compare(self, measured: OpaqueCall, args: Any, kwargs: Any) -> None:
+        """Run once more on other values: shapes must not depend on them."""
+        with torch.no_grad():
+            try:
+                result = self.forward(*args, **kwargs)
+            except Exception:
+                return  # made-up values that the user's code does not accept
+        now = [each.spec for each in givens(_structure(result, learns=False))]
+        before = [each.spec for each in givens(measured.gives)]
+        if now != before:
+            one, other = (", ".join(map(str, specs)) for specs in (before, now))
+            raise _UnfitError(f"it gives {one} for one batch and {other} for another")
+
+
+class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a real run does: kernels, bytes, random numbers, what is kept."""
+
+    def __init__(self, persistent: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.persistent = {_storage(tensor) for tensor in persistent}
+        self.saved: dict[int, int] = {}
+        self.alive: list[Tensor] = []  # an address must not be used twice
+        self.random = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Start to count anew."""
+        self.works: list[Work] = []
+        self.operators = self.flops = self.moved_bytes = 0
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Book a tensor that autograd keeps."""
+        if _storage(tensor) not in self.persistent:
+            self.alive.append(tensor.detach())
+            self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not runs_a_kernel(func, result):
+            return result
+        flops, works = describe(func, args, kwargs or {}, result)
+        leaves = pytree.tree_leaves((args, kwargs, result))
+        self.random |= draws(func, args, kwargs or {})
+        self.operators += 1
+        self.flops += flops
+        self.moved_bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
+        self.works += works
+        return result
+
+    def summary(
+        self, call: OpaqueCall, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> OpaqueCall:
+        """Return the call with what the forward did."""
+        ours = {_storage(tensor) for tensor in (*inputs, *outputs)}
+        kept = self.saved.keys()
+        from_inputs = [i for i, t in enumerate(inputs) if _storage(t) in kept]
+        known = {_storage(tensor) for tensor in inputs}
+        from_outputs = [i for i, t in enumerate(outputs) if _storage(t) in kept - known]
+        return replace(
+            call,
+            forward=tuple(self.works),
+            forward_operators=self.operators,
+            flops=self.flops,
+            moved_bytes=self.moved_bytes,
+            saved_inputs=tuple(from_inputs),
+            saved_outputs=tuple(from_outputs),
+            saved_bytes=tuple(n for key, n in self.saved.items() if key not in ours),
+            random=self.random,
+        )
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _structure(value: Any, learns: bool) -> Any:
+    """Return a nest with a `Given` for each tensor.
+
+    Raises:
+        _UnfitError: it holds something that may differ from step to step.
+    """
+    if isinstance(value, Tensor):
+        spec = TensorSpec(tuple(value.shape), value.dtype)
+        floats = value.is_floating_point() or value.is_complex()
+        return Given(spec, value.device, learns and floats)
+    if isinstance(value, _CONSTANTS):
+        return value
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {key: _structure(item, learns) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_structure(item, learns) for item in value]
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return named_tuple(value, [_structure(item, learns) for item in value])
+    raise _UnfitError(
+        f"it gives a value of type {type(value).__name__}, which may differ from "
+        "step to step"
+    )
+
+
+def _negated(value: Any) -> Any:
+    return _changed(value, lambda tensor: -tensor)
+
+
+def _random(value: Any) -> Any:
+    def other(tensor: Tensor) -> Tensor:
+        spread = tensor.std() if tensor.numel() > 1 else tensor.abs().sum() + 1
+        return torch.randn_like(tensor) * spread + tensor.mean()
+
+    return _changed(value, other)
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return other numbers of the same kind; what is no float is only mixed."""
+
+    def new(path: object, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if tensor.is_floating_point() and tensor.numel():
+            return change(tensor)
+        order = torch.randperm(tensor.numel(), device=tensor.device)
+        return tensor.reshape(-1)[order].reshape(tensor.shape)
+
+    return map_tensors(value, new)
+
+
+def _refuse_counters(before: dict[str, object], after: dict[str, object]) -> None:
+    """Refuse numbers that later calls change, too: each rank would count its own."""
+    for name, number in after.items():
+        if before.get(name) != number:
+            raise _UnfitError(f"forward changes self.{name} at each call")
+
+
+def _numbers(module: nn.Module) -> dict[str, object]:
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, (int, float, complex)) and name != "training"
+    }
+
+
+def fresh(value: Any) -> Any:
+    """Return a nest with tensors of its own that require gradients as these do."""
+
+    def clone(path: object, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(value, clone)

@@ -1,0 +1,160 @@
+"""The modules of a model whose forward depends on data: one node each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.eager import failures, set_training
+from gemsc.frontend.fake_copy import LOSS
+from gemsc.frontend.observe import Watch, fresh
+from gemsc.ir.opaque import Opaque
+from gemsc.nests import Inputs
+
+__all__ = ["DependsOnDataError", "Leaves"]
+
+
+class DependsOnDataError(GemscError):
+    """Forward needs data. `path` is the innermost module that runs ("" the model)."""
+
+    def __init__(self, message: str, *, path: str, **parts: Any) -> None:
+        """Keep the path beside the parts of the message."""
+        super().__init__(message, **parts)
+        self.path = path
+
+
+@dataclass
+class Leaves:
+    """The modules of one model that become one node each, found one by one.
+
+    `found` maps their paths to what is known of them.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    loss: Any
+    target: Any
+    training: bool
+    found: dict[str, Opaque] = field(default_factory=dict)
+    _seen: dict[str, Watch] = field(default_factory=dict)
+
+    def take(self, given: Mapping[str, Opaque]) -> None:
+        """Take what depends on data in another mode of the model."""
+        for path, known in given.items():
+            self._observe(path)
+            watch = self._seen[path]
+            if watch.problem is None and watch.calls:
+                self._add(path, watch, known.why, known.at)
+
+    def add(self, error: DependsOnDataError) -> None:
+        """Take the innermost module around the line that can be one node.
+
+        Raises:
+            GemscError: there is none but the whole model.
+        """
+        path, problem = error.path, ""
+        while path:
+            self._observe(path)
+            watch = self._seen[path]
+            if watch.problem is None:
+                self._add(path, watch, error.message, error.at)
+                return
+            problem = problem or f"'{path}' cannot stay whole: {watch.problem}"
+            path = self._around(path)
+        if problem:
+            error.notes_at = ((None, problem),)
+        raise error
+
+    def _add(
+        self, path: str, watch: Watch, why: str, at: SourceLocation | None
+    ) -> None:
+        module, calls = self._real(path), tuple(watch.calls.values())
+        inside = [other for other in self.found if other.startswith(f"{path}.")]
+        for other in inside:
+            del self.found[other]
+        self.found[path] = Opaque(module, calls, why, at, tuple(sorted(watch.changed)))
+
+    def _real(self, path: str) -> nn.Module:
+        return _submodule(self.model, self.loss, path)
+
+    def _around(self, path: str) -> str:
+        """Return the next module outwards that has a forward; "" is the model."""
+        path = path.rpartition(".")[0]
+        while path and type(self._real(path)).forward is nn.Module.forward:
+            path = path.rpartition(".")[0]
+        return path
+
+    def _observe(self, path: str) -> None:
+        """Run the model once and watch a module, and all others of its class."""
+        if path in self._seen:
+            return
+        kind = type(self._real(path))
+        owners = [("", self.model)]
+        if isinstance(self.loss, nn.Module):
+            owners.append((LOSS, self.loss))
+        alike = [
+            other
+            for prefix, owner in owners
+            for other, module in owner.named_modules(prefix=prefix)
+            if type(module) is kind and other and other not in self._seen
+        ]
+        nested = [p for p in alike if any(p.startswith(f"{o}.") for o in alike)]
+        watched = [p for p in alike if p not in nested and not _related(p, path)]
+        self._seen |= self._watched([path, *watched])
+
+    def _watched(self, paths: list[str]) -> dict[str, Watch]:
+        model, loss = _copied(self.model, self.loss)
+        set_training(model, loss, self.training)
+        watches = {}
+        for path in paths:
+            module: Any = _submodule(model, loss, path)
+            watches[path] = watch = Watch(module, module.forward)
+            module.forward = watch
+        torch.manual_seed(0)
+        with (
+            failures("the model fails in eager mode", Leaves._watched.__code__),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_drop, _never),
+        ):
+            inputs = fresh(self.inputs)
+            by_name = isinstance(inputs, dict)
+            output = model(**inputs) if by_name else model(*inputs)
+            if loss is not None and any(_related(p, LOSS) for p in paths):
+                target = fresh(self.target)
+                loss(output) if target is None else loss(output, target)
+        return watches
+
+
+def _related(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+def _submodule(model: nn.Module, loss: Any, path: str) -> nn.Module:
+    first, _, rest = path.partition(".")
+    if first == LOSS and isinstance(loss, nn.Module):
+        return loss.get_submodule(rest)
+    return model.get_submodule(path)
+
+
+def _copied(model: nn.Module, loss: Any) -> Any:
+    try:
+        return copy.deepcopy((model, loss))
+    except Exception as error:
+        raise GemscError(
+            f"the model cannot be copied: {type(error).__name__}: {error}",
+            help="gemsc runs a copy: keep locks, files and generators out of modules",
+        ) from error
+
+
+def _drop(tensor: Tensor) -> None:
+    """Keep nothing for a backward that never comes."""
+
+
+def _never(packed: None) -> Tensor:
+    raise GemscError("no backward runs while shapes are looked for")

@@ -1,0 +1,635 @@
+"""Modules whose forward depends on data: whole on one rank, and exact."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from program_support import batch_of, mse, on_ranks, written
+from support import run_on_threads
+from test_cli import start
+from torch import Tensor, nn
+
+from gemsc.compiler import CompiledProgram, compile, trace
+from gemsc.errors import GemscError
+from gemsc.frontend import record
+from gemsc.ir import meta
+from gemsc.ir.opaque import opaques
+from gemsc.verify import TOLERANCE, compare, reference_steps
+
+EXACT = TOLERANCE[torch.float64]
+D = 6
+X = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
+PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def adam(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for _, p in pairs], 0.02)
+
+
+class Gate(nn.Module):
+    """One of two ways, by the sum of what comes in."""
+
+    def __init__(self, width: int = D, scale: float = 2.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the gate
+            return torch.tanh(self.up(x))
+        return x * self.scale
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(D, 2 * D)
+        self.back = nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.back(torch.relu(self.wide(x)))
+        return out
+
+
+class Mixture(nn.Module):
+    """Each row goes to the expert with the largest weight; some have no rows."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.route = nn.Linear(D, experts)
+        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        weights = self.route(x).softmax(-1)
+        best = weights.argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (best == index).nonzero().squeeze(1)  # the experts' rows
+            if len(rows):
+                share = weights[rows, index].unsqueeze(1)
+                out = out.index_add(0, rows, expert(x[rows]) * share)
+        return out, {"balance": weights.mean(0).square().sum()}
+
+
+class Net(nn.Module):
+    """A gate and a mixture between other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.gate = Gate()
+        self.second = nn.Linear(D, D)
+        self.mixture = Mixture()
+        self.last = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(self.gate(torch.tanh(self.first(x)))))
+        mixed, extra = self.mixture(x)
+        out: Tensor = self.last(x + mixed) + extra["balance"]
+        return out
+
+
+class Around(nn.Module):
+    """Layers around a module that a test gives."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.inner = inner
+        self.last = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.inner(torch.tanh(self.first(x))))
+
+
+def made(cls: Any, *args: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return cls(*args)
+
+
+def compiled(model: nn.Module, **options: Any) -> CompiledProgram:
+    options = {"ranks": 2, **options}
+    return compile(model, (X,), loss=mse, example_target=X, **options)
+
+
+def worst(
+    folder: Path,
+    model: nn.Module,
+    inputs: Tensor = X,
+    target: Tensor = X,
+    loss: Any = mse,
+    *,
+    ranks: int = 2,
+    micro_batches: int = 4,
+    **options: Any,
+) -> float:
+    """Return the largest error of three steps with Adam on threads, in float64."""
+    copies = options.get("data", 1)
+    written(
+        folder,
+        model,
+        (inputs,),
+        loss,
+        target,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        **options,
+    )
+    count = micro_batches * copies
+    given = ((inputs,), target)
+    batches = [batch_of(given, count, len(inputs))]
+    batches += [((-batches[0][0][0],), batches[0][1]), batches[0]]
+    found = run_on_threads(folder, ranks * copies, batches, optimizer=adam)
+    wanted = reference_steps(model, loss, batches, count, torch.float64, adam)
+    return compare(found, wanted).worst
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if text in line)
+
+
+# ------------------------------------------------------------ exactness
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "mast"])
+def test_modules_that_depend_on_data_are_trained_exactly(
+    schedule: str, tmp_path: Path
+) -> None:
+    micro_batches = 2 if schedule == "mast" else 4
+    options = {"schedule": schedule, "micro_batches": micro_batches}
+    assert worst(tmp_path / "program", made(Net), **options) <= EXACT
+
+
+def test_copies_agree_on_experts_that_only_some_of_them_used(tmp_path: Path) -> None:
+    """Adam moves a parameter whose gradient is zero, and not one that has none."""
+    model = made(Net)
+    with torch.no_grad():
+        model.mixture.route.bias[1:3] = torch.tensor([-1e3, -0.5])  # one is never used
+    assert worst(tmp_path / "program", model, data=2, micro_batches=2) <= EXACT
+    fewer = worst(tmp_path / "second", model, data=2, micro_batches=1, ranks=1)
+    assert fewer <= EXACT
+
+
+def test_blocks_that_depend_on_data_may_be_recomputed(tmp_path: Path) -> None:
+    options = {"recompute": ("gate", "mixture")}
+    assert worst(tmp_path / "program", made(Net), **options) <= EXACT
+
+
+class Picture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.gate = Gate(16)
+        self.last = nn.Conv2d(4, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.gate(torch.relu(self.first(x)) - 0.25))
+
+
+def test_tiles_gather_what_depends_on_data(tmp_path: Path) -> None:
+    model = made(Picture)
+    options = {"tiles": ("2x1",), "blocks": (3,), "ranks": 2}
+    found = worst(tmp_path / "program", model, PICTURE, PICTURE, **options)
+    assert found <= EXACT
+    target = {"loss": mse, "example_target": PICTURE}
+    plan = compile(model, (PICTURE,), **target, tiles=("2x1",), ranks=2).plan
+    assert [b["reason"] for b in plan.barriers] == ["its forward depends on data"]
+
+
+class Loss(nn.Module):
+    """The mean of the worst elements, how many there may be."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        errors = (output - target) ** 2
+        return errors[errors > errors.mean()].mean()
+
+
+def test_a_loss_may_depend_on_data(tmp_path: Path) -> None:
+    model = Around(made(Expert))
+    assert worst(tmp_path / "program", model, loss=Loss()) <= EXACT
+
+
+class Sometimes(nn.Module):
+    """Depends on data in one mode only."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__()
+        self.expert = Expert()
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training is self.mode and bool(x.mean() > 0):
+            return -x
+        out: Tensor = self.expert(x)
+        return out
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_what_is_whole_in_one_mode_is_so_in_both(mode: bool, tmp_path: Path) -> None:
+    model = Around(made(Sometimes, mode))
+    assert worst(tmp_path / "program", model) <= EXACT
+    program = compiled(model, micro_batches=1)
+    for each in (program.compilation.program, program.compilation.evaluation):
+        assert [*opaques(each.module)] == ["inner"]
+    program.write(tmp_path / "second")
+    results = on_ranks(tmp_path / "second", 2, lambda t: t.evaluate(X, X))
+    torch.testing.assert_close(results[1].output, model.eval()(X).detach())
+
+
+class Severed(Gate):
+    """No gradient comes out of one of the ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x.detach() * 2
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gradients_flow_though_none_came_out_of_the_example(
+    sign: int, tmp_path: Path
+) -> None:
+    model = Around(made(Severed))
+    nn.init.zeros_(model.first.bias)  # its output changes sign with its input
+    positive = bool(torch.tanh(model.first(X)).sum() > 0)
+    example = X * sign if positive else -X * sign
+    assert model.inner(torch.tanh(model.first(example))).requires_grad is (sign > 0)
+    assert worst(tmp_path / "program", model, example, micro_batches=8) <= EXACT
+
+
+# ----------------------------------------------------- what the files hold
+
+
+class Kind(enum.Enum):
+    SOFT = "soft"
+    HARD = "hard"
+
+
+@dataclasses.dataclass
+class Settings:
+    kind: Kind
+    powers: tuple[int, ...]
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+class Rich(nn.Module):
+    """All that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings(Kind.HARD, (1,))
+        self.act, self.own, self.kind = F.relu, halved, nn.Linear
+        self.table = {"a": [1.5, None], 2: {"x", "y"}, "quote": 'it\'s "so"\n'}
+        self.rows = nn.ParameterList(torch.rand(D) for _ in range(2))
+        self.named = nn.ModuleDict({"a b": nn.Linear(D, D), "class": nn.Tanh()})
+        self.steps = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.0))
+        self.frozen = nn.Linear(D, D).requires_grad_(False)
+        self.fixed = nn.Parameter(torch.rand(D), requires_grad=False)
+        self.missing: Tensor | None
+        self.register_buffer("missing", None)
+        self.register_buffer("lost", torch.rand(D), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.tied = nn.Linear(D, D)
+        self.tied.weight = self.steps[0].weight
+        self.named["more"] = nn.ParameterList([self.rows[1]])
+        self.size = torch.Size([2, 3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0 or self.missing is not None:
+            self.seen += 1
+            return x * self.lost
+        assert self.settings.kind is Kind.HARD
+        assert self.size.numel() == 6
+        assert self.table[2] == {"x", "y"}
+        x = (
+            self.named["class"](self.named["a b"](x)) * self.rows[0]
+            + self.named["more"][0]
+        )
+        x = self.own(self.act(self.steps(x))) ** self.settings.powers[0]
+        x = self.frozen(self.tied(x)) + self.fixed
+        out: Tensor = x + self.attention(x[None], x[None], x[None])[0][0]
+        return out
+
+
+def test_all_kinds_of_attributes_are_written(tmp_path: Path) -> None:
+    model = Around(made(Rich))
+    model.inner.steps[1].eval()
+    assert worst(tmp_path / "program", model) <= EXACT
+    text = "".join(file.read_text() for file in tmp_path.glob("program/rank*.py"))
+    assert "self.inner = user_module(" in text
+    assert 'depends_on_data = ("inner",)' in text
+
+
+class Holds(Gate):
+    def __init__(self, what: object) -> None:
+        super().__init__()
+        self.what = what
+
+
+class Counting(Gate):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Hooked(Gate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_forward_hook(lambda module, args, result: result * 2)
+
+
+class Growing(Gate):
+    """Changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.detach().sum(0)
+        return super().forward(x)
+
+
+def local_class() -> nn.Module:
+    class Local(Gate):
+        pass
+
+    return Local()
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (lambda: Holds(torch.ones(3)), "'inner.what' is of type Tensor"),
+        (lambda: Holds([nn.Linear(2, 2)]), "'inner.what' is of type Linear"),
+        (lambda: Holds(X.sum), "'inner.what' is of type builtin_function_or_method"),
+        (Hooked, r"'inner.up' \(Linear\) has hooks"),
+        (local_class, "needs local_class.<locals>.Local, which no rank can import"),
+    ],
+)
+def test_what_has_no_text_is_refused_by_name(inner: Any, message: str) -> None:
+    with pytest.raises(GemscError, match=message) as caught:
+        compiled(Around(inner())).rank_modules()
+    assert caught.value.at is not None
+    assert caught.value.help
+
+
+def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> None:
+    model = Around(Growing())
+    assert compiled(model).plan.ranks == 2
+    with pytest.raises(GemscError, match=r"forward changes 'inner\.total', and 2 runs"):
+        compiled(model, data=2)
+    with pytest.raises(GemscError, match="changes a tensor that it does not own"):
+        compiled(model, recompute=("inner",))
+
+
+def test_a_buffer_that_forward_changes_is_exact_on_one_rank(tmp_path: Path) -> None:
+    assert worst(tmp_path / "program", Around(made(Growing))) <= EXACT
+
+
+# ---------------------------------------------------- which module it is
+
+
+class Router(nn.Module):
+    """The size of what it gives depends on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).nonzero()  # the router
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList([Router()])
+        self.scale = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.routers[0](x).float().mean()
+
+
+def test_a_size_that_depends_on_data_moves_outwards(tmp_path: Path) -> None:
+    model = Around(made(Routed))
+    found = opaques(record(model, (X,)).module)
+    assert [*found] == ["inner"]
+    assert found["inner"].at is not None
+    assert found["inner"].at.line == line_of("# the router")
+    assert worst(tmp_path / "program", model) <= EXACT
+
+
+def test_a_size_that_depends_on_data_at_the_top_is_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = Router()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.router(x).float().mean()
+
+    with pytest.raises(GemscError, match="size of this tensor depends") as caught:
+        record(Model(), (X,))
+    assert caught.value.at is not None
+    assert caught.value.at.line == line_of("# the router")
+    text = r"'router' cannot stay whole: it gives int64\[\d+, 2\] for one batch and"
+    assert re.search(text, str(caught.value))
+
+
+def test_a_counter_makes_a_module_unfit() -> None:
+    with pytest.raises(GemscError, match=r"forward changes self\.calls at each call"):
+        record(Around(Counting()), (X,))
+
+
+class Outside(nn.Module):
+    """Takes the values to NumPy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.detach().sum(1).numpy().argsort()
+        return x[torch.from_numpy(order)]
+
+
+def test_a_module_that_works_in_numpy_stays_whole(tmp_path: Path) -> None:
+    assert worst(tmp_path / "program", Around(Outside())) <= EXACT
+
+
+def test_only_the_innermost_module_stays_whole() -> None:
+    model = nn.Sequential(made(Net), made(Net))
+    found = opaques(record(model, (X,)).module)
+    names = ["gate", "mixture"]
+    assert [*found] == [f"{i}.{name}" for i in range(2) for name in names]
+    assert all(found[path].module is model.get_submodule(path) for path in found)
+
+
+# -------------------------------------------------- what is known of it
+
+
+class Always(Expert):
+    """The same as an expert, behind a branch that is always taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isfinite().all():
+            return super().forward(x)
+        return x
+
+
+def test_bytes_and_operations_are_those_of_the_same_layers_in_the_open() -> None:
+    facts = []
+    for cls in (Expert, Always):
+        program = trace(Around(made(cls)), (X,), loss=mse, example_target=X).program
+        inner = [
+            meta.facts(node)
+            for node in program.compute_nodes
+            if meta.module_path(node) == "inner" or node.target == "inner"
+        ]
+        facts.append(inner)
+    opened, (whole,) = facts
+    assert whole.flops == sum(each.flops for each in opened)
+    assert whole.saved_bytes == sum(each.saved_bytes for each in opened)
+    backward = sum(each.backward_seconds for each in opened)
+    assert whole.backward_seconds == pytest.approx(backward, rel=0.2)
+    forward = sum(each.forward_seconds for each in opened)
+    assert forward < whole.forward_seconds < 3 * forward  # and the branch
+
+
+class Dropping(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+def test_random_numbers_inside_are_known() -> None:
+    text = "".join(compiled(Around(Dropping()), check=False).rank_modules().values())
+    assert text.count("draws_random_numbers = True") == 1
+
+
+def test_nothing_of_the_users_changes() -> None:
+    def digest(model: nn.Module) -> str:
+        found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+        for name, value in model.state_dict().items():
+            found.update(name.encode() + value.numpy().tobytes())
+        flags = [
+            (name, m.training, sorted(vars(m))) for name, m in model.named_modules()
+        ]
+        grads = [parameter.grad for parameter in model.parameters()]
+        found.update(repr([flags, grads]).encode())
+        return found.hexdigest()
+
+    for inner in (Rich, Growing, Dropping, Mixture):
+        model = nn.Sequential(nn.Linear(D, D), made(inner))
+        before = digest(model)
+        for training in (True, False):
+            record(model, (X,), training=training)
+        assert digest(model) == before
+
+
+def test_a_branch_that_gives_another_shape_is_refused_when_it_is_sent(
+    tmp_path: Path,
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(D, D)
+            self.cut = Cut()
+            self.last = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.cut(self.first(x)))
+
+    written(
+        tmp_path / "program", Model(), (X,), target=X, micro_batches=1, blocks=(1, 1)
+    )
+    with pytest.raises(GemscError, match=r"has shape \[4, 6\] for this micro-batch"):
+        on_ranks(tmp_path / "program", 2, lambda t: t.step(X + 1e6, X))
+
+
+class Cut(nn.Module):
+    """Fewer rows for numbers that no example has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:4] if x.abs().max() > 1e4 else x
+
+
+# ------------------------------------------------------------- the command
+
+MODEL = """\
+import torch
+from torch import nn
+from parts import Gate
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.gate = Gate(4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.gate(torch.tanh(self.first(x))))
+
+
+model = Net
+loss = nn.MSELoss()
+
+
+def example_inputs():
+    return (torch.randn(4, 4),)
+
+
+def example_target():
+    return torch.randn(4, 4)
+
+
+def dataset():
+    return torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 4))
+"""
+PARTS = """\
+from torch import nn
+
+
+class Gate(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.up(x)
+        return -x
+"""
+
+
+@pytest.mark.mpi
+def test_the_command_reports_and_verifies_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "parts.py").write_text(PARTS)
+    outcome = start("compile", "model.py", "-o", "program")
+    assert outcome.code == 0, outcome.err
+    note = (
+        "note: parts.py:10: 'gate' stays whole on stage 0: forward needs the value of "
+        "a tensor, which differs from step to step; its time and memory are those of "
+        "one real run on example_inputs"
+    )
+    assert note in " ".join(outcome.out.split())
+    assert note in " ".join(start("show", "program").out.split())
+    outcome = start("verify", "program", "--dtype", "float64", "--steps", "2")
+    assert outcome.code == 0, outcome.err
+    assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)
+    (tmp_path / "parts.py").write_text(PARTS.replace("return -x", "return x"))
+    outcome = start("run", "program")
+    assert outcome.code == 1
+    assert "parts.py: Gate" in outcome.err
