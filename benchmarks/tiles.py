@@ -1,17 +1,21 @@
-"""Activation memory of each rank with pictures split over 1, 2 and 4 tiles, predicted.
+"""Activation memory of each rank with pictures split over 1, 2 and 4 tiles.
 
 python benchmarks/tiles.py [--sizes 1024,2048] [--models unet,resnet110v2]
 
 One picture in a micro-batch, one micro-batch, all ranks one grid. The peak is that of
 the fullest tile, as compilation counts it storage for storage on fake tensors:
-pictures need not fit into this machine's memory.
+pictures need not fit into this machine's memory. Where all tiles together need at most
+`--measure` GiB, a training step is made as well, on threads, and what is alive is
+counted: in brackets, relative to what was predicted.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +24,13 @@ from resnet import ResNetV2
 from torch import Tensor, nn
 from unet_histology import model as unet
 
-from gemsc.compiler import trace
+from gemsc.codegen.package import write_directory
+from gemsc.compiler import lower, trace
 from gemsc.options import CompileOptions
-from gemsc.staging import schedule_stages
+from gemsc.runtime.local import run_local
+from gemsc.runtime.memory import ActivationMeter
+from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.transport import Transport
 
 TILES = {1: "", 2: "2x1", 4: "2x2"}
 
@@ -54,23 +62,47 @@ MODELS = {
 }
 
 
-def row(name: str, size: int) -> str:
-    """Return the line of one model and size."""
+def row(name: str, size: int, largest: float) -> str:
+    """Return the line of one model and size; measured up to the `largest` bytes."""
     model = MODELS[name]
     inputs, target = model.sample(size)
     traced = trace(
         model.make(), inputs, loss=model.loss, example_target=target, check=False
     )
-    peaks = []
+    cells, whole = [], 0
     for count, grid in TILES.items():
         options = CompileOptions(
             ranks=count, tiles=tuple(filter(None, [grid])), micro_batches=1
         )
-        done = schedule_stages(traced, options)
-        peaks.append(max(done.timeline.peak_activation_bytes))
-    cells = [f"{peaks[0] / 2**20:>12.1f}"]
-    cells += [f"{p / 2**20:>12.1f}{p / peaks[0]:>8.3f}" for p in peaks[1:]]
+        program = lower(traced, options)
+        peak = max(program.plan.activation_bytes)
+        whole = whole or peak
+        text = f"{peak / 2**20:>12.1f}"
+        if count > 1:
+            text += f"{peak / whole:>8.3f}"
+        if whole <= largest:
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                write_directory(program.compilation, Path(folder))
+                found = measured(Path(folder), count, (inputs, target))
+            text += f" ({found / peak:.3f})"
+        cells.append(text)
     return f"{name:<14}{size:>6}" + "".join(cells)
+
+
+def measured(
+    directory: Path, ranks: int, sample: tuple[tuple[Tensor, ...], Tensor]
+) -> int:
+    """Return the activations alive at most on any rank in a training step."""
+
+    def work(transport: Transport) -> int:
+        trainer = Trainer(directory, transport, device=torch.device("cpu"))
+        worker = trainer.worker
+        worker.meter = meter = ActivationMeter(worker.own_tensors, worker.other_tensors)
+        trainer.step(*sample)
+        return meter.peak_bytes
+
+    torch.set_num_threads(1)
+    return max(run_local(ranks, work, timeout=600))
 
 
 def main() -> None:
@@ -78,12 +110,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--sizes", default="1024,2048")
+    parser.add_argument(
+        "--measure", type=float, default=0.0, help="GiB of all tiles, at most"
+    )
     chosen = parser.parse_args()
     print(f"{'MiB':<14}{'size':>6}{'1 rank':>12}{'2 tiles':>12}{'of it':>8}"
           f"{'4 tiles':>12}{'of it':>8}")  # fmt: skip
     for name in chosen.models.split(","):
         for size in map(int, chosen.sizes.split(",")):
-            print(row(name, size), flush=True)
+            print(row(name, size, chosen.measure * 2**30), flush=True)
 
 
 if __name__ == "__main__":
