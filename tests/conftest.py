@@ -51,6 +51,15 @@ def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture
+def in_double(default_dtype: None) -> Iterator[None]:
+    """Everything is exact: in float64, and drawn anew from seed 0."""
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
 @functools.cache
 def mpi_is_missing() -> str:
     """Return why no mpirun test can run here, '' if all is there."""

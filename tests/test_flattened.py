@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tile_support import Step, assert_same, eager, on_tiles
+from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
 from gemsc.boxes import everything
@@ -18,6 +18,8 @@ from gemsc.runtime.grid import Grid
 from gemsc.runtime.link import Link
 from gemsc.runtime.local import run_local
 from gemsc.runtime.streams import NullStreams
+
+pytestmark = pytest.mark.usefixtures("in_double")
 
 GRIDS = [(2, 2), (3, 1), (1, 2), (2, 3)]
 FEATURES = 4 * 7 * 10
@@ -100,23 +102,9 @@ HEADS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-    torch.set_default_dtype(torch.float32)
-
-
-def square(output: Tensor) -> Tensor:
-    weights = torch.arange(1.0, output.numel() + 1, dtype=output.dtype)
-    return (output * weights.view(output.shape).cos()).sum() + output.square().mean()
-
-
 def check(model: nn.Module, x: Tensor, grid: tuple[int, ...], **options: Any) -> Step:
-    step = on_tiles(model, (x,), square, None, grid, **options)
-    assert_same(step, eager(model, (x,), square, None))
+    step = on_tiles(model, (x,), uneven_loss, None, grid, **options)
+    assert_same(step, eager(model, (x,), uneven_loss, None))
     return step
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,14 +30,7 @@ from gemsc.runtime.memory import ActivationMeter
 from gemsc.runtime.tile_overlap import split
 from gemsc.runtime.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    """Everything here is exact: in float64."""
-    torch.set_default_dtype(torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def square(output: Tensor) -> Tensor:

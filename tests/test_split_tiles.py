@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from random_networks import random_case
 from tile_support import assert_same, eager, on_tiles
 
+pytestmark = pytest.mark.usefixtures("in_double")
+
 NUM_GRAPHS = 300
 PER_TEST = 25
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    """Everything here is exact: in float64."""
-    torch.set_default_dtype(torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        yield
-    torch.set_default_dtype(torch.float32)
 
 
 def check(seed: int) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tile_support import Step, assert_same, eager, on_tiles
+from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
 from gemsc.ir import meta
+
+pytestmark = pytest.mark.usefixtures("in_double")
 
 GRIDS = [(2, 2), (3, 1), (1, 2), (2, 3)]
 
@@ -66,23 +68,9 @@ class Function(nn.Module):
         return self.function(self.conv(x)).sin()
 
 
-def square(output: Tensor) -> Tensor:
-    weights = torch.arange(1.0, output.numel() + 1, dtype=output.dtype)
-    return (output * weights.view(output.shape).cos()).sum() + output.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-    torch.set_default_dtype(torch.float32)
-
-
 def check(model: nn.Module, x: Tensor, grid: tuple[int, ...], **options: Any) -> Step:
-    step = on_tiles(model, (x,), square, None, grid, **options)
-    assert_same(step, eager(model, (x,), square, None))
+    step = on_tiles(model, (x,), uneven_loss, None, grid, **options)
+    assert_same(step, eager(model, (x,), uneven_loss, None))
     return step
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tile_support import assert_same, eager, on_tiles
+from tile_support import assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
 from gemsc.runtime.exchange import Exchange
+
+pytestmark = pytest.mark.usefixtures("in_double")
 
 GRIDS = [(2, 2), (3, 1), (1, 2), (2, 3)]
 
@@ -53,20 +55,6 @@ STEPS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-    torch.set_default_dtype(torch.float32)
-
-
-def square(output: Tensor) -> Tensor:
-    weights = torch.arange(1.0, output.numel() + 1, dtype=output.dtype)
-    return (output * weights.view(output.shape).cos()).sum() + output.square().mean()
-
-
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", STEPS)
@@ -80,8 +68,8 @@ def test_opposite_edges_are_neighbours(
         model.insert(0, nn.Conv2d(3, 3, 3, padding=1))
     x = torch.randn(2, 3, 7, 10)
     for fuse in (0, 3):
-        result = on_tiles(model, (x,), square, None, grid, fuse=fuse)
-        assert_same(result, eager(model, (x,), square, None))
+        result = on_tiles(model, (x,), uneven_loss, None, grid, fuse=fuse)
+        assert_same(result, eager(model, (x,), uneven_loss, None))
         assert not result.barriers
 
 
@@ -90,13 +78,13 @@ def test_several_circular_convolutions_with_wide_halos() -> None:
     model = nn.Sequential(*layers, nn.Conv2d(3, 3, 3, padding=1), circular(3, 1))
     x = torch.randn(2, 3, 12, 10)
     for grid in GRIDS:
-        result = on_tiles(model, (x,), square, None, grid, fuse=9)
-        assert_same(result, eager(model, (x,), square, None))
+        result = on_tiles(model, (x,), uneven_loss, None, grid, fuse=9)
+        assert_same(result, eager(model, (x,), uneven_loss, None))
 
 
 def test_a_roll_over_all_elements_is_gathered() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), Function(lambda x: x.roll(5)))
-    result = on_tiles(model, (torch.randn(2, 3, 7, 10),), square, None, (2, 2))
+    result = on_tiles(model, (torch.randn(2, 3, 7, 10),), uneven_loss, None, (2, 2))
     assert "all elements" in result.barriers[0].reason
 
 
