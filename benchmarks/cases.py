@@ -53,8 +53,9 @@ def pictures(size: int) -> Callable[[int], Sample]:
     return lambda batch: ((torch.randn(batch, *shape),), torch.randint(10, (batch,)))
 
 
-def masked_pictures(batch: int) -> Sample:
-    return (torch.randn(batch, 3, 128, 128),), torch.rand(batch, 1, 128, 128).round()
+def masked_pictures(batch: int, size: int = 128) -> Sample:
+    mask = torch.rand(batch, 1, size, size).round()
+    return (torch.randn(batch, 3, size, size),), mask
 
 
 def texts(batch: int) -> Sample:
@@ -76,6 +77,12 @@ CASES = {
     ),
     "resnet50": Case(
         lambda: ResNet(Bottleneck, [3, 4, 6, 3]), pictures(64), F.cross_entropy, 8
+    ),
+    "resnet20v2 512": Case(
+        lambda: ResNetV2(depth=20), pictures(512), F.cross_entropy, 1
+    ),
+    "unet 512": Case(
+        lambda: unet.UNet(base=8), lambda n: masked_pictures(n, 512), unet.loss, 1
     ),
     "unet": Case(lambda: unet.UNet(base=16), masked_pictures, unet.loss, 8),
     # no dropout: then all contenders compute the same numbers, which is checked

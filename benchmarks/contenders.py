@@ -198,7 +198,12 @@ def _busy_seconds() -> float:
 
 
 def compile_job(
-    case_name: str, ranks: int, micro_batches: int, schedule: str, directory: Path
+    case_name: str,
+    ranks: int,
+    micro_batches: int,
+    schedule: str,
+    directory: Path,
+    **choices: Any,
 ) -> Job:
     """Compile a program for a benchmark."""
     case = CASES[case_name]
@@ -211,6 +216,7 @@ def compile_job(
         ranks=ranks,
         schedule=schedule,
         micro_batches=micro_batches,
+        **choices,
     ).write(directory)
     return Job(case_name, ranks, micro_batches, schedule, str(directory))
 

@@ -73,9 +73,9 @@ def _at_once(first: Contender, second: Contender, steps: int) -> Turn:
     )
 
 
-def rows(count: int, rounds: list[Round], steps: int) -> str:
+def rows(count: int, rounds: list[Round], steps: int, model: str = MODEL) -> str:
     """Return a line for each group; ratios are those of the pairs of a round."""
-    samples = CASES[MODEL].batch * steps
+    samples = CASES[model].batch * steps
     lines = []
     for name in rounds[0]:
         own = [each[name] for each in rounds]

@@ -35,7 +35,8 @@ def gemsc(
 
 @pytest.fixture
 def program(gemsc: Gemsc, tmp_path: Path) -> Path:
-    assert gemsc("compile", "model.py", "-o", "build/program").code == 0
+    words = ("compile", "model.py", "--cuts", "third", "-o", "build/program")
+    assert gemsc(*words).code == 0
     return tmp_path / "project" / "build" / "program"
 
 
@@ -44,7 +45,7 @@ def program(gemsc: Gemsc, tmp_path: Path) -> Path:
 
 def test_compiling_again_gives_the_same_bytes(program: Path) -> None:
     first = files(program)
-    words = ("compile", "model.py", "-o", "build/program")
+    words = ("compile", "model.py", "--cuts", "third", "-o", "build/program")
     assert start(*words, PYTHONHASHSEED="7").code == 0
     assert files(program) == first
 
