@@ -17,13 +17,12 @@ from gemsc.runtime.launch import launch
 from gemsc.verify import compare, read_record
 
 SAMPLE = [
-    ("unet", CompileOptions(ranks=4, micro_batches=8), torch.float64),
     ("unet", CompileOptions(ranks=4, schedule="master", times=2), torch.float64),
     ("unet", CompileOptions(ranks=2, placement="folded", data=2), torch.float64),
     ("encoder", CompileOptions(ranks=2, micro_batches=3), torch.float32),
-    ("encoder", CompileOptions(ranks=4, schedule="mast", data=2), torch.float64),
-    ("resnet110v2", CompileOptions(ranks=4, schedule="chimera"), torch.float64),
-    ("resnet50", CompileOptions(ranks=3, schedule="gpipe"), torch.float64),
+    ("encoder", CompileOptions(ranks=2, schedule="mast", data=2), torch.float64),
+    ("resnet18", CompileOptions(ranks=4, schedule="chimera"), torch.float64),
+    ("resnet50", CompileOptions(ranks=3, schedule="zb-h1"), torch.float64),
     ("densecnn", CompileOptions(ranks=2, schedule="interleaved"), torch.float64),
 ]
 

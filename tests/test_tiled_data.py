@@ -90,7 +90,7 @@ class Parts:
         return self.inputs[index][place], target[place] if target.dim() > 2 else target
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet18"])
+@pytest.mark.parametrize("name", ["unet", "densecnn"])
 def test_ranks_that_read_their_parts_train_like_those_that_read_all(
     name: str, tmp_path: Path
 ) -> None:

@@ -70,7 +70,6 @@ CASES = [
     ("unet", {"ranks": 4, "tiles": "1x2", "schedule": "mast"}),
     ("unet", {"ranks": 5, "tiles": "3x1,2x1"}),
     ("unet", {"ranks": 3}),
-    ("resnet18", {"ranks": 4, "tiles": "2x2"}),
     ("resnet18", {"ranks": 4, "tiles": "2x1"}),
     ("tiled", {"ranks": 4, "tiles": "2x2"}),
     ("tiled", {"ranks": 5, "tiles": "2x2"}),
