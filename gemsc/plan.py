@@ -93,8 +93,9 @@ class Plan:
     `replicas` of one copy; each has `micro_batch_size` samples. `sources` maps each of
     the user's files to the fingerprints of its definitions; `graph` is the fingerprint
     of the traced graph. `times` says where the seconds come from. `memory` holds the
-    parts of the peak of each rank of one copy, in bytes, `order` its actions of one
-    step as text (`2F0` is the forward of stage 2 on micro-batch 0).
+    parts of the peak of each rank of one copy, in bytes, with `workspace_bytes` for
+    libraries; `order` are its actions of one step as text (`2F0` is the forward of
+    stage 2 on micro-batch 0).
 
     The ranks of a grid do the same: with `groups`, peaks and orders are those of each
     group of ranks. `barriers` are values of split stages that had to be gathered,
@@ -122,6 +123,7 @@ class Plan:
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
     traffic: dict[str, int] = field(default_factory=dict)
+    workspace_bytes: int = 0
     memory: list[dict[str, int]] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
     barriers: list[dict[str, Any]] = field(default_factory=list)

@@ -152,3 +152,31 @@ def test_a_program_of_another_name_runs_and_is_exact(
     outcome = start("verify", "program", "--dtype", "float64", "--steps", "2")
     assert outcome.code == 0, outcome.err
     assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_program_that_computes_something_else_is_not_exact(
+    dtype: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    assert gemsc("compile", "model.py:model", "-o", "program").code == 0
+    path = tmp_path / "program" / "rank1.py"
+    text = path.read_text()
+    wrong = text.replace("self.third(", "1.001 * self.third(")
+    assert wrong != text
+    path.write_text(wrong)
+    outcome = start("verify", "program", "--dtype", dtype, "--steps", "1")
+    assert outcome.code == 1
+    assert re.search(rf"{dtype}: worst \S+, allowed \S+: NOT EXACT\n", outcome.out)
+
+
+def test_other_roundings_change_the_last_bit_of_each_weight() -> None:
+    model = torch.nn.Linear(40, 30)
+    before = model.weight.detach().clone()
+    changed = _nudged(model, 0).weight
+    assert torch.equal(model.weight, before)
+    steps = (changed - before).abs() / torch.finfo(torch.float32).eps / before.abs()
+    assert float(steps.max()) <= 1.01
+    assert float((steps > 0).float().mean()) > 0.9
+    assert torch.equal(_nudged(model, 0).weight, changed)
+    assert not torch.equal(_nudged(model, 1).weight, changed)

@@ -15,6 +15,7 @@ from support import run_on_threads
 from test_parity import traced
 from torch import nn
 
+import gemsc
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
@@ -304,3 +305,15 @@ def test_an_open_schedule_recomputes_where_nothing_else_fits() -> None:
     assert any(stage.recompute for stage in program.plan.stages)
     assert max(program.plan.peak_bytes) <= cap
     assert "recompute" in program.candidates[0].name
+
+
+def test_what_libraries_take_counts_on_every_rank(tmp_path: Path) -> None:
+    text = (Path(gemsc.__file__).parent / "hardware" / "cpu-core.toml").read_text()
+    path = tmp_path / "gpu.toml"
+    size = 3 * 2**20
+    path.write_text(text.replace("[device]\n", f"[device]\nworkspace_bytes = {size}\n"))
+    plain = lower(traced("mlp"), CompileOptions(ranks=2)).plan
+    plan = lower(traced("mlp"), CompileOptions(ranks=2, hardware=str(path))).plan
+    assert plan.peak_bytes == [peak + size for peak in plain.peak_bytes]
+    assert [part["workspace"] for part in plan.memory] == [size, size]
+    assert timeline_of(plan).peak_bytes == tuple(plan.peak_bytes)

@@ -61,6 +61,7 @@ def task_of(plan: Plan) -> Task:
             for replica in range(plan.replicas)
         ),
         micro_batches=tuple(forwards[replica, 0] for replica in range(plan.replicas)),
+        workspace_bytes=plan.workspace_bytes,
         has_backward=any(
             action.kind is Kind.BACKWARD for row in _orders(plan) for action in row
         ),

@@ -40,8 +40,9 @@ class Device:
     it). Overheads are seconds per operator, forward and backward, that no kernel
     takes: Python, dispatch, launch. `host_bandwidth` is bytes per second, one way,
     between the device and where offloaded activations wait: host memory, or the file
-    that stands for it where the device is the host. `gemsc.planner.times` says how the
-    other entries become seconds:
+    that stands for it where the device is the host. `workspace_bytes` are what
+    libraries take of each rank's memory for themselves. `gemsc.planner.times` says how
+    the other entries become seconds:
 
     efficiency: by kind of operator, the share of the peak (of operations for those
         that multiply, of the bandwidth for the others) that a large one reaches.
@@ -58,6 +59,7 @@ class Device:
     forward_overhead: float = 0.0
     backward_overhead: float = 0.0
     host_bandwidth: float = 4e9
+    workspace_bytes: int = 0
     half_flops: float = 0.0
     half_channels: float = 0.0
     efficiency: dict[str, float] = field(default_factory=dict)

@@ -35,7 +35,8 @@ class MemoryParts:
     """What the memory of a rank is made of at one time, in bytes.
 
     `activations` are what backwards will need, `messages` the buffers of receives
-    posted ahead and of messages between tiles.
+    posted ahead and of messages between tiles, `workspace` what libraries take for
+    themselves.
     """
 
     parameters: int
@@ -43,6 +44,7 @@ class MemoryParts:
     gradients: int
     activations: int
     messages: int
+    workspace: int = 0
 
     @property
     def total(self) -> int:
@@ -53,6 +55,7 @@ class MemoryParts:
             + self.gradients
             + self.activations
             + self.messages
+            + self.workspace
         )
 
 
@@ -106,11 +109,17 @@ def memory_curve(
     parameters = sum(stage.parameters for stage in own)
     optimizer = sum(stage.optimizer for stage in own)
     buffers = sum(stage.buffer_bytes for stage in task.stages_on(rank))
-    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, buffers))]
+    workspace = task.workspace_bytes
+    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, buffers, workspace))]
     for held in held_bytes(task, rank, timeline.ranks[rank]):
         messages = held.messages + buffers
         parts = MemoryParts(
-            parameters, optimizer, held.gradients, held.activations, messages
+            parameters,
+            optimizer,
+            held.gradients,
+            held.activations,
+            messages,
+            workspace,
         )
         curve.append((held.time, parts))
     return curve

@@ -88,6 +88,7 @@ def schedule_task(
         chosen.micro_batches,
         has_backward=first.loss is not None,
         memory_cap=memory_cap,
+        workspace_bytes=hardware.device.workspace_bytes,
     )
 
 
@@ -295,6 +296,7 @@ def make_plan(
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,
         bubble=timeline.bubble,
+        workspace_bytes=task.workspace_bytes,
         peak_bytes=list(timeline.peak_bytes),
         activation_bytes=list(timeline.peak_activation_bytes),
         memory=[

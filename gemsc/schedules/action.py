@@ -118,6 +118,7 @@ class Task:
     `placement[replica][stage]` is a rank, `micro_batches[replica]` their number.
     `memory_cap` bounds the bytes of each rank: resident ones of all its stages, and
     saved ones of what is in flight. Without backward nothing stays in flight.
+    `workspace_bytes` are what libraries take of each rank, all the time.
     """
 
     stages: tuple[StageCost, ...]
@@ -126,6 +127,7 @@ class Task:
     micro_batches: tuple[int, ...]
     has_backward: bool = True
     memory_cap: int | None = None
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         if len(self.placement) != len(self.micro_batches):
@@ -204,7 +206,8 @@ class Task:
 
     def resident_bytes(self, rank: int) -> int:
         """Return the bytes that are on a rank all the time."""
-        return sum(stage.resident_bytes for stage in self.stages_on(rank))
+        own = sum(stage.resident_bytes for stage in self.stages_on(rank))
+        return own + self.workspace_bytes
 
     def fixed_bytes(self, rank: int) -> int:
         """Return what a rank may need besides what is saved of micro-batches."""

@@ -63,6 +63,7 @@ def check(
     resident_bytes: Sequence[int] | None = None,
     waiting_bytes: Sequence[int] | None = None,
     waiting_gradient_bytes: Sequence[int] | None = None,
+    workspace_bytes: int = 0,
     memory_cap: int | None = None,
     has_backward: bool = True,
     split_backward: bool = False,
@@ -87,6 +88,7 @@ def check(
             default all that was saved.
         waiting_gradient_bytes: for each stage, of the gradients, what its weight
             gradients make.
+        workspace_bytes: what libraries take of each rank, all the time.
         memory_cap: the bytes that no rank may exceed.
         has_backward: False for evaluation.
         split_backward: whether weight gradients are actions of their own.
@@ -112,6 +114,7 @@ def check(
         resident_bytes=tuple(resident_bytes or (0,) * len(placement[0])),
         waiting_bytes=tuple(waiting_bytes or saved_bytes or (0,) * len(placement[0])),
         waiting_gradients=tuple(waiting_gradient_bytes or (0,) * len(placement[0])),
+        workspace_bytes=workspace_bytes,
         reductions=tuple(reductions),
         issued=_issued(len(orders), orders, reductions, issued),
         user_lines=user_lines,
@@ -164,6 +167,7 @@ class _Proof:
     resident_bytes: tuple[int, ...]
     waiting_bytes: tuple[int, ...]
     waiting_gradients: tuple[int, ...]
+    workspace_bytes: int
     reductions: tuple[Reduction, ...]
     issued: tuple[tuple[tuple[str, int], ...], ...]
     user_lines: Callable[[int], str] | None
@@ -438,6 +442,7 @@ class _Proof:
             if where == rank
         }
         held = sum(self.resident_bytes[stage] for stage in stages)
+        held += self.workspace_bytes
         most, most_live, live = held, 0, 0
         begun: set[tuple[Kind, int]] = set()
         posted: dict[Channel, int] = {}

@@ -25,7 +25,13 @@ __all__ = [
 
 MOST_ROWS = 40  # of stages and ranks; more are sampled
 MOST_SKIPS = 60
-PARTS = ("parameters", "optimizer", "gradients", "messages")  # besides activations
+PARTS = {  # of a peak, besides activations: their titles
+    "parameters": "weights",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "messages": "messages",
+    "workspace": "libraries",
+}
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -300,10 +306,10 @@ def _memory_parts(plan: Plan, ranks: Sequence[int]) -> list[Column]:
     """Return what ranks hold at their peaks besides activations."""
     if not plan.memory:  # a plan of an older gemsc
         return []
-    titles = ("weights", "optimizer", "gradients", "messages")
     return [
         column(title, (show_bytes(plan.memory[r][key]) for r in ranks), drop=drop)
-        for drop, (title, key) in enumerate(zip(titles, PARTS, strict=True), start=1)
+        for drop, (key, title) in enumerate(PARTS.items(), start=1)
+        if key != "workspace" or plan.workspace_bytes
     ]
 
 
