@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import MODEL, Gemsc, gemsc_here, start
+
+from gemsc.verify import _nudged
 
 COMMANDS = ("compile", "run", "verify", "show", "graph", "simulate")
 
