@@ -179,7 +179,7 @@ def test_other_roundings_change_the_last_bit_of_each_weight() -> None:
     changed = _nudged(model, 0).weight
     assert torch.equal(model.weight, before)
     steps = (changed - before).abs() / torch.finfo(torch.float32).eps / before.abs()
-    assert float(steps.max()) <= 1.01
+    assert float(steps.max()) <= 2  # the product is rounded as well
     assert float((steps > 0).float().mean()) > 0.9
     assert torch.equal(_nudged(model, 0).weight, changed)
     assert not torch.equal(_nudged(model, 1).weight, changed)
