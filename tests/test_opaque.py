@@ -633,3 +633,16 @@ def test_the_command_reports_and_verifies_them(
     outcome = start("run", "program")
     assert outcome.code == 1
     assert "parts.py: Gate" in outcome.err
+
+
+def test_the_note_names_all_stages_that_call_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = "self.gate(self.last(self.gate(torch.tanh(self.first(x)))))"
+    text = MODEL.replace("self.last(self.gate(torch.tanh(self.first(x))))", calls)
+    (tmp_path / "model.py").write_text(text)
+    (tmp_path / "parts.py").write_text(PARTS)
+    outcome = start("compile", "model.py", "--cuts", "last", "-o", "program")
+    assert outcome.code == 0, outcome.err
+    assert "'gate' stays whole on stages 0, 1: " in " ".join(outcome.out.split())

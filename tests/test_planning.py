@@ -15,7 +15,7 @@ from gemsc.compiler import trace
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
-from gemsc.planner.candidates import alternatives, reason
+from gemsc.planner.candidates import Candidate, alternatives, reason
 from gemsc.search import search
 
 
@@ -115,6 +115,7 @@ def test_plan_prints_candidates_and_writes_no_program(
     planned, built = (Plan.read(tmp_path / d / "plan.toml") for d in ("p", "out"))
     assert built.order == planned.order
     assert built.stages == planned.stages
+    assert built.options["check"]  # the graph is still compared with the model
 
 
 def _compiled(command: Gemsc, tmp_path: Path, *options: str) -> Path:
@@ -199,6 +200,16 @@ def _line(text: str, part: str) -> int:
             "data = 3",
             "2 ranks cannot be shared by 3 copies",
         ),
+        (
+            lambda t: t.replace("tiles = []\nlocal", "tiles = [2]\nlocal"),
+            "tiles = [2]",
+            "tiles is [2], which is no list of texts",
+        ),
+        (
+            lambda t: t.replace("profile = false", "profile = 0"),
+            "profile = 0",
+            "profile is 0, which is no true or false",
+        ),
     ],
 )
 def test_a_wrong_edit_is_refused_with_its_line(
@@ -224,3 +235,20 @@ def test_options_beside_a_plan_are_refused(command: Gemsc, tmp_path: Path) -> No
     outcome = command("compile", "model.py", "--plan", str(path), "--ranks", "3")
     assert outcome.code == 1
     assert "--ranks 3 beside --plan" in outcome.err
+
+
+def test_a_plan_that_is_not_there_is_refused(command: Gemsc) -> None:
+    outcome = command("compile", "model.py", "--plan", "gone.toml", "-o", "second")
+    assert outcome.code == 1
+    assert "error: --plan gone.toml: there is no such file" in outcome.err
+
+
+def test_a_tie_names_no_difference_of_memory() -> None:
+    def candidate(schedule: str, peak: int) -> Candidate:
+        options = CompileOptions(schedule=schedule)
+        return Candidate(options, seconds=1.0, samples=4, peak_bytes=peak)
+
+    tied = reason([candidate("1f1b", 1024), candidate("gpipe", 1024)])
+    assert tied == "as fast as gpipe, M=4, and as lean"
+    leaner = reason([candidate("1f1b", 1024), candidate("gpipe", 2048)])
+    assert leaner == "as fast as gpipe, M=4 with 1.0 KiB instead of 2.0 KiB"

@@ -84,7 +84,6 @@ def plan_command(
     most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
 ) -> None:
     """Compare ways to train on so many ranks; write no program."""
-    options = replace(options, check=False)
     candidates, found = _plan(load_user_model(model), options)
     _report(candidates, found, most=most)
     show_plan(found, console)
@@ -210,5 +209,10 @@ def _read_edited(path: Path, options: CompileOptions) -> EditedPlan:
         raise GemscError(
             f"{options.command_line()} beside --plan, which decides everything",
             help=f"change {path} instead",
+        )
+    if not path.is_file():
+        raise GemscError(
+            f"--plan {path}: there is no such file",
+            help="give a plan.toml that `gemsc plan -o` or `gemsc compile` wrote",
         )
     return EditedPlan.read(path)

@@ -239,9 +239,11 @@ def reason(candidates: Sequence[Candidate]) -> str:
         second = fitting[0]
         gain = first.samples_per_second / second.samples_per_second - 1
         if abs(gain) < 0.01:
+            mine, its = (show_bytes(c.peak_bytes) for c in (first, second))
+            memory = f" with {mine} instead of {its}"
             parts.append(
-                f"as fast as {second.name} with {show_bytes(first.peak_bytes)} "
-                f"instead of {show_bytes(second.peak_bytes)}"
+                f"as fast as {second.name}"
+                + (", and as lean" if mine == its else memory)
             )
         else:
             parts.append(

@@ -16,6 +16,9 @@ from gemsc.schedules import SCHEDULES, place
 
 __all__ = ["EditedPlan"]
 
+DEFAULTS = CompileOptions()
+_KINDS = {bool: "true or false", int: "number", str: "text"}
+
 
 @dataclass(frozen=True)
 class EditedPlan:
@@ -79,7 +82,26 @@ def options_of(plan: Plan, path: Path) -> CompileOptions:
         "recompute": _all_of(stage.recompute for stage in plan.stages),
         "offload": _all_of(stage.offload for stage in plan.stages),
     }
+    for key in given.keys() - changed.keys():
+        _check_kind(key, plan.options[key], path)
     return CompileOptions(**{**given, **changed})
+
+
+def _check_kind(key: str, value: Any, path: Path) -> None:
+    """Refuse an option that is of another type than its default."""
+    default = getattr(DEFAULTS, key)
+    if isinstance(default, tuple):
+        kind, fits = "list of texts", isinstance(value, list)
+        fits = fits and all(isinstance(each, str) for each in value)
+    else:
+        wanted = int if default is None else type(default)
+        kind, fits = _KINDS[wanted], type(value) is wanted
+    if not fits:
+        raise GemscError(
+            f"{key} is {value!r}, which is no {kind}",
+            at=locate(path, "options", key),
+            help="write it as gemsc did, or undo the change",
+        )
 
 
 def _all_of(names: Iterable[Sequence[str]]) -> tuple[str, ...]:

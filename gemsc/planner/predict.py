@@ -311,7 +311,7 @@ def make_plan(
         opaque=[
             {
                 "module": path,
-                "stage": _stage_of(program, path),
+                "stages": _stages_of(program, path),
                 "line": opaque.at.short if opaque.at is not None else "",
                 "reason": opaque.why,
             }
@@ -346,17 +346,13 @@ def _overlapped(stage: Stage) -> list[str]:
     return [str(node.target) for node in stage.nodes if is_overlapped(node)]
 
 
-def _stage_of(program: Program, path: str) -> int:
-    """Return the first stage that calls a module."""
-    return min(
-        (
-            stage.index
-            for stage in program.require_stages()
-            for node in stage.nodes
-            if node.op == "call_module" and node.target == path
-        ),
-        default=0,
-    )
+def _stages_of(program: Program, path: str) -> list[int]:
+    """Return the stages that call a module."""
+    return [
+        stage.index
+        for stage in program.require_stages()
+        if any(n.op == "call_module" and n.target == path for n in stage.nodes)
+    ]
 
 
 def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -137,11 +138,17 @@ def _summary(plan: Plan) -> RenderableType:
 def opaque_notes(plan: Plan) -> list[str]:
     """Return, for each module that stays whole, its line, why, and what it means."""
     return [
-        f"note: {each['line']}: '{each['module']}' stays whole on stage "
-        f"{each['stage']}: {each['reason']}; its time and memory are those of one real "
+        f"note: {each['line']}: '{each['module']}' stays whole on {_where(each)}: "
+        f"{each['reason']}; its time and memory are those of one real "
         "run on example_inputs"
         for each in plan.opaque
     ]
+
+
+def _where(opaque: dict[str, Any]) -> str:
+    """Return the stages that call a module: each has a copy, if several do."""
+    stages = opaque["stages"]
+    return f"stage{'s' * (len(stages) > 1)} {_join(stages)}"
 
 
 def _traffic(plan: Plan) -> list[Text]:
@@ -257,7 +264,7 @@ def _skips(plan: Plan, width: int) -> RenderableType:
 
 def _transfers(plan: Plan, width: int) -> RenderableType:
     if not plan.transfers:
-        return Text("nothing travels between ranks")
+        return Text("nothing travels between stages")
     rows = sample(len(plan.transfers), MOST_SKIPS)
     found = [plan.transfers[row] for row in rows]
     back = ("gradient" if t.gradient else "-" for t in found)
