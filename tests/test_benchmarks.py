@@ -47,15 +47,6 @@ def test_the_cpu_cost_benchmark_prints_a_row_for_each_group():
     assert all(len(numbers(row)) == 5 and min(numbers(row)) > 0 for row in rows)
 
 
-@pytest.mark.mpi
-def test_the_split_benchmark_prints_a_row_for_each_split():
-    _, *rows = run_quickly("splits.py")
-    splits = [row for row in rows if row.startswith("mlp")]
-    assert [row.split()[1] for row in splits[:3]] == ["chosen", "auto", "equal"]
-    assert len(splits) == 5
-    assert numbers(rows[-1].partition(":")[2])
-
-
 def test_the_time_model_benchmark_prints_errors_and_balances():
     lines = run_quickly("time_model.py")
     stages = [line for line in lines[:-1] if " stage " in line]
