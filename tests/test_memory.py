@@ -25,6 +25,8 @@ from gemsc.planner.hardware import read_hardware
 from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
 from gemsc.planner.optimizer_state import optimizer_bytes
 from gemsc.planner.savings import Saving, cheapest
+from gemsc.runtime.local import LocalTransport, run_local
+from gemsc.runtime.trainer import Trainer
 from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
 from gemsc.verify import compare
 
@@ -317,3 +319,22 @@ def test_what_libraries_take_counts_on_every_rank(tmp_path: Path) -> None:
     assert plan.peak_bytes == [peak + size for peak in plain.peak_bytes]
     assert [part["workspace"] for part in plan.memory] == [size, size]
     assert timeline_of(plan).peak_bytes == tuple(plan.peak_bytes)
+
+
+@pytest.mark.gpu
+def test_the_peak_on_a_gpu_is_near_the_predicted_one(tmp_path: Path) -> None:
+    """What operators need for a moment comes on top there, and is not predicted."""
+    program = lower(traced("resnet18"), CompileOptions(ranks=1, micro_batches=2))
+    write_directory(program.compilation, tmp_path)
+    inputs, target = MODELS["resnet18"].inputs(program.plan.micro_batches)
+
+    def main(transport: LocalTransport) -> int:
+        trainer = Trainer(tmp_path, transport, device=torch.device("cuda"))
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            trainer.step(inputs, target)
+        return torch.cuda.max_memory_allocated()
+
+    (found,) = run_local(1, main)
+    (predicted,) = program.plan.peak_bytes
+    assert predicted <= found <= 1.5 * predicted
