@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from models import MODELS
+from test_parity import traced
 from torch import Tensor, nn
 
 from gemsc import CompileOptions
-from gemsc.compiler import Traced, lower, trace
+from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.runtime.deferral import Deferred
 
@@ -35,18 +34,6 @@ LAYERS = {
     ),
     "no batch": (lambda: nn.Conv2d(4, 6, 3), (4, 7, 8)),
 }
-
-
-@cache
-def traced(name: str) -> Traced:
-    case = MODELS[name]
-    return trace(
-        case.build(),
-        case.example_inputs,
-        loss=case.loss,
-        example_target=case.example_target,
-        check=False,
-    )
 
 
 class Follower:

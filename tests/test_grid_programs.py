@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
+from gemsc.plan import Plan
 from gemsc.planner.hardware import Link, read_hardware
 from gemsc.runtime.trainer import Trainer
 
@@ -142,16 +144,20 @@ def test_a_tile_holds_its_part_of_the_activations() -> None:
     assert tiles.activation_bytes[0] <= 0.5 * whole.activation_bytes[0]
 
 
+def written(options: CompileOptions, folder: Path) -> tuple[Plan, Any]:
+    """Write the program of a U-Net; return its plan, and a batch for it."""
+    program = lower(traced("unet"), options)
+    write_directory(program.compilation, folder)
+    count = program.plan.data * program.plan.micro_batches
+    return program.plan, MODELS["unet"].inputs(count, torch.float32)
+
+
 @pytest.mark.parametrize("plan", PLANS[::4], ids=CompileOptions.command_line)
 def test_the_peak_of_live_activations_on_tiles_is_the_predicted_one(
     plan: CompileOptions, tmp_path: Path
 ) -> None:
-    program = lower(traced("unet"), plan)
-    write_directory(program.compilation, tmp_path)
-    found = program.plan
-    count = found.data * found.micro_batches
-    batches = [MODELS["unet"].inputs(count, torch.float32)]
-    record = run_on_threads(tmp_path, found.ranks, batches, dtype=torch.float32)
+    found, batch = written(plan, tmp_path)
+    record = run_on_threads(tmp_path, found.ranks, [batch], dtype=torch.float32)
     predicted = found.by_rank(found.activation_bytes) * found.data
     assert record.activation_bytes == pytest.approx(predicted, rel=0.05)
 
@@ -160,11 +166,7 @@ def test_the_peak_of_live_activations_on_tiles_is_the_predicted_one(
 def test_the_memory_of_small_messages_is_predicted_to_the_byte(
     plan: CompileOptions, tmp_path: Path
 ) -> None:
-    program = lower(traced("unet"), plan)
-    write_directory(program.compilation, tmp_path)
-    found = program.plan
-    count = found.data * found.micro_batches
-    inputs, target = MODELS["unet"].inputs(count, torch.float32)
+    found, (inputs, target) = written(plan, tmp_path)
 
     def held(trainer: Trainer) -> int:
         trainer.step(*inputs, target)

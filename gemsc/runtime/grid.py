@@ -21,7 +21,7 @@ from gemsc.boxes import shape_of
 from gemsc.runtime.exchange import Exchange, Piece, View
 from gemsc.runtime.link import Link
 from gemsc.runtime.tile_layers import LayersOnTiles
-from gemsc.runtime.tile_messages import LARGEST_STANDING, Mailbox
+from gemsc.runtime.tile_messages import LARGEST_STANDING, TileMailbox
 from gemsc.runtime.tile_overlap import overlapped, split
 from gemsc.runtime.tile_saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tile_windows import AxisWindows, Resize, rows_read, taps
@@ -48,7 +48,7 @@ class Grid(LayersOnTiles):
 
     `ranks` are the transport's ranks of all tiles, in their order; `tile` is this one.
     All tiles call the same methods in the same order. `stands` says whether messages
-    are prepared for the next time: see `Mailbox`.
+    are prepared for the next time: see `TileMailbox`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Grid(LayersOnTiles):
         self.tile = tile
         self._group: Group | None = None
         self._among: dict[tuple[int, ...], Grid] = {}
-        self._mailbox = Mailbox(link, ranks, stands=stands)
+        self._mailbox = TileMailbox(link, ranks, stands=stands)
 
     @property
     def buffers(self) -> list[Tensor]:

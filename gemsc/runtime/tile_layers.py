@@ -247,8 +247,7 @@ class LayersOnTiles(ABC):
         among: tuple[int, ...] = (),
     ) -> Tensor:
         """Return `value.amax(dims, keepdim)` over the tiles."""
-        result = extreme(self.among(among), value, dims, largest=True)
-        return result if keepdim else result.squeeze(dims)
+        return extreme(self.among(among), value, dims, keepdim=keepdim, largest=True)
 
     def amin(
         self,
@@ -258,8 +257,7 @@ class LayersOnTiles(ABC):
         among: tuple[int, ...] = (),
     ) -> Tensor:
         """Return `value.amin(dims, keepdim)` over the tiles."""
-        result = extreme(self.among(among), value, dims, largest=False)
-        return result if keepdim else result.squeeze(dims)
+        return extreme(self.among(among), value, dims, keepdim=keepdim, largest=False)
 
     def var(
         self,
@@ -270,8 +268,8 @@ class LayersOnTiles(ABC):
         among: tuple[int, ...] = (),
     ) -> Tensor:
         """Return `value.var(dims, correction=..., keepdim=...)` over the tiles."""
-        result = variance(self.among(among), value, dims, correction, root=False)
-        return result if keepdim else result.squeeze(dims)
+        grid = self.among(among)
+        return variance(grid, value, dims, correction, keepdim=keepdim, root=False)
 
     def std(
         self,
@@ -282,8 +280,8 @@ class LayersOnTiles(ABC):
         among: tuple[int, ...] = (),
     ) -> Tensor:
         """Return `value.std(dims, correction=..., keepdim=...)` over the tiles."""
-        result = variance(self.among(among), value, dims, correction, root=True)
-        return result if keepdim else result.squeeze(dims)
+        grid = self.among(among)
+        return variance(grid, value, dims, correction, keepdim=keepdim, root=True)
 
     def global_max(
         self,

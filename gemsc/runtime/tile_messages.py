@@ -21,7 +21,7 @@ from gemsc.runtime.exchange import Exchange
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.transport import Request, Standing
 
-__all__ = ["LARGEST_STANDING", "Flight", "Mailbox"]
+__all__ = ["LARGEST_STANDING", "Flight", "TileMailbox"]
 
 FIRST_TAG = 16384  # below are the transfers between stages
 NUM_INDICES = 8192  # with two tags each: values, and their gradients
@@ -57,7 +57,7 @@ class _Route:
 class Flight:
     """The messages of one exchange on their way."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: TileMailbox) -> None:
         self._mailbox = mailbox
         self.shapes: Mapping[int, Sequence[Shape]] = {}
         self.slots: dict[int, _Slot] = {}
@@ -85,7 +85,7 @@ class Flight:
         self._mailbox.flying = False
 
 
-class Mailbox:
+class TileMailbox:
     """What one tile exchanges its messages with.
 
     `ranks` are the transport's ranks of all tiles. A standing request reads or writes

@@ -25,7 +25,7 @@ from gemsc.boxes import Box, intersection, shape_of
 from gemsc.runtime.exchange import Exchange, Piece, View
 
 if TYPE_CHECKING:
-    from gemsc.runtime.tile_messages import Flight, Mailbox
+    from gemsc.runtime.tile_messages import Flight, TileMailbox
 
 __all__ = ["Split", "overlapped", "split"]
 
@@ -94,7 +94,7 @@ def _within(box: Box, outer: Box) -> Slices:
 
 
 def overlapped(
-    mailbox: Mailbox | None,
+    mailbox: TileMailbox | None,
     view: View,
     value: Tensor,
     exchange: Exchange,
@@ -122,7 +122,7 @@ class _Trip:
     """One exchange and its way back."""
 
     def __init__(
-        self, mailbox: Mailbox | None, view: View, exchange: Exchange, parts: Split
+        self, mailbox: TileMailbox | None, view: View, exchange: Exchange, parts: Split
     ) -> None:
         self.mailbox = mailbox
         self.view = view

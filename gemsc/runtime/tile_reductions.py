@@ -22,14 +22,19 @@ __all__ = ["extreme", "global_max", "variance"]
 
 
 def extreme(
-    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...], *, largest: bool
+    grid: LayersOnTiles,
+    value: Tensor,
+    dims: tuple[int, ...],
+    *,
+    keepdim: bool,
+    largest: bool,
 ) -> Tensor:
-    """Return the largest or smallest elements over `dims` (kept) and all tiles.
+    """Return the largest or smallest elements over `dims` and all tiles.
 
     Those that are equal to it share the gradient evenly, as in `torch.amax`.
     """
     result: Tensor = _Extreme.apply(value, grid, dims, largest)  # type: ignore[no-untyped-call]
-    return result
+    return result if keepdim else result.squeeze(dims)
 
 
 def global_max(
@@ -50,14 +55,15 @@ def variance(
     dims: tuple[int, ...],
     correction: float,
     *,
+    keepdim: bool,
     root: bool,
 ) -> Tensor:
-    """Return the variance over `dims` (kept) and all tiles, or its root.
+    """Return the variance over `dims` and all tiles, or its root.
 
     The divisor is the number of elements less the correction.
     """
     result: Tensor = _Variance.apply(value, grid, dims, correction, root)  # type: ignore[no-untyped-call]
-    return result
+    return result if keepdim else result.squeeze(dims)
 
 
 class _Extreme(torch.autograd.Function):
