@@ -128,7 +128,7 @@ def test_the_bubble_is_the_idle_share() -> None:
 def test_orders_that_block_each_other_are_our_fault() -> None:
     task = Task.chain((UNIT, UNIT), (1,))
     with pytest.raises(InternalError, match="block each other at 0B0, 1B0"):
-        replay(task, (row("0B0", "0F0"), row("1B0", "1F0")), split=False)
+        replay(task, (row("0B0", "0F0"), row("1B0", "1F0")))
 
 
 def test_an_edge_leads_to_a_later_stage() -> None:

@@ -184,7 +184,7 @@ def test_the_text_does_not_grow_with_the_micro_batches(
 def test_a_short_text_costs_little_time(name: str, seed: int) -> None:
     task = uneven(name, seed, 16)
     policy = SCHEDULES[name].policy
-    free = replay(task, _orders(task, policy), split=policy.split_backward)
+    free = replay(task, _orders(task, policy))
     assert run(task, policy).makespan <= 1.05 * free.makespan
 
 

@@ -107,8 +107,7 @@ def explain(plan: Plan) -> Explanation:
 def _without_messages(task: Task, timeline: Timeline) -> float:
     """Return the time of the same order if nothing took time to travel."""
     edges = tuple(replace(edge, seconds=0.0) for edge in task.edges)
-    split = timeline.splits_backward
-    return replay(replace(task, edges=edges), timeline.orders, split=split).makespan
+    return replay(replace(task, edges=edges), timeline.orders).makespan
 
 
 def _limit(

@@ -75,9 +75,7 @@ def timeline_of(plan: Plan) -> Timeline:
         GemscError: the order cannot be carried out.
     """
     try:
-        orders = _orders(plan)
-        split = any(a.kind is Kind.WEIGHT for row in orders for a in row)
-        return replay(task_of(plan), orders, split=split)
+        return replay(task_of(plan), _orders(plan))
     except (InternalError, KeyError) as error:
         raise _damaged(str(error)) from None
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 from gemsc.errors import InternalError
 
-__all__ = ["Action", "Edge", "Kind", "StageCost", "Task", "Timed", "Timeline"]
+__all__ = [
+    "Action",
+    "Edge",
+    "Kind",
+    "StageCost",
+    "Task",
+    "Timed",
+    "Timeline",
+    "splits_backward",
+]
 
 _MARK = "'"
 _TEXT = re.compile(r"(\d+)([FBW])(\d+)('*)")
@@ -255,6 +264,11 @@ class Timed:
     end: float
 
 
+def splits_backward(orders: Iterable[Iterable[Action]]) -> bool:
+    """Whether weight gradients are actions of their own."""
+    return any(action.kind is Kind.WEIGHT for order in orders for action in order)
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """What each rank does and when, as predicted.
@@ -282,7 +296,7 @@ class Timeline:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are actions of their own."""
-        return any(t.action.kind is Kind.WEIGHT for rank in self.ranks for t in rank)
+        return splits_backward(self.orders)
 
     @property
     def bubble(self) -> float:

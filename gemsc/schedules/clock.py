@@ -6,7 +6,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from gemsc.errors import InternalError
-from gemsc.schedules.action import Action, Edge, Kind, Task, Timed, Timeline
+from gemsc.schedules.action import (
+    Action,
+    Edge,
+    Kind,
+    Task,
+    Timed,
+    Timeline,
+    splits_backward,
+)
 from gemsc.schedules.held import held_bytes
 
 __all__ = ["Clock", "play", "replay"]
@@ -15,18 +23,18 @@ Lane = tuple[int, int]
 _Need = tuple[list[float], float]
 
 
-def replay(task: Task, orders: Sequence[Sequence[Action]], *, split: bool) -> Timeline:
+def replay(task: Task, orders: Sequence[Sequence[Action]]) -> Timeline:
     """Return the timeline of given orders: see `play`."""
-    return play(task, orders, split=split).timeline()
+    return play(task, orders).timeline()
 
 
-def play(task: Task, orders: Sequence[Sequence[Action]], *, split: bool) -> Clock:
+def play(task: Task, orders: Sequence[Sequence[Action]]) -> Clock:
     """Return the clock after given orders: each action begins as soon as it can.
 
     Raises:
         InternalError: the orders are not complete, or block each other.
     """
-    clock = Clock(task, split=split)
+    clock = Clock(task, split=splits_backward(orders))
     free = [0.0] * task.num_ranks
     position = [0] * task.num_ranks
     waiting = deque(range(task.num_ranks))

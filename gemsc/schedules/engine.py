@@ -83,10 +83,9 @@ def run(task: Task, policy: Policy) -> Timeline:
         GemscError: a rank's memory cap is below what one micro-batch needs.
     """
     _require_memory(task)
-    split = _split(task, policy)
 
     def schedule(suited: Task) -> Clock:
-        return play(task, _orders(suited, policy), split=split)
+        return play(task, _orders(suited, policy))
 
     equal = _equalised(task)
     regular = schedule(equal)

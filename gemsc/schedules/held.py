@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gemsc.schedules.action import Action, Kind, Task, Timed
+from gemsc.schedules.action import Action, Kind, Task, Timed, splits_backward
 
 __all__ = ["Held", "held_bytes"]
 
@@ -45,7 +45,7 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
     gradients come with its first backward and go with the update, at the end; those
     that wait for weight gradients come with the first of these.
     """
-    account = _Account(task, split=_splits(actions))
+    account = _Account(task, splits_backward([[timed.action for timed in actions]]))
     for timed in actions:
         yield account.begin(timed)
         if timed.action.kind is not Kind.FORWARD or not task.has_backward:
@@ -120,7 +120,3 @@ class _Account:
         return Held(
             time, action, self.saved, transient, gradients, self.messages, self.live
         )
-
-
-def _splits(actions: Sequence[Timed]) -> bool:
-    return any(timed.action.kind is Kind.WEIGHT for timed in actions)
