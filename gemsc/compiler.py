@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,24 +103,25 @@ def compile(
         GemscError: the model or an option cannot be compiled; says where and why.
     """
     options = replace(options or CompileOptions(), **choices)
-    if edited is not None:
-        options = edited.options()
-    traced = trace(
-        model,
-        example_inputs,
-        loss=loss,
-        example_target=example_target,
-        optimizer=optimizer,
-        frontend=options.frontend,
-        check=options.check,
-        hardware=read_hardware(options.hardware),
-        profile=options.profile,
-        progress=progress,
-        after_each=after_each,
-    )
-    if edited is not None:
-        edited.check(traced.program.blocks or ())
-    return lower(traced, options, source=source, after_each=after_each)
+    with edited.lines() if edited else nullcontext():
+        if edited is not None:
+            options = edited.options()
+        traced = trace(
+            model,
+            example_inputs,
+            loss=loss,
+            example_target=example_target,
+            optimizer=optimizer,
+            frontend=options.frontend,
+            check=options.check,
+            hardware=read_hardware(options.hardware),
+            profile=options.profile,
+            progress=progress,
+            after_each=after_each,
+        )
+        if edited is not None:
+            edited.check(traced.program.blocks or ())
+        return lower(traced, options, source=source, after_each=after_each)
 
 
 def trace(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tomli_w
 
 from gemsc.errors import GemscError
+from gemsc.toml_file import Keys, TomlFile
 
-__all__ = ["Plan", "PlannedStage", "PlannedTransfer"]
+__all__ = ["Plan", "PlannedStage", "PlannedTransfer", "plan_file"]
 
 T = TypeVar("T")
 
@@ -172,59 +173,40 @@ class Plan:
         """Read plan.toml; the user's files are absolute paths.
 
         Raises:
-            GemscError: the file is missing, no TOML, or lacks an entry.
+            GemscError: the file is missing, no TOML, or an entry is missing, unknown
+                or wrong; names the line.
         """
-        help_text = "compile again to write it anew"
-        folder = path.parent.resolve()
-        try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
+        if not path.parent.is_dir() or not path.exists():
             raise GemscError(
                 f"{path.parent} is no program directory: it has no {path.name}",
                 help="give the folder that `gemsc compile -o` wrote",
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise GemscError(f"{path} is damaged: {error}", help=help_text) from None
-        try:
-            data["stages"] = [_build(PlannedStage, s) for s in data["stages"]]
-            data["transfers"] = [_build(PlannedTransfer, t) for t in data["transfers"]]
-            plan = _build(cls, data)
-            return _map_files(plan, lambda file: os.path.normpath(folder / file))
-        except KeyError as error:
-            raise GemscError(
-                f"{path} is damaged: it has no entry {error}", help=help_text
-            ) from None
-        except TypeError as error:
-            raise GemscError(f"{path} is damaged: {error}", help=help_text) from None
+            )
+        return cls.of(plan_file(path))
+
+    @classmethod
+    def of(cls, file: TomlFile) -> Plan:
+        """Return what the file holds, as `read` does.
+
+        A plan of another version of gemsc may have entries that this one lacks.
+        """
+        folder = file.path.parent.resolve()
+        same = file.entries.get("gemsc") == version("gemsc")
+        plan = file.build(cls, _check, strict=same)
+        return _map_files(plan, lambda found: os.path.normpath(folder / found))
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "list": (list,),
-    "dict": (dict,),
-}
+def plan_file(path: Path) -> TomlFile:
+    """Read a plan's text; an error names the line."""
+    return TomlFile.read(path, what="plan", advice="compile again to write it anew")
 
 
-def _build(kind: type[T], data: dict[str, Any]) -> T:
-    """Return the dataclass; entries that it does not know are left out.
-
-    Raises:
-        KeyError: an entry is missing.
-        TypeError: an entry is of another type.
-    """
-    values = {}
-    for item in fields(kind):  # type: ignore[arg-type]
-        optional = item.default is not MISSING or item.default_factory is not MISSING
-        if item.name not in data and optional:
-            continue
-        value = data[item.name]
-        wanted = _KINDS.get(str(item.type).split("[")[0])
-        if wanted is not None and not isinstance(value, wanted):
-            raise TypeError(f"{item.name} is {value!r}, which is no {item.type}")
-        values[item.name] = value
-    return kind(**values)
+def _check(keys: Keys, number: float) -> str | None:
+    """Say what a number has to be, if it is not."""
+    if keys[-1] in ("ranks", "data", "replicas", "micro_batches", "micro_batch_size"):
+        return None if number >= 1 else "give 1 or more"
+    if keys[0] == "stages" and keys[-1] == "index" and number != keys[1]:
+        return f"stages are numbered in their order: this is {keys[1]}"
+    return None if number >= 0 else "give 0 or more"
 
 
 def _map_files(plan: Plan, change: Callable[[str], str]) -> Plan:

@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "errors": set(),
     **dict.fromkeys(HELPERS - ERRORS, ERRORS),
     "unfilled": set(),
+    "plan": {*ERRORS, "toml_file"},
     "user_model": {*ERRORS, "nests", "rng"},
     "schedules": ERRORS,
     "ir": HELPERS,

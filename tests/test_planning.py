@@ -210,6 +210,51 @@ def _line(text: str, part: str) -> int:
             "profile = 0",
             "profile is 0, which is no true or false",
         ),
+        (
+            lambda t: t.replace("micro_batches = 4", "micro_batches = 0"),
+            "micro_batches = 0",
+            "micro_batches is 0",
+        ),
+        (
+            lambda t: t.replace("micro_batches = 4", "micro_batchs = 4"),
+            "micro_batchs = 4",
+            "unknown entry 'micro_batchs'",
+        ),
+        (
+            lambda t: t.replace("index = 1", "index = 7", 1),
+            "index = 7",
+            "stages[1].index is 7",
+        ),
+        (
+            lambda t: t.replace("recompute = []", 'recompute = ["second"]', 1),
+            'recompute = ["second"]',
+            "stage 0 has no block 'second'",
+        ),
+        (
+            lambda t: t.replace('overlap_halos = "auto"', 'overlap_halos = "maybe"'),
+            'overlap_halos = "maybe"',
+            "--overlap-halos maybe is neither auto, off nor on",
+        ),
+        (
+            lambda t: t.replace('placement = "linear"', 'placement = "sidewise"'),
+            'placement = "sidewise"',
+            "there is no --placement sidewise",
+        ),
+        (
+            lambda t: t.replace('schedule = "1f1b"', 'schedule = "bidirectional"', 1),
+            'placement = "linear"',
+            "--placement linear does not fit --schedule bidirectional",
+        ),
+        (
+            lambda t: t.replace('hardware = ""', 'hardware = "abacus"'),
+            'hardware = "abacus"',
+            "unknown hardware 'abacus'",
+        ),
+        (
+            lambda t: t.replace("ranks = 2", "ranks = = 2", 1),
+            "ranks = = 2",
+            "plan plan.toml is no TOML",
+        ),
     ],
 )
 def test_a_wrong_edit_is_refused_with_its_line(
@@ -232,9 +277,13 @@ def test_a_wrong_edit_is_refused_with_its_line(
 
 def test_options_beside_a_plan_are_refused(command: Gemsc, tmp_path: Path) -> None:
     path = _compiled(command, tmp_path)
-    outcome = command("compile", "model.py", "--plan", str(path), "--ranks", "3")
-    assert outcome.code == 1
-    assert "--ranks 3 beside --plan" in outcome.err
+    for typed in ("--ranks 3", "--ranks 2", "--no-check --data 1"):
+        words = ("compile", "model.py", "--plan", str(path), *typed.split())
+        outcome = command(*words)
+        assert outcome.code == 1
+        assert f"beside --plan, which decides everything\nhelp: change {path}" in (
+            outcome.err
+        )
 
 
 def test_a_plan_that_is_not_there_is_refused(command: Gemsc) -> None:

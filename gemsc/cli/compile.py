@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gemsc.cli.options import DEFAULTS, Model, takes_options
+from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
 from gemsc.cli.terminal import console, progress_bar, say
 from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile, plan, trace
@@ -50,6 +50,7 @@ COMPARED = (
 
 @takes_options()
 def compile_command(
+    context: typer.Context,
     model: Model,
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("build/program"),
     plan: Annotated[
@@ -66,7 +67,8 @@ def compile_command(
     """Compile a model into a program directory."""
     check_target(output)
     watch = _Watch(print_after, time_passes)
-    program = compiled(load_user_model(model), options, watch, plan)
+    edited = _read_edited(plan, typed_flags(context)) if plan is not None else None
+    program = compiled(load_user_model(model), options, watch, edited)
     watch.finish()
     note = program.write(output)
     _report(program.candidates, program.plan, f" -> {output}")
@@ -144,10 +146,9 @@ def compiled(
     user: UserModel,
     options: CompileOptions,
     watch: Observer | None = None,
-    plan_path: Path | None = None,
+    edited: EditedPlan | None = None,
 ) -> CompiledProgram:
-    """Return what a user's model is compiled to; `plan_path` is an edited plan."""
-    edited = _read_edited(plan_path, options) if plan_path is not None else None
+    """Return what a user's model is compiled to."""
     with _prepared(user, options) as given:
         program = compile(
             **given,
@@ -204,10 +205,10 @@ def _say_nothing(what: str, share: float) -> None:
     pass
 
 
-def _read_edited(path: Path, options: CompileOptions) -> EditedPlan:
-    if options != DEFAULTS:
+def _read_edited(path: Path, typed: Sequence[str]) -> EditedPlan:
+    if typed:
         raise GemscError(
-            f"{options.command_line()} beside --plan, which decides everything",
+            f"{' '.join(typed)} beside --plan, which decides everything",
             help=f"change {path} instead",
         )
     if not path.is_file():

@@ -17,7 +17,7 @@ from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
 from gemsc.units import parse_bytes
 
-__all__ = ["DEFAULTS", "Model", "takes_options"]
+__all__ = ["DEFAULTS", "Model", "takes_options", "typed_flags"]
 
 DEFAULTS = CompileOptions()
 
@@ -73,6 +73,21 @@ def takes_options(
         return with_flags
 
     return decorate
+
+
+def typed_flags(context: typer.Context) -> list[str]:
+    """Return the flags that the user gave to the running command, as typed."""
+    words = []
+    for name in FLAGS:
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        flag, value = f"--{name.replace('_', '-')}", context.params[name]
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words.append(f"{flag} {value}")
+    return words
 
 
 def _count(text: str, flag: str) -> int:

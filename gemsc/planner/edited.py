@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import Any
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.program import Block
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan
+from gemsc.plan import Plan, plan_file
 from gemsc.schedules import SCHEDULES, place
+from gemsc.toml_file import TomlFile
 
 __all__ = ["EditedPlan"]
 
 DEFAULTS = CompileOptions()
 _KINDS = {bool: "true or false", int: "number", str: "text"}
+_NAMED = re.compile(r"(?:--|unknown )([a-z-]+)")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class EditedPlan:
     """A plan and the file that it stands in."""
 
     plan: Plan
-    path: Path
+    file: TomlFile
 
     @classmethod
     def read(cls, path: Path) -> EditedPlan:
@@ -34,18 +38,43 @@ class EditedPlan:
         Raises:
             GemscError: it cannot be read, or is no plan.
         """
-        return cls(Plan.read(path), path)
+        file = plan_file(path)
+        return cls(Plan.of(file), file)
 
     def options(self) -> CompileOptions:
-        """Return the options that give this plan (see `options_of`)."""
-        return options_of(self.plan, self.path)
+        """Return the options that give this plan: stages, their ranks, the schedule.
+
+        Raises:
+            GemscError: what was edited contradicts itself; says in which line.
+        """
+        return options_of(self.plan, self.file)
 
     def check(self, blocks: Sequence[Block]) -> None:
         """Make sure that its stages hold these blocks (see `check_blocks`)."""
-        check_blocks(self.plan, blocks, self.path)
+        check_blocks(self.plan, blocks, self.file)
+
+    @contextmanager
+    def lines(self) -> Iterator[None]:
+        """Give errors of compiling the plan the line of the option that they name."""
+        try:
+            yield
+        except GemscError as error:
+            error.at = error.at or self._line_of(f"{error.message} {error.help}")
+            raise
+
+    def _line_of(self, text: str) -> SourceLocation | None:
+        """Return the line of the first option that a message names."""
+        for flag in _NAMED.findall(text):
+            name = flag.removeprefix("no-").replace("-", "_")
+            stage = "blocks" if name == "cuts" else name
+            for keys in ((name,), ("stages", 0, stage), ("options", name)):
+                found = self.file.location(keys)
+                if found != self.file.location(keys[:-1]):
+                    return found
+        return None
 
 
-def options_of(plan: Plan, path: Path) -> CompileOptions:
+def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
     """Return the options that give this plan: its stages, their ranks, its schedule.
 
     Raises:
@@ -58,15 +87,15 @@ def options_of(plan: Plan, path: Path) -> CompileOptions:
         if key in known
     }
     if plan.schedule not in SCHEDULES:
-        raise GemscError(
+        raise file.error(
+            ("schedule",),
             f"unknown schedule '{plan.schedule}'",
-            at=locate(path, "", "schedule"),
             help=f"choose one of {', '.join(SCHEDULES)}",
         )
-    if plan.data < 1 or plan.ranks % plan.data:
-        raise GemscError(
+    if plan.ranks % plan.data:
+        raise file.error(
+            ("data",),
             f"{plan.ranks} ranks cannot be shared by {plan.data} copies",
-            at=locate(path, "", "data"),
             help="ranks counts those of all copies",
         )
     changed = {
@@ -78,16 +107,16 @@ def options_of(plan: Plan, path: Path) -> CompileOptions:
         "cuts": (),
         "balance": "explicit",
         "blocks": tuple(len(stage.blocks) for stage in plan.stages),
-        "placement": _placement(plan, path),
+        "placement": _placement(plan, file),
         "recompute": _all_of(stage.recompute for stage in plan.stages),
         "offload": _all_of(stage.offload for stage in plan.stages),
     }
     for key in given.keys() - changed.keys():
-        _check_kind(key, plan.options[key], path)
+        _check_kind(key, plan.options[key], file)
     return CompileOptions(**{**given, **changed})
 
 
-def _check_kind(key: str, value: Any, path: Path) -> None:
+def _check_kind(key: str, value: Any, file: TomlFile) -> None:
     """Refuse an option that is of another type than its default."""
     default = getattr(DEFAULTS, key)
     if isinstance(default, tuple):
@@ -97,9 +126,9 @@ def _check_kind(key: str, value: Any, path: Path) -> None:
         wanted = int if default is None else type(default)
         kind, fits = _KINDS[wanted], type(value) is wanted
     if not fits:
-        raise GemscError(
+        raise file.error(
+            ("options", key),
             f"{key} is {value!r}, which is no {kind}",
-            at=locate(path, "options", key),
             help="write it as gemsc did, or undo the change",
         )
 
@@ -109,53 +138,63 @@ def _all_of(names: Iterable[Sequence[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for each in names for name in each))
 
 
-def _placement(plan: Plan, path: Path) -> str:
+def _placement(plan: Plan, file: TomlFile) -> str:
     """Return the placement's name where the stages' ranks are still those it gives."""
     if plan.groups:
-        return _placement_of_groups(plan, path)
+        return _placement_of_groups(plan, file)
     rows = [tuple(stage.ranks) for stage in plan.stages]
     for index, ranks in enumerate(rows):
         wrong = [rank for rank in ranks if not 0 <= rank < plan.copy_ranks]
         if wrong:
-            raise GemscError(
+            raise file.error(
+                ("stages", index, "ranks"),
                 f"stage {index} is on rank {wrong[0]}, but the ranks of a copy are 0 "
                 f"to {plan.copy_ranks - 1}",
-                at=locate(path, "stages", "ranks", index),
                 help="ranks of all copies are placed alike",
             )
     if plan.placement != "explicit" and rows == _named_rows(plan):
         return plan.placement
     several = [index for index, ranks in enumerate(rows) if len(ranks) != 1]
     if several:
-        raise GemscError(
+        raise file.error(
+            ("stages", several[0], "ranks"),
             f"stage {several[0]} is on {len(rows[several[0]])} ranks, which "
             f"placement {plan.placement} does not give",
-            at=locate(path, "stages", "ranks", several[0]),
             help="give one rank for each stage, or undo the change",
         )
     idle = set(range(plan.copy_ranks)) - {rank for (rank,) in rows}
     if idle:
-        raise GemscError(
+        raise file.error(
+            ("ranks",),
             f"rank {min(idle)} has no stage",
-            at=locate(path, "", "ranks"),
             help="lower ranks, or give it a stage",
         )
     return ",".join(str(rank) for (rank,) in rows)
 
 
-def _placement_of_groups(plan: Plan, path: Path) -> str:
+def _placement_of_groups(plan: Plan, file: TomlFile) -> str:
     """Return the placement of stages on grids of ranks."""
     groups = [set(members) for members in plan.groups]
     for index, stage in enumerate(plan.stages):
         ranks = set(stage.ranks)
-        if any(0 < len(ranks & group) < len(group) for group in groups):
-            raise GemscError(
-                f"stage {index} is on ranks {stage.ranks}, a part of a grid",
-                at=locate(path, "stages", "ranks", index),
+        whole = [group for group in groups if ranks & group]
+        if ranks != set().union(*whole) or not ranks:
+            raise file.error(
+                ("stages", index, "ranks"),
+                f"stage {index} is on ranks {stage.ranks}, which are no whole grids",
                 help=f"the ranks that go together are {plan.groups}",
             )
     if plan.placement != "explicit":
         return plan.placement
+    several = [
+        i for i, stage in enumerate(plan.stages) if set(stage.ranks) not in groups
+    ]
+    if several:
+        raise file.error(
+            ("stages", several[0], "ranks"),
+            f"stage {several[0]} is on several grids",
+            help="give the ranks of one grid for each stage",
+        )
     return ",".join(str(groups.index(set(stage.ranks))) for stage in plan.stages)
 
 
@@ -166,7 +205,7 @@ def _named_rows(plan: Plan) -> list[tuple[int, ...]]:
     return [tuple(sorted(set(ranks))) for ranks in zip(*placed, strict=True)]
 
 
-def check_blocks(plan: Plan, blocks: Sequence[Block], path: Path) -> None:
+def check_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> None:
     """Make sure that the plan's stages hold the model's blocks, in their order.
 
     Raises:
@@ -176,9 +215,9 @@ def check_blocks(plan: Plan, blocks: Sequence[Block], path: Path) -> None:
     following = 0
     for index, stage in enumerate(plan.stages):
         if not stage.blocks:
-            raise GemscError(
+            raise file.error(
+                ("stages", index, "blocks"),
                 f"stage {index} has no blocks",
-                at=locate(path, "stages", "blocks", index),
                 help="move a block there, or remove the stage",
             )
         for name in stage.blocks:
@@ -186,48 +225,28 @@ def check_blocks(plan: Plan, blocks: Sequence[Block], path: Path) -> None:
             if name == expected:
                 following += 1
                 continue
-            at = locate(path, "stages", "blocks", index, f'"{name}"')
-            if name not in names:
-                near = get_close_matches(name, names, n=3) or names
-                raise GemscError(
-                    f"the model has no block '{name}'",
-                    at=at,
-                    help=f"blocks: {', '.join(near)}",
-                )
-            raise GemscError(
+            near = get_close_matches(name, names, n=3) or names
+            wrong = (
                 f"block '{name}' is out of order in stage {index}: "
                 + (f"'{expected}' comes next" if expected else "all are there already"),
-                at=at,
-                help="stages hold the model's blocks in their order, each once",
+                "stages hold the model's blocks in their order, each once",
             )
+            if name not in names:
+                wrong = f"the model has no block '{name}'", f"blocks: {', '.join(near)}"
+            raise file.error(
+                ("stages", index, "blocks"), wrong[0], help=wrong[1], word=f'"{name}"'
+            )
+        for entry in ("recompute", "offload"):
+            for name in set(getattr(stage, entry)) - set(stage.blocks):
+                raise file.error(
+                    ("stages", index, entry),
+                    f"stage {index} has no block '{name}'",
+                    help=f"{entry} names blocks of its stage",
+                    word=f'"{name}"',
+                )
     if following < len(names):
-        raise GemscError(
+        raise file.error(
+            ("stages", len(plan.stages) - 1, "blocks"),
             f"block '{names[following]}' is in no stage",
-            at=locate(path, "stages", "blocks", len(plan.stages) - 1),
             help="stages hold the model's blocks in their order, each once",
         )
-
-
-def locate(
-    path: Path, table: str, key: str, index: int = 0, word: str = ""
-) -> SourceLocation | None:
-    """Return the line of a key in the index-th `[[table]]` ("" is the head).
-
-    With `word` it is the first line from there on that holds the word.
-    """
-    section, count = "", -1
-    found = 0
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        text = line.strip()
-        if text.startswith("["):
-            if found:
-                break
-            section = text.strip("[] ")
-            count = count + 1 if section == table else count
-        inside = section == table and (not table or count == index)
-        if inside and text.partition("=")[0].strip() == key:
-            found = number
-        if found and word in line:
-            return SourceLocation(str(path), number)
-    return SourceLocation(str(path), found) if found else None

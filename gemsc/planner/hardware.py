@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 
 from gemsc.errors import GemscError
-from gemsc.toml_file import TomlFile
+from gemsc.toml_file import Keys, TomlFile
 
 __all__ = [
     "DEFAULT_HARDWARE",
@@ -28,7 +26,6 @@ __all__ = [
 
 DEFAULT_HARDWARE = "cpu-core"
 ALGORITHMS = ("auto", "ring", "tree", "halving-doubling")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +145,9 @@ class Hardware:
             GemscError: it is missing, no TOML, or an entry is missing, unknown or
                 wrong; names file and line.
         """
-        file = TomlFile.read(path, what="hardware file")
-        hardware = _build(cls, file.entries, (), file)
+        advice = "let `gemsc profile --calibrate` write a whole file"
+        file = TomlFile.read(path, what="hardware file", advice=advice)
+        hardware = file.build(cls, _check)
         algorithm = hardware.network.allreduce.algorithm
         if algorithm not in ALGORITHMS:
             raise file.error(
@@ -191,8 +189,6 @@ def read_hardware(name: str = "") -> Hardware:
     return _shipped(name)
 
 
-# Reading: the dataclasses say what entries there are, and of what type.
-
 POSITIVE = {"memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"} | {
     "ranks_per_node",
     "host_bandwidth",
@@ -202,65 +198,8 @@ POSITIVE = {"memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"}
 }
 
 
-def _build(
-    kind: type[T], entries: dict[str, Any], keys: tuple[str, ...], file: TomlFile
-) -> T:
-    """Return the dataclass for one table."""
-    hints = get_type_hints(kind)
-    for name in entries:
-        if name not in hints:
-            close = get_close_matches(name, hints, n=1)
-            raise file.error(
-                (*keys, name),
-                f"unknown entry '{'.'.join((*keys, name))}'",
-                help=f"did you mean {close[0]}?" if close else f"known: {_all(hints)}",
-            )
-    values = {}
-    for item in fields(kind):  # type: ignore[arg-type]
-        if item.name in entries:
-            here = (*keys, item.name)
-            values[item.name] = _read(hints[item.name], entries[item.name], here, file)
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise file.error(
-                keys,
-                f"there is no entry '{'.'.join((*keys, item.name))}'",
-                help="add it; `gemsc profile --calibrate` writes a whole file",
-            )
-    return kind(**values)
-
-
-def _read(hint: Any, value: Any, keys: tuple[str, ...], file: TomlFile) -> Any:
-    """Return one entry as the type that its field has."""
-    origin = get_origin(hint) or hint
-    if origin is dict and isinstance(value, dict):
-        inner = get_args(hint)[1]
-        return {k: _read(inner, v, (*keys, k), file) for k, v in value.items()}
-    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
-        if isinstance(value, dict):
-            return _build(hint, value, keys, file)
-    elif origin in (int, float) and type(value) in (int, float):
-        return _number(origin, value, keys, file)
-    elif origin in (str, list) and isinstance(value, origin):
-        return value
-    wanted = {dict: "table", int: "number", float: "number", str: "text", list: "list"}
-    raise file.error(
-        keys,
-        f"{'.'.join(keys)} is {value!r}, which is no {wanted.get(origin, 'table')}",
-        help="mend the entry",
-    )
-
-
-def _number(
-    kind: type[int] | type[float], value: float, keys: tuple[str, ...], file: TomlFile
-) -> float:
-    positive = not POSITIVE.isdisjoint(keys)
-    if not (0 < value < float("inf") if positive else 0 <= value < float("inf")):
-        least = "more than 0" if positive else "0 or more"
-        raise file.error(keys, f"{'.'.join(keys)} is {value}", help=f"give {least}")
-    if kind is int and value != int(value):
-        raise file.error(keys, f"{'.'.join(keys)} is {value}", help="give a whole one")
-    return kind(value)
-
-
-def _all(names: dict[str, Any]) -> str:
-    return ", ".join(names)
+def _check(keys: Keys, number: float) -> str | None:
+    """Say what a number has to be, if it is not."""
+    if not POSITIVE.isdisjoint(keys):
+        return None if 0 < number < float("inf") else "give more than 0"
+    return None if 0 <= number < float("inf") else "give 0 or more"

@@ -61,10 +61,10 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
         _check_split(options)
     kind = schedule.placement if options.placement == "natural" else options.placement
     groups = _groups(options)
-    explicit = _explicit(options, len(groups)) if kind[0].isdigit() else ()
+    explicit = _explicit(options, len(groups)) if kind[:1].isdigit() else ()
     if not explicit and kind not in PLACEMENTS:
         raise GemscError(
-            f"unknown placement '{kind}'",
+            f"there is no --placement {kind}",
             help=f"choose one of natural, {', '.join(PLACEMENTS)}, or list the rank of "
             "each stage: 0,1,1,0",
         )
@@ -73,7 +73,7 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
         raise GemscError(
             f"--placement {kind} does not fit --schedule {options.schedule}, which has "
             + ("two mirrored replicas" if two else "one replica"),
-            help="leave --placement out",
+            help="leave --placement out, or say natural",
         )
     per_rank = {"folded": 2, "looped": options.chunks}.get(kind, 1)
     num_stages = len(explicit) or per_rank * len(groups)
