@@ -84,6 +84,9 @@ CASES = {
     "unet 512": Case(
         lambda: unet.UNet(base=8), lambda n: masked_pictures(n, 512), unet.loss, 1
     ),
+    "unet wide 512": Case(
+        lambda: unet.UNet(base=32), lambda n: masked_pictures(n, 512), unet.loss, 1
+    ),
     "unet": Case(lambda: unet.UNet(base=16), masked_pictures, unet.loss, 8),
     # no dropout: then all contenders compute the same numbers, which is checked
     "encoder": Case(lambda: Encoder(dropout=0.0), texts, encoder.loss, 32),

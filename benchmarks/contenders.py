@@ -8,6 +8,7 @@ Start-up is outside of what is measured, and a disturbance of the machine hits a
 groups alike. The file is also the program that every process of a group runs:
 
     alone   one process, plain PyTorch, the same micro-batches
+    plain   the same, with the malloc of a process that gemsc has not started
     gemsc   a compiled program under gemsc's own launcher
     torch   the same generated stages on torch.distributed.pipelining, over gloo
 """
@@ -225,8 +226,8 @@ def compile_job(
 def contenders(jobs: dict[str, tuple[str, Job]]) -> Iterator[list[Contender]]:
     """Start groups: name -> (kind, job); they sleep until they are asked.
 
-    All have the same environment: one thread, and the settings for glibc's malloc that
-    gemsc's launcher makes.
+    All have the same environment: one thread, and, except for `plain`, the settings for
+    glibc's malloc that gemsc's launcher makes.
     """
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -253,7 +254,9 @@ def _start(
     environment: dict[str, str],
     stack: contextlib.ExitStack,
 ) -> Contender:
-    num_ranks = 1 if kind == "alone" else job.ranks
+    num_ranks = 1 if kind in ("alone", "plain") else job.ranks
+    if kind == "plain":
+        environment = environment | {"GLIBC_TUNABLES": ""}
     server = stack.enter_context(socket.socket(socket.AF_UNIX))
     server.bind(str(place / "socket"))
     server.listen(num_ranks)
@@ -514,7 +517,12 @@ def _empty(module: ModuleType, **ends: int) -> list[Tensor]:
     ]
 
 
-START = {"alone": start_alone, "gemsc": start_gemsc, "torch": start_torch}
+START = {
+    "alone": start_alone,
+    "plain": start_alone,
+    "gemsc": start_gemsc,
+    "torch": start_torch,
+}
 
 
 def main() -> None:

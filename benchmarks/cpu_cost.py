@@ -6,6 +6,10 @@ The model is ResNet-20 v2 on pictures of 64 x 64 pixels, 8 in a batch; one proce
 the same micro-batches. One thread for each rank; the groups run in turn. A last row
 shows what the machine itself adds when its cores share memory and caches: two
 processes that have nothing to do with each other, at the same time.
+
+gemsc starts ranks with large pages for malloc, which makes plain PyTorch quicker, too.
+So there are two single processes to compare with: one as a user starts it, and one with
+the same setting (`large pages`).
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from pathlib import Path
 from cases import CASES
 from contenders import (
     Contender,
+    Job,
     Round,
     Turn,
     compile_job,
@@ -27,10 +32,10 @@ from contenders import (
 )
 
 MODEL = "resnet20v2"
-ALONE, TWICE = "one process", "two, unrelated"
+PLAIN, ALONE, TWICE = "one process", "large pages", "two, unrelated"
 HEADER = (
-    f"{'runs on':<16}{'M':>3}{'samples/s':>12}{'CPU ms/sample':>15}"
-    f"{'relative CPU':>14}   quartiles"
+    f"{'runs on':<20}{'M':>3}{'samples/s':>11}{'CPU ms/sample':>15}"
+    f"{'to one process':>16}   quartiles{'to large pages':>20}"
 )
 
 
@@ -48,15 +53,23 @@ def measure(
             )
             for number in ranks
         }
-        alone = ("alone", next(job for _, job in jobs.values()))
-        with contenders({ALONE: alone} | jobs | {TWICE: alone}) as started:
+        return compared(jobs, options)
 
-            def make() -> Round:
-                *groups, second = started
-                turns = {group.name: group.run(options.steps) for group in groups}
-                return turns | {TWICE: _at_once(groups[0], second, options.steps)}
 
-            return quiet_rounds(make, options.rounds, options.patience)
+def compared(
+    jobs: dict[str, tuple[str, Job]], options: argparse.Namespace
+) -> tuple[list[Round], str]:
+    """Return what jobs and single processes took in each round, and a note on them."""
+    job = next(job for _, job in jobs.values())
+    single = {PLAIN: ("plain", job), ALONE: ("alone", job)}
+    with contenders(single | jobs | {TWICE: ("alone", job)}) as started:
+
+        def make() -> Round:
+            *groups, second = started
+            turns = {group.name: group.run(options.steps) for group in groups}
+            return turns | {TWICE: _at_once(groups[1], second, options.steps)}
+
+        return quiet_rounds(make, options.rounds, options.patience)
 
 
 def _at_once(first: Contender, second: Contender, steps: int) -> Turn:
@@ -81,11 +94,14 @@ def rows(count: int, rounds: list[Round], steps: int, model: str = MODEL) -> str
         own = [each[name] for each in rounds]
         speed = statistics.median(samples / turn.seconds for turn in own)
         cpu = statistics.median(turn.cpu_seconds / samples for turn in own)
-        ratios = [each[name].cpu_seconds / each[ALONE].cpu_seconds for each in rounds]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        to_plain, to_alone = (
+            [each[name].cpu_seconds / each[base].cpu_seconds for each in rounds]
+            for base in (PLAIN, ALONE)
+        )
+        low, middle, high = statistics.quantiles(to_plain, n=4)
         lines.append(
-            f"{name:<16}{count:>3}{speed:12.1f}{1e3 * cpu:15.2f}{middle:14.3f}"
-            f"   {low:.3f} to {high:.3f}"
+            f"{name:<20}{count:>3}{speed:11.1f}{1e3 * cpu:15.2f}{middle:16.3f}"
+            f"   {low:.3f} to {high:.3f}{statistics.median(to_alone):15.3f}"
         )
     return "\n".join(lines)
 
@@ -111,7 +127,7 @@ def main() -> None:
     for count in map(int, options.micro_batches.split(",")):
         found, note = measure(ranks, count, options)
         print(rows(count, found, options.steps), flush=True)
-        print(f"{'':19}{note}", flush=True)
+        print(f"{'':23}{note}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ python benchmarks/tile_cost.py [--quick] [--models "resnet20v2 512,unet 512"]
 
 One picture in a step; two ranks with half of it each, one thread for each rank. Halos
 are exchanged before every layer (`fuse off`), or one wide halo serves several layers:
-as many as is predicted to be best (`auto`), or up to so many. The groups run in turn;
-ratios are those of one round.
+as many as is predicted to be best (`auto`), or up to so many. Their layers wait for
+them, or begin meanwhile (`overlap`). The groups run in turn; ratios are those of one
+round, to the two single processes of cpu_cost.py.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from contenders import Round, compile_job, contenders, quiet_rounds
-from cpu_cost import ALONE, HEADER, rows
+from contenders import Round, compile_job
+from cpu_cost import HEADER, compared, rows
 
-FUSED = ("off", "auto", "2", "4")
+HALOS = ("auto auto", "off off", "off on", "2 off", "4 off")  # fuse, overlap
 
 
 def measure(
@@ -26,22 +27,17 @@ def measure(
     """Return what each group took in each round, and a note on the rounds."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         jobs = {
-            f"{grid}, fuse {fuse}": (
+            f"{grid}, {halos}": (
                 "gemsc",
                 compile_job(
-                    model, 2, 1, "gpipe", Path(name) / fuse,
-                    tiles=(grid,), fuse_halos=fuse,
+                    model, 2, 1, "gpipe", Path(name) / halos.replace(" ", "-"),
+                    tiles=(grid,), fuse_halos=fuse, overlap_halos=overlap,
                 ),
             )
-            for fuse in options.fuse.split(",")
+            for halos in options.halos.split(",")
+            for fuse, overlap in [halos.split()]
         }  # fmt: skip
-        alone = ("alone", next(job for _, job in jobs.values()))
-        with contenders({ALONE: alone} | jobs) as started:
-
-            def make() -> Round:
-                return {group.name: group.run(options.steps) for group in started}
-
-            return quiet_rounds(make, options.rounds, options.patience)
+        return compared(jobs, options)
 
 
 def main() -> None:
@@ -50,7 +46,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny: does it run?")
     parser.add_argument("--models", default="resnet20v2 512,unet 512")
     parser.add_argument("--tiles", default="2x1")
-    parser.add_argument("--fuse", default=",".join(FUSED))
+    parser.add_argument("--halos", default=",".join(HALOS), help="fuse overlap, ...")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in each turn")
     parser.add_argument(
@@ -58,13 +54,13 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.quick:
-        options.models, options.fuse = "unet", "off"
+        options.models, options.halos = "unet", "off off"
         options.rounds, options.steps, options.patience = 2, 1, 0
     print(HEADER, flush=True)
     for model in options.models.split(","):
         found, note = measure(model, options.tiles, options)
         print(rows(1, found, options.steps, model), flush=True)
-        print(f"{model:>18} {note}", flush=True)
+        print(f"{model:>22} {note}", flush=True)
 
 
 if __name__ == "__main__":

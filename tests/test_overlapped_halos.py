@@ -20,13 +20,14 @@ from gemsc.boxes import everything
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower, trace
 from gemsc.ir import meta
-from gemsc.ir.flow import is_overlapped
+from gemsc.ir.flow import exchange_of, is_overlapped
 from gemsc.ir.program import Program
 from gemsc.passes.annotate import annotate
 from gemsc.passes.overlap_halos import overlapped_layers
 from gemsc.planner.hardware import Link, read_hardware
 from gemsc.runtime.exchange import Exchange
 from gemsc.runtime.memory import ActivationMeter
+from gemsc.runtime.tile_convolution import reach
 from gemsc.runtime.tile_overlap import split
 from gemsc.runtime.trainer import Trainer
 
@@ -166,7 +167,10 @@ def test_a_program_is_exact_and_its_memory_is_predicted(tmp_path: Path) -> None:
 def test_the_cost_model_says_where_it_pays(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float32)
     model = nn.Sequential(
-        nn.Conv2d(1, 32, 1), nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 1, 1)
+        nn.Conv2d(1, 32, 1),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.Conv2d(32, 32, 3, stride=2, padding=1),
+        nn.Conv2d(32, 1, 1),
     )
     large = trace(model, (torch.zeros(1, 1, 2048, 2048),), loss=square, check=False)
 
@@ -181,11 +185,11 @@ def test_the_cost_model_says_where_it_pays(tmp_path: Path) -> None:
         (stage,) = lower(large, plan).plan.stages
         return stage.overlapped
 
-    assert layers("", 1e-4) == []  # one core
-    assert layers("h100", 1e-9) == []
-    assert layers("h100", 1e-2) == ["1"]
+    assert layers("", 1e-4) == ["1"]  # as a whole on one core, not in parts
+    assert layers("h100", 1e-9) == ["1"]
+    assert layers("h100", 1e-2) == ["1", "2"]
     assert layers("h100", 1e-2, "off") == []
-    assert layers("h100", 1e-9, "on") == ["1"]
+    assert layers("h100", 1e-9, "on") == ["1", "2"]
 
 
 def test_the_evaluation_overlaps_as_training_does() -> None:
@@ -197,3 +201,33 @@ def test_the_evaluation_overlaps_as_training_does() -> None:
         return sum(map(is_overlapped, program.compute_nodes))
 
     assert found(tile.program) == found(tile.evaluation) > 0
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_convolution_that_keeps_the_size_copies_no_tile(
+    dims: int, bias: bool
+) -> None:
+    """The whole tile is convolved, and rows of zeros with the halo."""
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    layer = conv(4, 6, 5, padding=4, dilation=2, groups=2, bias=bias)
+    model = nn.Sequential(conv(2, 4, 1), layer)
+    x = torch.randn(2, 2, *(24, 14, 10)[:dims])
+    grid = (3, 2, 1)[:dims]
+    step = on_tiles(model, (x,), square, None, grid, overlaps=True)
+    (node,) = (n for n in step.programs[0].compute_nodes if is_overlapped(n))
+    exchange = exchange_of(node)
+    views = map(exchange.seen_from, range(len(exchange.held)))
+    cut = tuple(4 if tiles > 1 else 0 for tiles in grid)
+    assert [reach(layer, view) for view in views] == [cut] * len(exchange.held)
+    assert_same(step, eager(model, (x,), square, None))
+
+
+def test_a_halo_wider_than_the_tile_is_convolved_in_parts() -> None:
+    held = tuple(((0, 1), (0, 1), (3 * t, 3 * t + 3)) for t in range(3))
+    wanted = tuple((*box[:2], (box[2][0] - 4, box[2][1] + 4)) for box in held)
+    exchange = Exchange(0, (1, 1, 9), held, wanted)
+    assert reach(nn.Conv1d(1, 1, 9), exchange.seen_from(1)) == ()
+    assert (
+        reach(nn.Conv1d(1, 1, 9), Exchange(0, (1, 1, 9), held, held).seen_from(1)) == ()
+    )

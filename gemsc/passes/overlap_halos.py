@@ -20,7 +20,7 @@ from gemsc.ir.flow import exchange_of, is_exchange, is_overlapped
 from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
-from gemsc.ir.tile_ops import TileLayer, split
+from gemsc.ir.tile_ops import TileLayer, reach, split
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 from gemsc.planner.hardware import Device, Link, read_hardware
@@ -51,9 +51,12 @@ class OverlapHalos(Pass):
 
         hidden: the exchange or the inner part, whichever is shorter, in each direction
         extra:  the parts and putting them together, less the layer on the whole halo
+                and the copy of the tile with its halo
 
-    by the device and by `links`, one for each stage that is split. A core's model knows
-    no loss for thin parts: there, `extra` is 25 % of the layer at least.
+    by the device and by `links`, one for each stage that is split. A convolution that
+    keeps the size is computed as a whole, without that copy: there, `extra` is mostly
+    less than nothing. A core's model knows no loss for thin parts: of other layers it
+    is 25 % of the layer at least.
     """
 
     name: ClassVar[str] = "overlap-halos"
@@ -98,7 +101,7 @@ class OverlapHalos(Pass):
                 halo, layer = found[path].args[0], found[path]
                 assert isinstance(halo, fx.Node)
                 extra = _seconds(node) - _seconds(layer) - _seconds(halo)
-                if not device.half_flops:
+                if not device.half_flops and not _is_whole(program, layer, halo):
                     extra = max(extra, SPLIT_SHARE * _seconds(layer))
                 if hidden[path] > extra:
                     worth.add(path)
@@ -171,7 +174,17 @@ def _can_be_split(layer: nn.Module, halo: fx.Node) -> bool:
     views = [exchange.seen_from(tile) for tile in range(len(exchange.held))]
     if exchange.is_local or exchange.wraps or not all(view.own for view in views):
         return False
-    return any(split(layer, view).inner is not None for view in views)
+    return any(
+        reach(layer, view) or split(layer, view).inner is not None for view in views
+    )
+
+
+def _is_whole(program: Program, node: fx.Node, halo: fx.Node) -> bool:
+    """Whether the layer is computed as a whole while its halo travels."""
+    exchange = exchange_of(halo)
+    layer = program.module.get_submodule(str(node.target))
+    views = map(exchange.seen_from, range(len(exchange.held)))
+    return all(reach(layer, view) for view in views)
 
 
 def _hidden(node: fx.Node, link: Link) -> float:

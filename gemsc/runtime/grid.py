@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from gemsc.boxes import shape_of
 from gemsc.runtime.exchange import Exchange, Piece, View
 from gemsc.runtime.link import Link
+from gemsc.runtime.tile_convolution import reach
 from gemsc.runtime.tile_layers import LayersOnTiles
 from gemsc.runtime.tile_messages import LARGEST_STANDING, TileMailbox
 from gemsc.runtime.tile_overlap import overlapped, split
@@ -35,6 +36,7 @@ __all__ = [
     "Resize",
     "ShapeGrid",
     "kept_of",
+    "reach",
     "rows_read",
     "saved_in_parts",
     "split",
@@ -139,9 +141,14 @@ class Grid(LayersOnTiles):
         flight = self._mailbox.post(
             exchange, sends, _shapes(view.sent), gradient.dtype, back=True
         )
-        result = gradient.new_zeros(shape_of(view.held))
-        for piece in view.own:
-            result[piece.within(view.held)] += gradient[piece.placed(view.wanted)]
+        if len(view.own) == 1 and view.own[0].box == view.held:
+            result = gradient[view.own[0].placed(view.wanted)].clone(
+                memory_format=torch.contiguous_format
+            )
+        else:
+            result = gradient.new_zeros(shape_of(view.held))
+            for piece in view.own:
+                result[piece.within(view.held)] += gradient[piece.placed(view.wanted)]
         for tile, pieces in view.sent.items():
             parts = flight.take(tile, keep=False)
             for piece, part in zip(pieces, parts, strict=True):

@@ -1,5 +1,8 @@
 """Overlap: compute the inner part of a layer's result while its halo is on its way.
 
+Convolutions that keep the size of their input have a way of their own, without copies:
+see `tile_convolution`. Others, and pooling, are computed in parts.
+
 Example, a 3 x 3 convolution on a tile that wants one row more on both sides:
 
     start to send and receive rows          . . . .   on their way
@@ -23,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.boxes import Box, intersection, shape_of
 from gemsc.runtime.exchange import Exchange, Piece, View
+from gemsc.runtime.tile_convolution import convolved, reach
 
 if TYPE_CHECKING:
     from gemsc.runtime.tile_messages import Flight, TileMailbox
@@ -101,6 +105,8 @@ def overlapped(
     layer: nn.Module,
 ) -> Tensor:
     """Return the layer's result on the wanted box; no mailbox, no messages."""
+    if rows := reach(layer, view):
+        return convolved(mailbox, view, value, exchange, layer, rows)
     parts = split(layer, view)
     trip = _Trip(mailbox, view, exchange, parts)
     held: Tensor = _Start.apply(value, trip)  # type: ignore[no-untyped-call]
