@@ -49,7 +49,7 @@ def test_grids_that_compute_everything_on_each_tile(
 
 
 CASES = [
-    *(("unet", plan) for plan in PLANS),
+    *(("unet", PLANS[index]) for index in (0, 4, 6, 8, 9, 11)),
     *(("resnet18", plan) for plan in PLANS[::6]),
     *(("densecnn", plan) for plan in PLANS[2::4]),
     *(("tiled", plan) for plan in (*PLANS[:4], PLANS[5], PLANS[7], PLANS[10])),
