@@ -220,7 +220,7 @@ import os, sys, time
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()
 if MPI.COMM_WORLD.rank == 0:
-    print(os.environ["PRTE_MCA_prte_tmpdir_base"], file=sys.stderr)
+    print(os.environ["OMPI_MCA_orte_tmpdir_base"], file=sys.stderr)
 time.sleep(60)
 """
 
