@@ -158,6 +158,16 @@ class CompileOptions:
                 "--local-batchnorm means nothing without --tiles",
                 help="leave it out: without tiles BatchNorm sees whole pictures",
             )
+        if not self.tiles and (
+            self.overlap_halos == "on" or self.fuse_halos.isdecimal()
+        ):
+            given = f"--fuse-halos {self.fuse_halos}"
+            if self.overlap_halos == "on":
+                given = "--overlap-halos on"
+            raise GemscError(
+                f"{given} means nothing without --tiles",
+                help="leave it out, or split pictures with --tiles 2x2",
+            )
         if self.tiles and (self.recompute or self.offload):
             raise GemscError(
                 "--tiles goes neither with --recompute nor with --offload yet",

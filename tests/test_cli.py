@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here, start
+from safetensors.torch import load_file
 
+from gemsc.user_model import load_user_model
 from gemsc.verify import _nudged
 
 COMMANDS = ("compile", "run", "verify", "show", "graph", "simulate")
@@ -133,6 +135,8 @@ def test_a_model_may_be_an_object(gemsc: Gemsc, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) -> None:
+    text = MODEL.replace("torch.randn(8),", "torch.linspace(-1, 1, 8) * (index % 5),")
+    (tmp_path / "model.py").write_text(text.replace("Data(16)", "Data(13)"))
     assert gemsc("compile", "model.py:model", "-o", "program").code == 0
     outcome = start("run", "program", "--epochs", "2", "--save", "checkpoint")
     assert outcome.code == 0, outcome.err
@@ -140,10 +144,18 @@ def test_run_trains_and_prints_loss_and_metrics(gemsc: Gemsc, tmp_path: Path) ->
     steps = re.findall(r"epoch (\d)/2 (\d)/3  loss \d\.\d+  \S+ samples/s", outcome.out)
     assert steps[0] == ("1", "1")
     assert steps[-1] == ("2", "3")
-    pattern = r"held-out after epoch (\d): loss \d\.\d+  accuracy \d\.\d+\n"
-    assert re.findall(pattern, outcome.out) == ["1", "2"]
+    pattern = r"held-out after epoch (\d): loss (\d\.\d+)  accuracy (\d\.\d+)\n"
+    (first, *_), (second, *printed) = re.findall(pattern, outcome.out)
+    assert (first, second) == ("1", "2")
     assert outcome.out.endswith("saved checkpoint/model.safetensors\n")
-    assert (tmp_path / "checkpoint" / "model.safetensors").is_file()
+    user = load_user_model("model.py")
+    net = user.make_model().eval()
+    net.load_state_dict(load_file(tmp_path / "checkpoint" / "model.safetensors"))
+    data = [user.eval_dataset()[index] for index in range(13)]  # a batch has 8
+    output = net(torch.stack([x for x, _ in data]))
+    target = torch.stack([label for _, label in data])
+    expected = [user.loss(output, target), user.metrics(output, target)["accuracy"]]
+    assert printed == [f"{float(value.detach()):.4f}" for value in expected]
 
 
 @pytest.mark.mpi

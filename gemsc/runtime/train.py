@@ -210,6 +210,9 @@ class _Training:
     def __post_init__(self) -> None:
         self.transport = self.trainer.transport
         self.talks = self.transport.rank == 0
+        self.loss = self.user.make_loss()
+        if isinstance(self.loss, torch.nn.Module) and self.loss.state_dict():
+            self.loss = None  # it is trained: only the ranks that do know its weights
         self.batches = self._batches(self.user.dataset, shuffle=True)
         self.eval_batches = self._batches(self.user.eval_dataset, shuffle=False)
 
@@ -275,7 +278,11 @@ class _Training:
         bar.close()
 
     def _evaluate(self, epoch: int) -> None:
-        """Print the loss and the user's metrics, means over the samples."""
+        """Print the loss and the user's metrics, means over the samples.
+
+        The ranks compute the loss of full batches. What is left at the end is filled
+        up; its loss is that of the whole outputs, without the samples that fill it.
+        """
         if self.eval_batches is None:
             return
         sums: dict[str, float] = defaultdict(float)
@@ -285,20 +292,24 @@ class _Training:
             window = self.eval_batches.window
             result = self.trainer.evaluate(input, target, window=window)
             if result.loss is not None and batch.is_full and self.talks:
-                sums["loss"] += result.loss
-                counts["loss"] += 1
-            if result.output is None or self.user.metrics is None or not batch.real:
+                sums["loss"] += result.loss * self.eval_batches.size
+                counts["loss"] += self.eval_batches.size
+            if result.output is None or not batch.real:
                 continue
             if window is not None and not window.is_whole:
                 continue  # the target is not here as a whole
             cut = [_first(value, batch.real) for value in (result.output, target)]
-            for name, value in self.user.metrics(*cut).items():
+            found = dict(self.user.metrics(*cut)) if self.user.metrics else {}
+            if not batch.is_full and self.loss is not None:
+                with torch.no_grad():
+                    found["loss"] = self.loss(*cut)
+            for name, value in found.items():
                 sums[name] += float(value) * batch.real
                 counts[name] += batch.real
         total: dict[str, float] = defaultdict(float)
         number: dict[str, float] = defaultdict(float)
-        for found in self.transport.all_gather_object((dict(sums), dict(counts))):
-            their_sums, their_counts = cast("tuple[Means, Means]", found)
+        for theirs in self.transport.all_gather_object((dict(sums), dict(counts))):
+            their_sums, their_counts = cast("tuple[Means, Means]", theirs)
             for name, value in their_sums.items():
                 total[name] += value
                 number[name] += their_counts[name]
