@@ -158,6 +158,14 @@ class CompileOptions:
                 "--local-batchnorm means nothing without --tiles",
                 help="leave it out: without tiles BatchNorm sees whole pictures",
             )
+        if self.tiles and (self.recompute or self.offload):
+            raise GemscError(
+                "--tiles goes neither with --recompute nor with --offload yet",
+                help="more tiles save memory as well",
+            )
+        self._check_halos()
+
+    def _check_halos(self) -> None:
         if not self.tiles and (
             self.overlap_halos == "on" or self.fuse_halos.isdecimal()
         ):
@@ -168,17 +176,11 @@ class CompileOptions:
                 f"{given} means nothing without --tiles",
                 help="leave it out, or split pictures with --tiles 2x2",
             )
-        if self.tiles and (self.recompute or self.offload):
-            raise GemscError(
-                "--tiles goes neither with --recompute nor with --offload yet",
-                help="more tiles save memory as well",
-            )
         if self.fuse_halos not in ("auto", "off") and not self.fuse_halos.isdecimal():
             raise GemscError(
                 f"--fuse-halos {self.fuse_halos} is neither auto, off nor a number",
                 help="give the most layers that share one halo, or auto or off",
             )
-
         if self.overlap_halos not in ("auto", "off", "on"):
             raise GemscError(
                 f"--overlap-halos {self.overlap_halos} is neither auto, off nor on",
