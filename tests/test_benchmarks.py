@@ -40,11 +40,12 @@ def test_the_cpu_cost_benchmark_prints_a_row_for_each_group():
     _, *rows, note = run_quickly("cpu_cost.py")
     assert [row[:16].strip() for row in rows] == [
         "one process",
+        "large pages",
         "2 ranks",
         "two, unrelated",
     ]
     assert "others used" in note
-    assert all(len(numbers(row)) == 5 and min(numbers(row)) > 0 for row in rows)
+    assert all(len(numbers(row)) == 6 and min(numbers(row)) > 0 for row in rows)
 
 
 def test_the_time_model_benchmark_prints_errors_and_balances():

@@ -87,7 +87,7 @@ def annotate(
         told_of_calls(ledger.book_call),
         torch.random.fork_rng(devices=[]),
     ):
-        with WeightedCalls(ledger.note_weights):
+        with WeightedCalls(ledger.note_weights), torch.set_grad_enabled(training):
             run_nodes(program.graph.nodes, values, fake, observe=ledger.observe)
         reached = _gradient_reaches(program, values, fake, ledger)
     seen: set[int] = set()

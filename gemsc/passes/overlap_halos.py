@@ -71,21 +71,19 @@ class OverlapHalos(Pass):
     def apply(self, program: Program) -> Program:
         """Return the program in which these layers get their halo on the way."""
         found = _candidates(program)
-        layers: Collection[str] = found
-        if self.layers is not None:
-            layers = self.layers & found.keys()
-        elif found and not self.everywhere:
-            layers = self._worth(program, found)
-        if not layers:
-            return program
-        return self._annotated(overlap(program, layers))
+        if found and self.layers is None and not self.everywhere:
+            return self._where_it_pays(program, found)
+        layers = found if self.layers is None else self.layers & found.keys()
+        return self._annotated(overlap(program, layers)) if layers else program
 
     def _annotated(self, program: Program) -> Program:
         annotate(program, device=self.device, training=self.training)
         return program
 
-    def _worth(self, program: Program, found: Mapping[str, fx.Node]) -> set[str]:
-        """Return the layers that are predicted to be quicker so."""
+    def _where_it_pays(
+        self, program: Program, found: Mapping[str, fx.Node]
+    ) -> Program:
+        """Return the program in which layers overlap that are predicted to gain."""
         device = self.device or read_hardware().device
         links = dict(self.links)
         hidden = {}
@@ -105,7 +103,9 @@ class OverlapHalos(Pass):
                     extra = max(extra, SPLIT_SHARE * _seconds(layer))
                 if hidden[path] > extra:
                     worth.add(path)
-        return worth
+        if len(worth) == len(hidden):
+            return tried
+        return self._annotated(overlap(program, worth)) if worth else program
 
 
 def overlapped_layers(program: Program) -> tuple[str, ...]:

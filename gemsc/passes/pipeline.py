@@ -125,21 +125,21 @@ def _links(program: Program, options: CompileOptions) -> dict[int, Link]:
 
 
 def _overlaps(
-    program: Program, options: CompileOptions, training: Program | None
+    program: Program, options: CompileOptions, decided: Program | None, *, trains: bool
 ) -> tuple[Pass, ...]:
     """Return the pass that lets halos travel during work, by `--overlap-halos`.
 
-    Evaluation does as training does.
+    All tiles do as the first one does, and evaluation as training: as was `decided`.
     """
     if options.overlap_halos == "off":
         return ()
-    links = tuple(_links(program, options).items())
     device = read_hardware(options.hardware).device
-    if training is None:
-        everywhere = options.overlap_halos == "on"
-        return (OverlapHalos(everywhere=everywhere, links=links, device=device),)
-    layers = frozenset(overlapped_layers(training))
-    return (OverlapHalos(layers, device=device, training=False),)
+    if decided is not None:
+        layers = frozenset(overlapped_layers(decided))
+        return (OverlapHalos(layers, device=device, training=trains),)
+    links = tuple(_links(program, options).items())
+    everywhere = options.overlap_halos == "on"
+    return (OverlapHalos(everywhere=everywhere, links=links, device=device),)
 
 
 def tile_programs(
@@ -170,17 +170,17 @@ def tile_programs(
     device = read_hardware(options.hardware).device
     trains = training is None
     local = (LocalBatchnorm(trains, device),) if options.local_batchnorm else ()
-    overlaps = _overlaps(program, options, training)
-    found = []
+    found: list[Program] = []
     for tile in range(placement.num_tiles) if tiles is None else tiles:
         passes: tuple[Pass, ...] = (
             SplitTiles(placement.grids, tile, trains, device, halos),
             *local,
-            *overlaps,
+            *_overlaps(program, options, training or first, trains=trains),
             comms,
         )
         watch = after_each if tile == 0 else None  # the others differ in sizes only
         found.append(run_passes(program, passes, after_each=watch))
+        first = first or found[0]
     return tuple(_packed_alike(first or found[0], each) for each in found)
 
 
