@@ -180,7 +180,7 @@ def test_a_program_that_computes_something_else_is_not_exact(
     wrong = text.replace("self.third(", "1.001 * self.third(")
     assert wrong != text
     path.write_text(wrong)
-    outcome = start("verify", "program", "--dtype", dtype, "--steps", "1")
+    outcome = gemsc("verify", "program", "--dtype", dtype, "--steps", "1")
     assert outcome.code == 1
     assert re.search(rf"{dtype}: worst \S+, allowed \S+: NOT EXACT\n", outcome.out)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import start
+from command_line import Gemsc, gemsc_here, start
 from test_mpi import check_under_mpirun
 from test_parity import FLOAT64
 
@@ -17,14 +17,16 @@ from gemsc.plan import Plan
 from gemsc.runtime.launch import launch
 
 pytestmark = pytest.mark.mpi
+gemsc = pytest.fixture(gemsc_here)
 
 SAMPLE = [
-    ("unet", CompileOptions(ranks=2, tiles="2x1", data=2, micro_batches=2)),
-    ("unet", CompileOptions(ranks=6, tiles="2x2", schedule="master", times=1)),
     (
         "unet",
-        CompileOptions(ranks=4, tiles="2x2", micro_batches=2, overlap_halos="on"),
+        CompileOptions(
+            ranks=2, tiles="2x1", data=2, micro_batches=2, overlap_halos="on"
+        ),
     ),
+    ("unet", CompileOptions(ranks=6, tiles="2x2", schedule="master", times=1)),
     ("densecnn", CompileOptions(ranks=3, tiles="1x2", placement="folded")),
     ("tiled", CompileOptions(ranks=6, tiles="2x2,2x1", micro_batches=2)),
 ]
@@ -85,22 +87,22 @@ trainer.transport.close()
 """
 
 
-def compiled(folder: Path, name: str, *words: str) -> Path:
+def compiled(gemsc: Gemsc, folder: Path, name: str, *words: str) -> Path:
     (folder / "model.py").write_text(MODEL)
     path = folder / name
-    done = start(
+    done = gemsc(
         "compile", folder / "model.py", "-o", path, "--micro-batches", "2", *words
     )
     assert done.code == 0, done.err
     return path
 
 
-def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path) -> None:
+def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path, gemsc: Gemsc) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     found = []
     for name, words in (("one", ["--ranks", "1"]), ("tiles", ["--ranks", "4"])):
         tiles = ["--tiles", "2x2x1"] if name == "tiles" else []
-        path = compiled(tmp_path, name, *words, *tiles)
+        path = compiled(gemsc, tmp_path, name, *words, *tiles)
         result = tmp_path / f"{name}.json"
         loop = [sys.executable, str(tmp_path / "loop.py"), str(path), str(result)]
         assert launch(Plan.read(path / "plan.toml").ranks, loop, timeout=120) == 0
@@ -108,12 +110,12 @@ def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_compile_and_verify_from_the_command_line(tmp_path: Path) -> None:
+def test_compile_and_verify_from_the_command_line(tmp_path: Path, gemsc: Gemsc) -> None:
     path = compiled(
-        tmp_path, "p", "--ranks", "4", "--tiles", "2x1x2", "--schedule", "gpipe"
+        gemsc, tmp_path, "p", "--ranks", "4", "--tiles", "2x1x2", "--schedule", "gpipe"
     )
     done = start("verify", path, "--steps", "1", "--dtype", "float64")
     assert done.code == 0, done.out + done.err
     assert "exact" in done.out
-    shown = start("show", path)
+    shown = gemsc("show", path)
     assert "2 x 1 x 2" in shown.out

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import Gemsc, gemsc_here, start
 from program_support import batch_of, mse, on_ranks, written
 from support import run_on_threads
-from test_cli import start
 from torch import Tensor, nn
 
 from gemsc.compiler import CompiledProgram, compile, trace
@@ -610,14 +610,17 @@ class Gate(nn.Module):
 """
 
 
+gemsc = pytest.fixture(gemsc_here)
+
+
 @pytest.mark.mpi
 def test_the_command_reports_and_verifies_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gemsc: Gemsc
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "parts.py").write_text(PARTS)
-    outcome = start("compile", "model.py", "-o", "program")
+    outcome = gemsc("compile", "model.py", "-o", "program")
     assert outcome.code == 0, outcome.err
     note = (
         "note: parts.py:10: 'gate' stays whole on stage 0: forward needs the value of "
@@ -625,24 +628,24 @@ def test_the_command_reports_and_verifies_them(
         "one real run on example_inputs"
     )
     assert note in " ".join(outcome.out.split())
-    assert note in " ".join(start("show", "program").out.split())
+    assert note in " ".join(gemsc("show", "program").out.split())
     outcome = start("verify", "program", "--dtype", "float64", "--steps", "2")
     assert outcome.code == 0, outcome.err
     assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)
     (tmp_path / "parts.py").write_text(PARTS.replace("return -x", "return x"))
-    outcome = start("run", "program")
+    outcome = gemsc("run", "program")
     assert outcome.code == 1
     assert "parts.py: Gate" in outcome.err
 
 
 def test_the_note_names_all_stages_that_call_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gemsc: Gemsc
 ) -> None:
     monkeypatch.chdir(tmp_path)
     calls = "self.gate(self.last(self.gate(torch.tanh(self.first(x)))))"
     text = MODEL.replace("self.last(self.gate(torch.tanh(self.first(x))))", calls)
     (tmp_path / "model.py").write_text(text)
     (tmp_path / "parts.py").write_text(PARTS)
-    outcome = start("compile", "model.py", "--cuts", "last", "-o", "program")
+    outcome = gemsc("compile", "model.py", "--cuts", "last", "-o", "program")
     assert outcome.code == 0, outcome.err
     assert "'gate' stays whole on stages 0, 1: " in " ".join(outcome.out.split())

@@ -116,14 +116,16 @@ def test_plain_mpirun_starts_a_moved_program_from_anywhere(
 
 
 @pytest.mark.mpi
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(program: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    gemsc: Gemsc, program: Path
+) -> None:
     """Three epochs of three steps: at once, and with a stop after four steps."""
     for words in (
         "--epochs 3 --save at_once",
         "--steps 4 --save in_two",
         "--epochs 3 --resume in_two --save in_two",
     ):
-        outcome = start("run", program, *words.split())
+        outcome = gemsc("run", program, *words.split())
         assert outcome.code == 0, outcome.err
     names = ("at_once", "in_two")
     at_once, in_two = (load_file(f"{name}/model.safetensors") for name in names)

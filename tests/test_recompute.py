@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import MODEL, Gemsc, gemsc_here, start
+from command_line import MODEL, Gemsc, gemsc_here
 from models import MODELS
 from program_support import on_ranks, written
 from safetensors.torch import load_file
@@ -267,7 +267,7 @@ def test_under_mpirun_with_dropout(tmp_path: Path, gemsc: Gemsc) -> None:
         program, saved = tmp_path / name, tmp_path / f"{name}-saved"
         words = ("--recompute", name, "--ranks", 2, "-o", program)
         assert gemsc("compile", tmp_path / "model.py", *words).code == 0
-        assert start("run", program, "--steps", 3, "--save", saved).code == 0
+        assert gemsc("run", program, "--steps", 3, "--save", saved).code == 0
         weights.append(load_file(saved / "model.safetensors"))
     assert "recompute" in (tmp_path / "all" / "rank0.py").read_text()
     assert weights[0].keys() == weights[1].keys()
