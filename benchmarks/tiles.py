@@ -58,6 +58,7 @@ def masked(size: int) -> tuple[tuple[Tensor, ...], Tensor]:
 
 MODELS = {
     "resnet110v2": Model(lambda: ResNetV2(110), labelled, F.cross_entropy),
+    "of half width": Model(lambda: ResNetV2(110, width=8), labelled, F.cross_entropy),
     "unet": Model(lambda: unet.UNet(base=8), masked, unet.loss),
 }
 

@@ -80,9 +80,7 @@ class OverlapHalos(Pass):
         annotate(program, device=self.device, training=self.training)
         return program
 
-    def _where_it_pays(
-        self, program: Program, found: Mapping[str, fx.Node]
-    ) -> Program:
+    def _where_it_pays(self, program: Program, found: Mapping[str, fx.Node]) -> Program:
         """Return the program in which layers overlap that are predicted to gain."""
         device = self.device or read_hardware().device
         links = dict(self.links)

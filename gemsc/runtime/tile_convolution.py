@@ -177,17 +177,12 @@ class _Trip:
     def convolution(
         self, value: Tensor, weight: Tensor, bias: Tensor | None, padding: list[int]
     ) -> Tensor:
-        return torch.convolution(
-            value,
-            weight,
-            bias,
-            self.stride,
-            padding,
-            self.dilation,
-            False,
-            [0] * len(padding),
-            self.groups,
-        )
+        return torch.convolution(value, weight, bias, *self._settings(padding))
+
+    def _settings(self, padding: list[int]) -> tuple[Any, ...]:
+        """Return the operators' arguments after the tensors: none is transposed."""
+        zeros = [0] * len(padding)
+        return self.stride, padding, self.dilation, False, zeros, self.groups
 
     def backward(
         self,
@@ -203,12 +198,7 @@ class _Trip:
             value,
             weight,
             [weight.shape[0]] if wanted[2] else None,
-            self.stride,
-            padding,
-            self.dilation,
-            False,
-            [0] * len(padding),
-            self.groups,
+            *self._settings(padding),
             wanted,
         )
         return result
