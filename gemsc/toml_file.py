@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -129,7 +130,7 @@ class _Builder:
     strict: bool
 
     def table(self, kind: type[T], entries: dict[str, Any], keys: Keys) -> T:
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         for name in entries if self.strict else ():
             if name not in hints:
                 close = get_close_matches(name, hints, n=1)
@@ -189,6 +190,11 @@ class _Builder:
             f"{_dotted(keys)} is {value!r}, which is no {_WORDS.get(origin, 'table')}",
             help=f"mend the entry, or {self.file.advice}",
         )
+
+
+@functools.cache  # a plan has thousands of tables of one kind
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _split(dotted: str) -> Keys:

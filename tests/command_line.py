@@ -13,7 +13,16 @@ import pytest
 
 from gemsc import cli
 
-__all__ = ["GEMSC", "MODEL", "Gemsc", "Outcome", "files", "gemsc_here", "start"]
+__all__ = [
+    "GEMSC",
+    "MODEL",
+    "Gemsc",
+    "Outcome",
+    "files",
+    "gemsc_here",
+    "line_of",
+    "start",
+]
 
 GEMSC = Path(sys.executable).with_name("gemsc")
 SECONDS = 120  # no command of a test takes as long
@@ -132,3 +141,8 @@ def files(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
+
+
+def line_of(part: str, text: str) -> int:
+    """Return the number of the first line that a part of the text begins in."""
+    return text[: text.index(part)].count("\n") + 1

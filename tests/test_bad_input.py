@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import MODEL, SECONDS, Gemsc, Outcome, files, gemsc_here, start
+from command_line import (
+    MODEL,
+    SECONDS,
+    Gemsc,
+    Outcome,
+    files,
+    gemsc_here,
+    line_of,
+    start,
+)
 from torch import nn
 
 from gemsc.errors import GemscError
@@ -479,11 +488,6 @@ def test_a_program_without_its_model_says_which_file_is_gone(
     assert f"{program.parent / 'model.py'} is not there any more" in outcome.err
 
 
-def _line_of(part: str, file: Path) -> int:
-    """Return the first line with a part of it; the first line of all for ""."""
-    return file.read_text().partition(part)[0].count("\n") + 1 if part else 1
-
-
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -500,7 +504,7 @@ def test_a_damaged_plan_is_refused(
     for command in ("run", "show", "verify", "graph"):
         outcome = gemsc(command, "program")
         assert outcome.code == 1
-        line = _line_of(new, program / "plan.toml")
+        line = line_of(new, (program / "plan.toml").read_text())
         assert outcome.err.startswith(f"program/plan.toml:{line}: error: {says}")
         assert "\nhelp: " in outcome.err
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import MODEL, Gemsc, gemsc_here
+from command_line import MODEL, Gemsc, gemsc_here, line_of
 from torch import nn
 
 import gemsc
@@ -158,10 +158,6 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
     assert plan.placement == "explicit"
 
 
-def _line(text: str, part: str) -> int:
-    return text[: text.index(part)].count("\n") + 1
-
-
 @pytest.mark.parametrize(
     ("edit", "marked", "says"),
     [
@@ -269,7 +265,7 @@ def test_a_wrong_edit_is_refused_with_its_line(
     path.write_text(text)
     outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
     assert outcome.code == 1
-    assert f"plan.toml:{_line(text, marked)}: error:" in outcome.err
+    assert f"plan.toml:{line_of(marked, text)}: error:" in outcome.err
     assert says in outcome.err
     assert "help: " in outcome.err
     assert not (tmp_path / "second").exists()

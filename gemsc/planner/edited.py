@@ -225,16 +225,21 @@ def check_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> None:
             if name == expected:
                 following += 1
                 continue
-            near = get_close_matches(name, names, n=3) or names
-            wrong = (
+            here = ("stages", index, "blocks")
+            if name not in names:
+                near = get_close_matches(name, names, n=3) or names
+                raise file.error(
+                    here,
+                    f"the model has no block '{name}'",
+                    help=f"blocks: {', '.join(near)}",
+                    word=f'"{name}"',
+                )
+            raise file.error(
+                here,
                 f"block '{name}' is out of order in stage {index}: "
                 + (f"'{expected}' comes next" if expected else "all are there already"),
-                "stages hold the model's blocks in their order, each once",
-            )
-            if name not in names:
-                wrong = f"the model has no block '{name}'", f"blocks: {', '.join(near)}"
-            raise file.error(
-                ("stages", index, "blocks"), wrong[0], help=wrong[1], word=f'"{name}"'
+                help="stages hold the model's blocks in their order, each once",
+                word=f'"{name}"',
             )
         for entry in ("recompute", "offload"):
             for name in set(getattr(stage, entry)) - set(stage.blocks):

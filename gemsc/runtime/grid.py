@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gemsc.boxes import shape_of
-from gemsc.runtime.exchange import Exchange, Piece, View
+from gemsc.runtime.exchange import Exchange, View
 from gemsc.runtime.link import Link
 from gemsc.runtime.tile_convolution import reach
 from gemsc.runtime.tile_layers import LayersOnTiles
@@ -114,13 +114,7 @@ class Grid(LayersOnTiles):
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
         """Return the wanted box. Own pieces are copied while the others arrive."""
         view = exchange.seen_from(self.tile)
-        sends = {
-            tile: [held[p.within(view.held)] for p in pieces]
-            for tile, pieces in view.sent.items()
-        }
-        flight = self._mailbox.post(
-            exchange, sends, _shapes(view.received), held.dtype, back=False
-        )
+        flight = self._mailbox.depart(exchange, view, held)
         result = _begun(held, view, exchange.fill)
         strips = [s for tile in view.received for s in flight.take(tile, keep=True)]
         _put(result, view, strips)
@@ -138,9 +132,7 @@ class Grid(LayersOnTiles):
             tile: [gradient[p.placed(view.wanted)] for p in pieces]
             for tile, pieces in view.received.items()
         }
-        flight = self._mailbox.post(
-            exchange, sends, _shapes(view.sent), gradient.dtype, back=True
-        )
+        flight = self._mailbox.depart_back(exchange, view, sends, gradient.dtype)
         if len(view.own) == 1 and view.own[0].box == view.held:
             result = gradient[view.own[0].placed(view.wanted)].clone(
                 memory_format=torch.contiguous_format
@@ -155,10 +147,6 @@ class Grid(LayersOnTiles):
                 result[piece.within(view.held)] += part
         flight.finish()
         return result
-
-
-def _shapes(pieces: dict[int, tuple[Piece, ...]]) -> dict[int, list[tuple[int, ...]]]:
-    return {tile: [piece.shape for piece in each] for tile, each in pieces.items()}
 
 
 def _begun(held: Tensor, view: View, fill: float) -> Tensor:

@@ -72,23 +72,23 @@ class _Border:
     pieces: tuple[tuple[int, Piece, Box], ...]
 
 
-def _borders(view: View, rows: tuple[int, ...], padding: list[int]) -> list[_Border]:
-    """Return the sides to which other tiles contribute.
+def _borders(
+    view: View, rows: tuple[int, ...], padding: list[int]
+) -> Iterator[_Border]:
+    """Yield the sides to which other tiles contribute.
 
     Sides of an axis have the halo's corners of later axes; those of earlier axes are
     zeros around them.
     """
-    return list(_sides(view, rows, padding))
-
-
-def _sides(view: View, rows: tuple[int, ...], padding: list[int]) -> Iterator[_Border]:
     for axis, count in enumerate(rows):
         if not count:
             continue
         dim = axis + 2
         start, stop = view.held[dim]
         later = [d for d in range(dim + 1, len(view.held)) if rows[d - 2]]
-        outer = [view.wanted[d] if d in later else view.held[d] for d in _all(view)]
+        outer = list(view.held)
+        for each in later:
+            outer[each] = view.wanted[each]
         around = [
             0 if a == axis or a + 2 in later else pad for a, pad in enumerate(padding)
         ]
@@ -110,10 +110,6 @@ def _sides(view: View, rows: tuple[int, ...], padding: list[int]) -> Iterator[_B
                 outer[dim] = whole
                 place = (*(slice(None),) * dim, slice(*part))
                 yield _Border(tuple(outer), place, tuple(around), pieces)
-
-
-def _all(view: View) -> range:
-    return range(len(view.held))
 
 
 def convolved(
@@ -155,24 +151,20 @@ class _Trip:
             count or pad for count, pad in zip(rows, own, strict=True)
         ]  # a layer on tiles has no padding where these are cut
         self.stride = list(layer.stride)
-        self.borders = _borders(view, rows, self.padding)
+        self.borders = tuple(_borders(view, rows, self.padding))
 
     def post(self, held: Tensor) -> Flight | None:
         """Send what other tiles want."""
         if self.mailbox is None:
             return None
-        view = self.view
-        sends = {t: [held[p.within(view.held)]] for t, (p,) in view.sent.items()}
-        shapes = {t: [p.shape] for t, (p,) in view.received.items()}
-        return self.mailbox.post(self.exchange, sends, shapes, held.dtype, back=False)
+        return self.mailbox.depart(self.exchange, self.view, held)
 
     def post_back(self, gradients: dict[int, Tensor], like: Tensor) -> Flight | None:
         """Send gradients home."""
         if self.mailbox is None:
             return None
-        shapes = {t: [p.shape] for t, (p,) in self.view.sent.items()}
         sends = {tile: [gradient] for tile, gradient in gradients.items()}
-        return self.mailbox.post(self.exchange, sends, shapes, like.dtype, back=True)
+        return self.mailbox.depart_back(self.exchange, self.view, sends, like.dtype)
 
     def convolution(
         self, value: Tensor, weight: Tensor, bias: Tensor | None, padding: list[int]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
-from gemsc.runtime.exchange import Exchange
+from gemsc.runtime.exchange import Exchange, Piece, View
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.transport import Request, Standing
 
@@ -105,6 +105,25 @@ class TileMailbox:
     def buffers(self) -> list[Tensor]:
         """The memory that stays."""
         return list(self._buffers.values())
+
+    def depart(self, exchange: Exchange, view: View, held: Tensor) -> Flight:
+        """Start to send what other tiles want of the held box, and to receive."""
+        sends = {
+            tile: [held[piece.within(view.held)] for piece in pieces]
+            for tile, pieces in view.sent.items()
+        }
+        receives = _shapes(view.received)
+        return self.post(exchange, sends, receives, held.dtype, back=False)
+
+    def depart_back(
+        self,
+        exchange: Exchange,
+        view: View,
+        gradients: Mapping[int, Sequence[Tensor]],
+        dtype: torch.dtype,
+    ) -> Flight:
+        """Start to send home the gradients of what came from each tile."""
+        return self.post(exchange, gradients, _shapes(view.sent), dtype, back=True)
 
     def post(
         self,
@@ -194,6 +213,10 @@ class TileMailbox:
             for message in route.messages:
                 message.free()
         self._routes.clear()
+
+
+def _shapes(pieces: Mapping[int, tuple[Piece, ...]]) -> dict[int, list[Shape]]:
+    return {tile: [piece.shape for piece in each] for tile, each in pieces.items()}
 
 
 def _count(shapes: Sequence[Shape]) -> int:

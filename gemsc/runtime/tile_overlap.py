@@ -141,14 +141,7 @@ class _Trip:
     def start(self, held: Tensor) -> None:
         """Send what other tiles want."""
         if self.mailbox is not None:
-            sends = {
-                tile: [held[piece.within(self.view.held)]]
-                for tile, (piece,) in self.view.sent.items()
-            }
-            shapes = {t: [piece.shape] for t, (piece,) in self.view.received.items()}
-            self.flight = self.mailbox.post(
-                self.exchange, sends, shapes, held.dtype, back=False
-            )
+            self.flight = self.mailbox.depart(self.exchange, self.view, held)
 
     def borders(self, held: Tensor) -> tuple[Tensor, ...]:
         """Wait; return the inputs of the outer parts."""
@@ -184,9 +177,8 @@ class _Trip:
             self.add_to(total, piece.box)
             sends[tile] = [total]
         if self.mailbox is not None:
-            shapes = {t: [piece.shape] for t, (piece,) in self.view.sent.items()}
-            self.flight = self.mailbox.post(
-                self.exchange, sends, shapes, like.dtype, back=True
+            self.flight = self.mailbox.depart_back(
+                self.exchange, self.view, sends, like.dtype
             )
 
     def add_to(self, total: Tensor, box: Box) -> None:
