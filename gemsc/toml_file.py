@@ -130,7 +130,7 @@ class _Builder:
     strict: bool
 
     def table(self, kind: type[T], entries: dict[str, Any], keys: Keys) -> T:
-        hints = _hints(kind)
+        hints = _hints(kind)  # type: ignore[arg-type]
         for name in entries if self.strict else ():
             if name not in hints:
                 close = get_close_matches(name, hints, n=1)
@@ -193,7 +193,7 @@ class _Builder:
 
 
 @functools.cache  # a plan has thousands of tables of one kind
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
