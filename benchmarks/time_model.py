@@ -3,12 +3,14 @@
 python benchmarks/time_model.py [--hardware my.toml] [--quick] [--only resnet50]
 
 Five networks at three sizes each, cut into 2 to 4 stages; one thread. Measured are
-medians of some runs of each stage, forward and backward; a stage is measured again if
-other processes took more than a tenth of a core meanwhile. The networks play no part in
-the calibration, whose operators have random shapes.
+medians of some runs of each stage, forward and backward, in two moments that are minutes
+apart: the less of the two counts, since other work on a machine only adds to it. A stage
+is measured again if other processes took more than a tenth of a core meanwhile. The
+networks play no part in the calibration, whose operators have random shapes.
 
 balance: the slowest stage (measured) of the cuts chosen by prediction, over that of the
-cuts chosen by measuring each block.
+cuts chosen by measuring each block; both are measured in turn, and the median of some
+pairs counts.
 """
 
 from __future__ import annotations
@@ -251,21 +253,18 @@ class Bench:
     target: Tensor
     rounds: int
 
-    def measure(self, groups: Sequence[Stage], tries: int = 4) -> list[BlockTimes]:
-        """Return the times of stages: the least of those of some quiet moment."""
-        found: list[list[BlockTimes]] = []
+    def measure(self, groups: Sequence[Stage], tries: int = 3) -> list[BlockTimes]:
+        """Return the times of stages, in a moment without others if there is one."""
+        found: list[BlockTimes] = []
 
         def run() -> None:
             args = self.program, groups, self.inputs, self.target
-            found.append(time_nodes(*args, rounds=self.rounds))
+            found[:] = time_nodes(*args, rounds=self.rounds)
 
         for _ in range(tries):
-            if others(run) < BUSY and len(found) > 1:
+            if others(run) < BUSY:
                 break
-        return [
-            BlockTimes(min(t.forward for t in each), min(t.backward for t in each))
-            for each in zip(*found, strict=True)
-        ]
+        return found
 
     def stages(self, program: Program, count: int) -> tuple[Stage, ...]:
         """Return the cuts that the compiler chooses for what it knows."""
@@ -287,8 +286,8 @@ def in_program(stages: Sequence[Stage], program: Program) -> list[Stage]:
     ]
 
 
-def run_case(case: Case, hardware: str, rounds: int) -> tuple[list[float], float]:
-    """Print one case; return the errors of its stages, and that of the balance."""
+def prepare(case: Case, hardware: str, rounds: int) -> Bench:
+    """Return the case, traced, its seconds predicted."""
     torch.manual_seed(0)
     model, x = case.make(), case.input()
     with torch.no_grad():
@@ -296,9 +295,21 @@ def run_case(case: Case, hardware: str, rounds: int) -> tuple[list[float], float
     machine = read_hardware(hardware)
     feed = {"loss": case.loss, "example_target": target, "check": False}
     program = trace(model, (x,), hardware=machine, **feed).program
-    bench = Bench(program, (x,), target, rounds)
-    stages = bench.stages(program, case.stages)
-    measured = bench.measure(stages)
+    return Bench(program, (x,), target, rounds)
+
+
+def less(moments: Sequence[Sequence[BlockTimes]]) -> list[BlockTimes]:
+    """Return the least times of each stage."""
+    return [
+        BlockTimes(min(t.forward for t in each), min(t.backward for t in each))
+        for each in zip(*moments, strict=True)
+    ]
+
+
+def show_errors(
+    case: Case, stages: Sequence[Stage], measured: Sequence[BlockTimes]
+) -> list[float]:
+    """Print and return the errors of the predictions."""
     errors = []
     for stage, found in zip(stages, measured, strict=True):
         pairs = (
@@ -312,13 +323,21 @@ def run_case(case: Case, hardware: str, rounds: int) -> tuple[list[float], float
                 f"  {name} {1e3 * said:8.1f} {1e3 * took:8.1f} ms {errors[-1]:+6.1%}"
             )
         print(f"{case.name:<20} stage {stage.index}{text}", flush=True)
-    timed = run_passes(program, (TimeBlocks((x,), target, rounds=rounds),))
-    best = in_program(bench.stages(timed, case.stages), program)
-    ratio = 1.0
-    if [len(s.blocks) for s in best] != [len(s.blocks) for s in stages]:
-        ratio = slowest(measured) / slowest(bench.measure(best))
-    print(f"{case.name:<20} balance: {ratio - 1:+.1%} slower than by profiling")
-    return errors, ratio - 1
+    return errors
+
+
+def loss_of_balance(bench: Bench, stages: Sequence[Stage], pairs: int = 5) -> float:
+    """Return how much slower the slowest stage is than if the blocks are measured."""
+    time_blocks = TimeBlocks(bench.inputs, bench.target, rounds=bench.rounds)
+    timed = run_passes(bench.program, (time_blocks,))
+    best = in_program(bench.stages(timed, len(stages)), bench.program)
+    if [len(s.blocks) for s in best] == [len(s.blocks) for s in stages]:
+        return 0.0
+    ratios = [
+        slowest(bench.measure(stages)) / slowest(bench.measure(best))
+        for _ in range(pairs)
+    ]
+    return statistics.median(ratios) - 1
 
 
 def main() -> None:
@@ -334,12 +353,25 @@ def main() -> None:
     errors: list[float] = []
     balances: list[float] = []
     with one_thread():
-        for case in chosen:
-            if case.name.startswith(options.only):
-                rounds = 1 if options.quick else options.rounds
-                found, balance = run_case(case, options.hardware, rounds)
-                errors += found
-                balances.append(balance)
+        rounds = 1 if options.quick else options.rounds
+        cases = [case for case in chosen if case.name.startswith(options.only)]
+        benches = [prepare(case, options.hardware, rounds) for case in cases]
+        cuts = [
+            bench.stages(bench.program, case.stages)
+            for case, bench in zip(cases, benches, strict=True)
+        ]
+        moments = [
+            [bench.measure(cut) for bench, cut in zip(benches, cuts, strict=True)]
+            for _ in range(2)
+        ]
+        for case, bench, cut, *found in zip(
+            cases, benches, cuts, *moments, strict=True
+        ):
+            errors += show_errors(case, cut, less(found))
+            balances.append(loss_of_balance(bench, cut))
+            print(
+                f"{case.name:<20} balance: {balances[-1]:+.1%} slower than by profiling"
+            )
     sizes = [abs(error) for error in errors]
     bias = math.exp(statistics.fmean(math.log1p(error) for error in errors)) - 1
     print(

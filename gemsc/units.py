@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, operations and seconds with their units."""
+"""Numbers for people: bytes, operations, seconds and counts with their units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import re
 
 from gemsc.errors import GemscError
 
-__all__ = ["parse_bytes", "show_bytes", "show_flops", "show_seconds"]
+__all__ = [
+    "parse_bytes",
+    "show_bytes",
+    "show_flops",
+    "show_micro_batches",
+    "show_seconds",
+]
 
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 DECIMAL = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
@@ -26,6 +32,11 @@ def show_flops(count: float) -> str:
 def show_seconds(seconds: float) -> str:
     """Return for example `3.2 ms`."""
     return _show(seconds * 1e6, 1000, TIMES, (0, 1, 2))
+
+
+def show_micro_batches(count: int) -> str:
+    """Return for example `1 micro-batch` or `4 micro-batches`."""
+    return f"{count} micro-batch{'es' * (count != 1)}"
 
 
 def _show(

@@ -26,6 +26,7 @@ from gemsc.planner.candidates import Candidate
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.hardware import read_hardware
 from gemsc.runtime.launch import restart_like_a_rank
+from gemsc.units import show_micro_batches
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.tables import opaque_notes, show_candidates
 from gemsc.viz.tables import show as show_plan
@@ -135,7 +136,7 @@ def _report(
     stages = ", ".join(f"{len(stage.blocks)}" for stage in plan.stages)
     console.print(
         f"{plan.model}: {plan.ranks} ranks, stages of {stages} blocks, "
-        f"{plan.schedule}, {plan.micro_batches} micro-batches{where}",
+        f"{plan.schedule}, {show_micro_batches(plan.micro_batches)}{where}",
         highlight=False,
     )
     for note in opaque_notes(plan):

@@ -114,12 +114,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Read names between commas; `off` is none."""
-    return () if text == "off" else tuple(filter(None, text.split(",")))
-
-
-def _grids(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
+    """Read words between commas; `off` is none."""
+    words = (word.strip() for word in text.split(","))
+    return () if text == "off" else tuple(filter(None, words))
 
 
 def _bytes(text: str | None) -> int | None:
@@ -191,9 +188,9 @@ FLAGS = {
         default=DEFAULTS.check,
     ),
     "tiles": _Flag(
-        help="split pictures over ranks: 2x2, 4x1, 2x2x2, 2x2,2x1, auto",
+        help="split pictures over ranks: off, auto, 2x2, 4x1, 2x2x2, 2x2,2x1",
         default="",
-        read=_grids,
+        read=_names,
     ),
     "local_batchnorm": _Flag(
         kind=bool,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import resource
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ __all__ = ["BlockTimes", "Progress", "time_nodes"]
 
 Values = dict[fx.Node, Any]
 Progress = Callable[[str, float], None]
+PATIENCE = 3  # times as many runs at most, until memory stops growing
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,16 @@ class BlockTimes:
 
     forward: float
     backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a group: its seconds, the pages it was first to use, its values."""
+
+    forward: float
+    backward: float
+    new_pages: int
+    values: Values
 
 
 def time_nodes(
@@ -48,7 +61,8 @@ def time_nodes(
     generators are put back. What a block takes from earlier ones is what they computed
     from the example inputs; gradients of what it gives are random. Gradients of
     parameters are added up, as in a step of several micro-batches. The first run of
-    each is not counted.
+    each is not counted, nor are those that wait for new memory from the system, which
+    the steps of a training soon have all of.
     """
     holder = nn.Module()
     holder._modules.update(program.module._modules)
@@ -62,15 +76,26 @@ def time_nodes(
     with seeded(0), torch.enable_grad():
         for index, group in enumerate(groups):
             progress(getattr(group, "name", f"stage {index}"), index / len(groups))
-            runs = [_run(group.nodes, values, module) for _ in range(rounds + 1)]
-            values |= runs[-1][2]
+            runs = _steady(partial(_run, group.nodes, values, module), rounds)
+            values |= runs[0].values
             times.append(
                 BlockTimes(
-                    statistics.median(forward for forward, _, _ in runs[1:]),
-                    statistics.median(backward for _, backward, _ in runs[1:]),
+                    statistics.median(run.forward for run in runs),
+                    statistics.median(run.backward for run in runs),
                 )
             )
     return times
+
+
+def _steady(run: Callable[[], _Run], rounds: int) -> list[_Run]:
+    """Return as many runs, the first one apart, that had no new pages, or fewest."""
+    run()
+    runs: list[_Run] = []
+    steady = 0
+    while steady < rounds and len(runs) < PATIENCE * rounds:
+        runs.append(run())
+        steady += not runs[-1].new_pages
+    return sorted(runs, key=lambda each: each.new_pages)[:rounds]
 
 
 def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Values:
@@ -86,10 +111,9 @@ def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Valu
     return values
 
 
-def _run(
-    nodes: Iterable[fx.Node], known: Values, module: nn.Module
-) -> tuple[float, float, Values]:
-    """Run nodes forward and backward; return both times, and their values, detached."""
+def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _Run:
+    """Run nodes forward and backward, once; the values are detached."""
+    pages = _pages_used()
     own = list(nodes)
     inside = set(own)
     taken = {n for node in own for n in node.all_input_nodes if n not in inside}
@@ -107,13 +131,19 @@ def _run(
         if isinstance(tensor, Tensor) and tensor.requires_grad
     ]
     if not (ends and any(meta.needs_gradient(node) for node in own)):
-        return forward, 0.0, _detached(given, values)
+        return _Run(forward, 0.0, _pages_used() - pages, _detached(given, values))
     gradients = [torch.randn_like(tensor) for tensor in ends]
     detached = _detached(given, values)
     started = clock()
     torch.autograd.backward(ends, gradients)
     _wait(values)
-    return forward, clock() - started, detached
+    backward = clock() - started
+    return _Run(forward, backward, _pages_used() - pages, detached)
+
+
+def _pages_used() -> int:
+    """Return how many pages of memory this process has been first to use."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _leaf(node: fx.Node, value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gemsc.errors import GemscError
 from gemsc.runtime.message import Input
 from gemsc.runtime.tiled_data import Window
+from gemsc.units import show_micro_batches
 
 __all__ = ["BatchShape"]
 
@@ -62,10 +63,10 @@ class BatchShape:
             whole = (count * shape[0], *shape[1:])
             size = self.micro_batches * shape[0]
         if tuple(tensor.shape) not in (whole, (size, *shape[1:])):
-            of = f": {count} micro-batches of {list(shape)}" if item.batched else ""
+            parts = f": {show_micro_batches(count)} of {list(shape)}"
             raise GemscError(
                 f"{item.name} has shape {list(tensor.shape)}, this program takes "
-                f"{list(whole)}{of}",
+                f"{list(whole)}{parts if item.batched else ''}",
                 help="give such batches, or compile again with another --micro-batches "
                 "or other example_inputs()",
             )

@@ -12,7 +12,7 @@ import numpy as np
 from gemsc.plan import Plan, PlannedStage
 from gemsc.planner.candidates import Candidate, reason
 from gemsc.planner.explain import explain
-from gemsc.units import show_bytes, show_flops, show_seconds
+from gemsc.units import show_bytes, show_flops, show_micro_batches, show_seconds
 from gemsc.viz.columns import sample
 from gemsc.viz.html import Cell, bar, card, cell, link, section, table
 from gemsc.viz.panel import Panel
@@ -100,7 +100,7 @@ def _header(plan: Plan) -> str:
     )
     return (
         f"<header><h1>{escape(plan.model)} on {plan.ranks:,} ranks</h1>"
-        f"<p>{escape(plan.schedule)}, {plan.micro_batches} micro-batches of "
+        f"<p>{escape(plan.schedule)}, {show_micro_batches(plan.micro_batches)} of "
         f"{plan.micro_batch_size}, placement {escape(plan.placement)}{copies}</p>"
         f"<code>{escape(plan.command)}</code>"
         f'<div class="cards">{"".join(cards)}</div></header>'

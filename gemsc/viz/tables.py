@@ -12,7 +12,7 @@ from rich.text import Text
 from gemsc.plan import Plan, PlannedStage
 from gemsc.planner.candidates import Candidate, reason
 from gemsc.planner.explain import explain
-from gemsc.units import show_bytes, show_flops, show_seconds
+from gemsc.units import show_bytes, show_flops, show_micro_batches, show_seconds
 from gemsc.viz.columns import Column, column, fitted, sample
 from gemsc.viz.strip import strips
 
@@ -121,8 +121,8 @@ def _summary(plan: Plan) -> RenderableType:
     copies = f" in each of {plan.data} copies" if plan.data > 1 else ""
     return Group(
         Text(f"{plan.model}: {plan.ranks} ranks, {plan.schedule}, "
-             f"{plan.micro_batches} micro-batches{copies}, placement {plan.placement}",
-             style="bold"),
+             f"{show_micro_batches(plan.micro_batches)}{copies}, "
+             f"placement {plan.placement}", style="bold"),
         Text(plan.command, style="dim"),
         Text(
             f"predicted ({plan.times}): {show_seconds(plan.step_seconds)} a step, "

@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.units import show_bytes, show_seconds
+from gemsc.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.viz.panel import (
     Arrow,
     Mark,
@@ -52,7 +52,7 @@ def write_timeline(
     copies = f" in each of {plan.data} copies" if plan.data > 1 else ""
     heading = (
         f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
-        f"{plan.micro_batches} micro-batches{copies}"
+        f"{show_micro_batches(plan.micro_batches)}{copies}"
     )
     beside = path.with_name(f".{path.name}")
     beside.write_text(draw(heading, panels), encoding="utf-8")

@@ -1,0 +1,306 @@
+"""What each process of a group runs: it makes steps when contenders.py asks for them.
+
+Kinds of processes:
+
+    alone   one process, plain PyTorch, the same micro-batches
+    plain   the same, with the malloc of a process that gemsc has not started
+    gemsc   a compiled program under gemsc's own launcher
+    torch   the same generated stages on torch.distributed.pipelining, over gloo
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import CASES
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gemsc
+from gemsc.runtime.message import Input, Message
+from gemsc.runtime.trainer import load_rank_module
+from gemsc.runtime.weights import fill, read_tensors
+
+__all__ = ["Job"]
+
+LEARNING_RATE = 0.001
+LONGEST_WAIT = timedelta(hours=1)  # while other groups have their turns
+TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+Step = Callable[[], list[float]]  # returns the mean loss, where the rank knows it
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a group trains."""
+
+    case: str
+    ranks: int
+    micro_batches: int
+    schedule: str
+    directory: str  # of the compiled program
+
+
+def serve(connection: Connection, step: Step) -> None:
+    """Make steps when asked; sleep otherwise."""
+    with contextlib.suppress(EOFError):
+        while (order := connection.recv()) is not None:
+            kind, num_steps = order
+            cpu = time.process_time()
+            step()
+            found = _timed(step, num_steps) if kind == "run" else _watched(step)
+            connection.send(found | {"all_cpu": time.process_time() - cpu})
+
+
+def _timed(step: Step, num_steps: int) -> dict[str, Any]:
+    losses: list[float] = []
+    cpu, start = time.process_time(), time.monotonic()
+    for _ in range(num_steps):
+        losses += step()
+    end = time.monotonic()  # one clock for all processes of a machine
+    return {
+        "start": start,
+        "end": end,
+        "cpu": time.process_time() - cpu,
+        "losses": losses,
+    }
+
+
+def _watched(step: Step) -> dict[str, Any]:
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    step()
+    status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
+    with PeakTensors() as peak:
+        step()
+    return {"resident": int(status.split()[0]) * 1024, "tensors": peak.peak}
+
+
+class PeakTensors(TorchDispatchMode):
+    """Counts the bytes of all storages alive, those at the start included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._bytes = self.peak = 0
+        gc.collect()
+        for item in gc.get_objects():
+            if issubclass(type(item), Tensor) and item.device.type == "cpu":
+                self._see(item)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget(reference: Any) -> None:
+            del self._known[key]
+            self._bytes -= size
+
+        self._known[key] = weakref.ref(storage, forget)
+        self._bytes += size
+        self.peak = max(self.peak, self._bytes)
+
+
+def start_alone(job: Job, place: Path) -> Step:
+    """Train in one process, over the same micro-batches."""
+    case = CASES[job.case]
+    model = case.build()
+    inputs, target = case.data(case.batch)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
+    count = job.micro_batches
+
+    def step() -> list[float]:
+        total = 0.0
+        parts = zip(*(tensor.chunk(count) for tensor in (*inputs, target)), strict=True)
+        for *given, wanted in parts:
+            loss = case.loss(model(*given), wanted)
+            (loss / count).backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return [total / count]
+
+    return step
+
+
+def start_gemsc(job: Job, place: Path) -> Step:
+    """Train as a user's own loop does."""
+    trainer = gemsc.load(
+        job.directory, optimizer=lambda named: torch.optim.SGD(named, lr=LEARNING_RATE)
+    )
+    case = CASES[job.case]
+    inputs, target = case.data(case.batch)
+    return lambda: [trainer.step(inputs, target)]
+
+
+class StageOnTorch(nn.Module):
+    """A generated stage as torch.distributed.pipelining wants it.
+
+    It runs the rank file's own `forward_stageN`, in the place of the worker: what that
+    receives are arguments here, what it sends are results.
+    """
+
+    def __init__(self, module: ModuleType, rank: int, directory: Path) -> None:
+        super().__init__()
+        self.names = list(module.INPUTS) if rank == 0 else []
+        self.call = getattr(module, f"forward_stage{rank}")
+        with torch.device("meta"):
+            self.stage = module.STAGES[f"stage{rank}"]()
+        weights = directory / "weights" / f"stage{rank}.safetensors"
+        fill(self.stage, read_tensors(weights), torch.device("cpu"))
+
+    def forward(self, *arguments: Tensor, **inputs: Tensor) -> Any:
+        """Return what the next stage needs, or the loss."""
+        self.given = inputs | dict(zip(self.names, arguments, strict=False))
+        self.arguments = iter(arguments)
+        self.results: list[Tensor] = []
+        self.call(self, 0)
+        results = tuple(self.results)
+        del self.given, self.arguments, self.results
+        return results if len(results) > 1 else results[0]
+
+    def input(self, name: str, m: int) -> Tensor:
+        """Return a tensor of the batch; see `_renamed`."""
+        return self.given[name if self.names else f"given_{name}"]
+
+    def receive(self, message: Message, m: int) -> Any:
+        """Return what the message carries."""
+        tensors = tuple(islice(self.arguments, len(message.values)))
+        return tensors if len(tensors) > 1 else tensors[0]
+
+    def run(self, stage: str, m: int, *inputs: Tensor) -> Any:
+        """Run the stage."""
+        return self.stage(*inputs)
+
+    def send(self, message: Message, m: int, *tensors: Tensor) -> None:
+        """Return these to the caller."""
+        self.results += tensors
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Return it to the caller."""
+        self.results.append(loss)
+
+
+def start_torch(job: Job, place: Path) -> Step:
+    """Train the same stages with PyTorch's own pipeline."""
+    rank, count = int(os.environ["RANK"]), job.micro_batches
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{place / 'store'}",
+        rank=rank,
+        world_size=job.ranks,
+        timeout=LONGEST_WAIT,
+    )
+    module = load_rank_module(Path(job.directory), rank)
+    model = StageOnTorch(module, rank, Path(job.directory))
+    case = CASES[job.case]
+    inputs, target = case.data(case.batch)
+    batch = {name: _pick(item, inputs, target) for name, item in module.INPUTS.items()}
+    first = [tensor[: tensor.shape[0] // count] for tensor in batch.values()]
+    loss = torch.zeros((), requires_grad=True)
+    stage = PipelineStage(
+        model,
+        rank,
+        job.ranks,
+        torch.device("cpu"),
+        # given, so that it need not run the stage on uninitialised memory
+        input_args=tuple(first if rank == 0 else _empty(module, dest=rank)),
+        output_args=(loss,) if rank else tuple(_empty(module, source=rank)),
+    )
+    schedule = TORCH_SCHEDULES[job.schedule](
+        stage,
+        count,
+        loss_fn=lambda loss, target: loss / count,
+        scale_grads=False,  # as cheap as ours: the loss is divided, not each gradient
+    )
+    named = dict(model.stage.named_parameters())
+    optimizer = torch.optim.SGD(named.items(), lr=LEARNING_RATE)
+
+    def step() -> list[float]:
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(*batch.values())
+        else:
+            schedule.step(
+                target=target, losses=losses, return_outputs=False, **_renamed(batch)
+            )
+        for name in module.REDUCTIONS:  # it leaves that to its user
+            dist.all_reduce(named[name].grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return [sum(loss.item() for loss in losses)] if losses else []
+
+    return step
+
+
+def _renamed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`target` is a parameter of schedule.step itself."""
+    return {f"given_{name}": tensor for name, tensor in batch.items()}
+
+
+def _pick(item: Input, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return inputs[item.path[1]] if item.path[0] == "input" else target
+
+
+def _empty(module: ModuleType, **ends: int) -> list[Tensor]:
+    """Return tensors like those of all messages with this source or this dest."""
+    messages = (m for m in vars(module).values() if isinstance(m, Message))
+    return [
+        torch.empty(value.shape, dtype=value.dtype, requires_grad=value.gradient)
+        for message in messages
+        if all(getattr(message, end) == rank for end, rank in ends.items())
+        for value in message.values
+    ]
+
+
+START = {
+    "alone": start_alone,
+    "plain": start_alone,
+    "gemsc": start_gemsc,
+    "torch": start_torch,
+}
+
+
+def main() -> None:
+    """Be one process of a group."""
+    kind, place, text = sys.argv[1:]
+    torch.set_num_threads(1)
+    step = START[kind](Job(**json.loads(text)), Path(place))
+    with socket.socket(socket.AF_UNIX) as end:
+        end.connect(str(Path(place) / "socket"))
+        serve(Connection(end.detach()), step)
+    if kind == "torch":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
