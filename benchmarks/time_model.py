@@ -3,10 +3,10 @@
 python benchmarks/time_model.py [--hardware my.toml] [--quick] [--only resnet50]
 
 Five networks at three sizes each, cut into 2 to 4 stages; one thread. Measured are
-medians of some runs of each stage, forward and backward, in two moments that are minutes
-apart: the less of the two counts, since other work on a machine only adds to it. A stage
-is measured again if other processes took more than a tenth of a core meanwhile. The
-networks play no part in the calibration, whose operators have random shapes.
+medians of some runs of each stage, forward and backward, at three times: the least
+counts, since other work on a machine only adds to it. A stage is measured again
+if other processes took more than a tenth of a core meanwhile. The networks play no part
+in the calibration, whose operators have random shapes.
 
 balance: the slowest stage (measured) of the cuts chosen by prediction, over that of the
 cuts chosen by measuring each block; both are measured in turn, and the median of some
@@ -39,6 +39,7 @@ from gemsc.planner.hardware import read_hardware
 from gemsc.planner.profile import BlockTimes, time_nodes
 from gemsc.runtime.launch import restart_like_a_rank
 
+MOMENTS = 3  # in which each case is measured
 BUSY = 0.1  # cores that others may take while something is measured
 
 
@@ -362,7 +363,7 @@ def main() -> None:
         ]
         moments = [
             [bench.measure(cut) for bench, cut in zip(benches, cuts, strict=True)]
-            for _ in range(2)
+            for _ in range(MOMENTS)
         ]
         for case, bench, cut, *found in zip(
             cases, benches, cuts, *moments, strict=True

@@ -313,7 +313,7 @@ def test_what_libraries_take_counts_on_every_rank(tmp_path: Path) -> None:
     text = (Path(gemsc.__file__).parent / "hardware" / "cpu-core.toml").read_text()
     path = tmp_path / "gpu.toml"
     size = 3 * 2**20
-    path.write_text(text.replace("[device]\n", f"[device]\nworkspace_bytes = {size}\n"))
+    path.write_text(text.replace("workspace_bytes = 0", f"workspace_bytes = {size}"))
     plain = lower(traced("mlp"), CompileOptions(ranks=2)).plan
     plan = lower(traced("mlp"), CompileOptions(ranks=2, hardware=str(path))).plan
     assert plan.peak_bytes == [peak + size for peak in plain.peak_bytes]
