@@ -36,7 +36,7 @@ test: $(READY)  ## lint, types and all tests, with real mpirun jobs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not mpi" --numprocesses auto --maxprocesses 8
+	$(BIN)/python -m pytest -m "not mpi" --numprocesses auto --maxprocesses 8 --dist loadfile
 	$(BIN)/python -m pytest -m mpi
 
 format: $(READY)  ## put all files into the one format

@@ -6,8 +6,9 @@ nothing of the compiler.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gemsc.lazy import loads
 
 if TYPE_CHECKING:
     from gemsc.compiler import CompiledProgram, compile
@@ -25,17 +26,14 @@ __all__ = [
     "load",
 ]
 
-HOMES = {
-    "CompileOptions": "gemsc.options",
-    "CompiledProgram": "gemsc.compiler",
-    "GemscError": "gemsc.errors",
-    "Trainer": "gemsc.runtime.trainer",
-    "compile": "gemsc.compiler",
-    "load": "gemsc.runtime.load",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module 'gemsc' has no attribute '{name}'")
-    return getattr(import_module(HOMES[name]), name)
+__getattr__ = loads(
+    __name__,
+    {
+        "CompileOptions": "gemsc.options",
+        "CompiledProgram": "gemsc.compiler",
+        "GemscError": "gemsc.errors",
+        "Trainer": "gemsc.runtime.trainer",
+        "compile": "gemsc.compiler",
+        "load": "gemsc.runtime.load",
+    },
+)

@@ -22,7 +22,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data import Batches, repeated
 from gemsc.runtime.launch import launch
-from gemsc.runtime.train import check_program
+from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.trainer import OptimizerFactory, as_structure
 from gemsc.runtime.weights import read_tensors
 from gemsc.user_model import UserModel, load_user_model

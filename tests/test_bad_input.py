@@ -26,7 +26,7 @@ from gemsc.errors import GemscError
 from gemsc.runtime import launch
 from gemsc.runtime.data import Batches
 from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.train import check_program
+from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.trainer import Trainer
 from gemsc.runtime.weights import fill
 

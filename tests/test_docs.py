@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from gemsc.cli import app
+from gemsc.cli import make_app
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.ir.dump import dump
+from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.launch import launch
-from gemsc.runtime.train import parse_arguments
 from gemsc.schedules import SCHEDULES
 from gemsc.user_model import UserModel, load_user_model
 
@@ -84,7 +84,7 @@ def test_files_and_commands_that_are_named_exist(page):
     targets = re.findall(r"`make (\w+)`", text)
     makefile = (ROOT / "Makefile").read_text()
     assert not [t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)]
-    commands = {command.name for command in app.registered_commands}
+    commands = {command.name for command in make_app().registered_commands}
     assert set(re.findall(r"`gemsc (\w+)[ `]", text)) <= commands
 
 
@@ -109,7 +109,7 @@ def test_every_page_can_be_found_from_the_readme():
 
 def test_all_commands_and_schedules_are_in_the_readme():
     text = (ROOT / "README.md").read_text()
-    for command in app.registered_commands:
+    for command in make_app().registered_commands:
         assert f"`gemsc {command.name} " in text
     for schedule in SCHEDULES:
         assert f"\n| `{schedule}` |" in text
@@ -129,7 +129,7 @@ def test_all_names_of_a_model_file_are_explained():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_are_named_exist(page, capsys):
     known = {"--update-golden", "--extra-index-url", "--help"}  # pytest's, pip's
-    for command in get_command(app).commands.values():
+    for command in get_command(make_app()).commands.values():
         known |= {name for param in command.params for name in param.opts}
         known |= {name for param in command.params for name in param.secondary_opts}
     for script in (ROOT / "benchmarks").glob("*.py"):

@@ -12,11 +12,10 @@ from models import MODELS
 from program_support import on_ranks
 from support import run_on_threads
 from test_grids import PLANS, options
-from test_parity import _default_dtype, traced, worst_error  # noqa: F401
+from test_parity import _default_dtype, lowered, worst_error  # noqa: F401
 from torch import Tensor
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
@@ -26,7 +25,7 @@ from gemsc.runtime.trainer import Trainer
 
 def programs(name: str, directory: Path, **choices: object) -> int:
     """Write a program; return its ranks."""
-    program = lower(traced(name), options(**choices))
+    program = lowered(name, options(**choices))
     write_directory(program.compilation, directory)
     return program.plan.ranks
 
@@ -41,8 +40,8 @@ def test_halos_are_fused_where_the_link_costs_more_than_the_work(
         network = replace(hardware.network, intra=link, inter=link)
         file = tmp_path / f"{name}.toml"
         replace(hardware, network=network).write(file)
-        plan = options(ranks=4, tiles="2x2", micro_batches=1, hardware=str(file))
-        (stage,) = lower(traced("unet"), plan).plan.stages
+        plan = options(ranks=2, tiles="2x1", micro_batches=1, hardware=str(file))
+        (stage,) = lowered("unet", plan).plan.stages
         assert stage.unfused_exchanges == 17
         return stage.exchanges
 
@@ -52,8 +51,8 @@ def test_halos_are_fused_where_the_link_costs_more_than_the_work(
 
 def test_local_batchnorm_fuses_no_halos() -> None:
     for how in ("3", "off"):
-        plan = options(ranks=4, tiles="2x2", local_batchnorm=True, fuse_halos=how)
-        (stage,) = lower(traced("unet"), plan).plan.stages
+        plan = options(ranks=2, tiles="2x1", local_batchnorm=True, fuse_halos=how)
+        (stage,) = lowered("unet", plan).plan.stages
         assert stage.exchanges == stage.unfused_exchanges == 17
 
 
@@ -71,7 +70,7 @@ def test_evaluation_gives_the_whole_output_once(
     name: str, plan: CompileOptions, tmp_path: Path
 ) -> None:
     case = MODELS[name]
-    program = lower(traced(name), plan)
+    program = lowered(name, plan)
     write_directory(program.compilation, tmp_path)
     inputs, target = case.inputs(2, torch.float64)
     model = case.build().double().eval()
@@ -139,14 +138,14 @@ def test_local_batchnorm_is_another_model(tmp_path: Path) -> None:
 
 
 def test_a_tile_holds_its_part_of_the_activations() -> None:
-    whole = lower(traced("unet"), options(ranks=1, micro_batches=1)).plan
-    tiles = lower(traced("unet"), options(ranks=4, tiles="2x2", micro_batches=1)).plan
+    whole = lowered("unet", options(ranks=1, micro_batches=1)).plan
+    tiles = lowered("unet", options(ranks=4, tiles="2x2", micro_batches=1)).plan
     assert tiles.activation_bytes[0] <= 0.5 * whole.activation_bytes[0]
 
 
 def written(options: CompileOptions, folder: Path) -> tuple[Plan, Any]:
     """Write the program of a U-Net; return its plan, and a batch for it."""
-    program = lower(traced("unet"), options)
+    program = lowered("unet", options)
     write_directory(program.compilation, folder)
     count = program.plan.data * program.plan.micro_batches
     return program.plan, MODELS["unet"].inputs(count, torch.float32)
@@ -225,20 +224,20 @@ def test_grids_that_do_not_fit_the_model(
     name: str, choices: dict[str, object], says: str
 ) -> None:
     with pytest.raises(GemscError, match=says) as caught:
-        lower(traced(name), options(micro_batches=1, **choices))
+        lowered(name, options(micro_batches=1, **choices))
     if name == "unet" and "placement" not in choices:
         assert "model.py" in str(caught.value)  # where the picture is used
 
 
 def test_mirrored_grids_stay_and_lone_ranks_change_places() -> None:
     plan = options(ranks=6, tiles="2x2", schedule="mast")
-    placement = lower(traced("unet"), plan).compilation.program.placement
+    placement = lowered("unet", plan).compilation.program.placement
     assert placement is not None
     grid = (0, 1, 2, 3)
     assert placement.ranks == ((grid, (4,), (5,)), (grid, (5,), (4,)))
 
 
 def test_a_split_stage_takes_more_of_the_work() -> None:
-    plan = lower(traced("resnet18"), options(ranks=5, tiles="2x2")).plan
+    plan = lowered("resnet18", options(ranks=5, tiles="2x2")).plan
     assert plan.stages[0].flops > 2 * plan.stages[1].flops
     assert plan.groups == [[0, 1, 2, 3], [4]]

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS
-from test_parity import traced
+from test_parity import lowered
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.runtime.local import LocalTransport, run_local
@@ -29,7 +28,7 @@ def _doubles() -> Any:
 
 
 def compiled(name: str, directory: Path, **options: Any) -> Plan:
-    program = lower(traced(name), CompileOptions(**options))
+    program = lowered(name, CompileOptions(**options))
     write_directory(program.compilation, directory)
     return program.plan
 

@@ -14,12 +14,11 @@ import torch
 from models import MODELS
 from program_support import on_ranks
 from skimage import data
-from test_parity import traced
+from test_parity import lowered
 from torch import Tensor
 
 from gemsc.boxes import Box
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
 from gemsc.options import CompileOptions
 from gemsc.runtime.data import Batches
 from gemsc.runtime.tiff import TiffPicture
@@ -104,7 +103,7 @@ def test_crops_of_it_train_as_if_each_rank_had_read_all(
     path: Path, tmp_path: Path
 ) -> None:
     plan = CompileOptions(ranks=2, tiles=("2x1",), fuse_halos="off", micro_batches=2)
-    write_directory(lower(traced("unet"), plan).compilation, tmp_path)
+    write_directory(lowered("unet", plan).compilation, tmp_path)
     size = MODELS["unet"].inputs(1)[0][0].shape[2]
 
     def step(trainer: Trainer, *, in_parts: bool) -> tuple[float, int]:

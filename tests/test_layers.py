@@ -24,6 +24,7 @@ HELPERS = {
     "boxes",
     "dropout",
     "fingerprint",
+    "lazy",
     "nests",
     "options",
     "plan",
@@ -36,6 +37,7 @@ IR = {*HELPERS, "ir"}
 PLANNER = {*IR, "schedules", "planner"}
 MAY_IMPORT = {
     "errors": set(),
+    "": {"lazy"},
     **dict.fromkeys(HELPERS - ERRORS, ERRORS),
     "unfilled": set(),
     "plan": {*ERRORS, "toml_file"},
@@ -188,9 +190,17 @@ def test_a_rank_loads_nothing_of_the_compiler(module):
     assert not [name for name in own if part(name) not in OF_A_RANK]
 
 
-def test_every_public_name_is_there():
-    assert sorted(gemsc.HOMES) == gemsc.__all__
-    for name in gemsc.__all__:
-        assert getattr(gemsc, name).__name__ == name
+def test_what_starts_ranks_loads_no_torch():
+    program = "import sys, gemsc.cli.run; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("package", [gemsc, gemsc.runtime])
+def test_every_public_name_is_there(package):
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        gemsc.nothing  # noqa: B018
+        package.nothing  # noqa: B018

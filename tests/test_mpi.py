@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from models import MODELS
-from test_parity import FLOAT32, FLOAT64, reference, traced
+from test_parity import FLOAT32, FLOAT64, lowered, reference
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
 from gemsc.options import CompileOptions
 from gemsc.runtime.launch import launch
 from gemsc.verify import compare, read_record
 
+PROGRAM = Path(__file__).with_name("mpi_parity_program.py")
 SAMPLE = [
     ("unet", CompileOptions(ranks=4, schedule="master", times=2), torch.float64),
     ("unet", CompileOptions(ranks=2, placement="folded", data=2), torch.float64),
@@ -24,34 +24,53 @@ SAMPLE = [
     ("resnet18", CompileOptions(ranks=4, schedule="chimera"), torch.float64),
     ("resnet50", CompileOptions(ranks=3, schedule="zb-h1"), torch.float64),
     ("densecnn", CompileOptions(ranks=2, schedule="interleaved"), torch.float64),
+    (
+        "unet",
+        CompileOptions(
+            ranks=2, tiles="2x1", data=2, micro_batches=2, overlap_halos="on"
+        ),
+        torch.float64,
+    ),
+    (
+        "unet",
+        CompileOptions(ranks=6, tiles="2x2", schedule="master", times=1),
+        torch.float64,
+    ),
+    (
+        "densecnn",
+        CompileOptions(ranks=3, tiles="1x2", placement="folded"),
+        torch.float64,
+    ),
+    ("tiled", CompileOptions(ranks=6, tiles="2x2,2x1", micro_batches=2), torch.float64),
 ]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(
-    ("name", "options", "dtype"),
-    SAMPLE,
-    ids=[f"{name} {options.command_line()}" for name, options, _ in SAMPLE],
-)
+@pytest.mark.parametrize("processes", [2, 3, 4, 6])
 def test_processes_compute_what_one_process_does(
-    name: str, options: CompileOptions, dtype: torch.dtype, tmp_path: Path
+    processes: int, tmp_path: Path
 ) -> None:
-    worst = check_under_mpirun(name, options, dtype, tmp_path)
-    assert worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32)
+    """Two steps of each program of so many ranks, in one job: starts take longest."""
+    sample = [each for each in SAMPLE if each[1].ranks * each[1].data == processes]
+    assert sample
+    words = []
+    for index, (name, options, dtype) in enumerate(sample):
+        folder = tmp_path / str(index)
+        write_directory(lowered(name, options).compilation, folder / "program")
+        batches = [MODELS[name].inputs(micro_batches(name, options), dtype)] * 2
+        torch.save(batches, folder / "batches.pt")
+        words += [str(folder), str(dtype).split(".")[1]]
+    assert launch(processes, [sys.executable, str(PROGRAM), *words], timeout=240) == 0
+    wrong = {}
+    for index, (name, options, dtype) in enumerate(sample):
+        expected = reference(name, micro_batches(name, options), dtype, 2)
+        found = compare(read_record(tmp_path / str(index), processes), expected)
+        if not found.worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32):
+            wrong[f"{name} {options.command_line()}"] = found.worst
+    assert not wrong
 
 
-def check_under_mpirun(
-    name: str, options: CompileOptions, dtype: torch.dtype, folder: Path
-) -> float:
-    """Return the worst error of two steps on processes against one process."""
-    program = lower(traced(name), options)
-    plan = program.plan
-    directory = folder / "program"
-    write_directory(program.compilation, directory)
-    count = plan.data * plan.micro_batches
-    torch.save([MODELS[name].inputs(count, dtype)] * 2, folder / "batches.pt")
-    words = ["--verify-into", str(folder), "--dtype", str(dtype).split(".")[1]]
-    code = launch(plan.ranks, [sys.executable, str(directory), *words], timeout=120)
-    assert code == 0
-    expected = reference(name, count, dtype, 2)
-    return compare(read_record(folder, plan.ranks), expected).worst
+def micro_batches(name: str, options: CompileOptions) -> int:
+    """Return how many of them all copies take in a step."""
+    plan = lowered(name, options).plan
+    return plan.data * plan.micro_batches

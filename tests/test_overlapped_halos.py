@@ -12,7 +12,7 @@ from models import MODELS
 from program_support import on_ranks
 from random_networks import random_case
 from test_grids import options
-from test_parity import traced, worst_error
+from test_parity import lowered, worst_error
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, nn
 
@@ -53,9 +53,9 @@ def check(seed: int) -> int:
     return len(overlapped_layers(step.programs[0]))
 
 
-@pytest.mark.parametrize("first", range(0, 100, 50))
+@pytest.mark.parametrize("first", range(0, 60, 30))
 def test_random_networks_are_the_networks(first: int) -> None:
-    assert sum(check(seed) for seed in range(first, first + 50)) > 10
+    assert sum(check(seed) for seed in range(first, first + 30)) > 6
 
 
 @pytest.mark.parametrize("kind", [nn.ReLU, lambda: nn.BatchNorm2d(4)])
@@ -143,7 +143,7 @@ def test_a_program_is_exact_and_its_memory_is_predicted(tmp_path: Path) -> None:
     assert worst_error("unet", plan, tmp_path / "exact") <= 1e-9
     with torch.random.fork_rng(devices=[]):
         torch.set_default_dtype(torch.float32)
-        program = lower(traced("unet"), plan)
+        program = lowered("unet", plan)
     (stage,) = program.plan.stages
     assert 0 < len(stage.overlapped) <= stage.exchanges
     write_directory(program.compilation, tmp_path / "p")
@@ -195,7 +195,7 @@ def test_the_cost_model_says_where_it_pays(tmp_path: Path) -> None:
 def test_the_evaluation_overlaps_as_training_does() -> None:
     torch.set_default_dtype(torch.float32)
     plan = options(ranks=2, tiles="2x1", overlap_halos="on", micro_batches=2)
-    (tile, _) = lower(traced("unet"), plan).compilation.tiles
+    (tile, _) = lowered("unet", plan).compilation.tiles
 
     def found(program: Program) -> int:
         return sum(map(is_overlapped, program.compute_nodes))

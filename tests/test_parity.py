@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from models import MODELS, float32_by_default
 from support import run_on_threads
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import Traced, lower, trace
+from gemsc.compiler import CompiledProgram, Traced, lower, trace
 from gemsc.options import CompileOptions
 from gemsc.verify import StepRecord, compare, reference_steps
 
@@ -31,6 +31,12 @@ def traced(name: str) -> Traced:
             example_target=case.example_target,
             check=False,
         )
+
+
+@lru_cache(maxsize=16)  # tests of one program follow each other
+def lowered(name: str, options: CompileOptions) -> CompiledProgram:
+    with float32_by_default():
+        return lower(traced(name), options)
 
 
 @cache
@@ -57,7 +63,7 @@ def worst_error(
     num_steps: int = 1,
 ) -> float:
     case = MODELS[name]
-    program = lower(traced(name), options)
+    program = lowered(name, options)
     write_directory(program.compilation, directory)
     plan = program.plan
     count = plan.data * plan.micro_batches
@@ -114,7 +120,7 @@ def test_replicas_copies_and_placements_are_exact(
 def test_the_peak_of_live_activations_is_the_predicted_one(
     name: str, options: CompileOptions, tmp_path: Path
 ) -> None:
-    program = lower(traced(name), options)
+    program = lowered(name, options)
     write_directory(program.compilation, tmp_path / "program")
     plan = program.plan
     count = plan.data * plan.micro_batches
@@ -136,7 +142,7 @@ def test_float32_and_several_steps(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "unet", "densecnn"])
 def test_untied_models_are_equal_bit_for_bit(name: str, tmp_path: Path) -> None:
     case = MODELS[name]
-    program = lower(traced(name), CompileOptions(ranks=3, micro_batches=4))
+    program = lowered(name, CompileOptions(ranks=3, micro_batches=4))
     write_directory(program.compilation, tmp_path / "program")
     batches = [case.inputs(4, torch.float64)] * 2
     record = run_on_threads(tmp_path / "program", 3, batches)
@@ -156,7 +162,7 @@ def test_every_balance_is_exact(kind: str, tmp_path: Path) -> None:
 
 def test_the_comparison_notices_a_wrong_gradient(tmp_path: Path) -> None:
     case = MODELS["unet"]
-    program = lower(traced("unet"), CompileOptions(ranks=2, micro_batches=2))
+    program = lowered("unet", CompileOptions(ranks=2, micro_batches=2))
     directory = tmp_path / "program"
     write_directory(program.compilation, directory)
     for rank in range(2):  # the loss is not divided by the number of micro-batches

@@ -46,7 +46,7 @@ def largest(rows: Rows, cuts: list[int]) -> float:
 
 
 @given(rows_of_weights(same=True))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_no_other_partition_has_a_smaller_largest_part(rows: Rows) -> None:
     found = partition(rows)
     assert len(found) == len(rows) - 1
@@ -54,14 +54,14 @@ def test_no_other_partition_has_a_smaller_largest_part(rows: Rows) -> None:
 
 
 @given(rows_of_weights())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_items_may_weigh_something_else_in_each_part(rows: Rows) -> None:
     best = min(largest(rows, cuts) for cuts in every_partition(rows))
     assert largest(rows, partition(rows)) == best
 
 
 @given(rows_of_weights(), st.data(), st.sampled_from([0.0, 0.02, 0.5]))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_among_the_good_partitions_the_cheapest_cuts_are_taken(
     rows: Rows, data: st.DataObject, slack: float
 ) -> None:

@@ -18,7 +18,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.launch import launch
 from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.train import check_program
+from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.trainer import Trainer
 from gemsc.user_model import load_user_model
 

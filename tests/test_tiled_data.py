@@ -12,12 +12,11 @@ import torch
 from models import MODELS
 from program_support import on_ranks
 from skimage import data
-from test_parity import traced
+from test_parity import lowered
 from torch import Tensor
 
 from gemsc.boxes import Box
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.runtime.data import Batches
@@ -95,7 +94,7 @@ def test_ranks_that_read_their_parts_train_like_those_that_read_all(
     name: str, tmp_path: Path
 ) -> None:
     plan = CompileOptions(ranks=5, tiles=("2x2",), micro_batches=2, fuse_halos="off")
-    write_directory(lower(traced(name), plan).compilation, tmp_path)
+    write_directory(lowered(name, plan).compilation, tmp_path)
     (inputs,), targets = MODELS[name].inputs(2)
     size = inputs.shape[2]
     assert isinstance(Parts(inputs, targets), TiledDataset)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -12,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from command_line import gemsc_here
 from models import MODELS
 from schedule_support import equal_task, random_task
 
@@ -296,6 +295,7 @@ def test_every_action_is_recorded_once_and_in_order(name, tmp_path):
     ElementTree.fromstring(draw("", panels_of(plan, marks)).encode())
 
 
+gemsc = pytest.fixture(gemsc_here)
 MODEL = """
 from collections import OrderedDict
 
@@ -317,24 +317,18 @@ def loss(output, target):
 """
 
 
-def gemsc(*words: object) -> subprocess.CompletedProcess[str]:
-    main = "import sys; from gemsc.cli import main; sys.argv[0] = 'gemsc'; main()"
-    command = [sys.executable, "-c", main, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.mpi
-def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path):
+def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path, gemsc):
     (tmp_path / "model.py").write_text(MODEL)
     folder = tmp_path / "program"
     made = gemsc(
         "compile", tmp_path / "model.py", "--ranks", 2, "--schedule", "chimera",
         "-o", folder,
     )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    assert made.code == 0, made.err
     drawn = gemsc("timeline", folder, "--measured", "--steps", 3)
-    assert drawn.returncode == 0, drawn.stderr
-    assert "predicted" in drawn.stdout
+    assert drawn.code == 0, drawn.err
+    assert "predicted" in drawn.out
     plan = Plan.read(folder / "plan.toml")
     text = (folder / "trace.json").read_text()
     found = check_trace(text, ["predicted", "measured"])
@@ -348,16 +342,16 @@ def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path):
     assert len(elements(svg, "rect", "action")) == 2 * num_actions
 
 
-def test_a_program_without_a_loss_is_drawn_but_not_measured(tmp_path):
+def test_a_program_without_a_loss_is_drawn_but_not_measured(tmp_path, gemsc):
     case = MODELS["mlp"]
     program = compile(case.build(), case.example_inputs, ranks=2)
     program.write(tmp_path)
     kinds = {t.action.kind for row in timeline_of(program.plan).ranks for t in row}
     assert kinds == {Kind.FORWARD}
     refused = gemsc("timeline", tmp_path, "--measured")
-    assert refused.returncode == 1
-    assert "compiled without a loss" in refused.stderr
-    assert gemsc("timeline", tmp_path, "--text").stdout.startswith("rank 0")
+    assert refused.code == 1
+    assert "compiled without a loss" in refused.err
+    assert gemsc("timeline", tmp_path, "--text").out.startswith("rank 0")
 
 
 def test_a_program_without_a_source_is_not_measured(tmp_path):

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from models import MODELS
 from program_support import Trainer, run_local
-from test_parity import traced
+from test_parity import lowered
 from torch import Tensor, device
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import lower
 from gemsc.options import CompileOptions
 from gemsc.runtime.total import TAG
 
@@ -81,7 +80,7 @@ CASES = [
 def test_what_is_sent_is_what_was_predicted(
     name: str, choices: dict[str, Any], tmp_path: Path
 ) -> None:
-    program = lower(traced(name), CompileOptions(micro_batches=2, **choices))
+    program = lowered(name, CompileOptions(micro_batches=2, **choices))
     write_directory(program.compilation, tmp_path)
     inputs, target = MODELS[name].inputs(program.plan.micro_batches)
 

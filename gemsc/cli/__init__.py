@@ -1,5 +1,5 @@
 """The `gemsc` command: arguments and exit codes, nothing else."""
 
-from gemsc.cli.command import app, main
+from gemsc.cli.command import main, make_app
 
-__all__ = ["app", "main"]
+__all__ = ["main", "make_app"]

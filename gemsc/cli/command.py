@@ -1,23 +1,20 @@
-"""The commands by name, and the exit code of each kind of error."""
+"""The commands by name, each loaded when it is called; exit codes of errors."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import traceback
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Any, NoReturn, cast
 
 import typer
 
-from gemsc.cli.compile import compile_command, plan_command
-from gemsc.cli.profile import profile_command
-from gemsc.cli.run import run_command, verify_command
-from gemsc.cli.show import graph_command, show_command, timeline_command
-from gemsc.cli.simulate import simulate_command
 from gemsc.cli.terminal import say
 from gemsc.errors import GemscError, InternalError
 
-__all__ = ["app", "main"]
+__all__ = ["main", "make_app"]
 
 INTERRUPTED = 130  # exit code, as after any SIGINT
 # typer keeps click to itself: the base class of all errors in a command line
@@ -25,28 +22,42 @@ UsageError = cast(type[Exception], typer.BadParameter.__base__)
 # what follows the directory is the program's
 PASSES_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
-app = typer.Typer(
-    help="Split a PyTorch model over MPI ranks and train it exactly.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("simulate")(simulate_command)
-app.command("compile")(compile_command)
-app.command("plan")(plan_command)
-app.command("run", context_settings=PASSES_ON)(run_command)
-app.command("verify")(verify_command)
-app.command("show")(show_command)
-app.command("graph")(graph_command)
-app.command("timeline")(timeline_command)
-app.command("profile")(profile_command)
+COMMANDS = {
+    "simulate": "gemsc.cli.simulate",
+    "compile": "gemsc.cli.compile",
+    "plan": "gemsc.cli.compile",
+    "run": "gemsc.cli.run",
+    "verify": "gemsc.cli.verify",
+    "show": "gemsc.cli.show",
+    "graph": "gemsc.cli.show",
+    "timeline": "gemsc.cli.show",
+    "profile": "gemsc.cli.profile",
+}
+SETTINGS = {"run": PASSES_ON}
+
+
+def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """Return the command line with these commands; no others are loaded."""
+    app = typer.Typer(
+        help="Split a PyTorch model over MPI ranks and train it exactly.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        callback=lambda: None,  # so that it takes a command even if it has but one
+    )
+    for name in names:
+        command = getattr(import_module(COMMANDS[name]), f"{name}_command")
+        app.command(name, context_settings=SETTINGS.get(name))(command)
+    return app
 
 
 def main() -> None:
     """Run the command: exit code 1 for the user's errors, 70 for ours."""
     # torch would print a traceback of its own for every shape that does not fit
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    words = sys.argv[1:] or ["--help"]
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+        app = make_app(words[:1] if words[0] in COMMANDS else COMMANDS)
+        sys.exit(app(words, standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except UsageError as error:

@@ -13,11 +13,13 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.progress import STATUS_VARIABLE, Status
-from gemsc.runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from gemsc.runtime.transport import Transport
 
 __all__ = [
     "computed_lines",

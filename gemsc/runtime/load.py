@@ -8,7 +8,8 @@ import torch
 
 from gemsc.runtime.failure import install_hooks, watch_exit
 from gemsc.runtime.mpi import MpiTransport
-from gemsc.runtime.train import check_program, share_cores
+from gemsc.runtime.program_directory import check_program
+from gemsc.runtime.train import share_cores
 from gemsc.runtime.trainer import OptimizerFactory, Trainer
 
 __all__ = ["load"]

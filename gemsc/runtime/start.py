@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gemsc.plan import Plan
+from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.failure import computed_lines
 from gemsc.runtime.launch import launch
+from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.progress import BAR_VARIABLE, STATUS_VARIABLE, read_status
-from gemsc.runtime.train import check_program, parse_arguments
 
 __all__ = ["start"]
 

@@ -6,28 +6,29 @@ import argparse
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
 from gemsc.errors import GemscError
-from gemsc.fingerprint import changed_definitions
 from gemsc.plan import Plan
+from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.data import Batches
 from gemsc.runtime.failure import install_hooks, stop_all
 from gemsc.runtime.mpi import MpiTransport
+from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.progress import ProgressBar, Status
 from gemsc.runtime.recording import record_timed_steps
 from gemsc.runtime.tiled_data import TiledDataset, window_of
-from gemsc.runtime.trainer import Trainer, check_checkpoint, choose_device
+from gemsc.runtime.trainer import Trainer, choose_device
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.verification import run_recorded_steps
 from gemsc.user_model import UserModel, load_user_model
 
-__all__ = ["check_program", "main", "parse_arguments", "share_cores", "train"]
+__all__ = ["main", "share_cores", "train"]
 
 Means = dict[str, float]
 
@@ -69,54 +70,6 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise GemscError(message, help="`gemsc run PROGRAM --help` lists the options")
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options of a program.
-
-    Raises:
-        GemscError: an option is unknown or wrong, or names a folder that cannot be.
-    """
-    parser = _Parser(
-        prog="gemsc run PROGRAM",
-        description="Train a program that gemsc compiled.",
-        epilog="Epochs and steps count from the first start, also after --resume.",
-    )
-    parser.add_argument(
-        "--epochs", type=_count, default=1, help="times through the data"
-    )
-    parser.add_argument("--steps", type=_count, help="stop after this many steps")
-    parser.add_argument("--seed", type=int, default=0, help="order, crops, dropout")
-    parser.add_argument("--save", type=Path, help="folder for checkpoints, each epoch")
-    parser.add_argument(
-        "--resume", type=Path, help="folder of a checkpoint to go on from"
-    )
-    parser.add_argument("--workers", type=int, default=0, help="data loader processes")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
-    parser.add_argument(
-        "--accumulate", type=_count, default=1, help="steps averaged for one update"
-    )
-    parser.add_argument("--clip-norm", type=float, help="bound of the gradients' norm")
-    parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.save is not None and options.save.exists() and not options.save.is_dir():
-        parser.error(f"argument --save: {options.save} is a file, not a folder")
-    if options.resume is not None:
-        check_checkpoint(options.resume)
-    return options
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
-    return int(text)
-
-
 def _refusal(directory: Path, transport: Transport) -> str | None:
     """Return why the program cannot run, before anything was done."""
     try:
@@ -124,35 +77,6 @@ def _refusal(directory: Path, transport: Transport) -> str | None:
     except GemscError as error:
         return str(error)
     return None
-
-
-def check_program(directory: Path, num_ranks: int) -> Plan:
-    """Read the plan and make sure that it still fits its sources and the launch.
-
-    Raises:
-        GemscError: another number of ranks, a file of the program is missing, or the
-            model's file was edited since.
-    """
-    plan = Plan.read(directory / "plan.toml")
-    if num_ranks != plan.ranks:
-        raise GemscError(
-            f"{directory} was compiled for {plan.ranks} ranks, mpirun started "
-            f"{num_ranks}",
-            help=f"use mpirun -n {plan.ranks}, or `gemsc run {directory}`",
-        )
-    again = f"compile again: {plan.command} -o {directory}"
-    changes = changed_definitions(plan.sources)
-    if changes:
-        raise GemscError(
-            f"{directory} was compiled from other code: " + "; ".join(changes),
-            help=again,
-        )
-    modules = [f"rank{rank}.py" for rank in range(plan.copy_ranks)]
-    weights = [f"weights/stage{stage.index}.safetensors" for stage in plan.stages]
-    for file in (*modules, *weights):
-        if not (directory / file).is_file():
-            raise GemscError(f"{directory} has no {file}", help=again)
-    return plan
 
 
 def share_cores(transport: Transport) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.link import Link
+from gemsc.runtime.program_directory import check_checkpoint
 from gemsc.runtime.progress import Status
 from gemsc.runtime.streams import streams_for
 from gemsc.runtime.tiled_data import Window
@@ -34,7 +35,6 @@ from gemsc.runtime.worker import Worker
 __all__ = [
     "Evaluation",
     "Trainer",
-    "check_checkpoint",
     "choose_device",
     "load_rank_module",
 ]
@@ -282,19 +282,6 @@ class Trainer:
         worker = self.worker
         loss = total(self.transport, worker.loss_sum())
         return float(loss) / (worker.copy_micro_batches * worker.num_copies)
-
-
-def check_checkpoint(directory: Path) -> None:
-    """Make sure that a folder is what `Trainer.save` writes.
-
-    Raises:
-        GemscError: it is not.
-    """
-    if not (directory / "model.safetensors").is_file():
-        raise GemscError(
-            f"{directory} is no checkpoint: it has no model.safetensors",
-            help="give the folder that --save wrote",
-        )
 
 
 def _join_parts(directory: Path, num_ranks: int) -> None:

@@ -1,0 +1,61 @@
+"""The options of a compiled program: `gemsc run PROGRAM --epochs 4 --save folder`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gemsc.errors import GemscError
+from gemsc.runtime.program_directory import check_checkpoint
+
+__all__ = ["parse_arguments"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise GemscError(message, help="`gemsc run PROGRAM --help` lists the options")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options of a program.
+
+    Raises:
+        GemscError: an option is unknown or wrong, or names a folder that cannot be.
+    """
+    parser = _Parser(
+        prog="gemsc run PROGRAM",
+        description="Train a program that gemsc compiled.",
+        epilog="Epochs and steps count from the first start, also after --resume.",
+    )
+    parser.add_argument(
+        "--epochs", type=_count, default=1, help="times through the data"
+    )
+    parser.add_argument("--steps", type=_count, help="stop after this many steps")
+    parser.add_argument("--seed", type=int, default=0, help="order, crops, dropout")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints, each epoch")
+    parser.add_argument(
+        "--resume", type=Path, help="folder of a checkpoint to go on from"
+    )
+    parser.add_argument("--workers", type=int, default=0, help="data loader processes")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument(
+        "--accumulate", type=_count, default=1, help="steps averaged for one update"
+    )
+    parser.add_argument("--clip-norm", type=float, help="bound of the gradients' norm")
+    parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.save is not None and options.save.exists() and not options.save.is_dir():
+        parser.error(f"argument --save: {options.save} is a file, not a folder")
+    if options.resume is not None:
+        check_checkpoint(options.resume)
+    return options
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
+    return int(text)

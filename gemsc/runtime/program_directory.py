@@ -1,0 +1,53 @@
+"""What `gemsc compile` and `Trainer.save` wrote: checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gemsc.errors import GemscError
+from gemsc.fingerprint import changed_definitions
+from gemsc.plan import Plan
+
+__all__ = ["check_checkpoint", "check_program"]
+
+
+def check_program(directory: Path, num_ranks: int) -> Plan:
+    """Read the plan and make sure that it still fits its sources and the launch.
+
+    Raises:
+        GemscError: another number of ranks, a file of the program is missing, or the
+            model's file was edited since.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    if num_ranks != plan.ranks:
+        raise GemscError(
+            f"{directory} was compiled for {plan.ranks} ranks, mpirun started "
+            f"{num_ranks}",
+            help=f"use mpirun -n {plan.ranks}, or `gemsc run {directory}`",
+        )
+    again = f"compile again: {plan.command} -o {directory}"
+    changes = changed_definitions(plan.sources)
+    if changes:
+        raise GemscError(
+            f"{directory} was compiled from other code: " + "; ".join(changes),
+            help=again,
+        )
+    modules = [f"rank{rank}.py" for rank in range(plan.copy_ranks)]
+    weights = [f"weights/stage{stage.index}.safetensors" for stage in plan.stages]
+    for file in (*modules, *weights):
+        if not (directory / file).is_file():
+            raise GemscError(f"{directory} has no {file}", help=again)
+    return plan
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Make sure that a folder is what `Trainer.save` writes.
+
+    Raises:
+        GemscError: it is not.
+    """
+    if not (directory / "model.safetensors").is_file():
+        raise GemscError(
+            f"{directory} is no checkpoint: it has no model.safetensors",
+            help="give the folder that --save wrote",
+        )

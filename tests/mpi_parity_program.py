@@ -1,0 +1,24 @@
+"""What a rank of test_mpi.py runs: recorded steps of several programs, in turn.
+
+Arguments are pairs of a folder, which has `program` and `batches.pt`, and a dtype.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from gemsc.runtime.failure import stop_all
+from gemsc.runtime.mpi import MpiTransport
+from gemsc.runtime.verification import run_recorded_steps
+
+for name, dtype in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    transport = MpiTransport()
+    folder = Path(name)
+    try:
+        run_recorded_steps(folder / "program", transport, folder, getattr(torch, dtype))
+        transport.close()
+    except BaseException as error:
+        stop_all(error, transport, None)
