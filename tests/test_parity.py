@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
@@ -73,8 +74,12 @@ def worst_error(
     return compare(record, expected).worst
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3, 4, 8])
-@pytest.mark.parametrize("schedule", ["basic", "gpipe", "1f1b"])
+SCHEDULES = ("basic", "gpipe", "1f1b")
+# with one micro-batch all of them are the same (see the test below)
+COUNTS = [(1, "basic"), *itertools.product((3, 4, 8), SCHEDULES)]
+
+
+@pytest.mark.parametrize(("micro_batches", "schedule"), COUNTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "tiled"])
 def test_ranks_compute_what_one_process_does(
@@ -84,6 +89,18 @@ def test_ranks_compute_what_one_process_does(
         ranks=ranks, schedule=schedule, micro_batches=micro_batches
     )
     assert worst_error(name, options, tmp_path / "program") <= FLOAT64
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["mlp", "unet"])
+def test_schedules_of_one_micro_batch_are_the_same(name: str, ranks: int) -> None:
+    def text(schedule: str) -> str:
+        plan = CompileOptions(ranks=ranks, schedule=schedule, micro_batches=1)
+        modules = lowered(name, plan).rank_modules()
+        lines = "\n".join(modules.values()).splitlines()
+        return "\n".join(line for line in lines if "gemsc compile" not in line)
+
+    assert len({text(schedule) for schedule in SCHEDULES}) == 1
 
 
 TWO_REPLICAS = (
