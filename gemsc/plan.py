@@ -98,6 +98,9 @@ class Plan:
     libraries; `order` are its actions of one step as text (`2F0` is the forward of
     stage 2 on micro-batch 0).
 
+    `step_seconds` end with the last backward; `ending_seconds` come on top for the sums
+    of gradients that nothing hides, and for the update.
+
     The ranks of a grid do the same: with `groups`, peaks and orders are those of each
     group of ranks. `barriers` are values of split stages that had to be gathered,
     `opaque` the modules that stay whole because their forward depends on data.
@@ -124,6 +127,7 @@ class Plan:
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
     traffic: dict[str, int] = field(default_factory=dict)
+    ending_seconds: float = 0.0
     workspace_bytes: int = 0
     memory: list[dict[str, int]] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)

@@ -10,6 +10,7 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.advice import nothing_fits
 from gemsc.planner.candidates import Candidate, alternatives, is_open, ranked
+from gemsc.planner.ending import after_backward
 from gemsc.planner.grids import picture_sizes
 from gemsc.planner.hardware import read_hardware
 from gemsc.planner.predict import micro_batch_size, reduced_bytes, sent_bytes
@@ -76,12 +77,15 @@ def assess(
         with suppress(GemscError):  # there may be an order that holds less at a time
             done = schedule_stages(traced, options, known=known)
     peaks, sums = done.timeline.peak_bytes, reduced_bytes(done.program, options.data)
-    link = read_hardware(options.hardware).network.intra
+    hardware = read_hardware(options.hardware)
+    ending = after_backward(
+        done.program, done.task, done.timeline, options.data, hardware
+    )
     fullest = max(range(len(peaks)), key=lambda group: peaks[group])
     size = micro_batch_size(done.program)
     return Candidate(
         options,
-        seconds=done.timeline.makespan + link.seconds(2 * max(sums)),
+        seconds=done.timeline.makespan + ending,
         samples=options.data * sum(done.task.micro_batches) * size,
         micro_batch_size=size,
         peak_bytes=peaks[fullest],

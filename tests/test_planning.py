@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
 from gemsc.planner.candidates import Candidate, alternatives, reason
-from gemsc.search import search
+from gemsc.planner.hardware import Link, read_hardware
+from gemsc.search import assess, search
 
 
 @pytest.fixture
@@ -59,6 +61,33 @@ def test_every_alternative_uses_all_ranks_and_the_same_batch() -> None:
         assert options.ranks * options.data == 4
         assert options.micro_batches * options.data == 8
         assert "auto" not in (options.schedule, options.placement, options.balance)
+
+
+def test_sums_of_gradients_count_for_schedules_with_two_replicas(
+    traced: gemsc.compiler.Traced, tmp_path: Path
+) -> None:
+    machine = read_hardware()
+
+    def fastest(efficiency: float) -> Candidate:
+        """Return the best of two, where sums are quick or slow and messages free."""
+        link = Link(latency=0.0, bandwidth=1e15)
+        sums = replace(machine.network.allreduce, efficiency=efficiency)
+        network = replace(machine.network, intra=link, inter=link, allreduce=sums)
+        file = tmp_path / f"{efficiency}.toml"
+        replace(machine, network=network).write(file)
+        each = [
+            assess(
+                traced,
+                CompileOptions(
+                    ranks=2, micro_batches=4, schedule=name, hardware=str(file)
+                ),
+            )
+            for name in ("1f1b", "bidirectional")
+        ]
+        return min(each, key=lambda candidate: candidate.seconds)
+
+    assert fastest(1.0).options.schedule == "bidirectional"
+    assert fastest(1e-8).options.schedule == "1f1b"
 
 
 def test_micro_batches_of_all_copies_must_divide() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from gemsc.planner.ending import PACKING, UPDATE
 from gemsc.planner.hardware import Hardware, Link, read_hardware
-from gemsc.planner.scaling import PACKING, UPDATE, Simulator
+from gemsc.planner.scaling import Simulator
 from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, place, run
 
 MIB = 2**20

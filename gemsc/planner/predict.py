@@ -25,6 +25,7 @@ from gemsc.planner.activations import (
     again_seconds,
     waiting_gradient_bytes,
 )
+from gemsc.planner.ending import after_backward
 from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
@@ -295,6 +296,7 @@ def make_plan(
         micro_batch_size=micro_batch_size(program),
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,
+        ending_seconds=after_backward(program, task, timeline, options.data, hardware),
         bubble=timeline.bubble,
         workspace_bytes=task.workspace_bytes,
         peak_bytes=list(timeline.peak_bytes),

@@ -13,16 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gemsc.planner.collectives import Sum, allreduce, count, nic, node
+from gemsc.planner.collectives import Sum, count, nic, node
+from gemsc.planner.ending import ends_of_sums, gradient_sums, update_seconds
 from gemsc.planner.hardware import Hardware, Network
 from gemsc.schedules import Edge, Policy, Task, Timeline, run
 
 __all__ = ["Point", "Simulator"]
-
-# Bytes read and written for each byte of gradients: packed for the sum and unpacked;
-# in the update of SGD with momentum (weight, gradient, momentum; weight, momentum).
-PACKING = 4
-UPDATE = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +79,8 @@ class Simulator:
         size = self.task.num_ranks
         timelines = [self._play(edges) for edges in self._edges(copies)]
         sums = self._sums(copies)
-        ends = self._ends_of_sums(timelines, sums)
+        device, sizes = self.hardware.device, self.gradient_bytes
+        ends = ends_of_sums(self.task, timelines, sums, sizes, device)
         best: Point | None = None
         for timeline in timelines:
             for rank, actions in enumerate(timeline.ranks):
@@ -97,7 +94,7 @@ class Simulator:
                     busy_seconds=busy,
                     idle_seconds=last - busy,
                     sum_seconds=max(0.0, ends[rank] - last),
-                    update_seconds=self._update_seconds(rank),
+                    update_seconds=update_seconds(self.task, rank, sizes, device),
                     algorithms=tuple(sorted({s.algorithm for s in sums.values()})),
                 )
                 if best is None or point.step_seconds > best.step_seconds:
@@ -172,41 +169,14 @@ class Simulator:
 
     def _sums(self, copies: int) -> dict[int, Sum]:
         """Return the sum of each stage whose gradients several ranks hold."""
+        if not self.task.has_backward:
+            return {}
         groups = {}
-        for stage, size in enumerate(self.gradient_bytes):
+        for stage in range(len(self.gradient_bytes)):
             places = sorted({row[stage] for row in self.task.placement})
-            ranks = [
+            groups[stage] = [
                 copy * self.task.num_ranks + place
                 for copy in range(copies)
                 for place in places
             ]
-            if len(ranks) > 1 and size and self.task.has_backward:
-                groups[stage] = ranks
-        sizes = [self.gradient_bytes[stage] for stage in groups]
-        found = allreduce(self.network, list(groups.values()), sizes)
-        return dict(zip(groups, found, strict=True))
-
-    def _ends_of_sums(
-        self, timelines: Sequence[Timeline], sums: dict[int, Sum]
-    ) -> list[float]:
-        """Return, for each rank of a copy, when its last sum is done."""
-        ready = dict.fromkeys(sums, 0.0)
-        for timeline in timelines:
-            for actions in timeline.ranks:
-                for timed in actions:
-                    stage = timed.action.stage
-                    if stage in ready:
-                        ready[stage] = max(ready[stage], timed.end)
-        free = [0.0] * self.task.num_ranks
-        bandwidth = self.hardware.device.memory_bandwidth
-        for stage in sorted(sums, key=ready.__getitem__):
-            places = {row[stage] for row in self.task.placement}
-            start = max(ready[stage], *(free[place] for place in places))
-            packing = PACKING * self.gradient_bytes[stage] / bandwidth
-            for place in places:
-                free[place] = start + packing + sums[stage].seconds
-        return free
-
-    def _update_seconds(self, rank: int) -> float:
-        held = sum(self.gradient_bytes[stage] for _, stage in self.task.lanes[rank])
-        return UPDATE * held / self.hardware.device.memory_bandwidth
+        return gradient_sums(self.network, groups, self.gradient_bytes)

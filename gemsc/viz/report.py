@@ -88,11 +88,12 @@ def _page(plan: Plan, graph: str, candidates: Sequence[Candidate]) -> str:
 
 
 def _header(plan: Plan) -> str:
-    rate = plan.batch_size / plan.step_seconds if plan.step_seconds else 0.0
+    whole = plan.step_seconds + plan.ending_seconds
+    rate = plan.batch_size / whole if whole else 0.0
     parameters = sum(stage.parameter_bytes for stage in plan.stages)
     copies = f", {plan.data} copies" if plan.data > 1 else ""
     cards = (
-        card("one step", show_seconds(plan.step_seconds), f"{plan.batch_size} samples"),
+        card("one step", show_seconds(whole), f"{plan.batch_size} samples"),
         card("throughput", f"{rate:,.1f} / s", "samples"),
         card("idle", f"{plan.bubble:.0%}", "of the ranks' time"),
         card("fullest rank", show_bytes(max(plan.peak_bytes)), "at most"),

@@ -126,7 +126,8 @@ def _summary(plan: Plan) -> RenderableType:
         Text(plan.command, style="dim"),
         Text(
             f"predicted ({plan.times}): {show_seconds(plan.step_seconds)} a step, "
-            f"{plan.bubble:.0%} of the ranks' time idle"
+            f"{plan.bubble:.0%} of the ranks' time idle; then "
+            f"{show_seconds(plan.ending_seconds)} for sums of gradients and the update"
         ),
         Text(f"why this split: {why.line}"),
         Text(f"a step: {why.parts_line}"),

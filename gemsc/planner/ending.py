@@ -1,0 +1,96 @@
+"""What follows the backward of a step: sums of gradients over ranks, and the update.
+
+The sum of a stage's gradients starts when its last backward is done everywhere. A rank
+runs its sums one after the other, and they hide behind what it still computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gemsc.ir.program import Program
+from gemsc.planner.collectives import Sum, allreduce
+from gemsc.planner.hardware import Device, Hardware, Network
+from gemsc.schedules import Task, Timeline
+
+__all__ = ["after_backward", "ends_of_sums", "gradient_sums", "update_seconds"]
+
+# Bytes read and written for each byte of gradients: packed for the sum and unpacked;
+# in the update of SGD with momentum (weight, gradient, momentum; weight, momentum).
+PACKING = 4
+UPDATE = 5
+
+
+def after_backward(
+    program: Program, task: Task, timeline: Timeline, copies: int, hardware: Hardware
+) -> float:
+    """Return the seconds from the last backward of a step to its end."""
+    placement = program.placement
+    assert placement is not None
+    sizes, groups = [], {}
+    for stage in program.require_stages():
+        sizes.append(stage.total("parameter_bytes"))
+        ranks = sorted({rank for row in placement.ranks for rank in row[stage.index]})
+        groups[stage.index] = [
+            copy * placement.num_ranks + rank
+            for copy in range(copies)
+            for rank in ranks
+        ]
+    if not task.has_backward:
+        return 0.0
+    sums = gradient_sums(hardware.network, groups, sizes)
+    ends = ends_of_sums(task, [timeline], sums, sizes, hardware.device)
+    done = max(
+        max((*(timed.end for timed in actions), ends[rank]), default=0.0)
+        + update_seconds(task, rank, sizes, hardware.device)
+        for rank, actions in enumerate(timeline.ranks)
+    )
+    return done - timeline.makespan
+
+
+def gradient_sums(
+    network: Network, groups: Mapping[int, Sequence[int]], num_bytes: Sequence[int]
+) -> dict[int, Sum]:
+    """Return the sum of each stage whose gradients several ranks hold.
+
+    `groups` has the ranks of each stage, `num_bytes` the gradients of each.
+    """
+    shared = {
+        s: ranks for s, ranks in groups.items() if len(ranks) > 1 and num_bytes[s]
+    }
+    sizes = [num_bytes[stage] for stage in shared]
+    found = allreduce(network, list(shared.values()), sizes)
+    return dict(zip(shared, found, strict=True))
+
+
+def ends_of_sums(
+    task: Task,
+    timelines: Sequence[Timeline],
+    sums: Mapping[int, Sum],
+    num_bytes: Sequence[int],
+    device: Device,
+) -> list[float]:
+    """Return, for each rank of a copy, when its last sum is done."""
+    ready = dict.fromkeys(sums, 0.0)
+    for timeline in timelines:
+        for actions in timeline.ranks:
+            for timed in actions:
+                stage = timed.action.stage
+                if stage in ready:
+                    ready[stage] = max(ready[stage], timed.end)
+    free = [0.0] * task.num_ranks
+    for stage in sorted(sums, key=ready.__getitem__):
+        places = {row[stage] for row in task.placement}
+        start = max(ready[stage], *(free[place] for place in places))
+        packing = PACKING * num_bytes[stage] / device.memory_bandwidth
+        for place in places:
+            free[place] = start + packing + sums[stage].seconds
+    return free
+
+
+def update_seconds(
+    task: Task, rank: int, num_bytes: Sequence[int], device: Device
+) -> float:
+    """Return the seconds in which a rank updates the weights of its stages."""
+    held = sum(num_bytes[stage] for stage in {stage for _, stage in task.lanes[rank]})
+    return UPDATE * held / device.memory_bandwidth
