@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,9 @@ import torch
 from command_line import MODEL, Gemsc, gemsc_here, start
 from safetensors.torch import load_file
 
+from gemsc.cli.command import COMMANDS
 from gemsc.user_model import load_user_model
 from gemsc.verify import _nudged
-
-COMMANDS = ("compile", "run", "verify", "show", "graph", "simulate")
 
 
 @pytest.fixture
@@ -30,6 +30,20 @@ def test_every_command_has_help(command: str, gemsc: Gemsc) -> None:
     outcome = gemsc(command, "--help")
     assert outcome.code == 0
     assert f"gemsc {command}" in outcome.out
+
+
+def test_the_version_is_that_of_the_package(gemsc: Gemsc) -> None:
+    assert gemsc("--version").out == f"gemsc {version('gemsc')}\n"
+
+
+def test_a_command_that_is_not_there_is_refused(gemsc: Gemsc) -> None:
+    outcome = gemsc("complie", "model.py")
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: no such command 'complie'")
+
+
+def test_tiles_can_be_off(gemsc: Gemsc) -> None:
+    assert gemsc("compile", "model.py", "--tiles", "off", "-o", "p").code == 0
 
 
 def test_compile_says_what_it_chose_and_writes_a_program(

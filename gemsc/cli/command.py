@@ -7,7 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any, NoReturn, cast
+from importlib.metadata import version
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -36,13 +37,30 @@ COMMANDS = {
 SETTINGS = {"run": PASSES_ON}
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gemsc {version('gemsc')}")  # noqa: T201
+        raise typer.Exit
+
+
+def _options(
+    shown: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print it.", is_eager=True, callback=_show_version
+        ),
+    ] = False,
+) -> None:
+    """Stand before the commands: with it there is a word for each, even for one."""
+
+
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """Return the command line with these commands; no others are loaded."""
     app = typer.Typer(
         help="Split a PyTorch model over MPI ranks and train it exactly.",
         add_completion=False,
         pretty_exceptions_enable=False,
-        callback=lambda: None,  # so that it takes a command even if it has but one
+        callback=_options,
     )
     for name in names:
         command = getattr(import_module(COMMANDS[name]), f"{name}_command")
