@@ -253,7 +253,7 @@ def objects_reach_all_ranks(transport: Transport) -> None:
     for root in range(size):
         assert transport.broadcast_object((rank, [root]), root) == (root, [root])
     transport.barrier()
-    assert 0 <= transport.local_rank < size
+    assert 0 <= transport.local_rank < transport.local_size <= size
 
 
 def a_link_carries_what_has_gaps(transport: Transport) -> None:

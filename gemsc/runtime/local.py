@@ -243,6 +243,7 @@ class LocalTransport:
         self.rank = rank
         self.size = world.size
         self.local_rank = rank
+        self.local_size = world.size
         self.cuda_aware = cuda_aware
         self._world = world
         self._groups: dict[tuple[tuple[int, ...], str], LocalGroup] = {}

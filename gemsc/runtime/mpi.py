@@ -181,6 +181,11 @@ class MpiTransport:
         """Its number among the ranks of one machine."""
         return self._neighbours.index(self.rank)
 
+    @property
+    def local_size(self) -> int:
+        """How many ranks its machine has."""
+        return len(self._neighbours)
+
     @cached_property
     def cuda_aware(self) -> bool:
         """What the library says, or GEMSC_CUDA_AWARE=0 or 1."""

@@ -80,12 +80,12 @@ def _refusal(directory: Path, transport: Transport) -> str | None:
 
 
 def share_cores(transport: Transport) -> None:
-    """Give each rank its share of the machine's cores, unless the user chose."""
+    """Let each rank use its part of its machine's cores, unless the user chose."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = (
             len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         )
-        torch.set_num_threads(max(1, (cores or 1) // transport.size))
+        torch.set_num_threads(max(1, (cores or 1) // transport.local_size))
 
 
 def train(directory: Path, transport: Transport, options: argparse.Namespace) -> None:

@@ -87,6 +87,11 @@ class Transport(Protocol):
         ...
 
     @property
+    def local_size(self) -> int:
+        """How many ranks its machine has: they share the cores."""
+        ...
+
+    @property
     def cuda_aware(self) -> bool:
         """Whether CUDA tensors can be sent and received as they are."""
         ...
