@@ -10,6 +10,8 @@ import numpy.typing as npt
 __all__ = ["partition"]
 
 Array = npt.NDArray[np.float64]
+STEEPNESS = 16
+DEAREST_CUT = 0.5
 
 
 def partition(
@@ -26,7 +28,10 @@ def partition(
             micro-batches; they are all the same row otherwise).
         cut_costs: `n - 1` costs; `cut_costs[i]` is paid for a cut after item `i`.
         slack: among the partitions whose largest part is within this fraction of the
-            least possible, the one with the least sum of cut costs is taken.
+            least possible, the one that is best in all is taken: weights are predicted,
+            and a part that is nearly the largest may prove to be it. Each part costs
+            its share of the least maximum to the power of 16, a cut half of its share
+            of the costliest one: as much as a second part of 0.96 of the largest.
 
     Returns:
         The `k - 1` positions at which parts 1, 2, ... begin.
@@ -44,12 +49,13 @@ def partition(
         return cuts
     bound = least * (1.0 + slack)
     price = np.concatenate([[0.0], np.asarray(cut_costs, dtype=np.float64)])
+    price *= DEAREST_CUT / max(price.max(), 1e-300)
 
-    def add_cut_price(before: Array, part: Array) -> Array:
-        cost = before + price
+    def add_prices(before: Array, part: Array) -> Array:
+        cost = before + price + (np.minimum(part, bound) / (least or 1.0)) ** STEEPNESS
         return np.where(part <= bound, cost, np.inf)
 
-    _, cuts = _dynamic_program(sums, add_cut_price)
+    _, cuts = _dynamic_program(sums, add_prices)
     return cuts
 
 
