@@ -6,7 +6,7 @@ runs its sums one after the other, and they hide behind what it still computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gemsc.ir.program import Program
 from gemsc.planner.collectives import Sum, allreduce
@@ -27,18 +27,15 @@ def after_backward(
     """Return the seconds from the last backward of a step to its end."""
     placement = program.placement
     assert placement is not None
-    sizes, groups = [], {}
-    for stage in program.require_stages():
-        sizes.append(stage.total("parameter_bytes"))
-        ranks = sorted({rank for row in placement.ranks for rank in row[stage.index]})
-        groups[stage.index] = [
-            copy * placement.num_ranks + rank
-            for copy in range(copies)
-            for rank in ranks
-        ]
     if not task.has_backward:
         return 0.0
-    sums = gradient_sums(hardware.network, groups, sizes)
+    stages = program.require_stages()
+    sizes = [stage.total("parameter_bytes") for stage in stages]
+    places = [
+        {rank for row in placement.ranks for rank in row[stage.index]}
+        for stage in stages
+    ]
+    sums = gradient_sums(hardware.network, places, sizes, placement.num_ranks, copies)
     ends = ends_of_sums(task, [timeline], sums, sizes, hardware.device)
     done = max(
         max((*(timed.end for timed in actions), ends[rank]), default=0.0)
@@ -49,14 +46,23 @@ def after_backward(
 
 
 def gradient_sums(
-    network: Network, groups: Mapping[int, Sequence[int]], num_bytes: Sequence[int]
+    network: Network,
+    places: Sequence[Collection[int]],
+    num_bytes: Sequence[int],
+    num_ranks: int,
+    copies: int,
 ) -> dict[int, Sum]:
     """Return the sum of each stage whose gradients several ranks hold.
 
-    `groups` has the ranks of each stage, `num_bytes` the gradients of each.
+    For each stage, `places` has the ranks of the first copy that hold it, `num_bytes`
+    its gradients; each copy has `num_ranks` ranks.
     """
     shared = {
-        s: ranks for s, ranks in groups.items() if len(ranks) > 1 and num_bytes[s]
+        stage: [
+            copy * num_ranks + place for copy in range(copies) for place in sorted(own)
+        ]
+        for stage, own in enumerate(places)
+        if copies * len(own) > 1 and num_bytes[stage]
     }
     sizes = [num_bytes[stage] for stage in shared]
     found = allreduce(network, list(shared.values()), sizes)

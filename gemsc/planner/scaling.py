@@ -171,12 +171,8 @@ class Simulator:
         """Return the sum of each stage whose gradients several ranks hold."""
         if not self.task.has_backward:
             return {}
-        groups = {}
-        for stage in range(len(self.gradient_bytes)):
-            places = sorted({row[stage] for row in self.task.placement})
-            groups[stage] = [
-                copy * self.task.num_ranks + place
-                for copy in range(copies)
-                for place in places
-            ]
-        return gradient_sums(self.network, groups, self.gradient_bytes)
+        sizes, num_ranks = self.gradient_bytes, self.task.num_ranks
+        places = [
+            {row[stage] for row in self.task.placement} for stage in range(len(sizes))
+        ]
+        return gradient_sums(self.network, places, sizes, num_ranks, copies)
