@@ -158,11 +158,6 @@ class CompileOptions:
                 "--local-batchnorm means nothing without --tiles",
                 help="leave it out: without tiles BatchNorm sees whole pictures",
             )
-        if self.tiles and (self.recompute or self.offload):
-            raise GemscError(
-                "--tiles goes neither with --recompute nor with --offload yet",
-                help="more tiles save memory as well",
-            )
         self._check_halos()
 
     def _check_halos(self) -> None:

@@ -89,7 +89,7 @@ def schedule_stages(
     if cap is None or max(timeline.peak_bytes) <= cap:
         return Scheduled(program, tiles, replace(task, memory_cap=cap), timeline)
     if "auto" in (*options.recompute, *options.offload):
-        return _fitted(program, chosen, schedule.policy, options)
+        return _fitted(program, tiles, chosen, schedule.policy, options)
     task = replace(task, memory_cap=cap)
     return Scheduled(program, tiles, task, run(task, schedule.policy))
 
@@ -106,9 +106,15 @@ def _staged(program: Program, passes: Sequence[Pass], known: Known) -> Program:
 
 
 def _fitted(
-    program: Program, chosen: Layout, policy: Policy, options: CompileOptions
+    program: Program,
+    tiles: Sequence[Program],
+    chosen: Layout,
+    policy: Policy,
+    options: CompileOptions,
 ) -> Scheduled:
     """Keep to the memory cap: fewer micro-batches at a time, or less of each.
+
+    What the first tile saves decides for all of a grid.
 
     Raises:
         GemscError: neither fits; says how much the leanest needs.
@@ -118,17 +124,21 @@ def _fitted(
     hardware = read_hardware(options.hardware)
     kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
 
+    def alike(leaner: Program) -> tuple[Program, ...]:
+        return tuple(replace(tile, segments=leaner.segments) for tile in tiles)
+
     def simulate(leaner: Program) -> Timeline:
-        return run(schedule_task((leaner,), chosen, None, hardware), policy)
+        return run(schedule_task(alike(leaner), chosen, None, hardware), policy)
 
     found = []
-    task = schedule_task((program,), chosen, cap, hardware)
+    task = schedule_task(tiles, chosen, cap, hardware)
     with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
-        found.append(Scheduled(program, (program,), task, run(task, policy)))
-    fit = fit_memory(program, cap, simulate, hardware.device, kinds)
+        found.append(Scheduled(program, tuple(tiles), task, run(task, policy)))
+    fit = fit_memory(tiles[0], cap, simulate, hardware.device, kinds)
     if fit.fits:
-        task = schedule_task((fit.program,), chosen, cap, hardware)
-        found.append(Scheduled(fit.program, (fit.program,), task, fit.timeline))
+        task = schedule_task(alike(fit.program), chosen, cap, hardware)
+        leaner = replace(program, segments=fit.program.segments)
+        found.append(Scheduled(leaner, alike(fit.program), task, fit.timeline))
     if not found:
         raise GemscError(
             f"no choice of blocks for --{' and --'.join(kinds)} fits "

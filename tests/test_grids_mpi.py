@@ -72,14 +72,20 @@ def compiled(gemsc: Gemsc, folder: Path, name: str, *words: str) -> Path:
 def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path, gemsc: Gemsc) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     found = []
-    for name, words in (("one", ["--ranks", "1"]), ("tiles", ["--ranks", "2"])):
-        tiles = ["--tiles", "2x1x1"] if name == "tiles" else []
-        path = compiled(gemsc, tmp_path, name, *words, *tiles)
+    tiles = ["--ranks", "2", "--tiles", "2x1x1"]
+    for name, words in (
+        ("one", ["--ranks", "1"]),
+        ("tiles", tiles),
+        ("leaner", [*tiles, "--recompute", "all"]),
+    ):
+        path = compiled(gemsc, tmp_path, name, *words)
         result = tmp_path / f"{name}.json"
         loop = [sys.executable, str(tmp_path / "loop.py"), str(path), str(result)]
         assert launch(Plan.read(path / "plan.toml").ranks, loop, timeout=120) == 0
         found.append(json.loads(result.read_text()))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == found[1]
+    assert "recompute(" in (tmp_path / "leaner" / "rank0.py").read_text()
 
 
 def test_compile_and_verify_from_the_command_line(tmp_path: Path, gemsc: Gemsc) -> None:

@@ -73,6 +73,9 @@ CASES = [
     ("tiled", {"ranks": 4, "tiles": "2x2"}),
     ("tiled", {"ranks": 5, "tiles": "2x2"}),
     ("tiled", {"ranks": 8, "tiles": "3x2,1x2"}),
+    ("unet", {"ranks": 2, "tiles": "2x1", "recompute": ("all",)}),
+    ("resnet18", {"ranks": 4, "tiles": "2x1", "recompute": ("all",)}),
+    ("tiled", {"ranks": 8, "tiles": "3x2,1x2", "recompute": ("all",)}),
 ]
 
 

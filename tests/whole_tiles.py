@@ -82,4 +82,5 @@ class WholeTiles(Pass):
         shape = meta.spec(node).shape
         box = tuple((0, size) for size in shape)
         counts = prod(self.grids[source]), prod(self.grids[dest])
-        return Exchange(0, shape, (box,) * counts[0], (box,) * counts[1])
+        held, wanted = ((box,) * count for count in counts)
+        return Exchange(0, shape, held, wanted, arrives=True)

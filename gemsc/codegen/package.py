@@ -14,7 +14,7 @@ from gemsc.codegen.rank_text import RankText, Run
 from gemsc.codegen.stage_text import StageText
 from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
-from gemsc.ir.flow import reductions, value_names
+from gemsc.ir.flow import reductions, segments_of, value_names
 from gemsc.ir.program import DataclassValue, Slot
 from gemsc.runtime.weights import write_tensors
 from gemsc.units import show_bytes, show_flops
@@ -179,7 +179,7 @@ def _stage_text(
         twins=own.twins,
         evaluation=evaluation,
         structure=_structure(compilation),
-        segments=compilation.program.segments_of(stage.index),
+        segments=segments_of(own.program, flow),
         tile=tile,
     )
 

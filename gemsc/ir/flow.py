@@ -13,7 +13,7 @@ from torch import fx
 
 from gemsc.errors import InternalError
 from gemsc.ir import meta
-from gemsc.ir.program import Program, Transfer
+from gemsc.ir.program import Program, Segment, Transfer
 from gemsc.ir.tile_ops import Exchange, redistribute
 
 __all__ = [
@@ -156,6 +156,18 @@ def inner_flow(stage: StageFlow, nodes: tuple[fx.Node, ...]) -> StageFlow:
         if node in stage.gives or any(user in elsewhere for user in node.users)
     )
     return StageFlow(stage.index, nodes, (), external_inputs(nodes), (), gives)
+
+
+def segments_of(
+    program: Program, stage: StageFlow
+) -> tuple[tuple[Segment, tuple[fx.Node, ...]], ...]:
+    """Return a stage's segments, each with what the stage runs of its nodes."""
+    runs = set(stage.nodes)
+    found = (
+        (segment, tuple(node for node in nodes if node in runs))
+        for segment, nodes in program.segments_of(stage.index)
+    )
+    return tuple((segment, nodes) for segment, nodes in found if nodes)
 
 
 def value_names(

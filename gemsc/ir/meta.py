@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ __all__ = [
     "Facts",
     "Region",
     "TensorSpec",
+    "TileSum",
     "copy_meta",
     "facts",
     "glue",
@@ -72,6 +73,17 @@ class Region:
     autocast: tuple[str, torch.dtype] | None = None
 
 
+class TileSum(NamedTuple):
+    """A sum over the tiles of a grid: the bytes of each tile's part.
+
+    With `has_rows` the part is a row of a table that has one for each tile.
+    """
+
+    num_bytes: int
+    has_rows: bool
+    backward: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What the annotate pass knows of a node.
@@ -81,8 +93,7 @@ class Facts:
     `saved_bytes` counts those of them that no earlier node keeps already. `storages`
     are the (storage, bytes) of the node's own value. `heavy` nodes multiply matrices,
     convolve or own a weight: what a stage is made of. `random` nodes draw random
-    numbers. `sums` are those over the tiles of a grid, forward and backward: (bytes of
-    each tile's part, whether it is a row of a table with one for each tile).
+    numbers. `sums` are those over the tiles of a grid, forward and backward.
 
     `weight_seconds` are the part of the backward's that gives weight gradients and can
     wait, `weight_bytes` the bytes of these gradients; `waits` are the storages of the
@@ -100,7 +111,7 @@ class Facts:
     random: bool = False
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    sums: tuple[tuple[int, bool], ...] = ()
+    sums: tuple[TileSum, ...] = ()
     weight_seconds: float = 0.0
     weight_bytes: int = 0
     waits: tuple[tuple[int, int], ...] = ()

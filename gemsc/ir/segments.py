@@ -10,9 +10,16 @@ from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
 from gemsc.ir.mutation import mutated_inputs
 from gemsc.ir.opaque import opaque_of
-from gemsc.ir.program import Block, Program
+from gemsc.ir.program import Block, Program, Stage
 
-__all__ = ["TO", "frees_anything", "may_recompute", "runs_once", "segment_name"]
+__all__ = [
+    "TO",
+    "frees_anything",
+    "may_recompute",
+    "recomputed_nodes",
+    "runs_once",
+    "segment_name",
+]
 
 TO = ".."  # between the names of the first and the last block
 
@@ -33,6 +40,16 @@ def frees_anything(block: Block) -> bool:
     saved = {key for node in block.nodes for key, _ in meta.facts(node).saved}
     given = {key for key, _ in meta.facts(block.nodes[-1]).storages}
     return bool(saved - taken - given)
+
+
+def recomputed_nodes(program: Program, stage: Stage) -> frozenset[fx.Node]:
+    """Return the nodes of a stage that run again in the backward."""
+    return frozenset(
+        node
+        for segment, nodes in program.segments_of(stage.index)
+        if segment.kind == "recompute"
+        for node in nodes
+    )
 
 
 def may_recompute(program: Program, block: Block) -> bool:

@@ -30,7 +30,7 @@ def keep_stages(
 def same_stages(
     program: Program, other: Program, mapping: Mapping[fx.Node, fx.Node]
 ) -> Program:
-    """Return another program with the blocks, stages and placement of the first.
+    """Return another program with the blocks, stages and so on of the first.
 
     Nodes that `mapping` does not have are gone.
     """
@@ -44,5 +44,10 @@ def same_stages(
         for stage in program.require_stages()
     )
     blocks = tuple(block for stage in stages for block in stage.blocks)
-    placement = program.placement
-    return replace(other, blocks=blocks, stages=stages, placement=placement)
+    return replace(
+        other,
+        blocks=blocks,
+        stages=stages,
+        placement=program.placement,
+        segments=program.segments,
+    )

@@ -123,7 +123,7 @@ class _Count:
     backward_seconds: float = 0.0
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
-    sums: list[tuple[int, bool]] = field(default_factory=list)
+    sums: list[meta.TileSum] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
     weight_seconds: float = 0.0
     waits: dict[int, int] = field(default_factory=dict)
@@ -216,7 +216,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def book_tiles(self, num_bytes: int, has_rows: bool) -> None:
         """Book a sum over the tiles of a grid."""
-        self.counts[self.node].sums.append((num_bytes, has_rows))
+        found = meta.TileSum(num_bytes, has_rows, self.is_backward)
+        self.counts[self.node].sums.append(found)
 
     def book_sum(self, node: fx.Node, gradient: Tensor) -> None:
         """Book adding a parameter's gradient to that of earlier micro-batches."""

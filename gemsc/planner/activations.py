@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.flow import external_inputs, flow
+from gemsc.ir.flow import external_inputs, flow, segments_of
 from gemsc.ir.program import Program
 
 __all__ = [
     "Activations",
     "activations",
     "again_seconds",
-    "seconds_until_last_save",
+    "seconds_again",
     "waiting_gradient_bytes",
 ]
 
@@ -135,7 +135,7 @@ def _parts(
     parts: list[_Part] = []
     inside = {
         node: (segment.kind, nodes)
-        for segment, nodes in program.segments_of(index)
+        for segment, nodes in segments_of(program, stage)
         for node in nodes
     }
     plain: list[fx.Node] = []
@@ -198,24 +198,31 @@ def _missing(storages: Storages, known: set[int]) -> Storages:
 
 
 def again_seconds(program: Program, index: int) -> float:
-    """Return the seconds that a stage's backward needs to recompute its blocks.
-
-    A block runs again up to the last tensor that is saved in it. An operator that saves
-    only what it takes, a convolution for instance, is not run again if it comes last.
-    """
+    """Return the seconds that a stage's backward needs to recompute its blocks."""
+    stage = flow(program, index, with_outputs=False)
     return sum(
-        seconds_until_last_save(nodes)
-        for segment, nodes in program.segments_of(index)
+        seconds_again(program, index, nodes)
+        for segment, nodes in segments_of(program, stage)
         if segment.kind == "recompute"
     )
 
 
-def seconds_until_last_save(nodes: Sequence[fx.Node]) -> float:
-    """Return the seconds in which nodes run again up to the last tensor they save."""
+def seconds_again(program: Program, index: int, nodes: Sequence[fx.Node]) -> float:
+    """Return the seconds in which a block of a stage runs again.
+
+    It does so up to the last tensor that is saved in it: an operator that saves only
+    what it takes, a convolution for instance, is not run again if it comes last. On
+    tiles, which have to go in step, all of it runs.
+    """
+    assert program.placement is not None
     saving = [i for i, node in enumerate(nodes) if meta.facts(node).saved]
-    if not saving:
-        return 0.0
-    last = nodes[saving[-1]]
-    own = {storage for storage, _ in meta.facts(last).storages}
-    runs = bool(own & {storage for storage, _ in meta.facts(last).saved})
-    return sum(meta.facts(node).forward_seconds for node in nodes[: saving[-1] + runs])
+    if program.placement.grid(index):
+        count = len(nodes)
+    elif saving:
+        last = nodes[saving[-1]]
+        own = {storage for storage, _ in meta.facts(last).storages}
+        runs = bool(own & {storage for storage, _ in meta.facts(last).saved})
+        count = saving[-1] + runs
+    else:
+        count = 0
+    return sum(meta.facts(node).forward_seconds for node in nodes[:count])

@@ -53,7 +53,7 @@ def _more_ranks(leanest: Candidate, assess: Assess) -> list[str]:
 
 
 def _recompute(leanest: Candidate, assess: Assess) -> list[str]:
-    if leanest.options.recompute or leanest.options.tiles:
+    if leanest.options.recompute:
         return []
     found = assess(replace(leanest.options, recompute=("auto",)))
     if not found.fits():

@@ -84,7 +84,7 @@ class Candidate:
     def may_recompute(self) -> bool:
         """Whether recomputed blocks may make it fit; nobody has asked for any yet."""
         chosen = self.options
-        asked = chosen.recompute or chosen.offload or chosen.tiles
+        asked = chosen.recompute or chosen.offload
         return not (self.problem or self.fits() or asked)
 
 

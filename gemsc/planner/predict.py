@@ -17,6 +17,7 @@ from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Barrier, Program, Stage, Transfer
+from gemsc.ir.segments import recomputed_nodes
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
 from gemsc.planner.activations import (
@@ -148,8 +149,13 @@ def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, f
     if len(ranks) == 1:
         return 0.0, 0.0
     link = network.link(ranks[0], ranks[-1])
-    found = [waiting(node, link) for node in exchanging(program, stage)]
-    return sum(forward for forward, _ in found), sum(back for _, back in found)
+    again = recomputed_nodes(program, stage)
+    forward = backward = 0.0
+    for node in exchanging(program, stage):
+        there, back = waiting(node, link)
+        forward += there
+        backward += back + (there if node in again else 0.0)
+    return forward, backward
 
 
 def _worst(costs: Sequence[StageCost]) -> StageCost:
@@ -189,7 +195,7 @@ def sent_bytes(program: Program, task: Task) -> int:
                 total += both * count * num_bytes(program, transfer)
         for stage in program.require_stages():
             for each in exchanges(program, stage):
-                total += (2 if each.gradient else 1) * count * each.num_bytes
+                total += each.trips * count * each.num_bytes
     return total
 
 

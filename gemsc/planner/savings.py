@@ -10,7 +10,7 @@ from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
 from gemsc.ir.program import Block, Program, Segment, Stage
 from gemsc.ir.segments import frees_anything, may_recompute, segment_name
-from gemsc.planner.activations import seconds_until_last_save
+from gemsc.planner.activations import seconds_again
 from gemsc.planner.hardware import Device
 from gemsc.schedules import Timeline
 
@@ -277,7 +277,8 @@ def _savings_of(
                 alone[indices[0]] = max(0, freed - kept)
             elif freed - kept <= sum(alone[index] for index in indices):
                 continue
-            seconds = seconds_until_last_save([n for block in run for n in block.nodes])
+            nodes = [node for block in run for node in block.nodes]
+            seconds = seconds_again(program, stage.index, nodes)
             found.append(Saving(indices, "recompute", freed - kept, seconds))
     return [saving for saving in found if saving.freed > 0]
 

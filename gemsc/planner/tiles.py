@@ -13,6 +13,7 @@ from gemsc.boxes import everything, shape_of
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, exchanged, is_exchange, is_overlapped, joins
 from gemsc.ir.program import Program, Stage, Transfer
+from gemsc.ir.segments import recomputed_nodes
 from gemsc.ir.tile_ops import LARGEST_STANDING, Exchange
 from gemsc.planner.hardware import Link
 
@@ -32,11 +33,20 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One exchange between tiles: bytes of all, and of the tile that sends most."""
+    """One exchange between tiles: bytes of all, and of the tile that sends most.
+
+    Its `gradient` travels back; in a block that is recomputed it comes `again`.
+    """
 
     num_bytes: int
     most_bytes: int
     gradient: bool
+    again: bool = False
+
+    @property
+    def trips(self) -> int:
+        """How often it travels in a step, forward and backward."""
+        return 1 + self.gradient + self.again
 
 
 def ends(program: Program, transfer: Transfer, value: fx.Node) -> Exchange:
@@ -84,8 +94,9 @@ def exchanges(
 
     What comes from another grid is not among it: that is a transfer.
     """
+    again = recomputed_nodes(program, stage)
     found = [
-        traffic_of(node)
+        traffic_of(node, again=node in again)
         for node in exchanging(program, stage)
         if with_inputs or _source(node).op != "placeholder"
     ]
@@ -141,8 +152,8 @@ def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
     return source.op == "placeholder"
 
 
-def traffic_of(node: fx.Node) -> Traffic:
-    """Return what the tiles send each other in a node."""
+def traffic_of(node: fx.Node, *, again: bool = False) -> Traffic:
+    """Return what the tiles send each other in a node; `again` if it runs twice."""
     exchange = exchange_of(node)
     value = exchanged(node)
     size = meta.spec(value).dtype.itemsize
@@ -150,9 +161,8 @@ def traffic_of(node: fx.Node) -> Traffic:
     for piece in exchange.pieces:
         if piece.source != piece.dest:
             sent[piece.source] += size * prod(piece.shape)
-    return Traffic(
-        sum(sent.values()), max(sent.values(), default=0), meta.needs_gradient(value)
-    )
+    most = max(sent.values(), default=0)
+    return Traffic(sum(sent.values()), most, meta.needs_gradient(value), again)
 
 
 def inner_share(node: fx.Node) -> float:

@@ -13,7 +13,8 @@ from torch import fx
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, exchanged
 from gemsc.ir.program import Program, Stage, Transfer
-from gemsc.planner.tiles import ends, exchanging
+from gemsc.ir.segments import recomputed_nodes
+from gemsc.planner.tiles import ends, exchanging, traffic_of
 from gemsc.runtime.grid_message import GridMessage, TileValue
 from gemsc.runtime.message import Message, Value
 from gemsc.schedules import Task
@@ -76,6 +77,7 @@ def _inside(program: Program, stage: Stage) -> StepTraffic:
     placement = program.placement
     assert placement is not None
     tiles = len(placement.ranks[0][stage.index])
+    again = recomputed_nodes(program, stage)
     sizes: list[int] = []
     for node in exchanging(program, stage):
         value = exchanged(node)
@@ -84,11 +86,12 @@ def _inside(program: Program, stage: Stage) -> StepTraffic:
         for piece in exchange_of(node).pieces:
             if piece.source != piece.dest:
                 pairs[piece.source, piece.dest] += item * prod(piece.shape)
-        sizes += [*pairs.values()] * (2 if meta.needs_gradient(value) else 1)
+        sizes += [*pairs.values()] * traffic_of(node, again=node in again).trips
     sums = [
-        tiles * size * (tiles if has_rows else 1)
+        tiles * each.num_bytes * (tiles if each.has_rows else 1)
         for node in stage.nodes
-        for size, has_rows in meta.facts(node).sums
+        for each in meta.facts(node).sums
+        for _ in range(2 if node in again and not each.backward else 1)
     ]
     return StepTraffic(len(sizes), sum(sizes), tiles * len(sums), sum(sums))
 

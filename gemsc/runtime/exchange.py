@@ -77,6 +77,7 @@ class Exchange:
     there is `fill` and gets no gradient, or, if it `wraps`, comes from the opposite
     side. Several tiles may hold the same box; where held boxes overlap otherwise,
     `owned` are the parts that tiles give. Tags of its messages follow from `index`.
+    With `arrives` the tiles are those of two grids: a message between stages.
     """
 
     index: int
@@ -86,6 +87,7 @@ class Exchange:
     fill: float = 0.0
     owned: tuple[Box, ...] = ()
     wraps: bool = False
+    arrives: bool = False
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:

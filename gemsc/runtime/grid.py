@@ -233,7 +233,7 @@ class ShapeGrid(Grid):
         """Return a tensor of the wanted box's shape."""
         tile = self.tile % len(exchange.wanted)
         result = held.new_empty(shape_of(exchange.wanted[tile]))
-        if len(exchange.held) == len(exchange.wanted):
+        if not exchange.arrives:
             received = exchange.seen_from(tile).received
             shapes = [piece.shape for each in received.values() for piece in each]
             strips = [held.new_empty(shape) for shape in shapes]

@@ -94,9 +94,13 @@ class ActivationMeter:
         self.follow([tensor])
         return tensor.detach()  # the tensor itself may hold what holds it
 
-    def _take(self, tensor: Tensor) -> Tensor:
+    def take(self) -> None:
+        """Take the peak when a backward takes what was saved."""
         if self.closely:
             self.sample()
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        self.take()
         return tensor
 
 

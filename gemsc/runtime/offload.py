@@ -20,7 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 from weakref import ReferenceType, finalize, ref
@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory import active_meter
 from gemsc.runtime.streams import Arrival, HostCopy, Streams
+from gemsc.runtime.tile_saving import Apart, taken_apart
 
 __all__ = [
     "FileStore",
@@ -189,10 +190,23 @@ class _Packed:
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
 
-def _unpack(packed: _Packed | Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _PackedParts:
+    """What stands for a redistributed value of a tile: the parts of it, packed."""
+
+    apart: Apart
+    parts: tuple[_Packed | Tensor, ...]
+
+    def view(self) -> Tensor:
+        """Return the value, put together of what has come back."""
+        return self.apart.together([_unpack(part) for part in self.parts])
+
+
+def _unpack(packed: _Packed | _PackedParts | Tensor) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    packed.part.arrive()
+    if isinstance(packed, _Packed):
+        packed.part.arrive()
     return packed.view()
 
 
@@ -206,8 +220,15 @@ class _Part:
         self._moved: list[ReferenceType[_Moved]] = []
         self._arrived = False
 
-    def pack(self, tensor: Tensor) -> _Packed | Tensor:
-        """Move a tensor's storage, unless it stays."""
+    def pack(self, tensor: Tensor) -> _Packed | _PackedParts | Tensor:
+        """Move a tensor's storage, unless it stays; of a tile's halo what it is of."""
+        apart = taken_apart(tensor)
+        if apart is not None:
+            parts = tuple(self._moved_out(part) for part in apart.kept)
+            return _PackedParts(replace(apart, kept=()), parts)
+        return self._moved_out(tensor)
+
+    def _moved_out(self, tensor: Tensor) -> _Packed | Tensor:
         moved = self._pack(tensor)
         if moved is None:
             return tensor.detach()

@@ -6,6 +6,10 @@
 The second run is the first one bit for bit: it draws the same random numbers and
 normalises by the same batch. It has no effect: running statistics advance in the first
 run alone (torch.utils.checkpoint would advance them twice).
+
+On tiles a block exchanges halos and sums, so that all tiles must run it again at the
+same point of the backward, and run all of it: before its first gradient, as a hook on
+its results tells. Elsewhere the second run ends with the last tensor that is missed.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 
 from gemsc.errors import InternalError
 from gemsc.runtime.memory import active_meter
+from gemsc.runtime.tile_saving import Apart, forget, kept_of, taken_apart
 
 __all__ = ["recompute"]
 
@@ -46,7 +52,12 @@ def recompute(block: Callable[..., T], *inputs: Tensor) -> T:
             known[name] = stack.enter_context(_norms_that_run(stage))
         saved = _Saved(block, inputs, known[name])
         stack.enter_context(saved_tensors_hooks(saved.pack, saved.unpack))
-        return block(*inputs)
+        results = block(*inputs)
+    if saved.is_on_tiles:
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(saved.begin)  # type: ignore[no-untyped-call]
+    return results
 
 
 class _EndOfBlockError(Exception):
@@ -70,8 +81,10 @@ class _Saved:
         self._norms = norms
         self._devices = {t.device for t in inputs if t.device.type == "cuda"}
         self._random = self._random_state()
+        self.is_on_tiles = hasattr(block.__self__, "grid")  # type: ignore[attr-defined]
         self._count = 0
-        self._values: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor | Apart] = {}
+        self._has_run_again = False
         self._meter = active_meter()
         if self._meter is not None:
             self._meter.brings_back = True
@@ -86,15 +99,25 @@ class _Saved:
         """Return a tensor, which is not kept any longer."""
         if number not in self._values:
             self._run_again()
-        return self._values.pop(number)
+        value = self._values.pop(number)
+        return value.together(value.kept) if isinstance(value, Apart) else value
+
+    def begin(self, gradient: Tensor) -> None:
+        """Run the block again before its backward begins."""
+        if not self._has_run_again:
+            self._run_again()
+            self._inputs = ()  # this hook lives as long as the whole graph
 
     def _run_again(self) -> None:
+        self._has_run_again = True
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in self._inputs]
-        values: list[Tensor] = []
+        values: list[Tensor | Apart] = []
+        kept: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:
-            values.append(tensor.detach())
-            if len(values) == self._count:
+            values.append(taken_apart(tensor) or tensor.detach())
+            kept.extend(part.detach() for part in kept_of(tensor))
+            if len(values) == self._count and not self.is_on_tiles:
                 raise _EndOfBlockError
 
         try:
@@ -113,8 +136,9 @@ class _Saved:
                 f"{len(values)} when it ran again"
             )
         self._values = dict(enumerate(values))
+        forget()
         if self._meter is not None:
-            self._meter.follow(values, besides=copies)
+            self._meter.follow(kept, besides=copies)
             self._meter.sample()
 
     def _random_state(self) -> list[Tensor]:
@@ -143,26 +167,25 @@ def _never(packed: object) -> NoReturn:
 
 @contextmanager
 def _norms_that_run(stage: nn.Module) -> Iterator[list[_NormBase]]:
-    """Find the layers with running statistics that run meanwhile."""
-    found: dict[_NormBase, None] = {}
-
-    def note(layer: nn.Module, inputs: object) -> None:
-        assert isinstance(layer, _NormBase)
-        found[layer] = None
-
+    """Find the layers whose running statistics are written meanwhile."""
     layers = [
         layer
         for layer in stage.modules()
         if isinstance(layer, _NormBase) and layer.running_mean is not None
     ]
-    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    before = [_versions(layer) for layer in layers]
     result: list[_NormBase] = []
-    try:
-        yield result
-    finally:
-        result.extend(found)
-        for handle in handles:
-            handle.remove()
+    yield result
+    result += [
+        layer
+        for layer, versions in zip(layers, before, strict=True)
+        if _versions(layer) != versions
+    ]
+
+
+def _versions(layer: nn.Module) -> list[int]:
+    """Return how often each buffer has been written."""
+    return [tensor._version for tensor in layer.buffers(recurse=False)]
 
 
 @contextmanager

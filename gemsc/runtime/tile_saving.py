@@ -6,6 +6,9 @@ source, without a copy, and what other tiles sent are kept, and it is put togeth
 when backward wants it.
 
     relu --> y (kept by relu) --> redistribute --> y with halo --> conv keeps y + strips
+
+A block that is recomputed or offloaded has hooks of its own for what autograd saves:
+`taken_apart` says of what a tensor there consists.
 """
 
 from __future__ import annotations
@@ -14,13 +17,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["kept_of", "remember", "saved_in_parts"]
+__all__ = [
+    "Apart",
+    "forget",
+    "kept_of",
+    "remember",
+    "saved_in_parts",
+    "taken_apart",
+]
 
 # A source larger than this many times its part would keep more alive than it saves.
 _LARGEST_SOURCE = 1.5
@@ -55,7 +64,7 @@ def remember(
     kept, assemble = _from_the_first(kept, assemble)
     if kept[0].nbytes > _LARGEST_SOURCE * result.nbytes:
         return
-    _forget()
+    forget()
     storage = result.untyped_storage()
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     parts = tuple(tensor.detach() for tensor in kept)
@@ -80,7 +89,7 @@ def _from_the_first(
     return (*origin.kept, *strips), both
 
 
-def _forget() -> None:
+def forget() -> None:
     """Drop what is known of values that are gone, and so their sources."""
     for key, origin in list(_known.origins.items()):
         if _gone(origin):
@@ -103,19 +112,27 @@ def kept_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class Apart:
+    """A view of a redistributed value, as the tensors of which it is put together."""
+
     kept: tuple[Tensor, ...]
     assemble: Callable[..., Tensor]
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
+    def together(self, kept: Sequence[Tensor]) -> Tensor:
+        """Return it, put together of `kept` or copies of that."""
+        whole = self.assemble(*kept)
+        return whole.as_strided(self.size, self.stride, self.offset)
 
-def _pack(tensor: Tensor) -> Any:
+
+def taken_apart(tensor: Tensor) -> Apart | None:
+    """Return the parts of a redistributed value, None for others."""
     origin = _origin(tensor)
     if origin is None:
-        return tensor
-    return _Packed(
+        return None
+    return Apart(
         origin.kept,
         origin.assemble,
         tuple(tensor.size()),
@@ -124,30 +141,28 @@ def _pack(tensor: Tensor) -> Any:
     )
 
 
-def _unpack(packed: Any) -> Tensor:
-    if not isinstance(packed, _Packed):
-        tensor: Tensor = packed
-        return tensor
-    whole = packed.assemble(*packed.kept)
-    return whole.as_strided(packed.size, packed.stride, packed.offset)
-
-
 @contextmanager
 def saved_in_parts(
     follow: Callable[[Sequence[Tensor]], None] | None = None,
+    take: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Let what runs inside keep redistributed values in parts.
 
-    `follow` is told of the tensors that are kept, to count their memory.
+    `follow` is told of the tensors that are kept, to count their memory, and `take`
+    when the backward takes something of it.
     """
 
-    def pack(tensor: Tensor) -> Any:
-        packed = _pack(tensor)
+    def pack(tensor: Tensor) -> Apart | Tensor:
+        apart = taken_apart(tensor)
         if follow is None:
-            return packed
+            return apart or tensor
         follow(kept_of(tensor))
-        return packed if isinstance(packed, _Packed) else tensor.detach()
+        return apart or tensor.detach()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    def unpack(packed: Apart | Tensor) -> Tensor:
+        take()
+        return packed.together(packed.kept) if isinstance(packed, Apart) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-    _forget()
+    forget()

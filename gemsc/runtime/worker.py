@@ -446,7 +446,9 @@ class Worker:
         """Let a stage on tiles keep halos as what other tiles sent, and no copies."""
         if not hasattr(module, "grid"):
             return nullcontext()
-        return saved_in_parts(self.meter.follow if self.meter else None)
+        if self.meter is None:
+            return saved_in_parts()
+        return saved_in_parts(self.meter.follow, self.meter.take)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters under the user's names."""

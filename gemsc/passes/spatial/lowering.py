@@ -95,6 +95,7 @@ class Lowering(Parts):
             blocks=tuple(block for stage in stages for block in stage.blocks),
             stages=tuple(stages),
             placement=self.program.placement,
+            segments=self.program.segments,
             barriers=tuple(self.barriers),
         )
 
@@ -212,7 +213,7 @@ class Lowering(Parts):
             axes = None
         held = held_boxes(shape, local.axes, source)
         wanted = held_boxes(shape, axes, self.grid)
-        exchange = self.exchange(shape, held, wanted)
+        exchange = replace(self.exchange(shape, held, wanted), arrives=True)
         new = self._create(
             "call_function",
             tile_ops.redistribute,

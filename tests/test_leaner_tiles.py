@@ -1,0 +1,77 @@
+"""Tiles whose blocks are recomputed or offloaded: the same numbers, less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_grids import options
+from test_parity import lowered
+from test_recompute import trained
+
+from gemsc.options import CompileOptions
+from gemsc.plan import Plan
+from gemsc.verify import compare
+
+PLANS = (
+    options(ranks=2, tiles="2x1", micro_batches=3),
+    options(ranks=4, tiles="2x2", micro_batches=2, overlap_halos="off"),
+    options(ranks=4, tiles="2x1", micro_batches=4, fuse_halos="3"),
+    options(ranks=4, tiles="2x1,1x2", micro_batches=2, overlap_halos="on"),
+    options(ranks=4, tiles="2x1", schedule="master", times=2),
+    options(ranks=3, tiles="1x2", data=2, micro_batches=2),
+)
+CASES = [
+    *(("unet", plan) for plan in PLANS),
+    *(("resnet18", plan) for plan in PLANS[::2]),
+    *(("tiled", plan) for plan in PLANS[1::2]),
+]
+
+
+def fullest(plan: Plan, measured: Sequence[int]) -> list[int]:
+    """Return what the fullest tile of each grid holds, of all copies."""
+    copies = range(0, len(measured), plan.copy_ranks)
+    return [
+        max(measured[copy + rank] for copy in copies for rank in members)
+        for members in plan.members
+    ]
+
+
+@pytest.mark.parametrize("way", ["recompute", "offload"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    CASES,
+    ids=[f"{name} {plan.command_line()}" for name, plan in CASES],
+)
+def test_it_changes_no_bit_and_frees_what_was_predicted(
+    name: str, plan: CompileOptions, way: str, tmp_path: Path
+) -> None:
+    choice = replace(plan, **{way: ("all",)})
+    float32 = torch.float32
+    expected, kept = trained(name, plan, tmp_path / "kept", float32)
+    record, program = trained(name, choice, tmp_path / "leaner", float32)
+    found = compare(record, expected)
+    assert found.equal == found.total  # gradients, parameters and running statistics
+    assert record.losses == expected.losses
+    leaner = program.plan
+    assert fullest(leaner, record.activation_bytes) == leaner.activation_bytes
+    total = fullest(leaner, record.peak_bytes)
+    assert total == pytest.approx(leaner.peak_bytes, rel=0.08)  # with messages
+    assert sum(leaner.activation_bytes) < sum(kept.plan.activation_bytes)
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet18"])
+def test_auto_fits_tiles_into_a_cap(name: str, tmp_path: Path) -> None:
+    plan = options(ranks=4, tiles="2x2", micro_batches=2)
+    kept, least = (
+        max(lowered(name, replace(plan, recompute=names)).plan.peak_bytes)
+        for names in ((), ("all",))
+    )
+    cap = (kept + least) // 2
+    choice = replace(plan, recompute=("auto",), device_memory=cap)
+    record, program = trained(name, choice, tmp_path / "leaner", torch.float32)
+    assert any(stage.recompute for stage in program.plan.stages)
+    assert max(record.peak_bytes) <= max(program.plan.peak_bytes) <= cap
