@@ -62,6 +62,7 @@ class Grid(LayersOnTiles):
         self._group: Group | None = None
         self._among: dict[tuple[int, ...], Grid] = {}
         self._mailbox = TileMailbox(link, ranks, stands=stands)
+        self._overlapped: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {}
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -92,8 +93,11 @@ class Grid(LayersOnTiles):
 
         What needs the tile's own part only is computed while the rest is on its way.
         """
-        view = exchange.seen_from(self.tile)
-        return overlapped(self._mailbox, view, value, exchange, layer)
+        key = id(exchange), id(layer)
+        if key not in self._overlapped:
+            view = exchange.seen_from(self.tile)
+            self._overlapped[key] = overlapped(self._mailbox, view, exchange, layer)
+        return self._overlapped[key](value)
 
     def all_reduce(self, value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
         """Return the sum over the tiles, or some of them, the same on all of these."""
@@ -214,7 +218,7 @@ class ShapeGrid(Grid):
     def overlapped(self, value: Tensor, exchange: Exchange, layer: nn.Module) -> Tensor:
         """Return a tensor of the result's shape."""
         view = exchange.seen_from(self.tile % len(exchange.wanted))
-        return overlapped(None, view, value, exchange, layer)
+        return overlapped(None, view, exchange, layer)(value)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""

@@ -77,11 +77,10 @@ class GradientSums:
         """Wait for all sums and put them into the gradients."""
         self._link.wait(*(bucket.request for bucket in self._buckets))
         for bucket in self._buckets:
-            start = 0
-            for gradient in bucket.gradients:
-                part = bucket.flat[start : start + gradient.numel()]
-                gradient.copy_(part.view_as(gradient))
-                start += gradient.numel()
+            sizes = [gradient.numel() for gradient in bucket.gradients]
+            pairs = zip(torch.split(bucket.flat, sizes), bucket.gradients, strict=True)
+            parts = [part.view_as(gradient) for part, gradient in pairs]
+            torch._foreach_copy_(bucket.gradients, parts)
             if bucket.uncertain:
                 counts = bucket.gradients[-1].tolist()
                 for parameter, count in zip(bucket.uncertain, counts, strict=True):
@@ -92,12 +91,14 @@ class GradientSums:
 def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group gradients of one dtype up to the size of a bucket."""
     by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(lambda: [[]])
+    room: dict[torch.dtype, int] = defaultdict(lambda: BUCKET_BYTES)  # in the last one
     for gradient in gradients:
-        buckets = by_dtype[gradient.dtype]
-        size = sum(other.nbytes for other in buckets[-1])
-        if buckets[-1] and size + gradient.nbytes > BUCKET_BYTES:
+        buckets, dtype = by_dtype[gradient.dtype], gradient.dtype
+        if buckets[-1] and gradient.nbytes > room[dtype]:
             buckets.append([])
+            room[dtype] = BUCKET_BYTES
         buckets[-1].append(gradient)
+        room[dtype] -= gradient.nbytes
     return [bucket for buckets in by_dtype.values() for bucket in buckets]
 
 

@@ -27,7 +27,7 @@ from gemsc.runtime.exchange import Exchange, Piece, View
 if TYPE_CHECKING:
     from gemsc.runtime.tile_messages import Flight, TileMailbox
 
-__all__ = ["convolved", "reach"]
+__all__ = ["Crossing", "reach"]
 
 Slices = tuple[slice, ...]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -59,17 +59,26 @@ def reach(layer: nn.Module, view: View) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Border:
-    """A side of the tile: the box of the whole value that is convolved for it.
+class _Part:
+    """What comes from a tile for a border: its strip, `of` that, and where it goes."""
 
-    `place` is where the result is added, `padding` that of the convolution, `pieces`
-    are (tile, what comes from it, the part in this box).
+    tile: int
+    of: Slices
+    into: Slices
+    is_all: bool  # of the strip
+
+
+@dataclass(frozen=True, slots=True)
+class _Border:
+    """A side of the tile: the shape of what is convolved for it, and its parts.
+
+    `place` is where the result is added, `padding` that of the convolution.
     """
 
-    box: Box
+    shape: tuple[int, ...]
     place: Slices
-    padding: tuple[int, ...]
-    pieces: tuple[tuple[int, Piece, Box], ...]
+    padding: list[int]
+    parts: tuple[_Part, ...]
 
 
 def _borders(
@@ -105,45 +114,42 @@ def _borders(
                 (tile, piece, intersection(piece.box, tuple(outer)))
                 for tile, (piece,) in view.received.items()
             ]
-            pieces = tuple(each for each in found if min(shape_of(each[2])) > 0)
-            if pieces:
-                outer[dim] = whole
+            outer[dim] = whole
+            parts = tuple(
+                _Part(
+                    tile,
+                    _within(both, piece.box),
+                    _within(both, tuple(outer)),
+                    both == piece.box,
+                )
+                for tile, piece, both in found
+                if min(shape_of(both)) > 0
+            )
+            if parts:
                 place = (*(slice(None),) * dim, slice(*part))
-                yield _Border(tuple(outer), place, tuple(around), pieces)
+                yield _Border(shape_of(tuple(outer)), place, around, parts)
 
 
-def convolved(
-    mailbox: TileMailbox | None,
-    view: View,
-    value: Tensor,
-    exchange: Exchange,
-    layer: nn.Module,
-    rows: tuple[int, ...],
-) -> Tensor:
-    """Return the layer's result on the wanted box; `rows` are those of `reach`.
+class Crossing:
+    """A convolution on a tile: its exchange with other tiles, and the way back.
 
-    Without a mailbox there are no messages, and shapes are right.
+    `rows` are those of `reach`. Without a mailbox there are no messages, and shapes are
+    right. It is made once and serves every call.
     """
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    trip = _Trip(mailbox, view, exchange, layer, rows)
-    result: Tensor = _Convolution.apply(value, layer.weight, layer.bias, trip)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Trip:
-    """One exchange and its way back."""
 
     def __init__(
         self,
         mailbox: TileMailbox | None,
         view: View,
         exchange: Exchange,
-        layer: nn.Conv1d | nn.Conv2d | nn.Conv3d,
+        layer: nn.Module,
         rows: tuple[int, ...],
     ) -> None:
+        assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         self.mailbox = mailbox
         self.view = view
         self.exchange = exchange
+        self.layer = layer
         self.dilation = list(layer.dilation)
         self.groups = layer.groups
         own = [0 if isinstance(pad, str) else pad for pad in layer.padding]
@@ -152,6 +158,16 @@ class _Trip:
         ]  # a layer on tiles has no padding where these are cut
         self.stride = list(layer.stride)
         self.borders = tuple(_borders(view, rows, self.padding))
+        self.shapes = {tile: piece.shape for tile, (piece,) in view.received.items()}
+        self.returns = {
+            tile: piece.within(view.held) for tile, (piece,) in view.sent.items()
+        }
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Return the layer's result on the wanted box."""
+        weight, bias = self.layer.weight, self.layer.bias
+        result: Tensor = _Convolution.apply(value, weight, bias, self)  # type: ignore[no-untyped-call]
+        return result
 
     def post(self, held: Tensor) -> Flight | None:
         """Send what other tiles want."""
@@ -169,6 +185,7 @@ class _Trip:
     def convolution(
         self, value: Tensor, weight: Tensor, bias: Tensor | None, padding: list[int]
     ) -> Tensor:
+        """Return the convolution of any part."""
         return torch.convolution(value, weight, bias, *self._settings(padding))
 
     def _settings(self, padding: list[int]) -> tuple[Any, ...]:
@@ -198,9 +215,10 @@ class _Trip:
     def outside(self, border: _Border, strips: dict[int, Tensor]) -> Tensor:
         """Return the border's input: strips of other tiles, zeros elsewhere."""
         (first, *_) = strips.values()
-        result = first.new_zeros(shape_of(border.box))
-        for tile, piece, both in border.pieces:
-            result[_within(both, border.box)] = strips[tile][_within(both, piece.box)]
+        result = first.new_zeros(border.shape)
+        for part in border.parts:
+            strip = strips[part.tile]
+            result[part.into] = strip if part.is_all else strip[part.of]
         return result
 
 
@@ -211,25 +229,25 @@ def _within(box: Box, outer: Box) -> Slices:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, held: Tensor, weight: Tensor, bias: Tensor | None, trip: _Trip
+        ctx: Any, held: Tensor, weight: Tensor, bias: Tensor | None, way: Crossing
     ) -> Tensor:
-        flight = trip.post(held)
-        result = trip.convolution(held, weight, bias, trip.padding)
+        flight = way.post(held)
+        result = way.convolution(held, weight, bias, way.padding)
         strips = {}
-        for tile, (piece,) in trip.view.received.items():
+        for tile, shape in way.shapes.items():
             if flight is None:
-                strips[tile] = held.new_empty(piece.shape)
+                strips[tile] = held.new_empty(shape)
             else:
                 (strips[tile],) = flight.take(tile, keep=True)
         if flight is not None:
             flight.finish()
-        for border in trip.borders:
-            outside = trip.outside(border, strips)
-            result[border.place] += trip.convolution(
-                outside, weight, None, list(border.padding)
+        for border in way.borders:
+            outside = way.outside(border, strips)
+            result[border.place] += way.convolution(
+                outside, weight, None, border.padding
             )
         ctx.save_for_backward(held, weight, *strips.values())
-        ctx.trip, ctx.has_bias = trip, bias is not None
+        ctx.way, ctx.has_bias = way, bias is not None
         return result
 
     @staticmethod
@@ -237,36 +255,42 @@ class _Convolution(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        trip: _Trip = ctx.trip
+        way: Crossing = ctx.way
         held, weight, *received = ctx.saved_tensors
         needs_value, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        strips = dict(zip(trip.view.received, received, strict=True))
+        strips = dict(zip(way.shapes, received, strict=True))
         weight_gradients = []
-        totals = {tile: torch.zeros_like(strip) for tile, strip in strips.items()}
-        for border in trip.borders:
-            outside = trip.outside(border, strips)
-            mine, part, _ = trip.backward(
+        back: dict[int, Tensor] = {}
+        for border in way.borders:
+            outside = way.outside(border, strips)
+            mine, total, _ = way.backward(
                 gradient[border.place],
                 outside,
                 weight,
-                list(border.padding),
+                border.padding,
                 [needs_value, needs_weight, False],
             )
-            weight_gradients.append(part)
-            for tile, piece, both in border.pieces if needs_value else ():
-                totals[tile][_within(both, piece.box)] += mine[
-                    _within(both, border.box)
-                ]
-        flight = trip.post_back(totals, gradient) if needs_value else None
+            weight_gradients.append(total)
+            for part in border.parts if needs_value else ():
+                _add(back, part, mine[part.into], strips[part.tile])
+        flight = way.post_back(back, gradient) if needs_value else None
         wanted = [needs_value, needs_weight, ctx.has_bias and needs_bias]
-        result, total, bias = trip.backward(
-            gradient, held, weight, trip.padding, wanted
-        )
-        for part in weight_gradients if needs_weight else ():
-            total += part
+        result, total, bias = way.backward(gradient, held, weight, way.padding, wanted)
+        for each in weight_gradients if needs_weight else ():
+            total += each
         if flight is not None:
-            for tile, (piece,) in trip.view.sent.items():
-                (part,) = flight.take(tile, keep=False)
-                result[piece.within(trip.view.held)] += part
+            for tile, place in way.returns.items():
+                (mine,) = flight.take(tile, keep=False)
+                result[place] += mine
             flight.finish()
         return result, total, bias, None
+
+
+def _add(back: dict[int, Tensor], part: _Part, gradient: Tensor, strip: Tensor) -> None:
+    """Add what one border gives to the gradient of a strip."""
+    if part.is_all and part.tile not in back:
+        back[part.tile] = gradient
+        return
+    if part.tile not in back:
+        back[part.tile] = torch.zeros_like(strip)
+    back[part.tile][part.of] += gradient

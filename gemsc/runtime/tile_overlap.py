@@ -17,6 +17,7 @@ while the inner part is computed, and are added at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.boxes import Box, intersection, shape_of
 from gemsc.runtime.exchange import Exchange, Piece, View
-from gemsc.runtime.tile_convolution import convolved, reach
+from gemsc.runtime.tile_convolution import Crossing, reach
 
 if TYPE_CHECKING:
     from gemsc.runtime.tile_messages import Flight, TileMailbox
@@ -98,17 +99,24 @@ def _within(box: Box, outer: Box) -> Slices:
 
 
 def overlapped(
-    mailbox: TileMailbox | None,
-    view: View,
-    value: Tensor,
-    exchange: Exchange,
-    layer: nn.Module,
-) -> Tensor:
-    """Return the layer's result on the wanted box; no mailbox, no messages."""
+    mailbox: TileMailbox | None, view: View, exchange: Exchange, layer: nn.Module
+) -> Callable[[Tensor], Tensor]:
+    """Return what computes the layer's result on the wanted box, at each call.
+
+    Without a mailbox there are no messages.
+    """
     if rows := reach(layer, view):
-        return convolved(mailbox, view, value, exchange, layer, rows)
+        return Crossing(mailbox, view, exchange, layer, rows)
     parts = split(layer, view)
-    trip = _Trip(mailbox, view, exchange, parts)
+
+    def run(value: Tensor) -> Tensor:
+        return _in_parts(layer, value, _Trip(mailbox, view, exchange, parts))
+
+    return run
+
+
+def _in_parts(layer: nn.Module, value: Tensor, trip: _Trip) -> Tensor:
+    parts = trip.parts
     held: Tensor = _Start.apply(value, trip)  # type: ignore[no-untyped-call]
     results = []
     if parts.inner is not None:

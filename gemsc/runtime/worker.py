@@ -88,6 +88,7 @@ class Worker:
             self.float_dtype,
         )
         self._sums = GradientSums(self.link)
+        self._summed: dict[str, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
         self._statistics = self._running_statistics()
         self._grids: dict[str, Grid] = {}  # by stage, where it is split
         self.grid = self._make_grid()
@@ -309,10 +310,10 @@ class Worker:
         Called after the stage's last backward; what follows hides the communication.
         """
         if self._is_update:
-            parameters = self._stage_parameters(stage)
-            self._sums.start(
-                self._groups[stage], parameters, self._uncertain(stage, parameters)
-            )
+            if stage not in self._summed:
+                parameters = self._stage_parameters(stage)
+                self._summed[stage] = parameters, self._uncertain(stage, parameters)
+            self._sums.start(self._groups[stage], *self._summed[stage])
 
     def finish_reductions(self) -> None:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
@@ -452,6 +453,10 @@ class Worker:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters under the user's names."""
+        return self._named_parameters
+
+    @cached_property
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {
             name: parameter
             for stage in self.stages.values()
