@@ -308,7 +308,10 @@ class RandomNetwork(nn.Sequential):
         )
 
     def other(self, shape: Shape) -> nn.Module:
-        kind = self.pick("gate", "crop", "step", "shuffle", "channels", "last", "roll")
+        kind = self.pick(
+            *("gate", "crop", "step", "shuffle", "channels", "last"),
+            *("roll", "flip", "softmax"),
+        )
         if self.rng.random() < 0.2:
             return Features(shape, self.pick(3, 4, 6), self.pick(True, False))
         if kind == "gate":
@@ -329,7 +332,14 @@ class RandomNetwork(nn.Sequential):
             )
         if kind == "last":
             return ChannelsLast(shape[1])
+        return self.along_rows(kind)
+
+    def along_rows(self, kind: str) -> nn.Module:
         dims = self.some_dims()
+        if kind == "flip":
+            return Function(lambda x: x.flip(dims), f"flip {dims}")
+        if kind == "softmax":
+            return Function(lambda x: x.softmax(dims[0]), f"softmax {dims[0]}")
         shifts = tuple(self.pick(-5, -1, 1, 2, 9) for _ in dims)
         return Function(lambda x: x.roll(shifts, dims), f"roll {shifts} {dims}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,39 @@ def test_several_outputs_and_statistics_that_advance_once() -> None:
         assert torch.equal(stage.state_dict()[name], tensor), name
     for mine, theirs in zip(stage.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+class Product(torch.autograd.Function):
+    """Reads what it has saved twice: each time all of it is unpacked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x = ctx.saved_tensors[0]
+        y = ctx.saved_tensors[1]
+        return gradient * y, gradient * x
+
+
+@pytest.mark.parametrize("on_tiles", [False, True])
+def test_what_is_saved_may_be_read_twice(on_tiles: bool) -> None:
+    class Products(Stage):
+        def block(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            h = self.layer(x)
+            return Product.apply(h.tanh(), h.sin())
+
+    stage = Products()
+    if on_tiles:
+        stage.grid = None  # all that says that it is on tiles
+    x = torch.randn(5, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(stage.block(x).sum(), x)
+    (found,) = torch.autograd.grad(recompute(stage.block, x).sum(), x)
+    assert torch.equal(found, expected)
+    assert stage.calls == 3
 
 
 def test_forwards_in_flight_do_not_disturb_each_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,18 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "amax of a view": lambda x: x.view(2, 3, -1).amax(2),
     "std of a reshape": lambda x: x.reshape(2, -1).std(1),
     "mean over channels of pixels": lambda x: x.flatten(2).mean(1),
+    "softmax over columns": lambda x: x.softmax(-1),
+    "softmax over rows": lambda x: F.softmax(x, dim=2),
+    "softmax over channels": lambda x: torch.softmax(x, 1),
+    "log_softmax over rows": lambda x: F.log_softmax(4 * x, 2),
+    "softmax of flattened pixels": lambda x: x.flatten(2).softmax(2).amax(2),
+    "log_softmax of pixels": lambda x: x.flatten(2).log_softmax(-1).mean(-1),
+    "softmax layer": nn.Softmax(-1),
+    "softmax of large numbers": lambda x: (300 * x).softmax(3),
+    "flip of rows": lambda x: x.flip(2),
+    "flip of rows and columns": lambda x: torch.flip(x, (2, -1)),
+    "flip of channels": lambda x: x.flip([1]),
+    "flip of everything": lambda x: x.flip(dims=(0, 1, 2, 3)) * x,
 }
 
 
@@ -90,6 +103,16 @@ def gathered(step: Step) -> list[str]:
 def test_reductions(name: str, grid: tuple[int, ...]) -> None:
     step = check(Function(REDUCTIONS[name]), torch.randn(2, 3, 7, 10), grid)
     assert not [b for b in step.barriers if "sin" not in str(b.node)], step.barriers
+
+
+@pytest.mark.parametrize("value", [0.1, 100.3, 12345.678])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)], ids=repr)
+def test_norms_of_what_is_constant(norm: nn.Module, value: float) -> None:
+    x = torch.full((2, 4, 300, 301), value, dtype=torch.float32)
+    norm = copy.deepcopy(norm).float()
+    tiles = on_tiles(norm, (x,), uneven_loss, None, (3, 1)).outputs[0]
+    plain = eager(norm, (x,), uneven_loss, None).outputs[0]
+    assert tiles.abs().max() <= max(2 * plain.abs().max(), 316 * 1e-7 * value)
 
 
 @pytest.mark.parametrize("axis", [2, 3])

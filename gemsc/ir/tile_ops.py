@@ -57,6 +57,7 @@ __all__ = [
     "redistribute",
     "resize",
     "rows_read",
+    "softmax",
     "split",
     "std",
     "told_of_sums",
@@ -115,6 +116,11 @@ def std(*args: Any, **kwargs: Any) -> Tensor:
 def global_max(*args: Any, **kwargs: Any) -> Tensor:
     """See `Grid.global_max`."""
     return _grid().global_max(*args, **kwargs)
+
+
+def softmax(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.softmax`."""
+    return _grid().softmax(*args, **kwargs)
 
 
 def functional_linear(*args: Any, **kwargs: Any) -> Tensor:
@@ -180,6 +186,7 @@ FUNCTIONS = {
         var,
         std,
         global_max,
+        softmax,
         average_pool,
         adaptive_pool,
         resize,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +50,11 @@ def recompute(block: Callable[..., T], *inputs: Tensor) -> T:
     with ExitStack() as stack:
         if name not in known:
             known[name] = stack.enter_context(_norms_that_run(stage))
-        saved = _Saved(block, inputs, known[name])
-        stack.enter_context(saved_tensors_hooks(saved.pack, saved.unpack))
+        run = _Run(block, inputs, known[name])
+        stack.enter_context(saved_tensors_hooks(run.pack, _unpack))
         results = block(*inputs)
-    if saved.is_on_tiles:
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(saved.begin)  # type: ignore[no-untyped-call]
+    if run.is_on_tiles:
+        run.begin_with(results)
     return results
 
 
@@ -65,9 +63,28 @@ class _EndOfBlockError(Exception):
 
 
 class _Saved:
-    """What autograd saves in one run of a block: numbers that stand for tensors.
+    """What autograd keeps for a tensor, which it has once the block has run again."""
 
-    It lives as long as any of its tensors may be asked for; so do the inputs.
+    __slots__ = ("__weakref__", "run", "value")
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+        self.value: Tensor | Apart | None = None
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    if saved.value is None:
+        saved.run.again()
+    value = saved.value
+    assert value is not None
+    return value.together(value.kept) if isinstance(value, Apart) else value
+
+
+class _Run:
+    """One run of a block, which can be run again.
+
+    It lives, with the inputs, as long as anything is saved; on tiles as long as the
+    whole graph, but without the inputs once it has run again.
     """
 
     def __init__(
@@ -82,34 +99,37 @@ class _Saved:
         self._devices = {t.device for t in inputs if t.device.type == "cuda"}
         self._random = self._random_state()
         self.is_on_tiles = hasattr(block.__self__, "grid")  # type: ignore[attr-defined]
-        self._count = 0
-        self._values: dict[int, Tensor | Apart] = {}
-        self._has_run_again = False
+        self._saved: list[ReferenceType[_Saved]] = []
+        self._is_done = False
         self._meter = active_meter()
         if self._meter is not None:
             self._meter.brings_back = True
             self._meter.follow(inputs)
 
-    def pack(self, tensor: Tensor) -> int:
-        """Drop a tensor; return its number."""
-        self._count += 1
-        return self._count - 1
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Drop a tensor; return what stands for it."""
+        saved = _Saved(self)
+        self._saved.append(ref(saved))
+        return saved
 
-    def unpack(self, number: int) -> Tensor:
-        """Return a tensor, which is not kept any longer."""
-        if number not in self._values:
-            self._run_again()
-        value = self._values.pop(number)
-        return value.together(value.kept) if isinstance(value, Apart) else value
+    def begin_with(self, results: object) -> None:
+        """Let the block run again before the first gradient of its own results."""
+        for tensor in tree_leaves(results):
+            if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+                continue
+            if all(tensor is not mine for mine in self._inputs):
+                tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
-    def begin(self, gradient: Tensor) -> None:
-        """Run the block again before its backward begins."""
-        if not self._has_run_again:
-            self._run_again()
-            self._inputs = ()  # this hook lives as long as the whole graph
+    def _begin(self, gradient: Tensor) -> None:
+        if not self._is_done:
+            self.again()
+            self._inputs = ()
 
-    def _run_again(self) -> None:
-        self._has_run_again = True
+    def again(self) -> None:
+        """Run the block again; give what was saved to those that stand for it."""
+        if self._is_done:
+            raise InternalError(f"{self._block.__name__} runs a third time")
+        self._is_done = True
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in self._inputs]
         values: list[Tensor | Apart] = []
         kept: list[Tensor] = []
@@ -117,7 +137,7 @@ class _Saved:
         def collect(tensor: Tensor) -> None:
             values.append(taken_apart(tensor) or tensor.detach())
             kept.extend(part.detach() for part in kept_of(tensor))
-            if len(values) == self._count and not self.is_on_tiles:
+            if len(values) == len(self._saved) and not self.is_on_tiles:
                 raise _EndOfBlockError
 
         try:
@@ -130,15 +150,20 @@ class _Saved:
                 self._block(*inputs)
         except _EndOfBlockError:
             pass
-        if len(values) != self._count:
+        if len(values) != len(self._saved):
             raise InternalError(
-                f"{self._block.__name__} saved {self._count} tensors, and "
+                f"{self._block.__name__} saved {len(self._saved)} tensors, and "
                 f"{len(values)} when it ran again"
             )
-        self._values = dict(enumerate(values))
-        forget()
+        for reference, value in zip(self._saved, values, strict=True):
+            if (saved := reference()) is not None:
+                saved.value = value
         if self._meter is not None:
             self._meter.follow(kept, besides=copies)
+        values.clear()
+        kept.clear()
+        forget()
+        if self._meter is not None:
             self._meter.sample()
 
     def _random_state(self) -> list[Tensor]:
@@ -167,20 +192,32 @@ def _never(packed: object) -> NoReturn:
 
 @contextmanager
 def _norms_that_run(stage: nn.Module) -> Iterator[list[_NormBase]]:
-    """Find the layers whose running statistics are written meanwhile."""
+    """Find the layers with running statistics that run meanwhile.
+
+    They are called, or, by the grid on tiles, only written.
+    """
+    found: set[_NormBase] = set()
+
+    def note(layer: nn.Module, inputs: object) -> None:
+        assert isinstance(layer, _NormBase)
+        found.add(layer)
+
     layers = [
         layer
         for layer in stage.modules()
         if isinstance(layer, _NormBase) and layer.running_mean is not None
     ]
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
     before = [_versions(layer) for layer in layers]
     result: list[_NormBase] = []
-    yield result
-    result += [
-        layer
-        for layer, versions in zip(layers, before, strict=True)
-        if _versions(layer) != versions
-    ]
+    try:
+        yield result
+    finally:
+        for handle in handles:
+            handle.remove()
+    pairs = zip(layers, before, strict=True)
+    found |= {layer for layer, versions in pairs if _versions(layer) != versions}
+    result += [layer for layer in layers if layer in found]
 
 
 def _versions(layer: nn.Module) -> list[int]:

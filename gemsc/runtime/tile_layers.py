@@ -14,7 +14,7 @@ from gemsc.boxes import Box, Interval, shape_of
 from gemsc.runtime.tile_linear import multiplied
 from gemsc.runtime.tile_losses import cross_entropy
 from gemsc.runtime.tile_norms import normalize, normalize_channels, update_running
-from gemsc.runtime.tile_reductions import extreme, global_max, variance
+from gemsc.runtime.tile_reductions import extreme, global_max, softmax, variance
 from gemsc.runtime.tile_windows import (
     AxisWindows,
     Resize,
@@ -282,6 +282,16 @@ class LayersOnTiles(ABC):
         """Return `value.std(dims, correction=..., keepdim=...)` over the tiles."""
         grid = self.among(among)
         return variance(grid, value, dims, correction, keepdim=keepdim, root=True)
+
+    def softmax(
+        self,
+        value: Tensor,
+        dims: tuple[int, ...],
+        log: bool = False,
+        among: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Return `value.softmax(dims)` over the tiles, or `log_softmax`."""
+        return softmax(self.among(among), value, dims, log=log)
 
     def global_max(
         self,

@@ -1,4 +1,4 @@
-"""Largest and smallest elements, and variances, over all tiles, with their gradients.
+"""Extremes, variances and softmax over all tiles, with their gradients.
 
 Each tile brings what it found in one row of a table that is added up: one message.
 """
@@ -18,7 +18,7 @@ from gemsc.runtime.tile_norms import merged
 if TYPE_CHECKING:
     from gemsc.runtime.tile_layers import LayersOnTiles
 
-__all__ = ["extreme", "global_max", "variance"]
+__all__ = ["extreme", "global_max", "softmax", "variance"]
 
 
 def extreme(
@@ -64,6 +64,14 @@ def variance(
     """
     result: Tensor = _Variance.apply(value, grid, dims, correction, root)  # type: ignore[no-untyped-call]
     return result if keepdim else result.squeeze(dims)
+
+
+def softmax(
+    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...], *, log: bool
+) -> Tensor:
+    """Return exp(value) over its sum over `dims` and all tiles, or the logarithm."""
+    result: Tensor = _Softmax.apply(value, grid, dims, log)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Extreme(torch.autograd.Function):
@@ -148,6 +156,43 @@ class _Variance(torch.autograd.Function):
             gradient = (gradient / (2 * result)).masked_fill(result == 0, 0)
         found = (2 / freedom) * gradient * (value - mean)
         return found.to(value.dtype), None, None, None, None
+
+
+class _Softmax(torch.autograd.Function):
+    """Each tile brings its largest element m and its sum of exp(value - m)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        log: bool,
+    ) -> Tensor:
+        wide = value.float() if value.dtype.itemsize < 4 else value
+        own = wide.amax(dims, keepdim=True)
+        shift = own.masked_fill(own == -torch.inf, 0)  # a tile without any
+        largest, sums = _table(grid, own, (wide - shift).exp().sum(dims, keepdim=True))
+        most = largest.amax(0)
+        total = (sums * (largest - most).exp()).sum(0)
+        if log:
+            result = wide - (most + total.log()).to(wide.dtype)
+        else:
+            result = (wide - most.to(wide.dtype)).exp() / total.to(wide.dtype)
+        result = result.to(value.dtype)
+        ctx.save_for_backward(result)
+        ctx.grid, ctx.dims, ctx.log = grid, dims, log
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (result,) = ctx.saved_tensors
+        part = gradient if ctx.log else gradient * result
+        total = ctx.grid.add_up(part.sum(ctx.dims, keepdim=True).contiguous())
+        if ctx.log:
+            return gradient - result.exp() * total, None, None, None
+        return part - result * total, None, None, None
 
 
 def _table(grid: LayersOnTiles, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,7 @@ def weight_rows(
     """
     rank = len(how.sizes)
     in_size, out_size = how.sizes[axis]
-    others = [min(2, size) for size, _ in how.sizes]
+    others = [2] * rank
     basis = torch.eye(in_size, dtype=dtype, device=device)
     shape = [1] * rank
     shape[axis] = in_size

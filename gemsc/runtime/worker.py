@@ -313,7 +313,9 @@ class Worker:
             if stage not in self._summed:
                 parameters = self._stage_parameters(stage)
                 self._summed[stage] = parameters, self._uncertain(stage, parameters)
-            self._sums.start(self._groups[stage], *self._summed[stage])
+            parameters, uncertain = self._summed[stage]
+            trained = [p for p in uncertain if p.requires_grad]
+            self._sums.start(self._groups[stage], parameters, trained)
 
     def finish_reductions(self) -> None:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
@@ -398,7 +400,7 @@ class Worker:
             for path in paths
             for parameter in module.get_submodule(path).parameters()
         }
-        return [p for p in parameters if id(p) in inside and p.requires_grad]
+        return [p for p in parameters if id(p) in inside]
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
         num_runs = self.num_replicas * self.num_copies

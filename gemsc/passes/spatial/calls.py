@@ -109,8 +109,6 @@ def _pair(word: str) -> tuple[str, str]:
 _ALONG = {
     **dict.fromkeys(
         [
-            "softmax",
-            "log_softmax",
             "softmin",
             "argmax",
             "argmin",
@@ -129,7 +127,6 @@ _ALONG = {
     "topk": "input k dim",
     "norm": "input p dim",
     "normalize": "input p dim",
-    "flip": "input dim",
 }
 # Operations that reduce dimensions, and others whose functions and methods are alike.
 _ALIKE = {
@@ -144,6 +141,9 @@ _ALIKE = {
     "narrow": ("narrow", "input dim start length"),
     "prelu": ("channels", "input weight"),
     "roll": ("roll", "input shifts dim"),
+    "flip": ("flip", "input dims"),
+    "softmax": ("softmax", "input dim"),
+    "log_softmax": ("log_softmax", "input dim"),
     **{name: ("along", names) for name, names in _ALONG.items()},
 }
 
@@ -264,8 +264,8 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.LocalResponseNorm, "channels", "size"
     yield nn.PReLU, "channels", ""
     yield nn.ChannelShuffle, "channels", ""
-    yield nn.Softmax, "along", "dim"
-    yield nn.LogSoftmax, "along", "dim"
+    yield nn.Softmax, "softmax", "dim"
+    yield nn.LogSoftmax, "log_softmax", "dim"
     yield nn.GLU, "along", "dim"
     yield nn.Softmax2d, "channels", ""
     yield nn.Linear, "linear", ""

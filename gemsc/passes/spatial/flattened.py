@@ -7,6 +7,7 @@ interval, so that it stays a box of C x H x W:
     relu, dropout     of the box
     linear            the tile's columns of the weight; one sum over the tiles
     mean, max, ...    over the dimensions that were joined
+    softmax           over those; the result is held like the value
     anything else     gather, then flatten: a barrier
 
 The weight is not cut: every tile keeps all of it.
@@ -64,7 +65,7 @@ def check(low: Lowering, call: Call, elementwise: bool) -> None:
         Refused: no rule computes it of values that are held with all dimensions.
     """
     node = call.node
-    if call.kind == "linear" or call.kind in tile_ops.REDUCTIONS:
+    if call.kind in ("linear", "softmax", "log_softmax", *tile_ops.REDUCTIONS):
         return
     if call.kind not in ("dropout", "loss") and (call.kind or not elementwise):
         raise Refused("it needs a value flattened")

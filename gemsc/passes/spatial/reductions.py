@@ -1,4 +1,4 @@
-"""Reductions: sums, means, extremes and variances over dimensions that are cut.
+"""Reductions: sums, extremes, variances, softmax over dimensions that are cut.
 
 Each tile reduces what it has. Then the tiles that differ only along the axes reduced
 put theirs together, so that a mean over rows of a 2 x 2 grid leaves columns cut:
@@ -20,7 +20,7 @@ from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.shapes import along, are_dims, elementwise
 from gemsc.passes.spatial.values import Flattened
 
-__all__ = ["extreme", "reduction"]
+__all__ = ["extreme", "reduction", "softmax"]
 
 
 def extreme(low: Lowering, call: Call) -> Local:
@@ -55,6 +55,31 @@ def reduction(low: Lowering, call: Call) -> Local:
         low.hold(call.node, Flattened(held, result_groups))
     cut = result if any(axis is not None for axis in result) else None
     return _over_tiles(low, call, dims, cut)
+
+
+def softmax(low: Lowering, call: Call) -> Local:
+    """Divide by sums over some dimensions: over tiles if they are cut."""
+    source = call.input
+    shape, axes = low.shape(source), low.axes(source)
+    flattened = low.flattened(source)
+    assert axes is not None
+    groups = (1,) * len(shape) if flattened is None else flattened.groups
+    if not are_dims(call.get("dim")) or call.get("dtype") is not None:
+        return along(low, call)
+    dims, _, _ = _held(shape, axes, groups, _dims(call, len(groups)), True)
+    if all(axes[dim] is None for dim in dims):
+        if flattened is not None:
+            raise Refused("it needs a value flattened")
+        return along(low, call)
+    if flattened is not None:
+        low.hold(call.node, flattened)
+    options: dict[str, Any] = {}
+    if call.kind == "log_softmax":
+        options["log"] = True
+    if among := low.among(axes[dim] for dim in dims if axes[dim] is not None):
+        options["among"] = among
+    args = (low.get(source).node, dims)
+    return low.create(call.node, "call_function", tile_ops.softmax, args, options, axes)
 
 
 def _dims(call: Call, count: int) -> set[int]:

@@ -24,6 +24,7 @@ __all__ = [
     "channels",
     "concatenation",
     "elementwise",
+    "flip",
     "narrow",
     "roll",
     "subscript",
@@ -276,6 +277,24 @@ def roll(low: Lowering, call: Call) -> Local:
         for box in low.owned(low.shape(node), axes)
     )
     return low.stands_for(low.part(source, wanted, wraps=True), node, axes)
+
+
+def flip(low: Lowering, call: Call) -> Local:
+    """Let each tile want what lies opposite to it, and turn that around."""
+    source = call.input
+    shape, axes = low.shape(source), low.axes(source)
+    given = call.get("dims")
+    if axes is None or not are_dims(given):
+        raise Refused("its dimensions are not numbers")
+    dims = {int(d) % len(shape) for d in ([given] if isinstance(given, int) else given)}
+    wanted = tuple(
+        tuple(
+            (size - stop, size - start) if dim in dims else (start, stop)
+            for dim, (size, (start, stop)) in enumerate(zip(shape, box, strict=True))
+        )
+        for box in low.owned(shape, axes)
+    )
+    return call_again(low, call, axes, {source: low.part(source, wanted)})
 
 
 def along(low: Lowering, call: Call) -> Local:
