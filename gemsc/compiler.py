@@ -15,6 +15,7 @@ from gemsc.codegen.package import rank_modules, write_directory
 from gemsc.compilation import Compilation, Traced
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
+from gemsc.frontend.optimizer import check_optimizer
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions, choose
@@ -41,7 +42,7 @@ from gemsc.viz.timeline import write_timeline
 __all__ = ["CompiledProgram", "Traced", "compile", "lower", "plan", "trace"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompiledProgram:
     """What `compile` returns: look at it, then write it.
 
@@ -55,6 +56,10 @@ class CompiledProgram:
     def plan(self) -> Plan:
         """Every decision, as plain data."""
         return self.compilation.plan
+
+    def __repr__(self) -> str:
+        """Return for example `<Net: 4 ranks, stages of 3, 4, 3, 2 blocks, 1f1b>`."""
+        return f"<{self.plan.summary}>"
 
     def rank_modules(self) -> dict[str, str]:
         """Return the text of each rank's file, by file name."""
@@ -153,6 +158,8 @@ def trace(
         device = hardware.device if hardware else None
         program = run_passes(program, graph_passes(device), after_each=after_each)
         parameters = dict(program.module.named_parameters())
+        if optimizer is not None and trains:
+            check_optimizer(parameters, optimizer)
         state = optimizer_bytes(parameters, optimizer if trains else None)
         program = replace(program, optimizer_bytes=state)
         if check:

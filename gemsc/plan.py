@@ -13,6 +13,7 @@ import tomli_w
 
 from gemsc.errors import GemscError
 from gemsc.toml_file import Keys, TomlFile
+from gemsc.units import show_micro_batches
 
 __all__ = ["Plan", "PlannedStage", "PlannedTransfer", "plan_file"]
 
@@ -165,6 +166,15 @@ class Plan:
     def members(self) -> list[list[int]]:
         """The ranks of each group of one copy: alone, where no stage is split."""
         return self.groups or [[rank] for rank in range(self.copy_ranks)]
+
+    @property
+    def summary(self) -> str:
+        """For example `Net: 2 ranks, stages of 3, 4 blocks, 1f1b, 4 micro-batches`."""
+        stages = ", ".join(f"{len(stage.blocks)}" for stage in self.stages)
+        return (
+            f"{self.model}: {self.ranks} ranks, stages of {stages} blocks, "
+            f"{self.schedule}, {show_micro_batches(self.micro_batches)}"
+        )
 
     def by_rank(self, values: Sequence[T]) -> list[T]:
         """Return what is known of each group for each rank of one copy."""

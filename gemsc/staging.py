@@ -27,7 +27,7 @@ from gemsc.planner.layout import Layout, layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run
-from gemsc.units import show_bytes
+from gemsc.units import show_bytes, show_enough_bytes
 
 __all__ = ["Known", "Scheduled", "schedule_stages", "with_evaluation"]
 
@@ -143,7 +143,7 @@ def _fitted(
         raise GemscError(
             f"no choice of blocks for --{' and --'.join(kinds)} fits "
             f"{show_bytes(cap)} on each rank: the leanest needs "
-            f"{show_bytes(fit.peak_bytes)}",
+            f"{show_enough_bytes(fit.peak_bytes)}",
             help="use more --ranks, smaller micro-batches in example_inputs(), or a "
             "larger --device-memory",
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from math import ceil
 
 from gemsc.errors import GemscError
 
 __all__ = [
     "parse_bytes",
     "show_bytes",
+    "show_enough_bytes",
     "show_flops",
     "show_micro_batches",
     "show_seconds",
@@ -22,6 +24,15 @@ TIMES = ("us", "ms", "s")
 def show_bytes(count: float) -> str:
     """Return for example `40.1 MiB`."""
     return _show(count, 1024, BINARY, (0, 1, 1, 1, 1))
+
+
+def show_enough_bytes(count: int) -> str:
+    """Return the same, rounded up: what is shown suffices where `count` is needed."""
+    unit = 1
+    while count >= 1024 * unit and unit < 1024**4:
+        unit *= 1024
+    tenth = unit / 10 if unit > 1 else 1
+    return show_bytes(ceil(count / tenth) * tenth)
 
 
 def show_flops(count: float) -> str:

@@ -84,6 +84,12 @@ FILES = {
         MODEL + f"def model():{HERE}\n    return 3\n",
         advises="return a torch.nn.Module",
     ),
+    "optimizer of tensors": Mistake(
+        ("optimizer() fails: AttributeError: 'tuple' object has no attribute 'ndim'",),
+        without("optimizer")
+        + f"def optimizer(ps):\n    return [p for p in ps if p.ndim > 1]{HERE}\n",
+        advises="(name, parameter) pairs",
+    ),
     "model() raises": Mistake(
         ("model() fails: ValueError: no width",),
         MODEL + f"def model():\n    raise ValueError('no width'){HERE}\n",
@@ -526,6 +532,11 @@ def test_a_missing_file_is_found_before_ranks_start(
         ("--steps 0", "argument --steps: '0' is no whole number above 0"),
         ("--speed 3", "unrecognized arguments: --speed 3"),
         ("--save model.py", "argument --save: model.py is a file, not a folder"),
+        (
+            "--save /proc/x",
+            "argument --save: nothing can be written in /proc: "
+            "No such file or directory",
+        ),
         ("--resume program", "program is no checkpoint: it has no model.safetensors"),
     ],
 )

@@ -128,7 +128,8 @@ def test_all_names_of_a_model_file_are_explained():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_are_named_exist(page, capsys):
-    known = {"--update-golden", "--extra-index-url", "--help"}  # pytest's, pip's
+    known = {"--help", "--update-golden"}  # pytest's
+    known |= {"--extra-index-url", "--oversubscribe"}  # those of pip and mpirun
     app = get_command(make_app())
     for command in (app, *app.commands.values()):
         known |= {name for param in command.params for name in param.opts}

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "": {"lazy"},
     **dict.fromkeys(HELPERS - ERRORS, ERRORS),
     "unfilled": set(),
-    "plan": {*ERRORS, "toml_file"},
+    "plan": {*ERRORS, "toml_file", "units"},
     "user_model": {*ERRORS, "nests", "rng"},
     "schedules": ERRORS,
     "ir": HELPERS,

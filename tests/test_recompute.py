@@ -218,6 +218,14 @@ def test_a_block_is_named_once() -> None:
         lower(traced("resnet18"), CompileOptions(recompute=names, offload=names))
 
 
+def test_all_leaves_out_what_is_named_for_something_else() -> None:
+    options = CompileOptions(ranks=1, recompute=("all",), offload=("layer2",))
+    (stage,) = lower(traced("resnet18"), options).plan.stages
+    assert stage.offload == ["layer2"]
+    assert "layer1.0" in stage.recompute
+    assert not [name for name in stage.recompute if name.startswith("layer2")]
+
+
 def test_a_block_goes_by_its_own_name_before_that_of_its_module() -> None:
     options = CompileOptions(recompute=("layer1",), offload=("layer1.0",))
     program = lower(traced("resnet18"), options)

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemsc.errors import GemscError
-from gemsc.units import parse_bytes, show_bytes, show_flops, show_seconds
+from gemsc.units import (
+    parse_bytes,
+    show_bytes,
+    show_enough_bytes,
+    show_flops,
+    show_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +85,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(GemscError, match="is no size") as caught:
         parse_bytes(text)
     assert caught.value.help
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_enough_suffices(count: int) -> None:
+    enough = parse_bytes(show_enough_bytes(count))
+    assert count <= enough <= max(1.11 * count, count + 103)
 
 
 @given(st.integers(0, 2**50))

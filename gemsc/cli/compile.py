@@ -26,7 +26,6 @@ from gemsc.planner.candidates import Candidate
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.hardware import read_hardware
 from gemsc.runtime.launch import restart_like_a_rank
-from gemsc.units import show_micro_batches
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.tables import opaque_notes, show_candidates
 from gemsc.viz.tables import show as show_plan
@@ -133,12 +132,7 @@ def _report(
     """Print what was chosen, and why where there was a choice."""
     if candidates:
         show_candidates(candidates, console, most)
-    stages = ", ".join(f"{len(stage.blocks)}" for stage in plan.stages)
-    console.print(
-        f"{plan.model}: {plan.ranks} ranks, stages of {stages} blocks, "
-        f"{plan.schedule}, {show_micro_batches(plan.micro_batches)}{where}",
-        highlight=False,
-    )
+    console.print(f"{plan.summary}{where}", highlight=False)
     for note in opaque_notes(plan):
         console.print(note, highlight=False)
 

@@ -22,6 +22,8 @@ from gemsc.passes.base import Pass
 
 __all__ = ["MarkSegments"]
 
+WORDS = ("all", "auto", "off")
+
 
 @dataclass(frozen=True)
 class MarkSegments(Pass):
@@ -52,8 +54,8 @@ class MarkSegments(Pass):
         wishes = [
             (kind, name)
             for kind, names in (
-                ("recompute", _expanded(program, self.recompute)),
-                ("offload", _expanded(program, self.offload)),
+                ("recompute", _expanded(program, self.recompute, self.offload)),
+                ("offload", _expanded(program, self.offload, self.recompute)),
             )
             for name in names
         ]
@@ -66,7 +68,7 @@ class MarkSegments(Pass):
         for kind, name in wishes:
             if TO in name:
                 continue
-            inside = [block for block in blocks if _lies_in(block, name)]
+            inside = _inside(blocks, name)
             if not inside:
                 raise _unknown(kind, name, blocks)
             for block in inside:
@@ -78,15 +80,34 @@ class MarkSegments(Pass):
         return replace(program, segments=segments)
 
 
-def _expanded(program: Program, names: Sequence[str]) -> Sequence[str]:
-    """Return names of blocks or modules: for "all" each block where it helps."""
+def _expanded(
+    program: Program, names: Sequence[str], others: Sequence[str]
+) -> Sequence[str]:
+    """Return names of blocks or modules: for "all" each block where it helps.
+
+    Those that are named for something else are left out.
+    """
     if tuple(names) == ("all",):
+        blocks = program.blocks or ()
+        taken = {
+            block.index
+            for name in others
+            if name not in WORDS
+            for block in (*_named("", name, blocks), *_inside(blocks, name))
+        }
         return [
             block.name
-            for block in program.blocks or ()
-            if frees_anything(block) and may_recompute(program, block)
+            for block in blocks
+            if block.index not in taken
+            and frees_anything(block)
+            and may_recompute(program, block)
         ]
     return [name for name in names if name not in ("auto", "off")]
+
+
+def _inside(blocks: Sequence[Block], name: str) -> list[Block]:
+    """Return the blocks of a module."""
+    return [block for block in blocks if _lies_in(block, name)]
 
 
 def _segments(program: Program, owner: dict[int, tuple[str, str]]) -> Iterator[Segment]:

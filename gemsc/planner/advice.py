@@ -8,7 +8,7 @@ from dataclasses import replace
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.candidates import Candidate
-from gemsc.units import show_bytes
+from gemsc.units import show_bytes, show_enough_bytes
 
 __all__ = ["nothing_fits"]
 
@@ -34,7 +34,7 @@ def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
     ]
     return GemscError(
         f"no schedule fits {show_bytes(cap)} on each rank: the leanest, "
-        f"{leanest.name}, needs {show_bytes(leanest.peak_bytes)}",
+        f"{leanest.name}, needs {show_enough_bytes(leanest.peak_bytes)}",
         help="; or ".join(ways)
         or "more ranks or smaller micro-batches do not help: raise --device-memory",
     )

@@ -140,9 +140,10 @@ def _split_cost(program: Program, stage: Stage, kept: Activations) -> dict[str, 
 
 
 def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, float]:
-    """Return the seconds in which the tiles of a stage wait for each other's parts.
+    """Return the seconds in which the tiles of a stage wait for each other.
 
-    First those in forward, then those in backward.
+    First those in forward, then those in backward: for the parts of others, and for
+    sums, which take a message each time that the tiles halve (recursive doubling).
     """
     assert program.placement is not None
     ranks = program.placement.ranks[0][stage.index]
@@ -155,6 +156,13 @@ def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, f
         there, back = waiting(node, link)
         forward += there
         backward += back + (there if node in again else 0.0)
+    rounds = (len(ranks) - 1).bit_length()
+    for node in stage.nodes:
+        for each in meta.facts(node).sums:
+            rows = len(ranks) if each.has_rows else 1
+            seconds = rounds * link.seconds(rows * each.num_bytes)
+            forward += 0.0 if each.backward else seconds
+            backward += seconds if each.backward or node in again else 0.0
     return forward, backward
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -48,11 +49,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.save is not None and options.save.exists() and not options.save.is_dir():
-        parser.error(f"argument --save: {options.save} is a file, not a folder")
+    if options.save is not None and (problem := _why_not_in(options.save)):
+        parser.error(f"argument --save: {problem}")
     if options.resume is not None:
         check_checkpoint(options.resume)
     return options
+
+
+def _why_not_in(folder: Path) -> str:
+    """Return why no files can be made in a folder, which may be made itself; or ""."""
+    if folder.exists() and not folder.is_dir():
+        return f"{folder} is a file, not a folder"
+    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=place).cleanup()
+    except OSError as error:
+        return f"nothing can be written in {place}: {error.strerror}"
+    return ""
 
 
 def _count(text: str) -> int:

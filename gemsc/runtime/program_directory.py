@@ -20,10 +20,13 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     """
     plan = Plan.read(directory / "plan.toml")
     if num_ranks != plan.ranks:
+        ways = f"use mpirun -n {plan.ranks}"
+        if plan.spec:  # else there is no dataset to run with
+            ways += f", or `gemsc run {directory}`"
         raise GemscError(
             f"{directory} was compiled for {plan.ranks} ranks, mpirun started "
             f"{num_ranks}",
-            help=f"use mpirun -n {plan.ranks}, or `gemsc run {directory}`",
+            help=ways,
         )
     again = f"compile again: {plan.command} -o {directory}"
     changes = changed_definitions(plan.sources)

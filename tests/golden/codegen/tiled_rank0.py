@@ -4,7 +4,7 @@ Written by gemsc; do not edit, compile again:
     gemsc compile Tiled --ranks 4 --tiles 2x2
 
 Stage 0: 673.8 kFLOP forward, 13.5 KiB of parameters,
-23.1 KiB kept for each micro-batch by the fullest tile;
+23.0 KiB kept for each micro-batch by the fullest tile;
 5.0 KiB from tile to tile in forward.
 """
 
