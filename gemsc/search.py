@@ -76,7 +76,8 @@ def assess(
     if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
             done = schedule_stages(traced, options, known=known)
-    peaks, sums = done.timeline.peak_bytes, reduced_bytes(done.program, options.data)
+    peaks = done.timeline.peak_bytes
+    sums = reduced_bytes(done.program, done.task, options.data)
     hardware = read_hardware(options.hardware)
     ending = after_backward(
         done.program, done.task, done.timeline, options.data, hardware

@@ -98,7 +98,7 @@ def simulate(
         task=task,
         policy=policy,
         hardware=hardware,
-        gradient_bytes=reduced_bytes(program, 2),
+        gradient_bytes=reduced_bytes(program, task, 2),
         samples=next(sizes, 1) * sum(task.micro_batches),
     )
     counts = sorted({*(copies or powers_of_two(options.data)), options.data})

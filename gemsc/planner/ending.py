@@ -30,7 +30,7 @@ def after_backward(
     if not task.has_backward:
         return 0.0
     stages = program.require_stages()
-    sizes = [stage.total("parameter_bytes") for stage in stages]
+    sizes = [stage.gradient_bytes for stage in task.stages]
     places = [
         {rank for row in placement.ranks for rank in row[stage.index]}
         for stage in stages

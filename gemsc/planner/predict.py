@@ -207,14 +207,14 @@ def sent_bytes(program: Program, task: Task) -> int:
     return total
 
 
-def reduced_bytes(program: Program, data: int) -> list[int]:
+def reduced_bytes(program: Program, task: Task, data: int) -> list[int]:
     """Return the bytes of gradients that each stage's ranks add up in a step."""
     placement = program.placement
     assert placement is not None
     sums = []
     for stage in program.require_stages():
         ranks = {rank for row in placement.ranks for rank in row[stage.index]}
-        share = stage.total("parameter_bytes")
+        share = task.stages[stage.index].gradient_bytes
         sums.append(share if len(ranks) * data > 1 else 0)
     return sums
 
