@@ -165,7 +165,7 @@ def test_parameters_of_the_size_of_the_picture_are_cut() -> None:
 
 class Sorted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sort(x, dim=-1).values.cumsum(-2) * x.flip(-1)
+        return torch.sort(x, dim=-1).values.cumsum(-2) * x.cumsum(-1)
 
 
 def test_an_unknown_operation_is_gathered_and_reported() -> None:
