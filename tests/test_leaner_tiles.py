@@ -25,9 +25,9 @@ PLANS = (
     options(ranks=3, tiles="1x2", data=2, micro_batches=2),
 )
 CASES = [
-    *(("unet", plan) for plan in PLANS),
-    *(("resnet18", plan) for plan in PLANS[::2]),
-    *(("tiled", plan) for plan in PLANS[1::2]),
+    *(("tiled", plan) for plan in PLANS),
+    *(("unet", plan) for plan in PLANS[2::2]),
+    *(("resnet18", plan) for plan in PLANS[3:4]),
 ]
 
 
@@ -40,30 +40,30 @@ def fullest(plan: Plan, measured: Sequence[int]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("way", ["recompute", "offload"])
 @pytest.mark.parametrize(
     ("name", "plan"),
     CASES,
     ids=[f"{name} {plan.command_line()}" for name, plan in CASES],
 )
-def test_it_changes_no_bit_and_frees_what_was_predicted(
-    name: str, plan: CompileOptions, way: str, tmp_path: Path
+def test_they_change_no_bit_and_free_what_was_predicted(
+    name: str, plan: CompileOptions, tmp_path: Path
 ) -> None:
-    choice = replace(plan, **{way: ("all",)})
     float32 = torch.float32
     expected, kept = trained(name, plan, tmp_path / "kept", float32)
-    record, program = trained(name, choice, tmp_path / "leaner", float32)
-    found = compare(record, expected)
-    assert found.equal == found.total  # gradients, parameters and running statistics
-    assert record.losses == expected.losses
-    leaner = program.plan
-    assert fullest(leaner, record.activation_bytes) == leaner.activation_bytes
-    total = fullest(leaner, record.peak_bytes)
-    assert total == pytest.approx(leaner.peak_bytes, rel=0.08)  # with messages
-    assert sum(leaner.activation_bytes) < sum(kept.plan.activation_bytes)
+    for way in ("recompute", "offload"):
+        choice = replace(plan, **{way: ("all",)})
+        record, program = trained(name, choice, tmp_path / way, float32)
+        found = compare(record, expected)
+        assert found.equal == found.total  # gradients, parameters, running statistics
+        assert record.losses == expected.losses
+        leaner = program.plan
+        assert fullest(leaner, record.activation_bytes) == leaner.activation_bytes
+        total = fullest(leaner, record.peak_bytes)
+        assert total == pytest.approx(leaner.peak_bytes, rel=0.08)  # with messages
+        assert sum(leaner.activation_bytes) < sum(kept.plan.activation_bytes)
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet18"])
+@pytest.mark.parametrize("name", ["unet"])
 def test_auto_fits_tiles_into_a_cap(name: str, tmp_path: Path) -> None:
     plan = options(ranks=4, tiles="2x2", micro_batches=2)
     kept, least = (
