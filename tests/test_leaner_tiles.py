@@ -25,7 +25,7 @@ PLANS = (
     options(ranks=3, tiles="1x2", data=2, micro_batches=2),
 )
 CASES = [
-    *(("tiled", plan) for plan in PLANS),
+    *(("tiled", plan) for plan in PLANS if plan.schedule != "master"),
     *(("unet", plan) for plan in PLANS[2::2]),
     *(("resnet18", plan) for plan in PLANS[3:4]),
 ]
