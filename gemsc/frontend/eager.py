@@ -26,7 +26,7 @@ def set_training(model: nn.Module, loss: Any, training: bool) -> None:
 
 
 @contextmanager
-def failures(what: str, boundary: CodeType) -> Iterator[None]:
+def failures(what: str, boundary: CodeType, help: str = "") -> Iterator[None]:
     """Report an exception at the user's line below the frame of `boundary`.
 
     Raises:
@@ -39,4 +39,5 @@ def failures(what: str, boundary: CodeType) -> Iterator[None]:
     except Exception as error:
         at = failing_line(error.__traceback__, boundary)
         text = " ".join(str(error).split())
-        raise GemscError(f"{what}: {type(error).__name__}: {text}", at=at) from error
+        message = f"{what}: {type(error).__name__}: {text}"
+        raise GemscError(message, at=at, help=help) from error

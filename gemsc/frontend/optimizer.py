@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gemsc.errors import GemscError
-from gemsc.frontend.user_code import failing_line
+from gemsc.frontend.eager import failures
 
 __all__ = ["check_optimizer"]
 
@@ -23,13 +22,10 @@ def check_optimizer(
         GemscError: that fails; says at which of the user's lines.
     """
     trained = [(name, p) for name, p in parameters.items() if p.requires_grad]
-    try:
+    help = (
+        "it gets (name, parameter) pairs, as torch.optim's classes take them; "
+        "pick out parameters with `for name, p in pairs`"
+    )
+    with failures("optimizer() fails", check_optimizer.__code__, help):
         if trained:
             factory(trained)
-    except Exception as error:
-        raise GemscError(
-            f"optimizer() fails: {type(error).__name__}: {error}",
-            at=failing_line(error.__traceback__, check_optimizer.__code__),
-            help="it gets (name, parameter) pairs, as torch.optim's classes take them; "
-            "pick out parameters with `for name, p in pairs`",
-        ) from error

@@ -10,17 +10,13 @@ from gemsc.ir.program import Program
 __all__ = ["verify"]
 
 
-def verify(program: Program, *, same_graph: bool = False) -> None:
+def verify(program: Program) -> None:
     """Check every invariant that the facts at hand allow.
-
-    Those of FX's own are left out for the `same_graph` that was checked before: passes
-    change copies.
 
     Raises:
         InternalError: the first invariant that does not hold.
     """
-    if not same_graph:
-        program.graph.lint()
+    program.graph.lint()
     for check in CHECKS:
         check(program)
 

@@ -54,8 +54,14 @@ class MarkSegments(Pass):
         wishes = [
             (kind, name)
             for kind, names in (
-                ("recompute", _expanded(program, self.recompute, self.offload)),
-                ("offload", _expanded(program, self.offload, self.recompute)),
+                (
+                    "recompute",
+                    _expanded(program, self.recompute, "offload", self.offload),
+                ),
+                (
+                    "offload",
+                    _expanded(program, self.offload, "recompute", self.recompute),
+                ),
             )
             for name in names
         ]
@@ -81,11 +87,11 @@ class MarkSegments(Pass):
 
 
 def _expanded(
-    program: Program, names: Sequence[str], others: Sequence[str]
+    program: Program, names: Sequence[str], other: str, others: Sequence[str]
 ) -> Sequence[str]:
     """Return names of blocks or modules: for "all" each block where it helps.
 
-    Those that are named for something else are left out.
+    Those that are named for the `other` kind are left out.
     """
     if tuple(names) == ("all",):
         blocks = program.blocks or ()
@@ -93,7 +99,7 @@ def _expanded(
             block.index
             for name in others
             if name not in WORDS
-            for block in (*_named("", name, blocks), *_inside(blocks, name))
+            for block in (*_named(other, name, blocks), *_inside(blocks, name))
         }
         return [
             block.name

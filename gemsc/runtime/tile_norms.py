@@ -34,6 +34,7 @@ __all__ = [
     "normalize",
     "normalize_channels",
     "update_running",
+    "widened",
 ]
 
 Rows = tuple[slice, ...] | EllipsisType  # an index of a tile's own elements
@@ -122,7 +123,7 @@ class _Normalize(torch.autograd.Function):
         rstd = (variance + eps).rsqrt()
         scale = rstd if weight is None else rstd * weight
         shift = -mean * scale if bias is None else bias - mean * scale
-        result = torch.addcmul(shift, _wide(value), scale).to(value.dtype)
+        result = torch.addcmul(shift, widened(value), scale).to(value.dtype)
         ctx.save_for_backward(value, weight, mean, rstd, count)
         ctx.grid, ctx.dims, ctx.own = grid, dims, own
         ctx.bias_shape = None if bias is None else bias.shape
@@ -135,8 +136,8 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, gradient: Tensor, *_: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         value, weight, mean, rstd, count = ctx.saved_tensors
-        gradient = _wide(gradient)
-        normal = (_wide(value) - mean) * rstd
+        gradient = widened(gradient)
+        normal = (widened(value) - mean) * rstd
         weight_gradient = bias_gradient = None
         product = gradient * normal
         if ctx.needs_input_grad[1]:
@@ -217,7 +218,7 @@ class _NormalizeChannels(torch.autograd.Function):
         return result, weight_gradient, bias_gradient, None, None, None
 
 
-def _wide(value: Tensor) -> Tensor:
+def widened(value: Tensor) -> Tensor:
     """Return half precision as float32: sums must not round to it."""
     return value.float() if value.dtype in _HALF else value
 
@@ -229,7 +230,7 @@ def merged(
 
     Where all elements are equal the variance is exactly 0.
     """
-    value = _wide(value.detach())
+    value = widened(value.detach())
     variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
     return _merge(grid, mean, variance, value.numel() // mean.numel())
 
@@ -238,7 +239,7 @@ def _merged_groups(
     grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same, quicker, but for a variance of equal elements: almost 0."""
-    mean, variance = _moments(_wide(value), dims)
+    mean, variance = _moments(widened(value), dims)
     return _merge(grid, mean, variance, value.numel() // mean.numel())
 
 
@@ -246,7 +247,7 @@ def _merged_channels(
     grid: LayersOnTiles, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return that for BatchNorm: over all dimensions but 1, which are not kept."""
-    value = _wide(value)
+    value = widened(value)
     if value.is_cuda:
         mean, variance = torch.batch_norm_update_stats(value, None, None, 0.0)
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.boxes import Box
-from gemsc.runtime.tile_norms import merged
+from gemsc.runtime.tile_norms import merged, widened
 
 if TYPE_CHECKING:
     from gemsc.runtime.tile_layers import LayersOnTiles
@@ -169,7 +169,7 @@ class _Softmax(torch.autograd.Function):
         dims: tuple[int, ...],
         log: bool,
     ) -> Tensor:
-        wide = value.float() if value.dtype.itemsize < 4 else value
+        wide = widened(value)
         own = wide.amax(dims, keepdim=True)
         shift = own.masked_fill(own == -torch.inf, 0)  # a tile without any
         largest, sums = _table(grid, own, (wide - shift).exp().sum(dims, keepdim=True))
