@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,8 +20,17 @@ LONG = 20.0  # seconds; a test that waits so long has failed
 
 @pytest.fixture
 def bells() -> tuple[Doorbell, Doorbell]:
+    return hang(2)
+
+
+def hang(count: int) -> tuple[Doorbell, ...]:
+    """Return the bells of so many ranks of a job, after they have met."""
     job = Doorbell.new_job()
-    return Doorbell(job, 0, [1]), Doorbell(job, 1, [0])
+    others = [set(range(count)) - {rank} for rank in range(count)]
+    bells = tuple(Doorbell(job, rank, others[rank]) for rank in range(count))
+    with ThreadPoolExecutor(count) as ranks:
+        list(ranks.map(Doorbell.meet, reversed(bells)))
+    return bells
 
 
 def test_a_ring_before_the_sleep_is_not_lost(bells: tuple[Doorbell, Doorbell]) -> None:
@@ -45,8 +55,17 @@ def test_only_neighbours_are_reached(bells: tuple[Doorbell, Doorbell]) -> None:
     assert not first.reaches(2)
     first.ring(2)
     second.close()
-    first.ring(1)
-    assert not first.reaches(1)  # it is gone
+    first.ring(1)  # nobody hears it
+
+
+def test_many_ranks_meet() -> None:
+    *others, last = hang(24)  # a socket keeps about ten letters
+    for rank, bell in enumerate(others):
+        last.ring(rank)
+        assert bell.sleep(LONG)
+        assert not last.sleep(0)
+        bell.ring(23)
+        assert last.sleep(LONG)
 
 
 def test_many_rings_never_block(bells: tuple[Doorbell, Doorbell]) -> None:
@@ -57,9 +76,9 @@ def test_many_rings_never_block(bells: tuple[Doorbell, Doorbell]) -> None:
 
 
 def test_other_jobs_are_not_disturbed() -> None:
-    mine, other = Doorbell(Doorbell.new_job(), 0, [1]), Doorbell("other", 1, [0])
-    other.ring(0)
-    assert not mine.sleep(0.001)
+    mine, other = hang(2), hang(2)
+    other[1].ring(0)
+    assert not mine[0].sleep(0.001)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8])

@@ -33,7 +33,10 @@ def mpirun_is_missing() -> str:
 
 
 def run_mpi(
-    num_ranks: int, folder: Path, names: tuple[str, ...] = (), timeout: float = 60
+    num_ranks: int,
+    folder: Path,
+    names: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
 ) -> tuple[int, str]:
     """Return the exit code and all output of the program."""
     if reason := mpirun_is_missing():
@@ -44,7 +47,8 @@ def run_mpi(
             [sys.executable, PROGRAM, *names],
             stdout=output,
             stderr=output,
-            timeout=timeout,
+            env=env,
+            timeout=60,
         )
         output.seek(0)
         return code, output.read()
@@ -198,6 +202,16 @@ def test_a_message_that_is_too_short_is_an_error(tmp_path):
     code, output = run_mpi(2, tmp_path, ("a_message_that_is_too_short",))
     assert code == 3
     assert "receive from rank 1 with tag 1: 8 bytes came, not 12" in output
+
+
+@pytest.mark.mpi
+def test_ranks_find_out_that_their_library_cannot_read_each_others_memory(tmp_path):
+    none = {"OMPI_MCA_smsc": "^cma,knem,xpmem"}  # as in a container without ptrace
+    case = "whether_large_messages_need_their_sender"
+    code, output = run_mpi(3, tmp_path, (case,), none)
+    assert code == 0, output
+    assert "single copy: False" in output
+    assert f"passed {case}\n" in output
 
 
 @pytest.mark.mpi

@@ -3,20 +3,31 @@
 A message library tells nobody that a message has come: one has to ask it. A rank that
 asks often burns the core of another, one that asks seldom is late. Here a sender rings
 after it has sent, and a receiver rings back once it has taken a message, since the send
-of a large one is complete only then. A ring is one empty datagram on a local socket.
+of a large one is complete only then. A bell is an eventfd of Linux: a ring is one cheap
+system call, and one more hears all the rings since the last time.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import socket
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 
-__all__ = ["Doorbell"]
+__all__ = ["Doorbell", "hearing_range"]
+
+LONGEST_MEETING = 120.0  # seconds until all ranks of a machine have come
+
+
+def hearing_range() -> str:
+    """Return a name that is the same for processes whose bells reach each other."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 class Doorbell:
@@ -27,15 +38,20 @@ class Doorbell:
     """
 
     def __init__(self, job: str, rank: int, neighbours: Iterable[int]) -> None:
-        """Hang up this rank's bell; `job` is the same for all its ranks (`new_job`)."""
+        """Hang up this rank's bell; `job` is the same for all its ranks (`new_job`).
+
+        The neighbours are reached after `meet`, which all call once all bells hang.
+        """
         self._job = job
-        self._neighbours: set[int] = set()
-        self._socket: socket.socket | None = None
+        self._rank = rank
+        self._neighbours = sorted(neighbours)
+        self._bells: dict[int, int] = {}  # of neighbours, once met
+        self._own: int | None = None
         if sys.platform == "linux":
-            self._neighbours.update(neighbours)
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.setblocking(False)
-            self._socket.bind(self._address(rank))
+            self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._door.settimeout(LONGEST_MEETING)
+            self._door.bind(self._address(rank))
 
     @staticmethod
     def new_job() -> str:
@@ -45,35 +61,53 @@ class Doorbell:
     def _address(self, rank: int) -> str:
         return f"\0gemsc-{self._job}-{rank}"  # the 0 means: a name, not a file
 
+    def meet(self) -> None:
+        """Give all neighbours a key to this bell, and take theirs.
+
+        One rank after the other, in order: a socket keeps few letters, and who hands
+        out keys meets ranks that listen.
+        """
+        if self._own is None:
+            return
+        before = sum(rank < self._rank for rank in self._neighbours)
+        self._hear(before)
+        for rank in self._neighbours:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.connect(self._address(rank))
+                socket.send_fds(sender, [str(self._rank).encode()], [self._own])
+        self._hear(len(self._neighbours) - before)
+        self._door.close()
+
+    def _hear(self, count: int) -> None:
+        for _ in range(count):
+            text, (bell,), _, _ = socket.recv_fds(self._door, 32, 1)
+            self._bells[int(text)] = bell
+
     def reaches(self, rank: int) -> bool:
         """Whether the two ranks hear each other."""
-        return rank in self._neighbours
+        return rank in self._bells
 
     def ring(self, rank: int) -> None:
         """Wake a neighbour; never blocks."""
-        if self._socket is None or rank not in self._neighbours:
-            return
-        try:
-            self._socket.sendto(b"", self._address(rank))
-        except BlockingIOError:
-            pass  # it has many rings to hear already
-        except OSError:  # it is gone
-            self._neighbours.discard(rank)
+        if rank in self._bells:
+            os.eventfd_write(self._bells[rank], 1)
 
     def sleep(self, seconds: float) -> bool:
         """Return True at a ring, now or since the last sleep; False after the time."""
-        if self._socket is None:
+        if self._own is None:
             time.sleep(seconds)
             return False
-        ready, _, _ = select.select([self._socket], [], [], seconds)
-        with suppress(BlockingIOError):
-            while ready:
-                self._socket.recv(1)
+        ready, _, _ = select.select([self._own], [], [], seconds)
+        if ready:
+            os.eventfd_read(self._own)
         return bool(ready)
 
     def close(self) -> None:
         """Take the bell down."""
-        self._neighbours.clear()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        for bell in self._bells.values():
+            os.close(bell)
+        self._bells.clear()
+        if self._own is not None:
+            self._door.close()
+            os.close(self._own)
+            self._own = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.doorbell import Doorbell
+from gemsc.runtime.doorbell import Doorbell, hearing_range
 from gemsc.runtime.mpi_messages import MessageRequest, StandingMessage
 from gemsc.runtime.transport import (
     Request,
@@ -34,6 +34,8 @@ __all__ = ["MpiTransport"]
 
 CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
 LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4
+TRIAL_BYTES = 2**20  # more than a library sends before the receiver is there
+TRIAL_SECONDS = 0.1
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.runtime.launch
 
 
@@ -152,11 +154,38 @@ class MpiTransport:
         self._control = world.Dup()
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
         self._neighbours = self._find_neighbours()
-        job = self.broadcast_object(Doorbell.new_job())
-        others = [rank for rank in self._neighbours if rank != self.rank]
-        self._bell = Doorbell(str(job), self.rank, others)
+        self._bell = self._hang_bell()
+        self.single_copy = self._try_single_copy()
 
-        self.barrier()  # all bells are there
+    def _hang_bell(self) -> Doorbell:
+        """Let the ranks of this machine wake each other."""
+        job = self.broadcast_object(Doorbell.new_job())
+        ranges = self.all_gather_object(hearing_range())
+        others = [rank for rank in self._neighbours if rank != self.rank]
+        near = [rank for rank in others if ranges[rank] == ranges[self.rank]]
+        bell = Doorbell(str(job), self.rank, near)
+        self.barrier()  # all bells hang
+        bell.meet()
+        return bell
+
+    def _try_single_copy(self) -> bool:
+        """Return whether a large message comes without turns of its sender.
+
+        It does where the receiver may read the sender's memory; otherwise, in many
+        containers for example, the two move it piece by piece. Two ranks of a machine
+        try it, one of them asleep.
+        """
+        first, last = self._neighbours[0], self._neighbours[-1]
+        alone = True
+        data = numpy.zeros(TRIAL_BYTES, numpy.uint8)
+        if self.rank == first and self._bell.reaches(last):
+            request = self._control.Isend(data, last)
+            alone = self._bell.sleep(TRIAL_SECONDS)
+            self._finish(request)
+        elif self.rank == last and self._bell.reaches(first):
+            self._finish(self._control.Irecv(data, first))
+            self._bell.ring(first)
+        return all(self.all_gather_object(alone))
 
     def _find_neighbours(self) -> list[int]:
         """Return the ranks of this machine, ascending."""
@@ -273,8 +302,11 @@ class MpiTransport:
                 self._bell.ring(message.peer)
 
     def wait(self, *requests: Request) -> None:
-        """Return when all requests are complete; sleeps until the others ring."""
-        all_ring = all(
+        """Return when all requests are complete; sleep until the others ring.
+
+        Where messages need turns of both sides, no sleep is long.
+        """
+        all_ring = self.single_copy and all(
             isinstance(request, MessageRequest | StandingMessage)
             and self._bell.reaches(request.peer)
             for request in requests

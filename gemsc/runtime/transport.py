@@ -199,7 +199,8 @@ def check_sum(tensor: Tensor) -> None:
 #     ---- 60 us ------- | ---- sleep = 1/8 of the wait, 20 us to 2 ms ---
 #
 # so that a wait lasts at most about 1/8 longer than the message needs, and a rank that
-# waits long takes 1 to 3 % of a core. A library without single copy moves a large
+# waits long takes 1 to 3 % of a core. Where whoever completes the message rings, the
+# sleep begins after the first turn. A library without single copy moves a large
 # message piece by piece, a few pieces a turn: two turns on end that took much longer
 # than the quickest one moved data (one may be a cold wake-up), and the next follows at
 # once. benchmarks/transport.py has the figures.
@@ -233,6 +234,7 @@ def wait_politely(
     A ring of `bell` ends a sleep. `all_ring` says that nothing can complete the
     requests but ranks that ring.
     """
+    spin_seconds = 0.0 if all_ring else SPIN_SECONDS
     now = started = time.perf_counter()
     quickest_turn = 1.0
     long_turns = 0
@@ -246,7 +248,7 @@ def wait_politely(
         quickest_turn = min(quickest_turn, turn)
         long = turn > max(MOVED_DATA_SECONDS, MOVED_DATA_RATIO * quickest_turn)
         long_turns = long_turns + 1 if long else 0
-        if now - started < SPIN_SECONDS:
+        if now - started < spin_seconds:
             _yield_core()
         elif long_turns > 1:
             started = now - SPIN_SECONDS  # data flow: short sleeps again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -196,18 +196,14 @@ class Worker:
         self.status.enter("forward", stage, m)
         self._mail.let_go()
         module = self.stages[stage]
-        measured = self.meter.forward(inputs) if self.meter else nullcontext()
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, module, staying)
         deferred = Deferred(self._follow)
-        with (
-            deferred.forward() if self.splits_backward else nullcontext(),
-            self._random_numbers(module, stage, m),
-            measured,
-            offloaded.forward(),
-            self._saving(module),
-        ):
-            result = module(*inputs)
+        with ExitStack() as around:
+            for context in self._contexts(stage, m, inputs, deferred):
+                around.enter_context(context)
+            with offloaded.forward():
+                result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
             staying,
@@ -435,23 +431,29 @@ class Worker:
             self.link.transport.group(ranks, "norm"),
         )
 
-    def _random_numbers(
-        self, module: nn.Module, stage: str, m: int
-    ) -> AbstractContextManager[None]:
-        """Seed a stage that draws, by what is computed and not by where."""
-        if not getattr(module, "draws_random_numbers", False):
-            return nullcontext()
-        run = self.copy * self.num_replicas + replica_of(stage)
-        number = run * self.num_micro_batches + m
-        return seeded(self.device, self.seed, self.steps_done, stage_of(stage), number)
+    def _contexts(
+        self, stage: str, m: int, inputs: tuple[Tensor, ...], deferred: Deferred
+    ) -> Iterator[AbstractContextManager[Any]]:
+        """Yield what a stage's forward runs within."""
+        if self.splits_backward:
+            yield deferred.forward()
+        if stage in self._drawing:
+            # by what is computed and not by where
+            run = self.copy * self.num_replicas + replica_of(stage)
+            number = run * self.num_micro_batches + m
+            name = stage_of(stage)
+            yield seeded(self.device, self.seed, self.steps_done, name, number)
+        meter = self.meter
+        if meter is not None:
+            yield meter.forward(inputs)
+        if self.tiles is not None:  # keep halos as what other tiles sent, no copies
+            yield saved_in_parts(*((meter.follow, meter.take) if meter else ()))
 
-    def _saving(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Let a stage on tiles keep halos as what other tiles sent, and no copies."""
-        if not hasattr(module, "grid"):
-            return nullcontext()
-        if self.meter is None:
-            return saved_in_parts()
-        return saved_in_parts(self.meter.follow, self.meter.take)
+    @cached_property
+    def _drawing(self) -> set[str]:
+        """The stages that draw random numbers."""
+        stages = self.stages.items()
+        return {key for key, s in stages if getattr(s, "draws_random_numbers", False)}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters under the user's names."""
