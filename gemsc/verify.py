@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.cores import num_cores
 from gemsc.dropout import dropout_off
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -279,7 +279,7 @@ def _one_process(
 ) -> StepRecord:
     """Train in this process, with the threads of one rank and dropout off."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // plan.ranks))
+    torch.set_num_threads(max(1, num_cores() // plan.ranks))
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -22,6 +22,7 @@ ERRORS = {"errors"}
 HELPERS = {
     *ERRORS,
     "boxes",
+    "cores",
     "dropout",
     "fingerprint",
     "lazy",

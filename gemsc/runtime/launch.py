@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from gemsc.cores import num_cores
 from gemsc.errors import GemscError
 
 __all__ = [
@@ -85,7 +86,7 @@ def mpirun_command(
     settings = {
         "GEMSC_NUM_RANKS": str(num_ranks),
         # torch would start a thread per core in every rank
-        "OMP_NUM_THREADS": str(max(1, _num_cores() // num_ranks)),
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
         "PYTHONUNBUFFERED": "1",
         "GLIBC_TUNABLES": MALLOC_SETTING,
     }
@@ -109,12 +110,6 @@ def restart_like_a_rank() -> None:
     if mine and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = MALLOC_SETTING
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _open_mpi_settings(scratch: Path | None, num_ranks: int) -> dict[str, str]:

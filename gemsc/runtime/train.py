@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from gemsc.cores import SLICE_SECONDS, num_cores, set_time_slice
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.arguments import parse_arguments
@@ -81,11 +82,11 @@ def _refusal(directory: Path, transport: Transport) -> str | None:
 
 def share_cores(transport: Transport) -> None:
     """Let each rank use its part of its machine's cores, unless the user chose."""
+    cores, ranks = num_cores(), transport.local_size
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = (
-            len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        )
-        torch.set_num_threads(max(1, (cores or 1) // transport.local_size))
+        torch.set_num_threads(max(1, cores // ranks))
+    if ranks > cores:
+        set_time_slice(SLICE_SECONDS)
 
 
 def train(directory: Path, transport: Transport, options: argparse.Namespace) -> None:

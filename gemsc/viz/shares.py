@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.console import Console
 from rich.table import Table
 
+from gemsc.cores import num_cores
 from gemsc.units import show_seconds
 from gemsc.viz.panel import Panel
 
@@ -21,7 +20,7 @@ def show_shares(predicted: Panel, measured: Panel, console: Console) -> None:
         f"{show_seconds(measured.makespan)} ({ratio:.2f} times as long)",
         highlight=False,
     )
-    num_ranks, cores = len(measured.rows), _num_cores()
+    num_ranks, cores = len(measured.rows), num_cores()
     if num_ranks > cores:
         console.print(
             f"note: {num_ranks} ranks share {cores} cores; the prediction gives each "
@@ -39,9 +38,3 @@ def show_shares(predicted: Panel, measured: Panel, console: Console) -> None:
         shares = [planned.busy / predicted.makespan, *shares, 1 - sum(shares)]
         table.add_row(row.name.partition(" ")[2], *(f"{share:.0%}" for share in shares))
     console.print(table)
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
