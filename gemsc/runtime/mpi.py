@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.doorbell import Doorbell, hearing_range
-from gemsc.runtime.mpi_messages import MessageRequest, StandingMessage
+from gemsc.runtime.mpi_messages import MessageRequest, Route, StandingMessage
 from gemsc.runtime.transport import (
     Request,
     Standing,
@@ -254,14 +254,8 @@ class MpiTransport:
             left -= num_bytes
         if is_send:
             self._bell.ring(peer)
-        text = self._text(peer, tag, is_send=is_send)
-        return MessageRequest(
-            self._mpi, self._bell, peer, pieces, tensor, text, is_send=is_send
-        )
-
-    def _text(self, peer: int, tag: int, *, is_send: bool) -> str:
-        towards = "send to" if is_send else "receive from"
-        return f"rank {self.rank}: {towards} rank {peer} with tag {tag}"
+        route = Route(self.rank, peer, tag, is_send)
+        return MessageRequest(self._mpi, self._bell, route, pieces, tensor)
 
     def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
         """Prepare to send the tensor's bytes again and again."""
@@ -281,14 +275,12 @@ class MpiTransport:
         is_send: bool,
     ) -> StandingMessage:
         check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
-        text = self._text(peer, tag, is_send=is_send)
+        route = Route(self.rank, peer, tag, is_send)
         if tensor.nbytes > LARGEST_PIECE:
-            raise InternalError(f"{text}: {tensor.nbytes} bytes are too many to stand")
+            raise InternalError(f"{route}: {tensor.nbytes} bytes are too many to stand")
         buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         raw = prepare([buffer, self._mpi.BYTE], peer, tag)
-        return StandingMessage(
-            self._mpi, self._bell, peer, raw, tensor, text, is_send=is_send
-        )
+        return StandingMessage(self._mpi, self._bell, route, raw, tensor)
 
     def start(self, messages: Sequence[Standing]) -> None:
         """Start all of them with one call of the library."""
@@ -298,8 +290,8 @@ class MpiTransport:
         self._mpi.Prequest.Startall([message.raw for message in ours])
         for message in ours:
             message.active = True
-            if message.is_send:
-                self._bell.ring(message.peer)
+            if message.route.is_send:
+                self._bell.ring(message.route.peer)
 
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; sleep until the others ring.
@@ -308,7 +300,7 @@ class MpiTransport:
         """
         all_ring = self.single_copy and all(
             isinstance(request, MessageRequest | StandingMessage)
-            and self._bell.reaches(request.peer)
+            and self._bell.reaches(request.route.peer)
             for request in requests
         )
         wait_politely(requests, self._bell, all_ring=all_ring)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,32 +13,45 @@ from gemsc.runtime.doorbell import Doorbell
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MessageRequest", "StandingMessage"]
+__all__ = ["MessageRequest", "Route", "StandingMessage"]
+
+ALWAYS_EAGER = 1024  # bytes; no library waits for the receiver with so few
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """From where to where a message goes, as this rank sees it."""
+
+    rank: int
+    peer: int
+    tag: int
+    is_send: bool
+
+    def __str__(self) -> str:
+        """Return for example `rank 0: send to rank 1 with tag 3`."""
+        towards = "send to" if self.is_send else "receive from"
+        return f"rank {self.rank}: {towards} rank {self.peer} with tag {self.tag}"
 
 
 class MessageRequest:
     """A send or a receive; keeps the tensor alive until it is complete."""
 
-    __slots__ = ("_bell", "_mpi", "_pieces", "_status", "_tensor", "_text", "peer")
+    __slots__ = ("_bell", "_mpi", "_pieces", "_status", "_tensor", "route")
 
     def __init__(
         self,
         mpi: Any,
         bell: Doorbell,
-        peer: int,
+        route: Route,
         pieces: list[tuple[MPI.Request, int]],
         tensor: Tensor,
-        text: str,
-        *,
-        is_send: bool,
     ) -> None:
-        self.peer = peer
+        self.route = route
         self._mpi = mpi
         self._bell = bell
         self._pieces = pieces  # requests, and the bytes of each
-        self._status = None if is_send else mpi.Status()
+        self._status = None if route.is_send else mpi.Status()
         self._tensor: Tensor | None = tensor
-        self._text = text
 
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""
@@ -46,13 +60,12 @@ class MessageRequest:
             try:
                 complete = request.Test(self._status)
             except self._mpi.Exception as error:
-                raise InternalError(f"{self._text}: {error}") from error
+                raise InternalError(f"{self.route}: {error}") from error
             if not complete:
                 return False
             del self._pieces[0]
             if self._status is not None:
-                _check_size(self._mpi, self._status, num_bytes, self._text)
-                self._bell.ring(self.peer)
+                _taken(self._mpi, self._status, num_bytes, self.route, self._bell)
         self._tensor = None
         return True
 
@@ -65,36 +78,21 @@ class StandingMessage:
         "_mpi",
         "_status",
         "_tensor",
-        "_text",
         "active",
-        "peer",
         "raw",
+        "route",
     )
 
     def __init__(
-        self,
-        mpi: Any,
-        bell: Doorbell,
-        peer: int,
-        raw: MPI.Prequest,
-        tensor: Tensor,
-        text: str,
-        *,
-        is_send: bool,
+        self, mpi: Any, bell: Doorbell, route: Route, raw: MPI.Prequest, tensor: Tensor
     ) -> None:
-        self.peer = peer
+        self.route = route
         self.raw = raw
         self.active = False
         self._mpi = mpi
         self._bell = bell
-        self._status = None if is_send else mpi.Status()
+        self._status = None if route.is_send else mpi.Status()
         self._tensor = tensor  # the library reads or writes its memory
-        self._text = text
-
-    @property
-    def is_send(self) -> bool:
-        """Whether this rank sends it."""
-        return self._status is None
 
     def done(self) -> bool:
         """Give the library a turn; True until it is started, and once complete."""
@@ -103,24 +101,31 @@ class StandingMessage:
         try:
             complete = self.raw.Test(self._status)
         except self._mpi.Exception as error:
-            raise InternalError(f"{self._text}: {error}") from error
+            raise InternalError(f"{self.route}: {error}") from error
         if not complete:
             return False
         self.active = False
         if self._status is not None:
-            _check_size(self._mpi, self._status, self._tensor.nbytes, self._text)
-            self._bell.ring(self.peer)
+            num_bytes = self._tensor.nbytes
+            _taken(self._mpi, self._status, num_bytes, self.route, self._bell)
         return True
 
     def free(self) -> None:
         """Give the request back to the library."""
         if self.active:
-            raise InternalError(f"{self._text}: freed while it is on its way")
+            raise InternalError(f"{self.route}: freed while it is on its way")
         self.raw.Free()
 
 
-def _check_size(mpi: Any, status: MPI.Status, expected: int, text: str) -> None:
-    """Raise an InternalError for a short message: MPI complains of longer ones only."""
+def _taken(
+    mpi: Any, status: MPI.Status, expected: int, route: Route, bell: Doorbell
+) -> None:
+    """Check the size of what came: MPI complains of longer messages only.
+
+    The sender of a large message hears that it may go on.
+    """
     count = status.Get_count(mpi.BYTE)
     if count != expected:
-        raise InternalError(f"{text}: {count} bytes came, not {expected}")
+        raise InternalError(f"{route}: {count} bytes came, not {expected}")
+    if count > ALWAYS_EAGER:
+        bell.ring(route.peer)
