@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from random_networks import random_case
+from support import run_on_threads
 from test_grids import options
 from test_parity import lowered
 from test_recompute import trained
 
+import gemsc
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.verify import compare
@@ -75,3 +79,27 @@ def test_auto_fits_tiles_into_a_cap(name: str, tmp_path: Path) -> None:
     record, program = trained(name, choice, tmp_path / "leaner", torch.float32)
     assert any(stage.recompute for stage in program.plan.stages)
     assert max(record.peak_bytes) <= max(program.plan.peak_bytes) <= cap
+
+
+@pytest.mark.usefixtures("in_double")
+@pytest.mark.parametrize("seed", [17, 21, 31])
+def test_the_weights_of_resizing_are_no_activations(seed: int, tmp_path: Path) -> None:
+    """They are tables that stay from step to step."""
+    model, (x,), loss, target, grid = random_case(seed)
+    program = gemsc.compile(
+        model,
+        (x,),
+        loss=loss,
+        example_target=target,
+        ranks=math.prod(grid),
+        tiles=("x".join(map(str, grid)),),
+        micro_batches=2,
+        recompute=("all",),
+    )
+    program.write(tmp_path)
+    assert "grid.resize(" in (tmp_path / "rank0.py").read_text()
+    batch = (torch.cat([x, x]),), torch.cat([target, target])
+    record = run_on_threads(tmp_path, program.plan.ranks, [batch])
+    assert fullest(program.plan, record.activation_bytes) == (
+        program.plan.activation_bytes
+    )

@@ -3,8 +3,8 @@
 A message library tells nobody that a message has come: one has to ask it. A rank that
 asks often burns the core of another, one that asks seldom is late. Here a sender rings
 after it has sent, and a receiver rings back once it has taken a large message, since
-the send of that is complete only then. A bell is an eventfd of Linux: a ring is one cheap
-system call, and one more hears all the rings since the last time.
+the send of that is complete only then. A bell is an eventfd of Linux: a ring is one
+cheap system call, and one more hears all the rings since the last time.
 """
 
 from __future__ import annotations

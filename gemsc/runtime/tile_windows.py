@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -131,21 +132,42 @@ def resize(value: Tensor, how: Resize) -> Tensor:
     Each output is a weighted sum of a few inputs; the weights are those of PyTorch,
     found by resizing basis vectors.
     """
-    rank = len(how.sizes)
-    for axis in range(rank):
-        dim = value.dim() - rank + axis
-        columns, weights = taps(how, axis, value.dtype, value.device)
-        parts = [
-            value.index_select(dim, column) * weight.view(-1, *(1,) * (rank - 1 - axis))
-            for column, weight in zip(columns, weights, strict=True)
-        ]
-        value = parts[0]
-        for part in parts[1:]:
-            value = value + part
+    for axis in range(len(how.sizes)):
+        value = _WeightedSum.apply(value, how, axis)  # type: ignore[no-untyped-call]
     return value
 
 
-@lru_cache(maxsize=256)
+class _WeightedSum(torch.autograd.Function):
+    """Resizing along one axis; it saves nothing: `taps` are kept anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, how: Resize, axis: int) -> Tensor:
+        dim = value.dim() - len(how.sizes) + axis
+        ctx.how, ctx.axis, ctx.shape, ctx.dim = how, axis, value.shape, dim
+        found = [
+            value.index_select(dim, column) * weight
+            for column, weight in _taps_along(dim, value, how, axis)
+        ]
+        return functools.reduce(torch.add, found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        result = gradient.new_zeros(ctx.shape)
+        for column, weight in _taps_along(ctx.dim, gradient, ctx.how, ctx.axis):
+            result.index_add_(ctx.dim, column, gradient * weight)
+        return result, None, None
+
+
+def _taps_along(
+    dim: int, like: Tensor, how: Resize, axis: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield columns, and weights that can be multiplied with `like` along `dim`."""
+    ones = (1,) * (like.dim() - 1 - dim)
+    for column, weight in zip(*taps(how, axis, like.dtype, like.device), strict=True):
+        yield column, weight.view(-1, *ones)
+
+
+@functools.lru_cache(maxsize=256)
 def taps(
     how: Resize, axis: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
