@@ -82,9 +82,9 @@ def test_auto_fits_tiles_into_a_cap(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("seed", [17, 21, 31])
-def test_the_weights_of_resizing_are_no_activations(seed: int, tmp_path: Path) -> None:
-    """They are tables that stay from step to step."""
+@pytest.mark.parametrize("seed", [4, 17, 31, 39, 45])
+def test_random_networks_hold_what_was_predicted(seed: int, tmp_path: Path) -> None:
+    """Some resize by weights that stay; the tile that saves most is not the fullest."""
     model, (x,), loss, target, grid = random_case(seed)
     program = gemsc.compile(
         model,
@@ -97,7 +97,6 @@ def test_the_weights_of_resizing_are_no_activations(seed: int, tmp_path: Path) -
         recompute=("all",),
     )
     program.write(tmp_path)
-    assert "grid.resize(" in (tmp_path / "rank0.py").read_text()
     batch = (torch.cat([x, x]),), torch.cat([target, target])
     record = run_on_threads(tmp_path, program.plan.ranks, [batch])
     assert fullest(program.plan, record.activation_bytes) == (

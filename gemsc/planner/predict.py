@@ -167,12 +167,19 @@ def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, f
 
 
 def _worst(costs: Sequence[StageCost]) -> StageCost:
-    """Return the most of everything."""
+    """Return the most of everything.
+
+    What comes on top of the saved bytes for a while is what the fullest tile then has
+    more than the most that any tile saves: the two may be different ones.
+    """
     most = {
         field.name: max(getattr(cost, field.name) for cost in costs)
         for field in fields(StageCost)
         if getattr(costs[0], field.name) is not None
     }
+    for name in ("transient_bytes", "first_transient_bytes"):
+        fullest = max(cost.saved_bytes + getattr(cost, name) for cost in costs)
+        most[name] = fullest - most["saved_bytes"]
     return StageCost(**most)
 
 
