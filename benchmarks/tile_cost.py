@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tiles", default="2x1")
     parser.add_argument("--halos", default=",".join(HALOS), help="fuse overlap, ...")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="in each turn")
+    parser.add_argument("--steps", type=int, default=6, help="in each turn")
     parser.add_argument(
         "--patience", type=float, default=60, help="seconds to wait for quiet rounds"
     )
