@@ -13,6 +13,7 @@ from torch import nn
 
 from gemsc.codegen.package import rank_modules, write_directory
 from gemsc.compilation import Compilation, Traced
+from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.optimizer import check_optimizer
@@ -153,17 +154,25 @@ def trace(
     feed = {"loss": loss, "target": example_target}
     trains = loss is not None
 
+    def compare(program: Program) -> None:
+        check_against_eager(program, model, example_inputs, **feed, training=trains)
+
     def prepared(opaque: Mapping[str, Opaque]) -> Program:
         program = record(model, example_inputs, training=trains, opaque=opaque, **feed)
         device = hardware.device if hardware else None
-        program = run_passes(program, graph_passes(device), after_each=after_each)
+        try:
+            program = run_passes(program, graph_passes(device), after_each=after_each)
+        except Exception as error:
+            if check and not isinstance(error, GemscError):  # is it the model?
+                compare(program)
+            raise
         parameters = dict(program.module.named_parameters())
         if optimizer is not None and trains:
             check_optimizer(parameters, optimizer)
         state = optimizer_bytes(parameters, optimizer if trains else None)
         program = replace(program, optimizer_bytes=state)
         if check:
-            check_against_eager(program, model, example_inputs, **feed, training=trains)
+            compare(program)
         if profile:
             timed = TimeBlocks(example_inputs, example_target, progress=progress)
             program = run_passes(program, (timed,), after_each=after_each)

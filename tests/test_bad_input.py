@@ -193,6 +193,13 @@ FAILING_LINES = {
         ("the loss fails", "TypeError"),
         MODEL + f"def loss(output, target):\n    return output + 'a'{HERE}\n",
     ),
+    "loss of sizes that fit on fake tensors alone": Mistake(
+        ("the model fails in eager mode", "size mismatch"),
+        MODEL
+        + "def loss(output, target):\n    wrong = torch.zeros(2, 3, 1).long()\n"
+        + "    pixels = output[:, :, None, None].expand(-1, -1, 3, 3)\n"
+        + f"    return nn.functional.cross_entropy(pixels, wrong){HERE}\n",
+    ),
 }
 
 COMMANDS = {

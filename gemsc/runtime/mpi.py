@@ -296,9 +296,10 @@ class MpiTransport:
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; sleep until the others ring.
 
-        Where messages need turns of both sides, no sleep is long.
+        Where messages may need turns of both sides, no sleep is long.
         """
-        all_ring = self.single_copy and all(
+        alone = self.single_copy and not self.cuda_aware  # tried with the host's memory
+        all_ring = alone and all(
             isinstance(request, MessageRequest | StandingMessage)
             and self._bell.reaches(request.route.peer)
             for request in requests
