@@ -77,7 +77,7 @@ def test_a_storage_moves_once_and_parameters_stay() -> None:
         h = layer(x)
         return (h.view(64, 8) * h.view(64, 8)).sum() + (h[2:] * h[:-2]).sum()
 
-    with run.forward(), offloaded():
+    with run, offloaded():
         y = compute()
     assert sorted(store.sizes) == [8 * 64 * 4] * 2  # x and h; views of h are h
     expected = torch.autograd.grad(compute(), [x, *layer.parameters()])
@@ -91,7 +91,7 @@ def test_what_is_written_in_between_is_another_value() -> None:
     x = torch.randn(16, requires_grad=True)
     store = CountingStore()
     run = OffloadedRun(lambda: store, nn.Module())
-    with run.forward(), offloaded():
+    with run, offloaded():
         h = x * 1.0
         first = h * h.detach()  # saves h
         h.mul_(2)
@@ -104,7 +104,7 @@ def test_what_is_written_in_between_is_another_value() -> None:
 def test_inputs_that_stay_do_not_move() -> None:
     x = torch.randn(16, requires_grad=True)
     store = CountingStore()
-    with OffloadedRun(lambda: store, nn.Module(), (x,)).forward(), offloaded():
+    with OffloadedRun(lambda: store, nn.Module(), (x,)), offloaded():
         x.square()
     assert store.sizes == []
 
@@ -127,7 +127,7 @@ def test_room_is_free_once_the_backward_is_done() -> None:
     x = torch.randn(4096, requires_grad=True)
     for _ in range(3):
         run = OffloadedRun(lambda: store, nn.Module())
-        with run.forward(), offloaded():
+        with run, offloaded():
             loss = (x * 2).sin().exp().sum()
         loss.backward()
         del loss, run
@@ -154,7 +154,7 @@ def test_outside_of_a_worker_nothing_happens() -> None:
 def test_a_failed_forward_leaves_nothing_behind() -> None:
     store = CountingStore()
     run = OffloadedRun(lambda: store, nn.Module())
-    with pytest.raises(ZeroDivisionError), run.forward(), offloaded():
+    with pytest.raises(ZeroDivisionError), run, offloaded():
         raise ZeroDivisionError
     with offloaded():
         torch.randn(4, requires_grad=True).square()

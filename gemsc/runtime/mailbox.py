@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,17 @@ from gemsc.runtime.message import Message, Value
 from gemsc.runtime.transport import Request
 
 __all__ = ["Mailbox"]
+
+
+@dataclass(slots=True)
+class _Letterbox:
+    """Where one message comes in, micro-batch after micro-batch."""
+
+    shape: tuple[int, ...]  # of the buffer that holds all values
+    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # of the values
+    source: int
+    incoming: Incoming | None = None
 
 
 class Mailbox:
@@ -40,7 +52,7 @@ class Mailbox:
         self._num_expected = 0
         self._training = True
         self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        self._posted: dict[Message, Incoming] = {}
+        self._letterboxes: dict[Message, _Letterbox] = {}
         self._sends: list[Request] = []
 
     def begin(self, num_expected: int, *, training: bool) -> None:
@@ -50,16 +62,21 @@ class Mailbox:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        self._link.wait(*self._sends)
-        self._sends.clear()
+        self.let_go()
+        if self._sends:
+            self._link.wait(*self._sends)
+            self._sends.clear()
 
     def let_go(self) -> None:
         """Give the library a turn; drop the tensors whose sends are done."""
-        self._sends = [request for request in self._sends if not request.done()]
+        if self._sends:
+            self._sends = [request for request in self._sends if not request.done()]
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the memory of the receives that wait for their message."""
-        yield from (incoming.buffer for incoming in self._posted.values())
+        for box in self._letterboxes.values():
+            if box.incoming is not None:
+                yield box.incoming.buffer
 
     def send(self, message: Message | GridMessage, m: int, *tensors: Tensor) -> None:
         """Start to send a message's values.
@@ -105,34 +122,38 @@ class Mailbox:
 
     def _take(self, message: Message, m: int) -> list[Tensor]:
         """Wait for a message and post the receive of the next one."""
-        if message not in self._posted:
-            self._post(message)
-        buffer = self._posted.pop(message).take()
+        box = self._expect(message)
+        assert box.incoming is not None
+        buffer, box.incoming = box.incoming.take(), None
         if m + 1 < self._num_expected:
-            self._post(message)
-        values = message.unpack(buffer, self._dtypes(message))
+            self._expect(message)
+        values = message.unpack(buffer, box.dtypes)
         if self._apart and len(values) > 1:
             return [value.clone() for value in values]
         return values
+
+    def _expect(self, message: Message) -> _Letterbox:
+        """Post the receive of a message's next micro-batch, unless that is done."""
+        box = self._letterboxes.get(message)
+        if box is None:
+            dtypes = tuple(self._dtype(value.dtype) for value in message.values)
+            source = message.source + self._first_rank
+            box = _Letterbox(*message.buffer(dtypes), dtypes, source)
+            self._letterboxes[message] = box
+        if box.incoming is None:
+            box.incoming = self._link.receive(
+                box.shape, box.dtype, box.source, message.tag
+            )
+        return box
 
     def _take_parts(self, message: GridMessage, m: int) -> list[Tensor]:
         """Wait for what each rank of another grid sends, and put it together."""
         parts = [part for part in message.parts if part.dest == self._rank]
         for part in parts:
-            if part.message not in self._posted:
-                self._post(part.message)
+            self._expect(part.message)
         received = [(part, self._take(part.message, m)) for part in parts]
         dtypes = [self._dtype(value.dtype) for value in message.given]
         return message.join(self._rank, received, dtypes, self._link.streams.device)
-
-    def _post(self, message: Message) -> None:
-        """Post the receive of a message's next micro-batch."""
-        shape, dtype = message.buffer(self._dtypes(message))
-        source = message.source + self._first_rank
-        self._posted[message] = self._link.receive(shape, dtype, source, message.tag)
-
-    def _dtypes(self, message: Message) -> tuple[torch.dtype, ...]:
-        return tuple(self._dtype(value.dtype) for value in message.values)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         if self._float_dtype is not None and dtype.is_floating_point:

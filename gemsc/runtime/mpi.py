@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.doorbell import Doorbell, hearing_range
+from gemsc.runtime.doorbell import SENT, TAKEN, Doorbell, hearing_range
 from gemsc.runtime.mpi_messages import MessageRequest, Route, StandingMessage
 from gemsc.runtime.transport import (
     Request,
@@ -24,6 +24,7 @@ from gemsc.runtime.transport import (
     check_message,
     check_sum,
     describe,
+    wait_for_rings,
     wait_politely,
 )
 
@@ -129,7 +130,7 @@ class MpiGroup:
 
     def _ring(self) -> None:
         for rank in self.ranks:
-            self._bell.ring(rank)
+            self._bell.ring(rank, SENT)
 
     def free(self) -> None:
         """Give the communicator back."""
@@ -179,12 +180,14 @@ class MpiTransport:
         alone = True
         data = numpy.zeros(TRIAL_BYTES, numpy.uint8)
         if self.rank == first and self._bell.reaches(last):
+            self._bell.expect(None)
             request = self._control.Isend(data, last)
             alone = self._bell.sleep(TRIAL_SECONDS)
+            self._bell.expect_nothing()
             self._finish(request)
         elif self.rank == last and self._bell.reaches(first):
             self._finish(self._control.Irecv(data, first))
-            self._bell.ring(first)
+            self._bell.ring(first, TAKEN)
         return all(self.all_gather_object(alone))
 
     def _find_neighbours(self) -> list[int]:
@@ -227,34 +230,32 @@ class MpiTransport:
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
-        return self._post(self._messages.Isend, tensor, dest, tag, is_send=True)
+        route = self._route(tensor, dest, tag, is_send=True)
+        request = self._post(self._messages.Isend, tensor, route)
+        self._bell.ring(dest, SENT)
+        return request
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into the tensor's bytes."""
-        return self._post(self._messages.Irecv, tensor, source, tag, is_send=False)
+        route = self._route(tensor, source, tag, is_send=False)
+        return self._post(self._messages.Irecv, tensor, route)
+
+    def _route(self, tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> Route:
+        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
+        return Route(self.rank, peer, tag, is_send)
 
     def _post(
-        self,
-        start: Callable[..., MPI.Request],
-        tensor: Tensor,
-        peer: int,
-        tag: int,
-        *,
-        is_send: bool,
+        self, start: Callable[..., MPI.Request], tensor: Tensor, route: Route
     ) -> Request:
-        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
         address, left = tensor.data_ptr(), tensor.nbytes
         pieces: list[tuple[MPI.Request, int]] = []
         while left or not pieces:
             num_bytes = min(left, LARGEST_PIECE)
             buffer = self._mpi.buffer.fromaddress(address, num_bytes)
-            request = start([buffer, self._mpi.BYTE], peer, tag)
+            request = start([buffer, self._mpi.BYTE], route.peer, route.tag)
             pieces.append((request, num_bytes))
             address += num_bytes
             left -= num_bytes
-        if is_send:
-            self._bell.ring(peer)
-        route = Route(self.rank, peer, tag, is_send)
         return MessageRequest(self._mpi, self._bell, route, pieces, tensor)
 
     def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
@@ -274,8 +275,7 @@ class MpiTransport:
         *,
         is_send: bool,
     ) -> StandingMessage:
-        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
-        route = Route(self.rank, peer, tag, is_send)
+        route = self._route(tensor, peer, tag, is_send=is_send)
         if tensor.nbytes > LARGEST_PIECE:
             raise InternalError(f"{route}: {tensor.nbytes} bytes are too many to stand")
         buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
@@ -291,20 +291,40 @@ class MpiTransport:
         for message in ours:
             message.active = True
             if message.route.is_send:
-                self._bell.ring(message.route.peer)
+                self._bell.ring(message.route.peer, SENT)
 
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; sleep until the others ring.
 
         Where messages may need turns of both sides, no sleep is long.
         """
-        alone = self.single_copy and not self.cuda_aware  # tried with the host's memory
-        all_ring = alone and all(
-            isinstance(request, MessageRequest | StandingMessage)
-            and self._bell.reaches(request.route.peer)
-            for request in requests
-        )
-        wait_politely(requests, self._bell, all_ring=all_ring)
+        reasons = self._reasons(requests)
+        self._bell.expect(reasons)
+        if reasons is None:
+            wait_politely(requests, self._bell)
+        else:
+            wait_for_rings(requests, self._bell)
+        self._bell.expect_nothing()
+
+    def _reasons(self, requests: Sequence[Request]) -> dict[int, int] | None:
+        """Return whose rings complete the requests; None if rings do not suffice."""
+        if not self._rings_suffice:
+            return None
+        reasons: dict[int, int] = {}
+        for request in requests:
+            if not isinstance(request, MessageRequest | StandingMessage):
+                return None
+            route = request.route
+            if not self._bell.reaches(route.peer):
+                return None
+            why = TAKEN if route.is_send else SENT
+            reasons[route.peer] = reasons.get(route.peer, 0) | why
+        return reasons
+
+    @cached_property
+    def _rings_suffice(self) -> bool:
+        """Whether no message needs further turns of both its ends."""
+        return self.single_copy and not self.cuda_aware  # tried with the host's memory
 
     def progress(self) -> None:
         """Give the library one turn: about 1 us, more if data is there to be moved."""

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gemsc.errors import InternalError
-from gemsc.runtime.doorbell import Doorbell
+from gemsc.runtime.doorbell import TAKEN, Doorbell
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MessageRequest", "Route", "StandingMessage"]
-
-ALWAYS_EAGER = 1024  # bytes; no library waits for the receiver with so few
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +120,9 @@ def _taken(
 ) -> None:
     """Check the size of what came: MPI complains of longer messages only.
 
-    The sender of a large message hears that it may go on.
+    The sender hears that it may go on, if it waits for that.
     """
     count = status.Get_count(mpi.BYTE)
     if count != expected:
         raise InternalError(f"{route}: {count} bytes came, not {expected}")
-    if count > ALWAYS_EAGER:
-        bell.ring(route.peer)
+    bell.ring(route.peer, TAKEN)

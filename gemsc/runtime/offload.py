@@ -274,15 +274,15 @@ class OffloadedRun:
         self._known: dict[tuple[int, int], ReferenceType[_Moved]] = {}
         self._last: _Part | None = None
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Let `offloaded()` find this run."""
+    def __enter__(self) -> OffloadedRun:
+        """Let `offloaded()` find this run, in its forward."""
         _active.run = self
-        try:
-            yield
-        finally:
-            _active.run = None
-            self._known.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The forward has ended."""
+        _active.run = None
+        self._known.clear()
 
     @cached_property
     def _store(self) -> Store:

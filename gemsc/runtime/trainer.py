@@ -148,8 +148,9 @@ class Trainer:
         worker.begin(worker.bind_batch(sources, window), training=True)
         self._set_mode(training=True)
         self.module.train_step(worker)
+        mean = self._mean_loss()
         worker.end()
-        return self._mean_loss()
+        return mean
 
     def evaluate(
         self, input: Any, target: Any = None, *, window: Window | None = None
@@ -160,12 +161,12 @@ class Trainer:
         worker.begin(worker.bind_batch(sources, window), training=False)
         self._set_mode(training=False)
         self.module.eval_step(worker)
-        worker.end()
         results = worker.results
         losses = [loss for loss, _ in results if loss is not None]
         for loss in losses:
             worker.add_loss(loss)
         mean = self._mean_loss() if self.has_loss else None
+        worker.end()
         output = _concatenate([out for _, out in results]) if results else None
         return Evaluation(mean, output)
 
@@ -279,7 +280,9 @@ class Trainer:
                     stage.get_submodule(path).eval()
 
     def _mean_loss(self) -> float:
+        """Return it; all have come to the end of the step, and so have their sends."""
         worker = self.worker
+        worker.status.enter("sum of the losses")
         loss = total(self.transport, worker.loss_sum())
         return float(loss) / (worker.copy_micro_batches * worker.num_copies)
 

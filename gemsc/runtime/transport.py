@@ -25,6 +25,7 @@ __all__ = [
     "check_message",
     "check_sum",
     "describe",
+    "wait_for_rings",
     "wait_politely",
 ]
 
@@ -192,15 +193,15 @@ def check_sum(tensor: Tensor) -> None:
         raise InternalError(f"no sum over ranks for {describe(tensor)}")
 
 
-# Waiting. A blocking MPI call polls without pause and takes 98 % of a core. Here a few
-# turns come at once, then sleeps that grow with the time waited so far:
+# Waiting. A blocking MPI call polls without pause and takes 98 % of a core. Where those
+# who complete the requests ring, a rank sleeps until then. Otherwise a few turns come
+# at once, then sleeps that grow with the time waited so far:
 #
 #     turn turn turn ... | turn 20us turn 20us ... turn 2ms turn 2ms ...
 #     ---- 60 us ------- | ---- sleep = 1/8 of the wait, 20 us to 2 ms ---
 #
 # so that a wait lasts at most about 1/8 longer than the message needs, and a rank that
-# waits long takes 1 to 3 % of a core. Where whoever completes the message rings, the
-# sleep begins after the first turn. A library without single copy moves a large
+# waits long takes 1 to 3 % of a core. A library without single copy moves a large
 # message piece by piece, a few pieces a turn: two turns on end that took much longer
 # than the quickest one moved data (one may be a cold wake-up), and the next follows at
 # once. benchmarks/transport.py has the figures.
@@ -209,7 +210,7 @@ SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 2e-3
 SLEEP_SHARE = 1 / 8
-LONGEST_SLEEP_WITH_BELL = 20e-3  # a rank that is gone does not ring
+LONGEST_SLEEP_WITH_BELL = 0.1
 MOVED_DATA_RATIO = 4  # of a turn that moved data to the quickest turn
 MOVED_DATA_SECONDS = 15e-6  # shorter turns are never taken for one
 
@@ -226,38 +227,37 @@ def _sleep_precisely() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
-def wait_politely(
-    requests: Sequence[Request], bell: Doorbell | None = None, *, all_ring: bool = False
-) -> None:
+def wait_for_rings(requests: Sequence[Request], bell: Doorbell) -> None:
+    """Return when all requests are complete; whoever completes one rings."""
+    pending = list(requests)
+    while pending := [request for request in pending if not request.done()]:
+        bell.sleep(LONGEST_SLEEP_WITH_BELL)
+
+
+def wait_politely(requests: Sequence[Request], bell: Doorbell | None = None) -> None:
     """Return when all requests are complete; sleep between turns for the library.
 
-    A ring of `bell` ends a sleep. `all_ring` says that nothing can complete the
-    requests but ranks that ring.
+    A ring of `bell` ends a sleep.
     """
-    spin_seconds = 0.0 if all_ring else SPIN_SECONDS
     now = started = time.perf_counter()
     quickest_turn = 1.0
     long_turns = 0
     pending = list(requests)
-    while True:
-        pending = [request for request in pending if not request.done()]
-        if not pending:
-            return
+    while pending := [request for request in pending if not request.done()]:
         before, now = now, time.perf_counter()
         turn = now - before
         quickest_turn = min(quickest_turn, turn)
         long = turn > max(MOVED_DATA_SECONDS, MOVED_DATA_RATIO * quickest_turn)
         long_turns = long_turns + 1 if long else 0
-        if now - started < spin_seconds:
+        if now - started < SPIN_SECONDS:
             _yield_core()
         elif long_turns > 1:
             started = now - SPIN_SECONDS  # data flow: short sleeps again
             _yield_core()
         else:
-            pause = min(
-                max((now - started) * SLEEP_SHARE, SHORTEST_SLEEP), LONGEST_SLEEP
-            )
-            if _sleep(LONGEST_SLEEP_WITH_BELL if all_ring else pause, bell):
+            pause = (now - started) * SLEEP_SHARE
+            pause = min(max(pause, SHORTEST_SLEEP), LONGEST_SLEEP)
+            if _sleep(pause, bell):
                 started = time.perf_counter()
         now = time.perf_counter()
 

@@ -42,7 +42,7 @@ class _InFlight:
     inputs: tuple[Tensor, ...]
     outputs: tuple[GradientEdge | None, ...]
     offloaded: OffloadedRun
-    deferred: Deferred
+    deferred: Deferred | None
 
 
 @dataclass
@@ -197,13 +197,13 @@ class Worker:
         self._mail.let_go()
         module = self.stages[stage]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
-        offloaded = OffloadedRun(lambda: self._store, module, staying)
-        deferred = Deferred(self._follow)
+        offloaded = OffloadedRun(self._offload_store, module, staying)
+        deferred = Deferred(self._follow) if self.splits_backward else None
         with ExitStack() as around:
             for context in self._contexts(stage, m, inputs, deferred):
                 around.enter_context(context)
-            with offloaded.forward():
-                result = module(*inputs)
+            around.enter_context(offloaded)
+            result = module(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
         self._in_flight[stage, m] = _InFlight(
             staying,
@@ -233,7 +233,7 @@ class Worker:
             owned(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in kept.inputs
         )
-        if self.splits_backward:
+        if kept.deferred is not None:
             self._deferred[stage, m] = kept.deferred
         if self.meter is not None:
             del kept
@@ -351,6 +351,9 @@ class Worker:
 
     # -------------------------------------------------------- helpers
 
+    def _offload_store(self) -> Store:
+        return self._store
+
     @cached_property
     def _store(self) -> Store:
         """Where offloaded activations wait."""
@@ -432,10 +435,10 @@ class Worker:
         )
 
     def _contexts(
-        self, stage: str, m: int, inputs: tuple[Tensor, ...], deferred: Deferred
+        self, stage: str, m: int, inputs: tuple[Tensor, ...], deferred: Deferred | None
     ) -> Iterator[AbstractContextManager[Any]]:
         """Yield what a stage's forward runs within."""
-        if self.splits_backward:
+        if deferred is not None:
             yield deferred.forward()
         if stage in self._drawing:
             # by what is computed and not by where
