@@ -35,6 +35,10 @@ class PlannedStage:
     backward; `waiting_bytes` are kept for them after the rest of it, and they make
     `waiting_gradient_bytes` of the gradients.
 
+    `head_start_seconds` before its end, the last backward sends the gradients of the
+    stage's inputs; `head_start_bytes` come on top meanwhile: in a backward that is not
+    the first one, and in one that is. Empty: it does not.
+
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
     forward, in `exchanges`; `buffer_bytes`, of the resident ones, are for the small
@@ -58,6 +62,8 @@ class PlannedStage:
     waiting_bytes: int = 0
     waiting_gradient_bytes: int = 0
     weight_seconds: float = 0.0
+    head_start_seconds: float = 0.0
+    head_start_bytes: list[int] = field(default_factory=list)
     buffer_bytes: int = 0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)

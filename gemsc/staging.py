@@ -23,6 +23,7 @@ from gemsc.passes.pipeline import (
 from gemsc.passes.some_tiles import Splits, fullest_tiles
 from gemsc.passes.spatial.halos import Halos
 from gemsc.planner.hardware import read_hardware
+from gemsc.planner.head_start import HeadStarts, head_starts, with_head_starts
 from gemsc.planner.layout import Layout, layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
@@ -47,12 +48,13 @@ class Known:
     """What one search has computed: choices that cut the model alike share it.
 
     `programs` are those after some passes, `splits` what tiles run, `tasks` what the
-    stages of a program cost.
+    stages of a program cost, `head_starts` what last backwards may have.
     """
 
     programs: dict[tuple[Pass, ...], Program] = field(default_factory=dict)
     splits: Splits = field(default_factory=dict)
     tasks: dict[tuple[object, ...], Task] = field(default_factory=dict)
+    head_starts: dict[tuple[object, ...], HeadStarts] = field(default_factory=dict)
 
 
 def schedule_stages(
@@ -77,21 +79,28 @@ def schedule_stages(
         halos = choose_halos(program, options)
         tiles = tile_programs(program, options, halos, after_each=after_each)
         task = schedule_task(tiles, chosen, None, hardware, split=split)
+        possible = head_starts(tiles[0])
     else:
         program = _staged(traced.program, passes, known)
         tiles = fullest_tiles(program, options, known.splits)
         key = (passes, options.local_batchnorm, split)
         if key not in known.tasks:
             known.tasks[key] = schedule_task(tiles, chosen, None, hardware, split=split)
+            known.head_starts[key] = head_starts(tiles[0])
         task = replace(known.tasks[key], micro_batches=chosen.micro_batches)
-    timeline = run(task, schedule.policy)
-    cap = options.device_memory
-    if cap is None or max(timeline.peak_bytes) <= cap:
-        return Scheduled(program, tiles, replace(task, memory_cap=cap), timeline)
-    if "auto" in (*options.recompute, *options.offload):
-        return _fitted(program, tiles, chosen, schedule.policy, options)
+        possible = known.head_starts[key]
+    policy, cap = schedule.policy, options.device_memory
+    timeline = run(task, policy)
+    if cap is not None and max(timeline.peak_bytes) > cap:
+        if "auto" in (*options.recompute, *options.offload):
+            fitted = _fitted(program, tiles, chosen, policy, options)
+            program, tiles, task = fitted.program, fitted.tiles, fitted.task
+            timeline, possible = fitted.timeline, head_starts(tiles[0])
+        else:
+            timeline = run(replace(task, memory_cap=cap), policy)
     task = replace(task, memory_cap=cap)
-    return Scheduled(program, tiles, task, run(task, schedule.policy))
+    task, timeline = with_head_starts(task, timeline, possible)
+    return Scheduled(program, tiles, task, timeline)
 
 
 def _staged(program: Program, passes: Sequence[Pass], known: Known) -> Program:

@@ -77,7 +77,8 @@ class WeightedCalls(TorchFunctionMode):
     """While it is on, `seen(call, input)` computes what calls that train a weight do.
 
     Left alone are calls under autocast, whose weights are copies; paddings given by
-    name; inputs without a batch; weights that are computed, not parameters.
+    name; inputs without a batch; weights that are computed, not parameters; those with
+    hooks, which autograd calls.
     """
 
     def __init__(self, seen: Callable[[WeightedCall, Tensor], Tensor]) -> None:
@@ -105,6 +106,7 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
         or torch.is_autocast_enabled(device)
         or not (isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad)
         or not (bias is None or bias.is_leaf)
+        or any(_has_hooks(each) for each in (weight, bias) if each is not None)
         or isinstance(given.get("padding"), str)
         or (dims and x.dim() != dims + 2)
     ):
@@ -120,6 +122,10 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
             given.get("groups", 1),
         )
     return WeightedCall(weight, bias, shape), x
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _each(value: Any, dims: int) -> list[int]:

@@ -24,7 +24,7 @@ from gemsc.runtime.local import run_local
 from gemsc.runtime.measure import measure
 from gemsc.runtime.recording import CALLS, Recorder
 from gemsc.runtime.trainer import Trainer
-from gemsc.schedules import SCHEDULES, Kind, Task, Timeline, run
+from gemsc.schedules import SCHEDULES, Action, Kind, Task, Timeline, run
 from gemsc.units import show_bytes
 from gemsc.viz.panel import Panel, measured_panel, predicted_panel
 from gemsc.viz.timeline import MOST_ARROWS, draw, grid, panels_of, write_timeline
@@ -170,12 +170,12 @@ def test_replicas_and_stages_have_colours_of_their_own():
     names = {
         c.get("class") for c in elements(draw("", panels_of(chimera)), "rect", "action")
     }
-    assert len(names) == 4  # two kinds, two replicas
+    assert len(names) == 6  # three kinds, two replicas
     folded = compiled("folded").plan
     names = {
         c.get("class") for c in elements(draw("", panels_of(folded)), "rect", "action")
     }
-    assert len(names) == 4  # two kinds, two stages
+    assert len(names) == 6  # three kinds, two stages
 
 
 def test_names_are_escaped(tmp_path):
@@ -248,7 +248,7 @@ def check_no_overlap(events: list[dict]) -> None:
 def test_the_trace_has_every_action_of_a_step(name):
     plan = compiled(name).plan
     found = check_trace(trace_text(panels_of(plan)), ["predicted"])["predicted"]
-    assert [actions_of(found[rank]) for rank in sorted(found)] == plan.order
+    assert [actions_of(found[rank]) for rank in sorted(found)] == shown_order(plan)
     for events in found.values():
         check_no_overlap(events)
 
@@ -262,6 +262,22 @@ def test_a_worker_that_nobody_watches_has_its_own_methods(tmp_path):
     assert not set(CALLS) & set(vars(trainers[0].worker))
     Recorder(trainers[0].worker)
     assert set(CALLS) <= set(vars(trainers[0].worker))
+
+
+def shown_order(plan: Plan) -> list[str]:
+    """Return the order of actions; what last backwards leave is shown apart."""
+
+    def shown(word: str) -> str:
+        action = Action.parse(word)
+        leaves = plan.stages[action.stage].head_start_bytes
+        if not (leaves and action.kind is Kind.BACKWARD and task.is_last(action)):
+            return word
+        return f"{word} {replace(action, kind=Kind.WEIGHT)}"
+
+    task = task_of(plan)
+    found = [" ".join(map(shown, row.split())) for row in plan.order]
+    assert any("W" in row for row in found)
+    return found
 
 
 @pytest.mark.parametrize("name", ["1f1b", "chimera", "folded", "copies"])
@@ -284,14 +300,15 @@ def test_every_action_is_recorded_once_and_in_order(name, tmp_path):
     marks = [[(*r[:4], (r[4] - first) / 1e9, (r[5] - first) / 1e9) for r in rank]
              for rank in records]  # fmt: skip
     panel = measured_panel(task_of(plan), marks)
+    predicted = predicted_panel(task_of(plan), timeline_of(plan))
     for rank, row in enumerate(panel.rows):
         order = " ".join(str(s.action) for s in row.spans if s.action is not None)
-        assert order == plan.order[rank % plan.copy_ranks]
+        assert order == shown_order(plan)[rank % plan.copy_ranks]
         assert all(a.end <= b.start for a, b in pairwise(row.spans))
         assert row.spans[-1].kind == "wait"  # for what it has sent
-    arrows = predicted_panel(task_of(plan), timeline_of(plan)).arrows
-    assert len(panel.arrows) == plan.data * len(arrows)
+    assert len(panel.arrows) == plan.data * len(predicted.arrows)
     assert all(arrow.start <= arrow.end for arrow in panel.arrows)
+    assert all(arrow.start <= arrow.end for arrow in predicted.arrows)
     ElementTree.fromstring(draw("", panels_of(plan, marks)).encode())
 
 
@@ -332,13 +349,14 @@ def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path, gemsc):
     plan = Plan.read(folder / "plan.toml")
     text = (folder / "trace.json").read_text()
     found = check_trace(text, ["predicted", "measured"])
+    order = shown_order(plan)
     for events in (found["predicted"], found["measured"]):
-        assert [actions_of(events[rank]) for rank in sorted(events)] == plan.order
+        assert [actions_of(events[rank]) for rank in sorted(events)] == order
     for events in found["measured"].values():
         check_no_overlap(events)
         assert {"update", "reduction"} <= {event["cat"] for event in events}
     svg = (folder / "timeline.svg").read_text()
-    num_actions = sum(len(row.split()) for row in plan.order)
+    num_actions = sum(len(row.split()) for row in order)
     assert len(elements(svg, "rect", "action")) == 2 * num_actions
 
 

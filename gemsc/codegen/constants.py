@@ -75,6 +75,9 @@ class Constants:
         line(f"NUM_REPLICAS = {replicas}")
         if self.text.splits_backward:
             line("SPLITS_BACKWARD = True  # weight gradients wait for `weights_...`")
+        if self.text.head_starts:
+            line("# Their last backward sends before it computes weight gradients.")
+            line(f"HEAD_STARTS = {as_tuple(self.text.head_starts)}")
         self._write_tiles()
         line()
         if self.names:

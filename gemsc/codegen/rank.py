@@ -48,7 +48,7 @@ class _RankWriter:
         self.taken = Names(
             [
                 *(*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"),
-                *("NUM_REPLICAS", "TILES", "SPLITS_BACKWARD"),
+                *("NUM_REPLICAS", "TILES", "SPLITS_BACKWARD", "HEAD_STARTS"),
                 *("train_step", "eval_step"),
             ]
         )
@@ -258,6 +258,10 @@ class _RankWriter:
                     message = f"{self.messages[run.replica, transfer.index]}.gradient"
                     note = f"to {self._peer(run, transfer, transfer.source)}"
                     self.writer.call("worker.send(", [message, "m", *values], note=note)
+            if run.key in self.text.head_starts:
+                self.writer.call(
+                    "worker.weights(", arguments[:2], note="that the last backward left"
+                )
         self.writer.line()
         self.writer.line()
 

@@ -47,6 +47,7 @@ class RankText:
     reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
+    head_starts: tuple[str, ...] = ()  # keys of runs whose last backward sends first
 
     @property
     def splits_backward(self) -> bool:

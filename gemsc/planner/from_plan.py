@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 from gemsc.errors import GemscError, InternalError
-from gemsc.plan import Plan
-from gemsc.schedules import Action, Edge, Kind, StageCost, Task, Timeline, replay
+from gemsc.plan import Plan, PlannedStage
+from gemsc.schedules import (
+    Action,
+    Edge,
+    HeadStart,
+    Kind,
+    StageCost,
+    Task,
+    Timeline,
+    replay,
+)
 
 __all__ = ["task_of", "timeline_of"]
 
@@ -48,6 +57,7 @@ def task_of(plan: Plan) -> Task:
                 weight=stage.weight_seconds,
                 waiting_bytes=stage.waiting_bytes,
                 waiting_gradient_bytes=stage.waiting_gradient_bytes,
+                head_start=_head_start(stage),
                 buffer_bytes=stage.buffer_bytes,
             )
             for stage in plan.stages
@@ -66,6 +76,12 @@ def task_of(plan: Plan) -> Task:
             action.kind is Kind.BACKWARD for row in _orders(plan) for action in row
         ),
     )
+
+
+def _head_start(stage: PlannedStage) -> HeadStart | None:
+    if not stage.head_start_bytes:
+        return None
+    return HeadStart(stage.head_start_seconds, *stage.head_start_bytes)
 
 
 def timeline_of(plan: Plan) -> Timeline:

@@ -271,6 +271,7 @@ def make_plan(
             waiting_bytes=task.stages[stage.index].waiting_bytes or 0,
             waiting_gradient_bytes=task.stages[stage.index].waiting_gradient_bytes,
             weight_seconds=task.stages[stage.index].weight,
+            **_head_start(task.stages[stage.index]),
             buffer_bytes=task.stages[stage.index].buffer_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
@@ -348,6 +349,17 @@ def make_plan(
             for file in program.sources
         },
     )
+
+
+def _head_start(cost: StageCost) -> dict[str, Any]:
+    """Return what a planned stage says of its last backward."""
+    ahead = cost.head_start
+    if ahead is None:
+        return {}
+    return {
+        "head_start_seconds": ahead.seconds,
+        "head_start_bytes": [ahead.transient_bytes, ahead.only_transient_bytes],
+    }
 
 
 def times_text(hardware: Hardware, options: CompileOptions) -> str:

@@ -50,6 +50,7 @@ def prove(
         resident_bytes=[stage.resident_bytes for stage in task.stages],
         waiting_bytes=[stage.kept_for_weights for stage in task.stages],
         waiting_gradient_bytes=[s.waiting_gradient_bytes for s in task.stages],
+        head_starts=[stage.head_start for stage in task.stages],
         workspace_bytes=task.workspace_bytes,
         memory_cap=task.memory_cap,
         split_backward=timeline.splits_backward,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,9 @@ class Mailbox:
     """Sends never block; each receive is posted when the one before it was taken.
 
     Messages name the ranks of one copy of the model, whose first one is `first_rank`.
-    Floating-point values travel as `float_dtype`, if it is given. `apart` gives each
-    value of a message memory of its own, so that one can go before the others.
+    Floating-point values travel as `float_dtype`, if it is given. `apart` says for
+    which micro-batches each value of a message gets memory of its own, so that one can
+    go before the others.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Mailbox:
         first_rank: int,
         float_dtype: torch.dtype | None,
         *,
-        apart: bool = False,
+        apart: Callable[[int], bool],
     ) -> None:
         self._link = link
         self._first_rank = first_rank
@@ -128,7 +129,7 @@ class Mailbox:
         if m + 1 < self._num_expected:
             self._expect(message)
         values = message.unpack(buffer, box.dtypes)
-        if self._apart and len(values) > 1:
+        if len(values) > 1 and self._apart(m):
             return [value.clone() for value in values]
         return values
 

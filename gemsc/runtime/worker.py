@@ -69,6 +69,7 @@ class Worker:
     steps_done: int = 0
     tiles: Tiles | None = None  # the grid that this rank is a tile of
     splits_backward: bool = False  # whether weight gradients come later: `weights`
+    head_starts: tuple[str, ...] = ()  # stages that do so in their last backward
 
     def __post_init__(self) -> None:
         self._batch: dict[str, Tensor] = {}
@@ -78,7 +79,7 @@ class Worker:
         self._results: list[tuple[Tensor | None, Any]] = []
         self._training = True
         self._mail = Mailbox(
-            self.link, self.first_rank, self.float_dtype, apart=self.splits_backward
+            self.link, self.first_rank, self.float_dtype, apart=self._splits_any
         )
         self._shape = BatchShape(
             self.inputs,
@@ -198,7 +199,7 @@ class Worker:
         module = self.stages[stage]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(self._offload_store, module, staying)
-        deferred = Deferred(self._follow) if self.splits_backward else None
+        deferred = Deferred(self._follow) if self.splits(stage, m) else None
         with ExitStack() as around:
             for context in self._contexts(stage, m, inputs, deferred):
                 around.enter_context(context)
@@ -226,7 +227,7 @@ class Worker:
         kept = self._in_flight.pop((stage, m))
         if self.meter is not None:
             self.meter.sample()
-            self.meter.closely = self._grows_in_backward(stage)
+            self.meter.closely = kept.deferred is not None or self._grows(stage)
         kept.offloaded.prefetch()
         run_backward(kept.outputs, gradients)
         result = tuple(
@@ -240,29 +241,38 @@ class Worker:
             self.meter.sample()
         return result
 
+    def splits(self, stage: str, m: int) -> bool:
+        """Whether a backward leaves the weight gradients for later."""
+        return self.splits_backward or (
+            stage in self.head_starts and m == self.num_micro_batches - 1
+        )
+
+    def _splits_any(self, m: int) -> bool:
+        return any(self.splits(stage, m) for stage in self.stages)
+
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are kept, if anybody counts."""
         if self.meter is not None:
             self.meter.follow(tensors)
 
     def weights(self, stage: str, m: int) -> None:
-        """Add up the weight gradients that a stage's backward left for later."""
+        """Add up the weight gradients that a stage's backward left, if it did so."""
+        deferred = self._deferred.pop((stage, m), None)
+        if deferred is None:
+            return
         self.status.enter("weight gradients", stage, m)
         self._mail.let_go()
-        deferred = self._deferred.pop((stage, m))
         deferred.compute()
         if self.meter is not None:
             self.meter.sample()
         deferred.let_go()
 
-    def _grows_in_backward(self, stage: str) -> bool:
+    def _grows(self, stage: str) -> bool:
         """Whether memory may grow while a stage's backward frees activations.
 
         The first backward of a step makes the gradients; what was recomputed or moved
-        comes back; gradients wait together with what weight gradients need.
+        comes back.
         """
-        if self.splits_backward:
-            return True
         module = self.stages[stage]
         made = any(parameter.grad is not None for parameter in module.parameters())
         return not made or (self.meter is not None and self.meter.brings_back)

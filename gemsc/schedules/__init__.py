@@ -1,6 +1,15 @@
 """Schedules: which rank does what, when; `SCHEDULES` maps a name to its policy."""
 
-from gemsc.schedules.action import Action, Edge, Kind, StageCost, Task, Timed, Timeline
+from gemsc.schedules.action import (
+    Action,
+    Edge,
+    HeadStart,
+    Kind,
+    StageCost,
+    Task,
+    Timed,
+    Timeline,
+)
 from gemsc.schedules.clock import replay
 from gemsc.schedules.engine import Policy, run
 from gemsc.schedules.held import Held, held_bytes
@@ -21,6 +30,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Edge",
+    "HeadStart",
     "Held",
     "Kind",
     "Policy",

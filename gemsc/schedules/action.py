@@ -13,6 +13,7 @@ from gemsc.errors import InternalError
 __all__ = [
     "Action",
     "Edge",
+    "HeadStart",
     "Kind",
     "StageCost",
     "Task",
@@ -68,6 +69,21 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadStart:
+    """What the last backward of a step gives the gradients of its stage's inputs.
+
+    An earlier rank waits for them, and there is no other work to fill its time: so they
+    leave `seconds` before the end of the backward, whose rest are weight gradients.
+    Meanwhile `transient_bytes` come on top of the saved ones at most, or, if it is the
+    stage's first backward as well, `only_transient_bytes` with the gradients.
+    """
+
+    seconds: float
+    transient_bytes: int = 0
+    only_transient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StageCost:
     """Seconds and bytes of one stage for one micro-batch.
 
@@ -80,7 +96,8 @@ class StageCost:
 
     Where the schedule splits the backward, `waiting_bytes` (None: the saved ones) are
     kept from the end of its first part to that of the second, which makes
-    `waiting_gradient_bytes` of the gradients.
+    `waiting_gradient_bytes` of the gradients. Where it does not, the last backward may
+    have a `head_start`.
     """
 
     forward: float
@@ -94,6 +111,7 @@ class StageCost:
     buffer_bytes: int = 0
     waiting_bytes: int | None = None
     waiting_gradient_bytes: int = 0
+    head_start: HeadStart | None = None
 
     @property
     def kept_for_weights(self) -> int:
@@ -208,6 +226,10 @@ class Task:
             for edge in self.outputs[stage]:
                 length[stage] = max(length[stage], 1 + length[edge.dest])
         return tuple(length)
+
+    def is_last(self, action: Action) -> bool:
+        """Whether it is the last of its kind for its stage in the step."""
+        return action.micro_batch + 1 == self.micro_batches[action.replica]
 
     def stages_on(self, rank: int) -> list[StageCost]:
         """Return the stages of a rank; replicas of one stage share their weights."""

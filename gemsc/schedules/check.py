@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gemsc.errors import InternalError
-from gemsc.schedules.action import Action, Kind
+from gemsc.schedules.action import Action, HeadStart, Kind
 from gemsc.schedules.events import Event, Events
 from gemsc.schedules.messages import Channel, Reduction
 
@@ -63,6 +63,7 @@ def check(
     resident_bytes: Sequence[int] | None = None,
     waiting_bytes: Sequence[int] | None = None,
     waiting_gradient_bytes: Sequence[int] | None = None,
+    head_starts: Sequence[HeadStart | None] | None = None,
     workspace_bytes: int = 0,
     memory_cap: int | None = None,
     has_backward: bool = True,
@@ -88,6 +89,7 @@ def check(
             default all that was saved.
         waiting_gradient_bytes: for each stage, of the gradients, what its weight
             gradients make.
+        head_starts: for each stage, what its last backward needs on top if it has one.
         workspace_bytes: what libraries take of each rank, all the time.
         memory_cap: the bytes that no rank may exceed.
         has_backward: False for evaluation.
@@ -114,6 +116,7 @@ def check(
         resident_bytes=tuple(resident_bytes or (0,) * len(placement[0])),
         waiting_bytes=tuple(waiting_bytes or saved_bytes or (0,) * len(placement[0])),
         waiting_gradients=tuple(waiting_gradient_bytes or (0,) * len(placement[0])),
+        head_starts=tuple(head_starts or (None,) * len(placement[0])),
         workspace_bytes=workspace_bytes,
         reductions=tuple(reductions),
         issued=_issued(len(orders), orders, reductions, issued),
@@ -167,6 +170,7 @@ class _Proof:
     resident_bytes: tuple[int, ...]
     waiting_bytes: tuple[int, ...]
     waiting_gradients: tuple[int, ...]
+    head_starts: tuple[HeadStart | None, ...]
     workspace_bytes: int
     reductions: tuple[Reduction, ...]
     issued: tuple[tuple[tuple[str, int], ...], ...]
@@ -480,17 +484,23 @@ class _Proof:
             made = later if is_first else 0
             return made, made, 0
         stays = self.waiting_bytes[stage] if split else 0
-        if not is_first:
-            return self.transient_bytes[stage], 0, stays
-        return (
+        on_top, first_on_top = (
+            self.transient_bytes[stage],
             self.first_transient_bytes[stage],
-            self.gradient_bytes[stage] - later,
-            stays,
         )
+        ahead = self.head_starts[stage]
+        if ahead is not None and self._is_last(action):
+            on_top, first_on_top = ahead.transient_bytes, ahead.only_transient_bytes
+        if not is_first:
+            return on_top, 0, stays
+        return first_on_top, self.gradient_bytes[stage] - later, stays
+
+    def _is_last(self, action: Action) -> bool:
+        return action.micro_batch + 1 == self.micro_batches[action.replica]
 
     def _posted(self, action: Action) -> dict[Channel, int]:
         """Return the bytes of the receives that are posted once an action begins."""
-        is_last = action.micro_batch + 1 == self.micro_batches[action.replica]
+        is_last = self._is_last(action)
         return {
             channel: 0 if is_last else channel.num_bytes
             for channel in self._taken[action.kind, action.replica, action.stage]

@@ -20,7 +20,7 @@ from gemsc.schedules.held import held_bytes
 __all__ = ["Clock", "play", "replay"]
 
 Lane = tuple[int, int]
-_Need = tuple[list[float], float]
+_Need = tuple[list[float], float, float]
 
 
 def replay(task: Task, orders: Sequence[Sequence[Action]]) -> Timeline:
@@ -93,10 +93,13 @@ class Clock:
     def ready(self, action: Action) -> float | None:
         """Return when all is there that an action needs; None if that is not known."""
         latest, number = 0.0, action.micro_batch
-        for ends, seconds in self._needs[action.kind, action.replica, action.stage]:
+        needs = self._needs[action.kind, action.replica, action.stage]
+        for ends, seconds, head_start in needs:
             if len(ends) <= number:
                 return None
             arrival = ends[number] + seconds
+            if head_start and self.task.is_last(action):
+                arrival -= head_start
             if arrival > latest:
                 latest = arrival
         return latest
@@ -106,19 +109,28 @@ class Clock:
         return self._wakes[action.kind, action.replica, action.stage]
 
     def _needs_of(self, kind: Kind, replica: int, stage: int) -> list[_Need]:
-        """Return when what an action needs ended, and how long that travels."""
+        """Return when what an action needs ended, how long that travels.
+
+        Then how much earlier the last of it leaves.
+        """
         ends = self.ends
         if kind is Kind.FORWARD:
             return [
-                (ends[kind, replica, e.source], self._travel(replica, e, e.seconds))
+                (
+                    ends[kind, replica, e.source],
+                    self._travel(replica, e, e.seconds),
+                    0.0,
+                )
                 for e in self.task.inputs[stage]
             ]
         if kind is Kind.WEIGHT:
-            return [(ends[Kind.BACKWARD, replica, stage], 0.0)]
-        needs = [(ends[Kind.FORWARD, replica, stage], 0.0)]
+            return [(ends[Kind.BACKWARD, replica, stage], 0.0, 0.0)]
+        needs = [(ends[Kind.FORWARD, replica, stage], 0.0, 0.0)]
         for e in self.task.outputs[stage]:
             seconds = self._travel(replica, e, e.seconds if e.gradient else 0.0)
-            needs.append((ends[kind, replica, e.dest], seconds))
+            ahead = self.task.stages[e.dest].head_start
+            lead = self._travel(replica, e, ahead.seconds if ahead else 0.0)
+            needs.append((ends[kind, replica, e.dest], seconds, lead))
         return needs
 
     def _wakes_of(

@@ -152,8 +152,10 @@ def _lines(order: Sequence[Action]) -> int:
 def _orders(task: Task, policy: Policy) -> Orders:
     """Schedule; drop wishes that leave no way to go on, as they may under a cap.
 
-    What remains never blocks: the oldest micro-batch may always go on.
+    What remains never blocks: the oldest micro-batch may always go on. The head start
+    of last backwards is for the time that is left, and changes no order.
     """
+    task = replace(task, stages=tuple(replace(s, head_start=None) for s in task.stages))
     tries = (
         policy,
         replace(policy, strict_forward=False),

@@ -75,9 +75,12 @@ class _Account:
         elif action.kind is Kind.WEIGHT:
             made = stage.gradient_bytes - self.ready[action.stage]
         else:
-            transient = stage.transient_bytes
+            transient, first = stage.transient_bytes, stage.first_transient_bytes
+            if stage.head_start is not None and self.task.is_last(action):
+                transient = stage.head_start.transient_bytes
+                first = stage.head_start.only_transient_bytes
             if action.stage not in self.ready:
-                made = stage.first_transient_bytes - transient
+                made = first - transient
         return self._held(timed.start, action, transient, made)
 
     def end(self, timed: Timed) -> Held:
@@ -102,9 +105,8 @@ class _Account:
     def _post(self, action: Action) -> None:
         if action.kind is Kind.WEIGHT:
             return
-        is_last = action.micro_batch + 1 == self.task.micro_batches[action.replica]
         sizes = self.task.posted[action.replica][action.stage]
-        size = 0 if is_last else sizes[action.kind is Kind.BACKWARD]
+        size = 0 if self.task.is_last(action) else sizes[action.kind is Kind.BACKWARD]
         key = action.kind, action.replica, action.stage
         self.messages += size - self.posted.get(key, 0)
         self.posted[key] = size

@@ -15,6 +15,8 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
+# Their last backward sends before it computes weight gradients.
+HEAD_STARTS = ("stage1",)
 
 # What comes in and goes out, for each micro-batch.
 X = Message(
@@ -74,6 +76,7 @@ def backward_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 backward on micro-batch m."""
     (grad_x,) = worker.backward("stage1", m, None, worker.loss_gradient)
     worker.send(X.gradient, m, grad_x)  # to rank 0
+    worker.weights("stage1", m)  # that the last backward left
 
 
 def evaluate_stage1(worker: Worker, m: int) -> None:

@@ -15,6 +15,8 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
+# Their last backward sends before it computes weight gradients.
+HEAD_STARTS = ("stage1",)
 
 # What comes in and goes out, for each micro-batch.
 E3_AND_MAX_POOL2D = Message(
@@ -67,6 +69,7 @@ def backward_stage1(worker: Worker, m: int) -> None:
     grad_d3 = worker.receive(D3.gradient, m)  # from rank 2
     grad_e3, grad_max_pool2d = worker.backward("stage1", m, grad_d3)
     worker.send(E3_AND_MAX_POOL2D.gradient, m, grad_e3, grad_max_pool2d)  # to rank 0
+    worker.weights("stage1", m)  # that the last backward left
 
 
 def evaluate_stage1(worker: Worker, m: int) -> None:

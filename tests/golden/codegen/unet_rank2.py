@@ -15,6 +15,8 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
+# Their last backward sends before it computes weight gradients.
+HEAD_STARTS = ("stage2",)
 
 # What comes in and goes out, for each micro-batch.
 E1_AND_E2 = Message(
@@ -77,6 +79,7 @@ def backward_stage2(worker: Worker, m: int) -> None:
     # to rank 0, a skip over 1 stage
     worker.send(E1_AND_E2.gradient, m, grad_e1, grad_e2)
     worker.send(D3.gradient, m, grad_d3)  # to rank 1
+    worker.weights("stage2", m)  # that the last backward left
 
 
 def evaluate_stage2(worker: Worker, m: int) -> None:
