@@ -36,8 +36,9 @@ class PlannedStage:
     `waiting_gradient_bytes` of the gradients.
 
     `head_start_seconds` before its end, the last backward sends the gradients of the
-    stage's inputs; `head_start_bytes` come on top meanwhile: in a backward that is not
-    the first one, and in one that is. Empty: it does not.
+    stage's inputs: weight gradients of `head_start_layers`, its first ones, wait.
+    `head_start_bytes` come on top meanwhile, or, with one micro-batch in a step,
+    `only_head_start_bytes` with the gradients.
 
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
@@ -63,7 +64,9 @@ class PlannedStage:
     waiting_gradient_bytes: int = 0
     weight_seconds: float = 0.0
     head_start_seconds: float = 0.0
-    head_start_bytes: list[int] = field(default_factory=list)
+    head_start_layers: int = 0
+    head_start_bytes: int = 0
+    only_head_start_bytes: int = 0
     buffer_bytes: int = 0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from gemsc.passes.pipeline import graph_passes, stage_passes
 from gemsc.plan import Plan
 from gemsc.planner.candidates import is_open
 from gemsc.planner.hardware import Hardware, read_hardware
-from gemsc.planner.head_start import head_starts, with_head_starts
+from gemsc.planner.head_start import HeadStarts, with_head_starts
 from gemsc.planner.layout import layout
 from gemsc.planner.predict import reduced_bytes, schedule_task
 from gemsc.planner.scaling import Point, Simulator
@@ -94,7 +94,7 @@ def simulate(
     program = run_passes(traced.program, stage_passes(options, chosen))
     cap, split = options.device_memory, policy.split_backward
     task = schedule_task((program,), chosen, cap, hardware, split=split)
-    task, _ = with_head_starts(task, run(task, policy), head_starts(program))
+    task, _ = with_head_starts(task, run(task, policy), HeadStarts(program))
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,

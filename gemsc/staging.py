@@ -23,7 +23,7 @@ from gemsc.passes.pipeline import (
 from gemsc.passes.some_tiles import Splits, fullest_tiles
 from gemsc.passes.spatial.halos import Halos
 from gemsc.planner.hardware import read_hardware
-from gemsc.planner.head_start import HeadStarts, head_starts, with_head_starts
+from gemsc.planner.head_start import HeadStarts, with_head_starts
 from gemsc.planner.layout import Layout, layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
@@ -79,14 +79,14 @@ def schedule_stages(
         halos = choose_halos(program, options)
         tiles = tile_programs(program, options, halos, after_each=after_each)
         task = schedule_task(tiles, chosen, None, hardware, split=split)
-        possible = head_starts(tiles[0])
+        possible = HeadStarts(tiles[0])
     else:
         program = _staged(traced.program, passes, known)
         tiles = fullest_tiles(program, options, known.splits)
         key = (passes, options.local_batchnorm, split)
         if key not in known.tasks:
             known.tasks[key] = schedule_task(tiles, chosen, None, hardware, split=split)
-            known.head_starts[key] = head_starts(tiles[0])
+            known.head_starts[key] = HeadStarts(tiles[0])
         task = replace(known.tasks[key], micro_batches=chosen.micro_batches)
         possible = known.head_starts[key]
     policy, cap = schedule.policy, options.device_memory
@@ -95,7 +95,7 @@ def schedule_stages(
         if "auto" in (*options.recompute, *options.offload):
             fitted = _fitted(program, tiles, chosen, policy, options)
             program, tiles, task = fitted.program, fitted.tiles, fitted.task
-            timeline, possible = fitted.timeline, head_starts(tiles[0])
+            timeline, possible = fitted.timeline, HeadStarts(tiles[0])
         else:
             timeline = run(replace(task, memory_cap=cap), policy)
     task = replace(task, memory_cap=cap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,19 @@ from gemsc.schedules import SCHEDULES, HeadStart, StageCost, Task, run
 from gemsc.schedules.check import check
 
 SECONDS = 1.0
+
+
+@dataclass
+class Possible:
+    """Head starts that are the same for any number of layers."""
+
+    stages: dict[int, HeadStart]
+
+    def of(self, stage: int, level: int) -> HeadStart | None:
+        """Stands for that of `HeadStarts`."""
+        return self.stages.get(stage) if level else None
+
+
 STAGE = StageCost(
     1.0,
     2.0,
@@ -64,7 +77,7 @@ def test_a_step_is_shorter_by_weight_gradients(
     plain = run(task, SCHEDULES[schedule].policy)
     assert plain.makespan == 3 * (micro_batches + num_stages - 1)
     possible = dict.fromkeys(range(num_stages), HeadStart(SECONDS))
-    faster, found = with_head_starts(task, plain, possible)
+    faster, found = with_head_starts(task, plain, Possible(possible))
     count = num_stages - 1 if earlier is None else earlier
     assert found.makespan == plain.makespan - count * SECONDS
     assert found.orders == plain.orders
@@ -101,12 +114,13 @@ def test_nobody_becomes_the_fullest_by_it() -> None:
     task = chain(3, 1, None)
     timeline = run(task, SCHEDULES["1f1b"].policy)
     assert timeline.peak_bytes == (107, 107, 107)
-    possible = {1: HeadStart(SECONDS, 0, 7), 2: HeadStart(SECONDS, 0, 8)}
-    faster, found = with_head_starts(task, timeline, possible)
+    possible = {1: HeadStart(SECONDS, 0, 7), 2: HeadStart(SECONDS, 0, 8)}  # too much
+    faster, found = with_head_starts(task, timeline, Possible(possible))
     assert [stage.head_start for stage in faster.stages] == [None, possible[1], None]
     assert found.makespan == timeline.makespan - SECONDS
     assert found.peak_bytes == (107, 107, 107)
-    roomy, _ = with_head_starts(replace(task, memory_cap=108), timeline, possible)
+    task = replace(task, memory_cap=108)
+    roomy, _ = with_head_starts(task, timeline, Possible(possible))
     assert roomy.stages[2].head_start == possible[2]
 
 
@@ -122,7 +136,7 @@ def test_memory_of_a_program_that_has_them(
     program = lower(traced(name), options)
     plan = program.plan
     task = task_of(plan)
-    ahead = [stage.index for stage in plan.stages if stage.head_start_bytes]
+    ahead = [stage.index for stage in plan.stages if stage.head_start_layers]
     assert ahead
     assert 0 not in ahead
     without = replace(
@@ -155,7 +169,7 @@ def test_memory_of_a_program_that_has_them(
 def test_what_has_none(choice: dict[str, Any]) -> None:
     options = replace(CompileOptions(ranks=2, micro_batches=2), **choice)
     program = lower(traced("unet"), options)
-    assert not any(stage.head_start_bytes for stage in program.plan.stages)
+    assert not any(stage.head_start_layers for stage in program.plan.stages)
     assert "HEAD_STARTS" not in "".join(program.rank_modules().values())
 
 

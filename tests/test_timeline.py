@@ -269,7 +269,7 @@ def shown_order(plan: Plan) -> list[str]:
 
     def shown(word: str) -> str:
         action = Action.parse(word)
-        leaves = plan.stages[action.stage].head_start_bytes
+        leaves = plan.stages[action.stage].head_start_layers
         if not (leaves and action.kind is Kind.BACKWARD and task.is_last(action)):
             return word
         return f"{word} {replace(action, kind=Kind.WEIGHT)}"

@@ -76,8 +76,11 @@ class Constants:
         if self.text.splits_backward:
             line("SPLITS_BACKWARD = True  # weight gradients wait for `weights_...`")
         if self.text.head_starts:
-            line("# Their last backward sends before it computes weight gradients.")
-            line(f"HEAD_STARTS = {as_tuple(self.text.head_starts)}")
+            line(
+                "# The last backward sends before it computes so many weight gradients."
+            )
+            pairs = [f"{quoted(k)}: {n}" for k, n in self.text.head_starts.items()]
+            self.writer.call("HEAD_STARTS = {", pairs, "}")
         self._write_tiles()
         line()
         if self.names:

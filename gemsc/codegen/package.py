@@ -154,11 +154,11 @@ def _rank_text(compilation: Compilation, rank: int) -> RankText:
         reductions=sums,
         names=names,
         tile=tile,
-        head_starts=tuple(
-            run.key
+        head_starts={
+            run.key: layers
             for run in runs
-            if plan.stages[run.stage.flow.index].head_start_bytes
-        ),
+            if (layers := plan.stages[run.stage.flow.index].head_start_layers)
+        },
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -47,7 +47,8 @@ class RankText:
     reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
-    head_starts: tuple[str, ...] = ()  # keys of runs whose last backward sends first
+    # by the keys of runs, of how many layers weight gradients wait in the last backward
+    head_starts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def splits_backward(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -55,8 +55,12 @@ class _Part:
     waits: Storages = field(default_factory=dict)
 
 
-def activations(program: Program, *, split: bool = False) -> list[Activations]:
-    """Return what each stage keeps of a micro-batch; `split` if backwards are.
+def activations(
+    program: Program, *, waiting: Container[fx.Node] = ()
+) -> list[Activations]:
+    """Return what each stage keeps of a micro-batch.
+
+    Weight gradients of the nodes `waiting` come in a second part of the backward.
 
     What an earlier stage on the same rank keeps already, longer, counts there only; but
     each stage has a copy of its own of what it reads of the batch.
@@ -70,7 +74,7 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
     held: list[Storages] = []
     for index in range(len(program.require_stages())):
         known = _union(held[i] for i in range(index) if row[i] == row[index])
-        received, parts = _parts(program, index, split=split)
+        received, parts = _parts(program, index, waiting)
         found.append(_measure(received, parts, known))
         stays = _union([received, *(part.stays for part in parts)])
         held.append(_without(stays, batch))
@@ -122,7 +126,7 @@ def _left_behind(parts: Sequence[_Part]) -> list[Storages]:
 
 
 def _parts(
-    program: Program, index: int, *, split: bool
+    program: Program, index: int, waiting: Container[fx.Node]
 ) -> tuple[Storages, list[_Part]]:
     """Return what a stage receives with a gradient, and its parts in order."""
     stage = flow(program, index, with_outputs=False)
@@ -146,17 +150,17 @@ def _parts(
         kind, nodes = inside[node]
         if node is not nodes[0]:
             continue
-        parts += [_plain(each, split=split) for each in plain]
+        parts += [_plain(each, each in waiting) for each in plain]
         plain = []
         stays = _inputs(nodes) if kind == "recompute" else {}
         parts.append(_Part(kind, stays, _saved(nodes), _gradients(nodes)))
-    return received, [*parts, *(_plain(each, split=split) for each in plain)]
+    return received, [*parts, *(_plain(each, each in waiting) for each in plain)]
 
 
-def _plain(node: fx.Node, *, split: bool) -> _Part:
+def _plain(node: fx.Node, is_waiting: bool) -> _Part:
     saved, gradients = _saved([node]), _gradients([node])
     facts = meta.facts(node)
-    if not split or not facts.waits:
+    if not is_waiting or not facts.waits:
         return _Part("plain", saved, saved, gradients)
     waits = {**saved, **dict(facts.waits)}
     return _Part("plain", saved, saved, gradients - facts.weight_bytes, waits)

@@ -79,9 +79,14 @@ def task_of(plan: Plan) -> Task:
 
 
 def _head_start(stage: PlannedStage) -> HeadStart | None:
-    if not stage.head_start_bytes:
+    if not stage.head_start_layers:
         return None
-    return HeadStart(stage.head_start_seconds, *stage.head_start_bytes)
+    return HeadStart(
+        stage.head_start_seconds,
+        stage.head_start_bytes,
+        stage.only_head_start_bytes,
+        stage.head_start_layers,
+    )
 
 
 def timeline_of(plan: Plan) -> Timeline:

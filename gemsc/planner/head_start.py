@@ -8,48 +8,89 @@ A rank that has nothing left to do but to wait for these gradients begins earlie
 time of the weight gradients (the cheap part of Qi et al. 2023, "Zero Bubble Pipeline
 Parallelism"; `zb-h1` does it for all micro-batches). With one micro-batch in a step all
 ranks wait so, one after the other. What weight gradients need stays a little longer, so
-it is done only where that does not raise the peak of the fullest rank.
+it is done only as far as that does not raise the peak of the fullest rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.program import Program
+from gemsc.ir.opaque import opaque_of
+from gemsc.ir.program import Program, Stage
 from gemsc.planner.activations import activations
 from gemsc.planner.memory import stage_weights
 from gemsc.schedules import Action, HeadStart, Kind, Task, Timeline, replay
 
-__all__ = ["HeadStarts", "head_starts", "with_head_starts"]
+__all__ = ["HeadStarts", "with_head_starts"]
 
-HeadStarts = dict[int, HeadStart]  # by stage
+LEVELS = 8
 
 
-def head_starts(program: Program) -> HeadStarts:
-    """Return what the last backward of each stage that may have one needs for it.
+@dataclass
+class HeadStarts:
+    """What the last backward of each stage of a program can have."""
 
-    Stages on tiles go in step, and what recomputed or offloaded blocks keep is theirs.
+    program: Program
+    known: dict[int, dict[int, HeadStart]] = field(default_factory=dict)
+
+    def of(self, stage: int, level: int) -> HeadStart | None:
+        """Return it with so many eighths of the layers, those nearest to the inputs.
+
+        These come last in the backward: less is held besides than of others.
+        """
+        if level not in self.known:
+            self.known[level] = self._find(level)
+        return self.known[level].get(stage)
+
+    def _find(self, level: int) -> dict[int, HeadStart]:
+        chosen = {
+            stage.index: _first(stage, level)
+            for stage in self.program.require_stages()
+            if _may(self.program, stage)
+        }
+        waiting = {node for nodes in chosen.values() for node in nodes}
+        saved = activations(self.program, waiting=waiting)
+        weights = stage_weights(self.program)
+        found = {}
+        for index, nodes in chosen.items():
+            kept = saved[index]
+            left = kept.waiting - kept.kept  # when only weight gradients are to be done
+            if nodes:
+                found[index] = HeadStart(
+                    sum(meta.facts(node).weight_seconds for node in nodes),
+                    max(kept.transient, left),
+                    max(kept.first_transient, left + weights[index].gradients),
+                    sum(meta.facts(node).num_weighted for node in nodes),
+                )
+        return found
+
+
+def _may(program: Program, stage: Stage) -> bool:
+    """Whether the planner knows what waits.
+
+    Stages on tiles go in step; what recomputed or offloaded blocks keep is theirs; what
+    a module does that is not looked into is its own.
     """
     placement = program.placement
     assert placement is not None
-    saved, weights = activations(program, split=True), stage_weights(program)
-    found = {}
-    for stage in program.require_stages():
-        if placement.grid(stage.index) or program.segments_of(stage.index):
-            continue
-        if not any(meta.facts(node).waits for node in stage.nodes):
-            continue
-        kept = saved[stage.index]
-        waiting = kept.waiting - kept.kept  # once all but weight gradients is done
-        found[stage.index] = HeadStart(
-            seconds=stage.total("weight_seconds"),
-            transient_bytes=max(kept.transient, waiting),
-            only_transient_bytes=max(
-                kept.first_transient, waiting + weights[stage.index].gradients
-            ),
+    return (
+        not placement.grid(stage.index)
+        and not program.segments_of(stage.index)
+        and not any(
+            opaque_of(program.module.get_submodule(str(node.target)))
+            for node in stage.nodes
+            if node.op == "call_module"
         )
-    return found
+    )
+
+
+def _first(stage: Stage, level: int) -> list[fx.Node]:
+    """Return so many eighths of a stage's weighted nodes, from its inputs on."""
+    nodes = [node for node in stage.nodes if meta.facts(node).waits]
+    return nodes[: len(nodes) * level // LEVELS]
 
 
 def with_head_starts(
@@ -57,24 +98,30 @@ def with_head_starts(
 ) -> tuple[Task, Timeline]:
     """Give a head start to stages for whose gradients an idle rank waits.
 
-    Not to those whose rank would become the fullest by it. The order of actions stays.
+    With fewer layers, or not, where it would make a rank the fullest. The order of
+    actions stays.
     """
     if not task.has_backward or timeline.splits_backward:
         return task, timeline
     limit = max(*timeline.peak_bytes, task.memory_cap or 0)
-    chosen = set(possible)
-    while chosen:
+    level = dict.fromkeys(range(len(task.stages)), LEVELS)
+    while level := {s: eighths for s, eighths in level.items() if eighths}:
         stages = [
-            replace(stage, head_start=possible[index]) if index in chosen else stage
+            replace(stage, head_start=possible.of(index, level.get(index, 0)))
             for index, stage in enumerate(task.stages)
         ]
         faster = replace(task, stages=tuple(stages))
         found = replay(faster, timeline.orders)
-        over = {rank for rank, peak in enumerate(found.peak_bytes) if peak > limit}
-        useless = chosen - _used(faster, found)
-        if not over and not useless:
+        used = _used(faster, found)
+        full = {
+            stage
+            for rank, peak in enumerate(found.peak_bytes)
+            for _, stage in task.lanes[rank]
+            if peak > limit
+        }
+        if not full and used == level.keys():
             return faster, found
-        chosen -= useless | {s for rank in over for _, s in task.lanes[rank]}
+        level = {s: level[s] - (s in full) for s in used}
     return task, timeline
 
 

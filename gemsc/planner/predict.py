@@ -104,7 +104,7 @@ def _stage_costs(
     program: Program, hardware: Hardware, *, split: bool
 ) -> list[StageCost]:
     """Return what each stage costs on the rank that runs this program."""
-    saved = activations(program, split=split)
+    saved = activations(program, waiting=set(program.compute_nodes) if split else ())
     weights = stage_weights(program)
     found = []
     for stage in program.require_stages():
@@ -358,7 +358,9 @@ def _head_start(cost: StageCost) -> dict[str, Any]:
         return {}
     return {
         "head_start_seconds": ahead.seconds,
-        "head_start_bytes": [ahead.transient_bytes, ahead.only_transient_bytes],
+        "head_start_layers": ahead.num_layers,
+        "head_start_bytes": ahead.transient_bytes,
+        "only_head_start_bytes": ahead.only_transient_bytes,
     }
 
 

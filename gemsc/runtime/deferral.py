@@ -25,10 +25,13 @@ Follow = Callable[[Iterable[Tensor]], None]
 class Deferred:
     """The weight gradients that one backward left for later.
 
-    `follow` is told which tensors wait: for whoever counts memory.
+    `follow` is told which tensors wait: for whoever counts memory. With `num_layers`
+    only the first so many calls of the forward leave any.
     """
 
     follow: Follow
+    num_layers: int | None = None
+    _num_seen: int = 0
     _waiting: list[tuple[WeightedCall, Tensor, Tensor]] = field(default_factory=list)
 
     def forward(self) -> WeightedCalls:
@@ -49,6 +52,9 @@ class Deferred:
         self._waiting.clear()
 
     def _run(self, call: WeightedCall, x: Tensor) -> Tensor:
+        self._num_seen += 1
+        if self.num_layers is not None and self._num_seen > self.num_layers:
+            return call.run(x)
         result: Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
             self, call, x, call.weight
         )

@@ -105,7 +105,7 @@ class Trainer:
             status=Status(transport.rank),
             tiles=getattr(self.module, "TILES", None),
             splits_backward=getattr(self.module, "SPLITS_BACKWARD", False),
-            head_starts=getattr(self.module, "HEAD_STARTS", ()),
+            head_starts=getattr(self.module, "HEAD_STARTS", {}),
         )
         self.has_loss = hasattr(self.module, "train_step")
         if self.has_loss:

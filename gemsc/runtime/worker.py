@@ -69,7 +69,8 @@ class Worker:
     steps_done: int = 0
     tiles: Tiles | None = None  # the grid that this rank is a tile of
     splits_backward: bool = False  # whether weight gradients come later: `weights`
-    head_starts: tuple[str, ...] = ()  # stages that do so in their last backward
+    # of how many layers, in the last backward of a stage
+    head_starts: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._batch: dict[str, Tensor] = {}
@@ -199,7 +200,9 @@ class Worker:
         module = self.stages[stage]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(self._offload_store, module, staying)
-        deferred = Deferred(self._follow) if self.splits(stage, m) else None
+        deferred = None
+        if self.splits(stage, m):
+            deferred = Deferred(self._follow, self.head_starts.get(stage))
         with ExitStack() as around:
             for context in self._contexts(stage, m, inputs, deferred):
                 around.enter_context(context)

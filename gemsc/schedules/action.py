@@ -75,12 +75,14 @@ class HeadStart:
     An earlier rank waits for them, and there is no other work to fill its time: so they
     leave `seconds` before the end of the backward, whose rest are weight gradients.
     Meanwhile `transient_bytes` come on top of the saved ones at most, or, if it is the
-    stage's first backward as well, `only_transient_bytes` with the gradients.
+    stage's first backward as well, `only_transient_bytes` with the gradients. It is the
+    first `num_layers` of the stage whose weight gradients wait.
     """
 
     seconds: float
     transient_bytes: int = 0
     only_transient_bytes: int = 0
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
