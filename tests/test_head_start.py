@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS
+from rich.console import Console
 from schedule_support import channels_of
 from support import run_on_threads
 from test_parity import traced
@@ -22,6 +24,7 @@ from gemsc.planner.head_start import with_head_starts
 from gemsc.runtime.deferral import Deferred
 from gemsc.schedules import SCHEDULES, HeadStart, StageCost, Task, run
 from gemsc.schedules.check import check
+from gemsc.viz.tables import show
 
 SECONDS = 1.0
 
@@ -188,3 +191,15 @@ def test_weights_with_hooks_are_left_to_autograd() -> None:
     assert layer.weight.grad is None
     deferred.compute()
     assert layer.weight.grad is not None
+
+
+def test_show_says_so() -> None:
+    plan = lower(traced("unet"), CompileOptions(ranks=3, micro_batches=1)).plan
+    console = Console(width=200, record=True, file=io.StringIO())
+    show(plan, console)
+    stages = [str(stage.index) for stage in plan.stages if stage.head_start_layers]
+    line = f"head start: the last gradients of stage {', '.join(stages)} leave"
+    assert line in console.export_text()
+    alone = lower(traced("unet"), CompileOptions(ranks=1)).plan
+    show(alone, console)
+    assert "head start" not in console.export_text()

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 MOST_ROWS = 40  # of stages and ranks; more are sampled
+_MOST_NAMES = 8  # of stages in a line
 MOST_SKIPS = 60
 PARTS = {  # of a peak, besides activations: their titles
     "parameters": "weights",
@@ -131,6 +132,7 @@ def _summary(plan: Plan) -> RenderableType:
         ),
         Text(f"why this split: {why.line}"),
         Text(f"a step: {why.parts_line}"),
+        *_head_starts(plan),
         *_traffic(plan),
         *map(Text, opaque_notes(plan)),
     )  # fmt: skip
@@ -150,6 +152,19 @@ def _where(opaque: dict[str, Any]) -> str:
     """Return the stages that call a module: each has a copy, if several do."""
     stages = opaque["stages"]
     return f"stage{'s' * (len(stages) > 1)} {_join(stages)}"
+
+
+def _head_starts(plan: Plan) -> list[Text]:
+    """Return which stages send before their last backward is done."""
+    found = [stage for stage in plan.stages if stage.head_start_layers]
+    if not found:
+        return []
+    most = show_seconds(max(stage.head_start_seconds for stage in found))
+    which = _join([stage.index for stage in found])
+    if len(found) > _MOST_NAMES:
+        which = f"{found[0].index} to {found[-1].index}"
+    line = f"head start: the last gradients of stage {which} leave up to {most} earlier"
+    return [Text(f"{line}, before weight gradients")]
 
 
 def _traffic(plan: Plan) -> list[Text]:

@@ -15,8 +15,8 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
-# Their last backward sends before it computes weight gradients.
-HEAD_STARTS = ("stage1",)
+# The last backward sends before it computes so many weight gradients.
+HEAD_STARTS = {"stage1": 2}
 
 # What comes in and goes out, for each micro-batch.
 X = Message(
