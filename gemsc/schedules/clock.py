@@ -128,7 +128,7 @@ class Clock:
         needs = [(ends[Kind.FORWARD, replica, stage], 0.0, 0.0)]
         for e in self.task.outputs[stage]:
             seconds = self._travel(replica, e, e.seconds if e.gradient else 0.0)
-            ahead = self.task.stages[e.dest].head_start
+            ahead = self.task.stages[e.dest].head_start if e.gradient else None
             lead = self._travel(replica, e, ahead.seconds if ahead else 0.0)
             needs.append((ends[kind, replica, e.dest], seconds, lead))
         return needs
