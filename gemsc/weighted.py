@@ -48,6 +48,11 @@ class WeightedCall:
             return F.linear(x, self.weight, self.bias)
         return torch.convolution(x, self.weight, self.bias, *self.shape)
 
+    def with_constants(self) -> WeightedCall:
+        """Return the call of a weight and a bias that need no gradients."""
+        bias = self.bias.detach() if self.bias is not None else None
+        return WeightedCall(self.weight.detach(), bias, self.shape)
+
     def input_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of x from that of the output."""
         if not self.shape:

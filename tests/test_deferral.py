@@ -47,7 +47,7 @@ class Follower:
 
 
 def gradients(layer: nn.Module, x: Tensor, *, split: bool) -> tuple[list[Any], int]:
-    """Return the input's and the parameters' gradients, and how many waited."""
+    """Return the input's and the parameters' gradients, and how many tensors waited."""
     follow = Follower()
     given = x.clone().requires_grad_()
     for scale in (1.0, 0.5):
@@ -74,7 +74,8 @@ def test_both_parts_give_the_gradients_of_one(name: str) -> None:
     parts, waiting = gradients(layer, x, split=True)
     for one, two in zip(whole, parts, strict=True):
         torch.testing.assert_close(two, one, rtol=1e-13, atol=1e-14)
-    assert waiting == (0 if name in ("by name", "no batch") else 2)
+    # of each of two backwards, the input and the output's gradient
+    assert waiting == (0 if name in ("by name", "no batch") else 4)
 
 
 def test_the_first_part_leaves_weights_without_gradients() -> None:
@@ -138,3 +139,26 @@ def test_what_does_not_go_with_it_is_refused(choice: dict[str, Any]) -> None:
     options = CompileOptions(ranks=2, schedule="zb-h1", **choice)
     with pytest.raises(GemscError, match="does not go with --"):
         lower(traced("unet"), options)
+
+
+def test_an_output_that_is_changed_in_place() -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 3, 3).double()
+    x = torch.randn(1, 2, 5, 6, dtype=torch.float64)
+
+    def run() -> list[Tensor | None]:
+        given = x.clone().requires_grad_()
+        y = layer(given * 2)
+        y.mul_(3)
+        (torch.tanh(y) ** 2).sum().backward()
+        return [given.grad]
+
+    expected = [*run(), *(p.grad for p in layer.parameters())]
+    layer.zero_grad()
+    deferred = Deferred(lambda tensors: None)
+    with deferred.forward():
+        found = run()
+    deferred.compute()
+    found += [p.grad for p in layer.parameters()]
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-13, atol=1e-14)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,10 +56,22 @@ class Deferred:
         self._num_seen += 1
         if self.num_layers is not None and self._num_seen > self.num_layers:
             return call.run(x)
+        if x.requires_grad:  # autograd computes the input's gradient alone
+            y = call.with_constants().run(x)
+            self.follow([x])
+            assert y.grad_fn is not None
+            y.grad_fn.register_hook(partial(self._done, call, x))
+            return y
         result: Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
             self, call, x, call.weight
         )
         return result
+
+    def _done(
+        self, call: WeightedCall, x: Tensor, _: object, gradients: tuple[Tensor, ...]
+    ) -> None:
+        """Note what autograd had for a call, once it is done with that."""
+        self._leave(call, x, gradients[0])
 
     def _leave(self, call: WeightedCall, x: Tensor, gradient: Tensor) -> None:
         self._waiting.append((call, x.detach(), gradient.detach()))
