@@ -58,12 +58,13 @@ class HeadStarts:
         for index, nodes in chosen.items():
             kept = saved[index]
             left = kept.waiting - kept.kept  # when only weight gradients are to be done
+            facts = [meta.facts(node) for node in nodes]
             if nodes:
                 found[index] = HeadStart(
-                    sum(meta.facts(node).weight_seconds for node in nodes),
+                    sum(each.weight_seconds for each in facts),
                     max(kept.transient, left),
                     max(kept.first_transient, left + weights[index].gradients),
-                    sum(meta.facts(node).num_weighted for node in nodes),
+                    sum(each.num_weighted for each in facts),
                 )
         return found
 
@@ -89,7 +90,7 @@ def _may(program: Program, stage: Stage) -> bool:
 
 def _first(stage: Stage, level: int) -> list[fx.Node]:
     """Return so many eighths of a stage's weighted nodes, from its inputs on."""
-    nodes = [node for node in stage.nodes if meta.facts(node).waits]
+    nodes = [node for node in stage.nodes if meta.facts(node).num_weighted]
     return nodes[: len(nodes) * level // LEVELS]
 
 

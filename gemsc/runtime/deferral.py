@@ -43,10 +43,7 @@ class Deferred:
         """Add the weight gradients to those of the parameters."""
         with torch.no_grad():
             for call, x, gradient in self._waiting:
-                of_weight, of_bias = call.weight_gradients(gradient, x)
-                _add(call.weight, of_weight)
-                if call.bias is not None and of_bias is not None:
-                    _add(call.bias, of_bias)
+                _add_up(call, *call.weight_gradients(gradient, x))
 
     def let_go(self) -> None:
         """Keep nothing any more."""
@@ -100,6 +97,12 @@ class _InputGradient(torch.autograd.Function):
         ctx.deferred._leave(call, x, gradient)
         wanted = ctx.needs_input_grad[2]
         return None, None, call.input_gradient(gradient, x) if wanted else None, None
+
+
+def _add_up(call: WeightedCall, of_weight: Tensor, of_bias: Tensor | None) -> None:
+    _add(call.weight, of_weight)
+    if call.bias is not None and of_bias is not None:
+        _add(call.bias, of_bias)
 
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
