@@ -53,29 +53,23 @@ class WeightedCall:
         bias = self.bias.detach() if self.bias is not None else None
         return WeightedCall(self.weight.detach(), bias, self.shape)
 
-    def input_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of x from that of the output."""
-        if not self.shape:
-            return _rows(gradient).mm(self.weight).view(x.shape)
-        of_input: Tensor = self._backward(gradient, x, [True, False, False])[0]
-        return of_input
-
     def weight_gradients(
         self, gradient: Tensor, x: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the weight and of the bias, where there is one."""
         with_bias = self.bias is not None and self.bias.requires_grad
-        if self.shape:
-            _, weight, bias = self._backward(gradient, x, [False, True, with_bias])
-            return weight, bias if with_bias else None
-        rows = _rows(gradient)
-        return rows.t().mm(_rows(x)), rows.sum(0) if with_bias else None
-
-    def _backward(self, gradient: Tensor, x: Tensor, wanted: list[bool]) -> Any:
-        sizes = [self.bias.numel()] if self.bias is not None else None
-        return torch.ops.aten.convolution_backward(
-            gradient, x, self.weight, sizes, *self.shape, wanted
+        if not self.shape:
+            rows = _rows(gradient)
+            return rows.t().mm(_rows(x)), rows.sum(0) if with_bias else None
+        _, weight, bias = torch.ops.aten.convolution_backward(
+            gradient,
+            x,
+            self.weight,
+            [self.bias.numel()] if self.bias is not None else None,
+            *self.shape,
+            [False, True, with_bias],
         )
+        return weight, bias if with_bias else None
 
 
 class WeightedCalls(TorchFunctionMode):

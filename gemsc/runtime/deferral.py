@@ -59,7 +59,7 @@ class Deferred:
             assert y.grad_fn is not None
             y.grad_fn.register_hook(partial(self._done, call, x))
             return y
-        result: Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = _Noted.apply(  # type: ignore[no-untyped-call]
             self, call, x, call.weight
         )
         return result
@@ -75,11 +75,10 @@ class Deferred:
         self.follow([gradient])
 
 
-class _InputGradient(torch.autograd.Function):
-    """A weighted call whose backward computes the gradient of the input alone.
+class _Noted(torch.autograd.Function):
+    """A weighted call whose input needs no gradient: all of its backward can wait.
 
-    The weight is an argument so that backward comes here even if the input needs no
-    gradient.
+    The weight is an argument so that backward comes here nevertheless.
     """
 
     @staticmethod
@@ -93,10 +92,8 @@ class _InputGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        call = ctx.call
-        ctx.deferred._leave(call, x, gradient)
-        wanted = ctx.needs_input_grad[2]
-        return None, None, call.input_gradient(gradient, x) if wanted else None, None
+        ctx.deferred._leave(ctx.call, x, gradient)
+        return None, None, None, None
 
 
 def _add_up(call: WeightedCall, of_weight: Tensor, of_bias: Tensor | None) -> None:
