@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from gemsc.schedules import Edge, Schedule, StageCost, Task, place
+from gemsc.schedules import Edge, Schedule, StageCost, Task, Timeline, place
+from gemsc.schedules.check import check
 from gemsc.schedules.messages import Channel, Reduction
 
 
@@ -116,3 +117,25 @@ def least_memory(task: Task) -> int:
         )
         for rank, lanes in enumerate(task.lanes)
     )
+
+
+def prove(task: Task, schedule: Schedule, timeline: Timeline) -> None:
+    """Check a schedule; the checker's own figures are those of the timeline."""
+    report = check(
+        timeline.orders,
+        channels_of(task),
+        task.placement,
+        task.micro_batches,
+        saved_bytes=[stage.saved_bytes for stage in task.stages],
+        transient_bytes=[stage.transient_bytes for stage in task.stages],
+        first_transient_bytes=[s.first_transient_bytes for s in task.stages],
+        gradient_bytes=[stage.gradient_bytes for stage in task.stages],
+        resident_bytes=[stage.resident_bytes for stage in task.stages],
+        head_starts=[stage.head_start for stage in task.stages],
+        memory_cap=task.memory_cap,
+        has_backward=task.has_backward,
+        split_backward=schedule.policy.split_backward,
+        reductions=reductions_of(task),
+    )
+    assert report.peak_bytes == timeline.peak_bytes
+    assert report.peak_live == timeline.peak_live

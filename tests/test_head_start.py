@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import MODELS
 from rich.console import Console
-from schedule_support import channels_of
+from schedule_support import prove
 from support import run_on_threads
 from test_parity import traced
 from torch import nn
@@ -23,7 +23,6 @@ from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.planner.head_start import with_head_starts
 from gemsc.runtime.deferral import Deferred
 from gemsc.schedules import SCHEDULES, HeadStart, StageCost, Task, run
-from gemsc.schedules.check import check
 from gemsc.viz.tables import show
 
 SECONDS = 1.0
@@ -99,18 +98,7 @@ def test_the_checker_counts_what_is_held_meanwhile(
     meanwhile = 100 + (450 if micro_batches == 1 else 400 + 20)
     most = 100 * timeline.peak_live[1] + (3 + 20 if micro_batches > 1 else 0)
     assert timeline.peak_bytes[1] == max(meanwhile, most)
-    report = check(
-        timeline.orders,
-        channels_of(task),
-        task.placement,
-        task.micro_batches,
-        saved_bytes=[stage.saved_bytes for stage in task.stages],
-        transient_bytes=[stage.transient_bytes for stage in task.stages],
-        first_transient_bytes=[s.first_transient_bytes for s in task.stages],
-        gradient_bytes=[stage.gradient_bytes for stage in task.stages],
-        head_starts=[stage.head_start for stage in task.stages],
-    )
-    assert report.peak_bytes == timeline.peak_bytes
+    prove(task, SCHEDULES[schedule], timeline)
 
 
 def test_nobody_becomes_the_fullest_by_it() -> None:

@@ -63,10 +63,8 @@ class Mailbox:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        self.let_go()
-        if self._sends:
-            self._link.wait(*self._sends)
-            self._sends.clear()
+        self._link.wait(*self._sends)
+        self._sends.clear()
 
     def let_go(self) -> None:
         """Give the library a turn; drop the tensors whose sends are done."""

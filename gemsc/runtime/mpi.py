@@ -308,7 +308,7 @@ class MpiTransport:
 
     def _reasons(self, requests: Sequence[Request]) -> dict[int, int] | None:
         """Return whose rings complete the requests; None if rings do not suffice."""
-        if not self._rings_suffice:
+        if not self.single_copy or self.cuda_aware:  # tried with the host's memory
             return None
         reasons: dict[int, int] = {}
         for request in requests:
@@ -320,11 +320,6 @@ class MpiTransport:
             why = TAKEN if route.is_send else SENT
             reasons[route.peer] = reasons.get(route.peer, 0) | why
         return reasons
-
-    @cached_property
-    def _rings_suffice(self) -> bool:
-        """Whether no message needs further turns of both its ends."""
-        return self.single_copy and not self.cuda_aware  # tried with the host's memory
 
     def progress(self) -> None:
         """Give the library one turn: about 1 us, more if data is there to be moved."""

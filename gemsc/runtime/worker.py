@@ -199,7 +199,7 @@ class Worker:
         self._mail.let_go()
         module = self.stages[stage]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
-        offloaded = OffloadedRun(self._offload_store, module, staying)
+        offloaded = OffloadedRun(lambda: self._store, module, staying)
         deferred = None
         if self.splits(stage, m):
             deferred = Deferred(self._follow, self.head_starts.get(stage))
@@ -363,9 +363,6 @@ class Worker:
             parameter.grad = None
 
     # -------------------------------------------------------- helpers
-
-    def _offload_store(self) -> Store:
-        return self._store
 
     @cached_property
     def _store(self) -> Store:
