@@ -258,8 +258,13 @@ def test_a_module_may_be_called_frozen(tmp_path: Path) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.b(self.frozen(self.a(x)))
 
-    norm = nn.BatchNorm1d(4).eval()
-    assert is_exact(against_one_process(tmp_path, Net(forward, frozen=norm)))
+    model = Net(forward, frozen=nn.BatchNorm1d(4).eval())
+    assert is_exact(against_one_process(tmp_path, model))
+    found = on_ranks(tmp_path, 2, lambda t: t.evaluate(batch_of(X, 3), batch_of(X, 3)))
+    model.eval()
+    assert found[0].loss == pytest.approx(
+        float(mse(model(batch_of(X, 3)), batch_of(X, 3)).detach())
+    )
 
 
 def test_parameters_that_do_not_train_stay_as_they_are(tmp_path: Path) -> None:

@@ -277,8 +277,6 @@ class Trainer:
         for stage in self.stages.values():
             if stage.training != training:
                 stage.train(training)
-                for path in getattr(stage, "frozen", ()):
-                    stage.get_submodule(path).eval()
 
     def _mean_loss(self) -> float:
         """Return it; all have come to the end of the step, and so have their sends."""
