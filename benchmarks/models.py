@@ -1,0 +1,306 @@
+"""Compile networks that others wrote for 3 ranks, and compare a step with one process.
+
+python benchmarks/models.py [--only monai,timm/levit] [--no-tiles] [--limit 600]
+
+Packages that are not installed are named and left out. Weights are random, inputs
+small. Each network is compiled in a process of its own, for 3 ranks and 2
+micro-batches; one training step on threads, in float64 and in float32, is compared with
+one process over the same micro-batches: loss, gradients, parameters and buffers. Then
+the same for images split into 2 x 2 tiles, in float64. Dropout is off.
+
+A row gives the nodes of the graph, the seconds to compile it, the worst relative error
+in both dtypes ("same bits" if there is none), the error on tiles, and how often a split
+value had to be gathered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from third_party import PACKAGES, Network
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import gemsc
+from gemsc.codegen.package import write_directory
+from gemsc.compiler import CompiledProgram
+from gemsc.dropout import dropout_off
+from gemsc.errors import GemscError
+from gemsc.runtime.local import run_local
+from gemsc.runtime.verification import record_steps
+from gemsc.verify import (
+    ALLOWED,
+    TOLERANCE,
+    Comparison,
+    compare,
+    read_record,
+    reference_steps,
+)
+
+RANKS = 3
+MICRO_BATCHES = 2
+SAMPLES = 2  # of one micro-batch
+WIDTHS = (34, 7, 7, 11, 11, 11, 8)
+
+
+@dataclass
+class Row:
+    """What was found out about one network; cells of what was not done are empty."""
+
+    nodes: str = ""
+    seconds: str = ""
+    errors: dict[str, str] = field(default_factory=dict)
+    gathers: str = ""
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network with a batch, and the loss: the mean distance from random targets."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
+    batch: tuple[Any, Any]
+
+    @property
+    def example(self) -> tuple[Any, Any]:
+        """The inputs and targets of one micro-batch."""
+        found: tuple[Any, Any] = pytree.tree_map(_first_samples, self.batch)
+        return found
+
+
+def _first_samples(leaf: Any) -> Any:
+    cut = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == _BATCH
+    return leaf[:SAMPLES] if cut else leaf
+
+
+_BATCH = SAMPLES * MICRO_BATCHES
+
+
+def subject(network: Network) -> Subject:
+    """Build a network; run it once for the shapes of its outputs."""
+    torch.manual_seed(0)
+    model = network.make().train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inputs = network.inputs(_BATCH)
+    with torch.no_grad():
+        output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    model.load_state_dict(state)
+    shapes = [tensor.shape for tensor in _floats(network.part(output))]
+    wanted = [torch.randn(s) if s[:1] == (_BATCH,) else torch.zeros(()) for s in shapes]
+
+    def loss(output: Any, target: Any) -> Tensor:
+        pairs = zip(_floats(network.part(output)), target, strict=True)
+        return sum(((have - want).square().mean() for have, want in pairs), _ZERO)
+
+    return Subject(model, loss, (inputs, tuple(wanted)))
+
+
+_ZERO: Any = 0
+
+
+def _floats(output: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(output)
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def compiled(given: Subject, **options: Any) -> CompiledProgram:
+    """Compile for the first micro-batch."""
+    inputs, target = given.example
+    return gemsc.compile(
+        given.model,
+        inputs,
+        loss=given.loss,
+        example_target=target,
+        micro_batches=MICRO_BATCHES,
+        **options,
+    )
+
+
+def error_of(
+    program: CompiledProgram, given: Subject, ranks: int, dtype: torch.dtype
+) -> str:
+    """Return how far a step of the ranks is from that of one process."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        write_directory(program.compilation, folder)
+        torch.set_default_dtype(dtype)
+        with dropout_off():
+            run_local(
+                ranks,
+                lambda transport: record_steps(
+                    folder, transport, folder, [given.batch], dtype, measure=False
+                ),
+                timeout=3600,
+            )
+            actual = read_record(folder, ranks)
+    expected = _one_process(given, dtype)
+    found = compare(actual, expected)
+    if found.worst > TOLERANCE[dtype] and dtype is not torch.float64:
+        rounding = compare(expected, _one_process(given, torch.float64)).worst
+        if found.worst <= ALLOWED * rounding:
+            return f"{found.worst:.0e} as 1"
+    return _word(found, dtype)
+
+
+def _one_process(given: Subject, dtype: torch.dtype) -> Any:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with dropout_off():
+            return reference_steps(
+                given.model, given.loss, [given.batch], MICRO_BATCHES, dtype
+            )
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _word(found: Comparison, dtype: torch.dtype) -> str:
+    if found.worst > TOLERANCE[dtype]:
+        errors = (found.gradient, found.parameter, found.buffer)
+        where = max(errors, key=lambda pair: pair[0])[1] or "the loss"
+        return f"NO {found.worst:.0e} {where}"
+    return "same bits" if found.equal == found.total else f"{found.worst:.0e}"
+
+
+def examine(network: Network, tiles: bool, pipe: Connection) -> None:
+    """Find out all about a network; the row so far is sent after each step."""
+    row = Row()
+
+    def attempt(what: str, work: Callable[[], object]) -> None:
+        row.problems[what] = "no end before the limit"
+        pipe.send(row)
+        try:
+            work()
+            del row.problems[what]
+        except Exception as error:
+            row.problems[what] = _problem(error)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        pipe.send(row)
+
+    def pipeline() -> None:
+        given = subject(network)
+        started = time.perf_counter()
+        program = compiled(given, ranks=RANKS)
+        row.seconds = f"{time.perf_counter() - started:.1f}"
+        row.nodes = str(len(program.compilation.program.compute_nodes))
+        for name in ("float64", "float32"):
+            attempt(name, partial(step, name, program, given, program.plan.ranks))
+
+    def step(what: str, program: CompiledProgram, given: Subject, ranks: int) -> None:
+        dtype = torch.float32 if what == "float32" else torch.float64
+        row.errors[what] = error_of(program, given, ranks, dtype)
+
+    def split() -> None:
+        given = subject(network)
+        count = RANKS + 1
+        program = compiled(given, ranks=count, tiles=network.tiles)
+        row.gathers = str(len(program.plan.barriers))
+        step("tiles", program, given, count)
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    attempt("compile", pipeline)
+    if tiles and network.tiles and "compile" not in row.problems:
+        attempt("tiles", split)
+    pipe.close()
+
+
+def _problem(error: BaseException) -> str:
+    where = ""
+    if isinstance(error, GemscError) and error.at is not None:
+        where = f"{Path(error.at.file).name}:{error.at.line}: "
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {where}{text}"
+
+
+def in_a_process(network: Network, tiles: bool, limit: float) -> Row:
+    """Examine a network in a fork of this process, for `limit` seconds at most."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=examine, args=(network, tiles, theirs))
+    process.start()
+    theirs.close()
+    deadline = time.monotonic() + limit
+    row = Row(problems={"start": "it ended without a word"})
+    try:
+        while ours.poll(max(0.0, deadline - time.monotonic())):
+            row = ours.recv()
+    except EOFError:
+        pass
+    finally:
+        process.kill()
+        process.join()
+    return row
+
+
+def chosen_networks(only: str) -> Iterator[tuple[str, Network]]:
+    """Yield what `--only` names: a package, or package/name, or its start."""
+    words = [word for word in only.split(",") if word]
+    for package, networks in PACKAGES.items():
+        if words and not any(word.split("/")[0] == package for word in words):
+            continue
+        try:
+            found = networks()
+        except ImportError as error:
+            print(f"{package} is left out: {error}", flush=True)
+            continue
+        for name, network in found.items():
+            full = f"{package}/{name}"
+            if not words or any(f"{full}/".startswith(word) for word in words):
+                yield full, network
+
+
+def cells(name: str, row: Row) -> str:
+    """Return the line of a network, with its problems below."""
+    columns = (
+        name.replace("segmentation_models_pytorch", "smp").replace(
+            "dynamic_network_architectures", "nnunet"
+        ),
+        row.nodes,
+        row.seconds,
+        *(row.errors.get(key, "-") for key in ("float64", "float32", "tiles")),
+        row.gathers,
+    )
+    line = f"{columns[0]:<{WIDTHS[0]}}" + "".join(
+        f"{text:>{width}}" for text, width in zip(columns[1:], WIDTHS[1:], strict=True)
+    )
+    return "\n".join([line, *(f"    {k}: {v}" for k, v in row.problems.items())])
+
+
+def main() -> None:
+    """Print a row for each network, and how many are exact."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="packages, or package/name")
+    parser.add_argument("--no-tiles", action="store_true")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of each")
+    chosen = parser.parse_args()
+    titles = ("model", "nodes", "s", "float64", "float32", "tiles", "gathers")
+    first, *rest = zip(titles, WIDTHS, strict=True)
+    print(f"{first[0]:<{first[1]}}" + "".join(f"{t:>{w}}" for t, w in rest), flush=True)
+    rows = []
+    for name, network in chosen_networks(chosen.only):
+        row = in_a_process(network, not chosen.no_tiles, chosen.limit)
+        rows.append(row)
+        print(cells(name, row), flush=True)
+    for key in ("float64", "float32", "tiles"):
+        tried = [r for r in rows if key in r.errors or r.problems]
+        exact = [r for r in rows if not r.errors.get(key, "NO").startswith("NO")]
+        print(f"{key}: {len(exact)} of {len(tried)} exact")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
