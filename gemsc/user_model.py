@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,9 +107,10 @@ class UserModel:
                 at=self.line_of("loss"),
                 help="add dataset() of (input, target) pairs, or example_target()",
             )
-        data = self._make("dataset", self.dataset, seed)
+        data = self.make_dataset(seed=seed)
         sizes = (t.shape[0] for _, t in tensor_leaves(inputs) if t.dim() > 0)
-        return self._collate(data, next(sizes, 1))
+        with seeded(seed):
+            return self._collate(data, next(sizes, 1))
 
     def make_loss(self) -> Any:
         """Return the loss as something to call with (output, target)."""
@@ -122,6 +124,16 @@ class UserModel:
                 help="define loss(output, target), or a torch.nn loss",
             )
         return loss
+
+    def make_dataset(self, name: str = "dataset", *, seed: int = 0) -> Any:
+        """Return the user's `dataset` or `eval_dataset`; None where there is none.
+
+        The random generators are seeded, so it is the same in every process.
+
+        Raises:
+            GemscError: the user's function fails.
+        """
+        return self._make(name, getattr(self, name), seed)
 
     def line_of(self, name: str) -> SourceLocation | None:
         """Return where the file defines a name."""
@@ -149,7 +161,7 @@ class UserModel:
 
     def _make(self, name: str, value: Any, seed: int) -> Any:
         """Call what is a function; an object is taken as it is."""
-        is_factory = isinstance(value, type) or inspect.isroutine(value)
+        is_factory = isinstance(value, type | partial) or inspect.isroutine(value)
         if not is_factory:
             return value
         try:

@@ -328,7 +328,7 @@ def _batches(
     inputs = user.make_inputs()
     target = user.make_target(inputs)
     if user.dataset is not None:
-        data = user.dataset() if callable(user.dataset) else user.dataset
+        data = user.make_dataset(seed=seed)
         batches = Batches(data, plan.batch_size, seed=seed, shuffle=True)
         if len(batches) >= num_steps:
             pairs = [b.data for b in itertools.islice(batches.epoch(0), num_steps)]

@@ -262,6 +262,9 @@ def test_the_commands_of_the_readme_work(workplace):
         text = run(workplace, shlex.split(command))
         if "verify" in command:
             assert text.count(": exact") == 2
+        if "gemsc run" in command:
+            losses = [float(found) for found in re.findall(r"  loss (\S+)  ", text)]
+            assert losses[-1] < 0.1 < losses[0]  # it learns
     assert (workplace / "build/rings-trained/model.safetensors").is_file()
 
 

@@ -23,6 +23,7 @@ HELPERS = {
     *ERRORS,
     "boxes",
     "cores",
+    "digest",
     "dropout",
     "fingerprint",
     "lazy",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from gemsc.digest import digest
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.tiled_data import TiledDataset, Window
@@ -31,7 +32,8 @@ class _Reproducible(Dataset[Any]):
     """A dataset whose samples depend on nothing but seed, epoch and index.
 
     Every rank that needs a sample reads it itself, so random crops and flips must come
-    out alike: all generators are seeded for each sample.
+    out alike: all generators are seeded for each sample. A key is (epoch, index,
+    whether to give the sample's digest, too).
     """
 
     def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
@@ -39,27 +41,31 @@ class _Reproducible(Dataset[Any]):
         self.seed = seed
         self.window = window
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
+    def __getitem__(self, key: tuple[int, int, bool]) -> tuple[Any, str]:
+        epoch, index, is_compared = key
         seed = seed_of(self.seed, epoch, index)
         torch.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
         if self.window is not None:
-            return self.dataset.read(index, self.window.box)
-        return self.dataset[index]
+            sample = self.dataset.read(index, self.window.box)
+        else:
+            sample = self.dataset[index]
+        return sample, digest(sample) if is_compared else ""
 
 
 @dataclass(frozen=True)
 class Batch:
     """One copy's part of a batch: `data` is collated, the first `real` samples count.
 
-    `is_full` says whether all samples of all parts count.
+    `is_full` says whether all samples of all parts count. `digests` are those of the
+    samples by index, where ranks are to compare them (see `SharedData`).
     """
 
     data: Any
     real: int
     is_full: bool
+    digests: dict[int, str] = field(default_factory=dict)
 
 
 class Batches:
@@ -68,7 +74,7 @@ class Batches:
     Copies of the model share a batch: each reads its own `part` of `num_parts`.
     A last batch that is not full is dropped in training (`shuffle`); in evaluation it
     is filled up with its last sample. Of a `TiledDataset` the `window` of each picture
-    is read.
+    is read. The first batch of an epoch has digests; with `compare_all`, every batch.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Batches:
         part: int = 0,
         num_parts: int = 1,
         window: Window | None = None,
+        compare_all: bool = False,
     ) -> None:
         if window is None and isinstance(dataset, TiledDataset):
             box = tuple((0, size) for size in dataset.shape)
@@ -91,6 +98,7 @@ class Batches:
         self.seed = seed
         self.shuffle = shuffle
         self.workers = workers
+        self.compare_all = compare_all
         self.num_samples = _length(dataset)
         self._part_size = size // num_parts
         self._start = part * self._part_size
@@ -111,16 +119,25 @@ class Batches:
         rows = [order[i * self.size :][: self.size] for i in range(first, len(self))]
         end = self._start + self._part_size
         parts = [(row + row[-1:] * self.size)[self._start : end] for row in rows]
-        keys = [[(number, index) for index in part] for part in parts]
+        keys = [
+            [(number, index, self.compare_all or i == 0) for index in part]
+            for i, part in enumerate(parts)
+        ]
+        # part 0 reads this one anyway: so those of all copies can be compared
+        common = [[(number, order[0], True)]] if self._start and keys else []
         loader = DataLoader(
             self._dataset,
-            batch_sampler=keys,
+            batch_sampler=common + keys,
             num_workers=self.workers,
             collate_fn=_collate,
         )
-        for row, data in zip(rows, loader, strict=True):
+        read = iter(loader)
+        digests = {key[1]: next(read)[1][0] for (key,) in common}
+        for row, part, (data, found) in zip(rows, parts, read, strict=True):
             real = min(max(len(row) - self._start, 0), self._part_size)
-            yield Batch(data, real, len(row) == self.size)
+            digests |= {i: text for i, text in zip(part, found, strict=True) if text}
+            yield Batch(data, real, len(row) == self.size, digests)
+            digests = {}
 
 
 def _length(dataset: Any) -> int:
@@ -133,8 +150,9 @@ def _length(dataset: Any) -> int:
         ) from None
 
 
-def _collate(samples: list[Any]) -> tuple[Any, Any]:
-    """Join samples to a batch of inputs and one of targets."""
+def _collate(read: list[tuple[Any, str]]) -> tuple[tuple[Any, Any], list[str]]:
+    """Join samples to a batch of inputs and one of targets; return the digests, too."""
+    samples = [sample for sample, _ in read]
     try:
         batch = default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
@@ -147,7 +165,7 @@ def _collate(samples: list[Any]) -> tuple[Any, Any]:
             "the dataset does not give (input, target) pairs",
             help="return a pair from __getitem__",
         )
-    return batch[0], batch[1]
+    return (batch[0], batch[1]), [text for _, text in read]
 
 
 def repeated(examples: Any, plan: Plan) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +17,13 @@ from gemsc.cores import SLICE_SECONDS, num_cores, set_time_slice
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.arguments import parse_arguments
-from gemsc.runtime.data import Batches
+from gemsc.runtime.data import Batches, seed_of
 from gemsc.runtime.failure import install_hooks, stop_all
 from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.progress import ProgressBar, Status
 from gemsc.runtime.recording import record_timed_steps
+from gemsc.runtime.shared_data import SharedData
 from gemsc.runtime.tiled_data import TiledDataset, window_of
 from gemsc.runtime.trainer import Trainer, choose_device
 from gemsc.runtime.transport import Transport
@@ -138,15 +139,15 @@ class _Training:
         self.loss = self.user.make_loss()
         if isinstance(self.loss, torch.nn.Module) and self.loss.state_dict():
             self.loss = None  # it is trained: only the ranks that do know its weights
-        self.batches = self._batches(self.user.dataset, shuffle=True)
-        self.eval_batches = self._batches(self.user.eval_dataset, shuffle=False)
+        seed = self.options.seed
+        self.data = self._data("dataset", seed, shuffle=True)
+        # what is drawn for evaluation must not be what was drawn for training
+        self.eval_data = self._data("eval_dataset", seed_of(seed, -1), shuffle=False)
 
-    def _batches(
-        self, dataset: Callable[[], Any] | Any, *, shuffle: bool
-    ) -> Batches | None:
-        if dataset is None:
+    def _data(self, name: str, seed: int, *, shuffle: bool) -> SharedData | None:
+        if getattr(self.user, name) is None:
             return None
-        items = dataset() if callable(dataset) else dataset
+        items = self.user.make_dataset(name, seed=seed)
         worker = self.trainer.worker
         window = None
         if isinstance(items, TiledDataset):
@@ -154,23 +155,24 @@ class _Training:
         batches = Batches(
             items,
             size := self.plan.batch_size,
-            seed=self.options.seed,
+            seed=seed,
             shuffle=shuffle,
             workers=self.options.workers,
             part=worker.copy,
             num_parts=worker.num_copies,
             window=window,
         )
+        shared = SharedData(batches, self.transport, name, self.user.line_of(name))
         if len(batches) == 0:
             raise GemscError(
                 f"the dataset has {batches.num_samples} samples, one step takes {size}",
                 help="compile with fewer --micro-batches, or give more data",
             )
-        return batches
+        return shared
 
     def run(self) -> None:
-        assert self.batches is not None
-        each = len(self.batches)
+        assert self.data is not None
+        each = len(self.data.batches)
         total = self.options.steps or self.options.epochs * each
         done = self.trainer.worker.steps_done
         if done >= total:
@@ -192,14 +194,14 @@ class _Training:
             self._say(f"saved {self.options.save / 'model.safetensors'}")
 
     def _train_epoch(self, title: str, epoch: int, first: int, end: int) -> None:
-        assert self.batches is not None
+        assert self.data is not None
         bar = ProgressBar(end - first, title, silent=not self.talks)
-        reads = bool(self.trainer.worker.inputs)
-        source = self.batches.epoch(epoch, first) if reads else None
-        for _ in range(first, end):
-            input, target = next(source).data if source is not None else (None, None)
-            loss = self.trainer.step(input, target, window=self.batches.window)
-            bar.step(loss, self.batches.size)
+        batches, reads = self.data.batches, bool(self.trainer.worker.inputs)
+        source = self.data.epoch(epoch, first, reads=reads)
+        for batch, _ in itertools.islice(source, end - first):
+            input, target = batch.data
+            loss = self.trainer.step(input, target, window=batches.window)
+            bar.step(loss, batches.size)
         bar.close()
 
     def _evaluate(self, epoch: int) -> None:
@@ -208,17 +210,18 @@ class _Training:
         The ranks compute the loss of full batches. What is left at the end is filled
         up; its loss is that of the whole outputs, without the samples that fill it.
         """
-        if self.eval_batches is None:
+        if self.eval_data is None:
             return
+        batches = self.eval_data.batches
         sums: dict[str, float] = defaultdict(float)
         counts: dict[str, float] = defaultdict(float)
-        for batch in self.eval_batches.epoch(0):
+        for batch, _ in self.eval_data.epoch(0):
             input, target = batch.data
-            window = self.eval_batches.window
+            window = batches.window
             result = self.trainer.evaluate(input, target, window=window)
             if result.loss is not None and batch.is_full and self.talks:
-                sums["loss"] += result.loss * self.eval_batches.size
-                counts["loss"] += self.eval_batches.size
+                sums["loss"] += result.loss * batches.size
+                counts["loss"] += batches.size
             if result.output is None or not batch.real:
                 continue
             if window is not None and not window.is_whole:

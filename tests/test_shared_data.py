@@ -1,0 +1,202 @@
+"""Ranks compare what they read: data that differ stop a run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import MODEL, line_of, start
+
+from gemsc.digest import digest
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.runtime.data import Batches
+from gemsc.runtime.local import run_local
+from gemsc.runtime.shared_data import Digests, SharedData
+from gemsc.runtime.tiled_data import Window
+from gemsc.runtime.transport import Transport
+from gemsc.user_model import load_user_model
+
+PLACE = SourceLocation("model.py", 7)
+
+
+class Table:
+    """Twelve numbers; `changed` ones are others."""
+
+    shape = (4,)
+
+    def __init__(self, *changed: int, size: int = 12) -> None:
+        self.values = [float(i) + 0.5 * (i in changed) for i in range(size)]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([self.values[index]]), index
+
+    def read(self, index: int, box: Any) -> Any:
+        return torch.tensor([box[0][0] + self.values[index]]), index
+
+
+def on_ranks(
+    *tables: Table | None, number: int = 0, num_parts: int = 1, **options: Any
+) -> list[list[Digests]]:
+    """Read an epoch on a rank for each table; None reads nothing."""
+    boxes = options.pop("boxes", [None] * len(tables))
+    options = {"shuffle": True, **options}
+
+    def read(transport: Transport) -> list[Digests]:
+        rank = transport.rank
+        table, box = tables[rank], boxes[rank]
+        window = Window(Table.shape, (box,)) if box is not None else None
+        batches = Batches(
+            table or Table(),
+            4,
+            seed=0,
+            part=rank % num_parts,
+            num_parts=num_parts,
+            window=window,
+            **options,
+        )
+        data = SharedData(batches, transport, "dataset", PLACE)
+        return [seen for _, seen in data.epoch(number, reads=table is not None)]
+
+    return run_local(len(tables), read, timeout=60)
+
+
+def test_ranks_that_read_the_same_go_on() -> None:
+    first, *later = on_ranks(Table(), None, Table())[0]
+    assert len(first) == 4
+    assert later == [{}, {}]
+
+
+def test_the_sample_and_the_ranks_that_differ_are_named() -> None:
+    for changed in range(12):
+        with pytest.raises(GemscError) as caught:
+            on_ranks(Table(), None, Table(changed), compare_all=True, number=2)
+        message = (
+            "model.py:7: error: dataset gives ranks 0 and 2 different data: "
+            f"sample {changed}, in epoch 3\n"
+        )
+        assert str(caught.value).startswith(message)
+
+
+def test_samples_for_evaluation_are_compared() -> None:
+    with pytest.raises(GemscError, match=r"ranks 0 and 1 different data: sample 2\n"):
+        on_ranks(Table(), Table(2), shuffle=False)
+
+
+def test_only_the_first_batch_is_compared() -> None:
+    assert on_ranks(Table(), Table(7), shuffle=False)
+
+
+def test_replicas_have_one_sample_in_common() -> None:
+    """Else ranks that read different samples could have different datasets."""
+    first = on_ranks(Table(), Table(), num_parts=2)[1][0]
+    assert len(first) == 4
+    wrong = Table(*range(12))
+    with pytest.raises(GemscError, match="ranks 0 and 1 different data"):
+        on_ranks(Table(), wrong, num_parts=2)
+
+
+def test_ranks_compare_the_same_part_of_an_image() -> None:
+    halves = [(0, 2), (2, 4)]
+    assert on_ranks(Table(), Table(), boxes=halves)
+    assert on_ranks(Table(), Table(*range(12)), boxes=halves)  # nothing in common
+    with pytest.raises(GemscError, match="ranks 0 and 2 different data"):
+        on_ranks(Table(), Table(), Table(*range(12)), boxes=[*halves, halves[0]])
+
+
+def test_datasets_of_different_length_are_refused() -> None:
+    with pytest.raises(GemscError, match="has 12 samples on rank 0 and 11 on rank 1"):
+        on_ranks(Table(), Table(size=11))
+
+
+def test_a_digest_depends_on_dtype_shape_and_content() -> None:
+    zeros = torch.zeros(4)
+    samples = [
+        zeros,
+        zeros.double(),
+        zeros.view(2, 2),
+        torch.tensor([0.0, 0.0, 0.0, -0.0]),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(4, dtype=torch.bool),
+        torch.zeros(4, dtype=torch.complex64),
+        zeros.numpy().astype(np.int16),
+        np.float32(0),
+        torch.tensor(0.0),
+        0.0,
+        0,
+        False,
+        "0",
+        (zeros, 1),
+        (zeros, 2),
+        {"a": zeros, "b": zeros},
+    ]
+    assert len({digest(sample) for sample in samples}) == len(samples)
+    assert digest((zeros.t(), [1])) == digest((zeros.clone(), [1]))
+    assert digest(torch.arange(6).view(2, 3).t()) == digest(
+        torch.tensor([[0, 3], [1, 4], [2, 5]])
+    )
+    assert digest(object()) == digest(object())
+
+
+DRAWN = """
+
+def table():
+    return torch.rand(3), random.random(), np.random.rand()
+
+
+def dataset():
+    return [table()]
+
+
+eval_dataset = partial(table)
+"""
+
+
+def test_a_dataset_is_made_under_the_seed(tmp_path: Path) -> None:
+    path = tmp_path / "drawn.py"
+    imports = "import random\nfrom functools import partial\nimport numpy as np\n"
+    path.write_text(imports + MODEL + DRAWN)
+    user = load_user_model(str(path))
+
+    def numbers(seed: int) -> list[str]:
+        return [digest(user.make_dataset(n, seed=seed)) for n in NAMES]
+
+    one = numbers(0)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    assert numbers(0) == one
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[2]) == states[1:]
+    assert not {*numbers(1)} & {*one}
+
+
+NAMES = ("dataset", "eval_dataset")
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", NAMES)
+def test_a_generator_without_a_seed_stops_the_run(name: str, tmp_path: Path) -> None:
+    text = MODEL.replace(
+        "import torch\n", "import random\nimport torch\nOWN = random.Random()\n", 1
+    )
+    noisy = "class Noisy(Data):\n    def __getitem__(self, index):\n"
+    noisy += "        return torch.full((8,), OWN.random()), torch.tensor(index % 4)\n"
+    text = text.replace("\ndef model()", f"\n{noisy}\n\ndef model()")
+    size = {"dataset": 24, "eval_dataset": 16}[name]
+    text = text.replace(f"return Data({size})", f"return Noisy({size})")
+    (tmp_path / "noisy.py").write_text(text)
+    program = tmp_path / "program"
+    assert start("compile", tmp_path / "noisy.py", "-o", program).code == 0
+    outcome = start("run", program, "--save", tmp_path / "checkpoint")
+    assert outcome.code == 1
+    line = line_of(f"def {name}()", text)
+    assert outcome.err.count("error: ") == 1
+    message = f"noisy.py:{line}: error: {name} gives ranks 0 and 1 different data: "
+    assert message in outcome.err
+    assert "seed other generators" in outcome.err
+    assert not (tmp_path / "checkpoint").exists()
