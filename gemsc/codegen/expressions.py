@@ -124,7 +124,7 @@ def expression(
         head = f"self.grid.{layer.method}("
         return f"{head}{', '.join([*map(show, args), *rest])})", ATOM
     if node.op == "call_module":
-        return _call(access("self", str(node.target)), args, kwargs, show), ATOM
+        return _own(node, access("self", str(node.target)), args, kwargs, show), ATOM
     if node.op == "call_method":
         owner = show.bound(args[0], ATOM)
         return _call(f"{owner}.{node.target}", args[1:], kwargs, show), ATOM
@@ -158,8 +158,21 @@ def _function(
     owner = getattr(target, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         text = named(UserObject(owner.__module__, owner.__qualname__))
-        return _call(f"{text}.apply", args, kwargs, show), ATOM
-    return _call(_public_name(node), args, kwargs, show), ATOM
+        return _own(node, f"{text}.apply", args, kwargs, show), ATOM
+    return _own(node, _public_name(node), args, kwargs, show), ATOM
+
+
+def _own(
+    node: fx.Node,
+    head: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    show: _Show,
+) -> str:
+    """Return a call of what may be the user's own, with a backward of its own."""
+    if not meta.whole_gradients(node):
+        return _call(head, args, kwargs, show)
+    return _call("self.grid.with_whole_gradients", args, kwargs, show, head)
 
 
 def _is_of_grid(target: Any) -> bool:
@@ -198,8 +211,14 @@ def _public_name(node: fx.Node) -> str:
     )
 
 
-def _call(head: str, args: tuple[Any, ...], kwargs: dict[str, Any], show: _Show) -> str:
-    shown = [show(value) for value in args]
+def _call(
+    head: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    show: _Show,
+    *first: str,
+) -> str:
+    shown = [*first, *(show(value) for value in args)]
     shown += [f"{key}={show(value)}" for key, value in kwargs.items()]
     return f"{head}({', '.join(shown)})"
 

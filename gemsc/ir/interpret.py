@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from gemsc.ir.meta import region
+from gemsc.ir import tile_ops
+from gemsc.ir.meta import region, whole_gradients
 
 __all__ = ["run_node", "run_nodes"]
 
@@ -46,11 +47,14 @@ def run_node(node: fx.Node, values: dict[fx.Node, Any], module: torch.nn.Module)
     args = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
     with _modes(node):
-        if node.op == "call_module":
-            return module.get_submodule(str(node.target))(*args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        function: Any = node.target
+        if node.op == "call_module":
+            function = module.get_submodule(str(node.target))
+        if whole_gradients(node):
+            return tile_ops.with_whole_gradients(function, *args, **kwargs)
+        return function(*args, **kwargs)
 
 
 def _modes(node: fx.Node) -> AbstractContextManager[Any]:

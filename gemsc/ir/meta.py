@@ -31,9 +31,11 @@ __all__ = [
     "set_needs_gradient",
     "set_traced",
     "set_value",
+    "set_whole_gradients",
     "spec",
     "tensors",
     "value",
+    "whole_gradients",
 ]
 
 
@@ -221,3 +223,13 @@ def layout(node: fx.Node) -> Layout | None:
 def set_layout(node: fx.Node, layout: Layout | None) -> None:
     """Say how the value is spread over the tiles of its stage's grid."""
     node.meta["gemsc_layout"] = layout
+
+
+def whole_gradients(node: fx.Node) -> bool:
+    """Return whether a tile's backward of the node needs the gradients of all tiles."""
+    return bool(node.meta.get("gemsc_whole_gradients", False))
+
+
+def set_whole_gradients(node: fx.Node, needed: bool) -> None:
+    """Say whether a tile's backward of the node needs the gradients of all tiles."""
+    node.meta["gemsc_whole_gradients"] = needed

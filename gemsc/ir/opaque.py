@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -26,6 +26,7 @@ __all__ = [
     "OpaqueCall",
     "OpaqueLeaf",
     "givens",
+    "has_own_backward",
     "opaque_of",
     "opaques",
     "stand_in",
@@ -131,6 +132,24 @@ def opaque_of(module: nn.Module | None) -> Opaque | None:
     """Return what is known of a module that is not looked into; else None."""
     found: Opaque | None = vars(module).get("_gemsc_opaque") if module else None
     return found
+
+
+_OF_TORCH = ("aten", "prim", "prims")  # namespaces of operators
+
+
+def has_own_backward(node: fx.Node, module: nn.Module) -> bool:
+    """Whether code of the user's computes a node's gradients.
+
+    That need not be linear in the gradient that comes in, as torch's own operations
+    are: it may clip it, for instance.
+    """
+    target: Any = node.target
+    if node.op == "call_module":
+        return opaque_of(module.get_submodule(target)) is not None
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target).partition(".")[0] not in _OF_TORCH
+    owner = getattr(target, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def opaques(module: nn.Module) -> dict[str, Opaque]:

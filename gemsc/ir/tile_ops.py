@@ -62,6 +62,7 @@ __all__ = [
     "std",
     "told_of_sums",
     "var",
+    "with_whole_gradients",
 ]
 
 _current = threading.local()
@@ -91,6 +92,11 @@ def redistribute(value: Tensor, exchange: Exchange, tile: int) -> Tensor:
 def all_reduce(value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
     """Return the sum over the tiles, or some of them."""
     return _grid().all_reduce(value, among)
+
+
+def with_whole_gradients(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `Grid.with_whole_gradients`."""
+    return _grid().with_whole_gradients(function, *args, **kwargs)
 
 
 def amax(*args: Any, **kwargs: Any) -> Tensor:

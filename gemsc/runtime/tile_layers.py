@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from gemsc.boxes import Box, Interval, shape_of
+from gemsc.runtime.tile_gradients import with_whole_gradients
 from gemsc.runtime.tile_linear import multiplied
 from gemsc.runtime.tile_losses import cross_entropy
 from gemsc.runtime.tile_norms import normalize, normalize_channels, update_running
@@ -57,6 +60,15 @@ class LayersOnTiles(ABC):
         table = row.new_zeros((self.num_tiles, *row.shape))
         table[self.tile] = row
         return self.add_up(table)
+
+    def with_whole_gradients(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return `function(*args, **kwargs)` of whole values, for the user's own code.
+
+        Its backward gets the gradients of all tiles: it need not be linear in them.
+        """
+        return with_whole_gradients(self, function, args, kwargs)
 
     def batch_norm(
         self, value: Tensor, layer: _BatchNorm, own: Box | None = None

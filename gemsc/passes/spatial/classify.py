@@ -48,12 +48,16 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[Any] = []
+        self.numbers: list[Any] = []  # that stand among their arguments
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func.namespace != "prim":  # queries, of fake tensors for instance
             self.seen.append(func)
+            if func._overloadpacket not in _RESHAPES:
+                leaves = pytree.tree_leaves((args, kwargs))
+                self.numbers += [n for n in leaves if isinstance(n, int | float)]
         return func(*args, **(kwargs or {}))
 
 
@@ -70,9 +74,17 @@ class Probe:
     def is_pointwise(self, node: fx.Node) -> bool:
         """Whether each element depends on the same element of broadcast inputs."""
         operators, _, _ = self._run(node)
-        return bool(operators) and all(
-            torch.Tag.pointwise in func.tags or func._overloadpacket in _POINTWISE
-            for func in operators
+        return bool(operators) and all(map(_is_pointwise, operators))
+
+    def is_pointwise_both_ways(self, node: fx.Node) -> bool:
+        """Whether that is so in the backward too, whatever the sizes are."""
+        try:
+            first, second = self._run_both_ways(node, 1), self._run_both_ways(node, 2)
+        except Exception:  # the user's code is for these sizes only
+            return False
+        return (first.seen, first.numbers) == (second.seen, second.numbers) and all(
+            _is_pointwise(func) or func._overloadpacket in _RESHAPES
+            for func in first.seen
         )
 
     def is_reshape(self, node: fx.Node) -> bool:
@@ -103,6 +115,21 @@ class Probe:
                 found[dim] = place
         return found
 
+    def _run_both_ways(self, node: fx.Node, times: int) -> _Operators:
+        """Run a node forward and backward, on inputs `times` as long."""
+        recorder = _Operators()
+        with self._mode, torch.enable_grad():
+            sources = node.all_input_nodes
+            values = {n: _contiguous(meta.value(n), times) for n in sources}
+            with recorder:
+                result = run_node(node, values, self._module)
+            leaves = pytree.tree_leaves(result)
+            learning = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+            gradients = [torch.empty_like(leaf) for leaf in learning]
+            with recorder:
+                torch.autograd.backward(learning, gradients)
+        return recorder
+
     def _run(self, node: fx.Node) -> tuple[list[Any], dict[fx.Node, Any], Any]:
         recorder = _Operators()
         with self._mode, torch.no_grad():
@@ -117,10 +144,18 @@ def _place(output: Tensor, size: int, stride: int) -> int | None:
     return pairs.index((size, stride)) if (size, stride) in pairs else None
 
 
-def _contiguous(value: Any) -> Any:
+def _is_pointwise(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags or func._overloadpacket in _POINTWISE
+
+
+def _contiguous(value: Any, times: int = 1) -> Any:
+    """Return new tensors, with so many `times` the elements along each dimension."""
+
     def fresh(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=leaf.device)
+        shape = [size * times if size > 1 else size for size in leaf.shape]
+        made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        return made.requires_grad_(leaf.is_floating_point())
 
     return pytree.tree_map(fresh, value)

@@ -214,6 +214,8 @@ class _Chains:
         value = meta.value(node)
         if node not in self.boxes or meta.glue(node) is not None:
             return False
+        if self._low.has_own_backward(node):  # a row's gradient must be on one tile
+            return False
         if node in self._wrapped:
             return False
         if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -13,6 +13,7 @@ from gemsc.boxes import Box, everything, is_inside
 from gemsc.errors import InternalError
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.holder import with_graph
+from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits
@@ -290,7 +291,14 @@ class Lowering(Parts):
 
         args = fx.node.map_arg(node.args, choose)
         kwargs = fx.node.map_arg(node.kwargs, choose)
-        return self.create(node, node.op, node.target, args, kwargs, axes)
+        local = self.create(node, node.op, node.target, args, kwargs, axes)
+        whole = bool(self.grid) and axes is None and self.has_own_backward(node)
+        meta.set_whole_gradients(local.node, whole)
+        return local
+
+    def has_own_backward(self, node: fx.Node) -> bool:
+        """Whether code of the user's computes a node's gradients."""
+        return has_own_backward(node, self.program.module)
 
     def part(
         self,

@@ -69,6 +69,7 @@ class Parts(Place):
 
     def _describe_part(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
         meta.copy_meta(source, new)
+        meta.set_whole_gradients(new, False)
         meta.set_layout(new, layout)
         fake = meta.value(source)
         with fake.fake_mode:

@@ -82,6 +82,8 @@ def lower(low: Lowering, node: fx.Node) -> Local:
         raise Refused("it shares memory that is changed in place")
     if opaque_of(call.layer) is not None:
         raise Refused("its forward depends on data")
+    if low.has_own_backward(node):
+        _require_own_elements(low, node)
     if any(
         low.flattened(n) is not None and low.axes(n) is not None
         for n in node.all_input_nodes
@@ -114,3 +116,17 @@ def _by_operators(low: Lowering, node: fx.Node) -> Local:
         name = getattr(node.target, "__name__", node.target)
         raise Refused(f"no rule for {name}")
     return local
+
+
+def _require_own_elements(low: Lowering, node: fx.Node) -> None:
+    """See that a backward of the user's own can work on a tile's elements alone.
+
+    Raises:
+        Refused: it may look at others, or some have a gradient on several tiles.
+    """
+    for source in node.all_input_nodes:
+        axes = low.axes(source)
+        if axes is not None:
+            low.require_all_axes(axes)
+    if not low.probe.is_pointwise_both_ways(node):
+        raise Refused("its backward may depend on all elements")

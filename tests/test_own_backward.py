@@ -1,0 +1,141 @@
+"""A backward of the user's own, on tiles: it need not be linear in the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import mse
+from test_opaque import worst
+from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
+from torch import Tensor, nn
+
+from gemsc.verify import TOLERANCE
+
+pytestmark = pytest.mark.usefixtures("in_double")
+EXACT = TOLERANCE[torch.float64]
+
+
+class Clipped(torch.autograd.Function):
+    """Lets no large gradient through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].clamp(-0.02, 0.02), None
+
+
+class Scaled(torch.autograd.Function):
+    """Its gradient depends on all elements of the one that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        scaled = gradients[0] / gradients[0].norm()
+        return scaled * weight, (scaled * x).sum().reshape(weight.shape).clamp(-1, 1)
+
+
+class Averaged(torch.autograd.Function):
+    """Element by element, but for a number that is that of the elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / x.numel()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.02, 0.02)
+
+
+class Net(nn.Module):
+    """Convolutions, a global pool and a head; `place` says where the function is."""
+
+    def __init__(self, function: Any, place: str) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.head = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.function, self.place = function, place
+
+    def change(self, x: Tensor, place: str) -> Tensor:
+        if place != self.place:
+            return x
+        if self.function is Clipped:
+            return self.function.apply(x, 0.02)
+        rest = (self.scale,) if self.function is Scaled else ()
+        return self.function.apply(x, *rest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.change(torch.tanh(self.first(x)), "before")
+        x = torch.tanh(self.second(x))
+        x = self.change(x.sum(3), "rows").sum(2)
+        return self.head(self.change(x, "behind"))
+
+
+class Hooked(nn.Module):
+    """Depends on data, and changes the gradient in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x) if x.sum() < 1e9 else x
+        if y.requires_grad:
+            y.register_hook(lambda g: g.clamp(-0.05, 0.05))
+        return y.tanh()
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.hooked = Hooked()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = torch.tanh(self.first(x)).mean((2, 3))
+        return self.head(self.hooked(pooled))
+
+
+def check(model: nn.Module, grid: tuple[int, ...], **options: Any) -> Step:
+    x = torch.randn(2, 2, 8, 10, generator=torch.Generator().manual_seed(1))
+    step = on_tiles(model, (x,), uneven_loss, None, grid, **options)
+    assert_same(step, eager(model, (x,), uneven_loss, None))
+    return step
+
+
+@pytest.mark.parametrize("place", ["before", "rows", "behind"])
+@pytest.mark.parametrize("function", [Clipped, Scaled, Averaged])
+def test_a_function_gets_the_gradient_of_one_process(function: Any, place: str) -> None:
+    for grid in ((2, 1), (2, 2)):
+        step = check(Net(function, place), grid, fuse=2)
+        cut_along_all_axes = place == "before" or (place == "rows" and grid == (2, 1))
+        is_gathered = place != "behind" and not (
+            function is Clipped and cut_along_all_axes
+        )
+        assert bool(step.barriers) == is_gathered
+
+
+@pytest.mark.parametrize(("grid", "ranks"), [("2x1", 2), ("2x2", 4)])
+@pytest.mark.parametrize("model", [lambda: Net(Clipped, "behind"), Pooled])
+def test_a_program_clips_the_true_gradient(
+    model: Callable[[], nn.Module], grid: str, ranks: int, tmp_path: Path
+) -> None:
+    x, y = torch.randn(2, 2, 8, 8), torch.randn(2, 3)
+    options = {"tiles": (grid,), "ranks": ranks, "micro_batches": 2}
+    assert worst(tmp_path, model(), x, y, mse, **options) <= EXACT
+    text = (tmp_path / "rank0.py").read_text()
+    assert "self.grid.with_whole_gradients(" in text
