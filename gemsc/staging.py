@@ -35,12 +35,16 @@ __all__ = ["Known", "Scheduled", "schedule_stages", "with_evaluation"]
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A program cut into stages, what each tile of its grids runs, and the schedule."""
+    """A program cut into stages, what each tile of its grids runs, and the schedule.
+
+    `halos` are those with which it was split into tiles.
+    """
 
     program: Program
     tiles: tuple[Program, ...]
     task: Task
     timeline: Timeline
+    halos: Halos = field(default_factory=Halos)
 
 
 @dataclass
@@ -74,6 +78,7 @@ def schedule_stages(
     passes = stage_passes(options, chosen)
     hardware = read_hardware(options.hardware)
     split = schedule.policy.split_backward
+    halos = Halos()
     if known is None:
         program = run_passes(traced.program, passes, after_each=after_each)
         halos = choose_halos(program, options)
@@ -100,7 +105,7 @@ def schedule_stages(
             timeline = run(replace(task, memory_cap=cap), policy)
     task = replace(task, memory_cap=cap)
     task, timeline = with_head_starts(task, timeline, possible)
-    return Scheduled(program, tiles, task, timeline)
+    return Scheduled(program, tiles, task, timeline, halos)
 
 
 def _staged(program: Program, passes: Sequence[Pass], known: Known) -> Program:
@@ -178,9 +183,8 @@ def with_evaluation(
     whole = TileProgram(done.program, evaluation, twins)
     if len(done.tiles) == 1:
         return whole, (whole,)
-    halos = Halos()
+    halos = done.halos.for_evaluation(twins)
     if twins is not None:
-        halos = choose_halos(done.program, options).of_twin(twins)
         evaluation = same_stages(done.program, traced.evaluation, twins)
     splits = tile_programs(
         evaluation, options, halos, training=done.tiles[0], after_each=after_each

@@ -23,8 +23,7 @@ from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import overlap
 from gemsc.passes.spatial.fusing import Limit
-from gemsc.passes.spatial.halos import Halos
-from gemsc.passes.split_tiles import SplitTiles, fuse_halos
+from gemsc.passes.split_tiles import SplitTiles, find_halos
 from gemsc.runtime.grid import Grid, saved_in_parts
 from gemsc.runtime.link import Link
 from gemsc.runtime.local import run_local
@@ -129,7 +128,7 @@ def on_tiles(
     traced = record(model, inputs, loss=loss, target=target)
     program = one_stage(run_passes(traced, (Canonicalize(),)))
     count = prod(grid)
-    halos = fuse_halos(program, (grid,), Limit(fuse)) if fuse else Halos()
+    halos = find_halos(program, (grid,), Limit(fuse) if fuse else None)
     passes = [SplitTiles((grid,), tile, halos=halos) for tile in range(count)]
     programs = [
         run_passes(program, (step,)) if facts else step.lower(program)

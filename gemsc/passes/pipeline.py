@@ -30,7 +30,7 @@ from gemsc.passes.overlap_halos import OverlapHalos, overlapped_layers
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.spatial.fusing import Limit
 from gemsc.passes.spatial.halos import Halos
-from gemsc.passes.split_tiles import SplitTiles, fuse_halos
+from gemsc.passes.split_tiles import SplitTiles, find_halos
 from gemsc.planner.hardware import Device, Link, read_hardware
 from gemsc.planner.layout import Layout
 
@@ -93,19 +93,23 @@ def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
 
 
 def choose_halos(program: Program, options: CompileOptions) -> Halos:
-    """Return which values tiles compute with a halo, by `--fuse-halos`.
+    """Return which values tiles have with a halo: inputs, and by `--fuse-halos`.
 
     The slowest link between two tiles of a stage decides for `auto`. With
-    `--local-batchnorm` there are none: rows that are computed twice would count twice.
+    `--local-batchnorm` none are fused: rows that are computed twice would count twice.
     """
     placement = program.placement
     assert placement is not None
     how = options.fuse_halos
-    if how == "off" or options.local_batchnorm or placement.num_tiles == 1:
+    if placement.num_tiles == 1:
         return Halos()
-    if how != "auto":
-        return fuse_halos(program, placement.grids, Limit(int(how)))
-    return fuse_halos(program, placement.grids, Limit(links=_links(program, options)))
+    if how == "off" or options.local_batchnorm:
+        limit = None
+    elif how == "auto":
+        limit = Limit(links=_links(program, options))
+    else:
+        limit = Limit(int(how))
+    return find_halos(program, placement.grids, limit)
 
 
 def _links(program: Program, options: CompileOptions) -> dict[int, Link]:

@@ -29,7 +29,7 @@ from gemsc.passes.spatial.rules import lower
 from gemsc.planner.hardware import Device
 from gemsc.planner.tiles import exchanges
 
-__all__ = ["SplitTiles", "fuse_halos"]
+__all__ = ["SplitTiles", "find_halos"]
 
 NO_HALOS = Halos()
 
@@ -48,7 +48,7 @@ class SplitTiles(Pass):
     whose exchange has as many held boxes as the earlier grid has tiles and as many
     wanted ones as its own: that node is what the transfer does.
 
-    `halos` are what tiles compute beyond their own parts, from `fuse_halos`.
+    `halos` are what tiles have beyond their own parts, from `find_halos`.
 
     The result has blocks and stages of the new nodes, the placement, and no transfers.
     """
@@ -80,23 +80,30 @@ class SplitTiles(Pass):
     def lower(self, program: Program) -> Program:
         """Return the program of one tile with layouts, but without facts."""
         probe = _probe(program)
-        first = Lowering(program, self.grids, self.tile, probe, lower, halos=self.halos)
-        first.run()
-        wide = first.inputs.wide_inputs()  # inputs come with their halo
-        lowered = Lowering(
-            program, self.grids, self.tile, probe, lower, wide, self.halos
-        ).run()
-        return replace(lowered, unfused=self.halos.unfused)
+        lowering = Lowering(
+            program, self.grids, self.tile, probe, lower, halos=self.halos
+        )
+        return replace(lowering.run(), unfused=self.halos.unfused)
 
 
-def fuse_halos(
-    program: Program, grids: tuple[tuple[int, ...], ...], limit: Limit
+def find_halos(
+    program: Program, grids: tuple[tuple[int, ...], ...], limit: Limit | None = None
 ) -> Halos:
-    """Return which values tiles compute with a halo, the same for all tiles."""
-    low = Lowering(program, grids, 0, _probe(program), lower)
+    """Return what tiles have beyond their own parts, the same for all tiles.
+
+    Inputs come with the halo that their users want. No other halos are fused without
+    a limit.
+    """
+    probe = _probe(program)
+    low = Lowering(program, grids, 0, probe, lower)
     done = low.run()
-    halos = choose(low, program.require_stages(), limit)
-    return replace(halos, unfused=_traffic(done) if program.placement else {})
+    halos = Halos()
+    if limit is not None:
+        unfused = _traffic(done) if program.placement else {}
+        halos = replace(choose(low, program.require_stages(), limit), unfused=unfused)
+        low = Lowering(program, grids, 0, probe, lower, halos=halos)
+        low.run()
+    return replace(halos, inputs=low.inputs.wide_inputs())
 
 
 def _traffic(program: Program) -> dict[int, tuple[int, int]]:

@@ -11,6 +11,7 @@ from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import Input, Program
 from gemsc.passes.spatial.cuts import Axes, fits, num_tiles
+from gemsc.passes.spatial.halos import Wide
 from gemsc.passes.spatial.values import (
     Local,
     describe,
@@ -19,17 +20,16 @@ from gemsc.passes.spatial.values import (
     whole_shape,
 )
 
-__all__ = ["Inputs", "Wide"]
+__all__ = ["Inputs"]
 
-Key = tuple[str, tuple[int, ...]]  # a placeholder's name, the grid that uses it
-Wide = dict[Key, tuple[Box, ...]]
+Key = tuple[fx.Node, tuple[int, ...]]  # a placeholder, the grid that uses it
 
 
 class Inputs:
     """The placeholders: one for each input of the program and each grid that uses it.
 
-    `wide` are inputs that come with more than their own tile; a first lowering finds
-    out what is wanted of them (`wide_inputs`), a second one begins with it.
+    `wide` are inputs that come with more than their own tile; a lowering without finds
+    out what is wanted of them (`wide_inputs`).
     """
 
     def __init__(
@@ -44,14 +44,15 @@ class Inputs:
         self._tile = tile
         self._wide = wide
         self._wishes: dict[Key, list[tuple[Box, ...]]] = {}
-        self._locals: dict[tuple[fx.Node, tuple[int, ...]], Local] = {}
+        self._locals: dict[Key, Local] = {}
+        self._items = {item.name: item for item in program.inputs}
         self._stage_of = {
             node: stage.index
             for stage in program.require_stages()
             for node in stage.nodes
         }
 
-    def __getitem__(self, key: tuple[fx.Node, tuple[int, ...]]) -> Local:
+    def __getitem__(self, key: Key) -> Local:
         return self._locals[key]
 
     def any_of(self, node: fx.Node) -> fx.Node:
@@ -60,21 +61,22 @@ class Inputs:
 
     def is_wide(self, node: fx.Node, grid: tuple[int, ...]) -> bool:
         """Whether an input comes with more than the tile's own part."""
-        return (node.name, grid) in self._wide
+        return self._given(node, grid) is not None
+
+    def _given(self, node: fx.Node, grid: tuple[int, ...]) -> tuple[Box, ...] | None:
+        return self._wide.get((self._items[node.name].path, grid))
 
     def held(
         self, node: fx.Node, grid: tuple[int, ...], wanted: tuple[Box, ...]
     ) -> tuple[Box, ...]:
         """Return what the tiles have of an input; remember what they want of it."""
-        key = (node.name, grid)
-        self._wishes.setdefault(key, []).append(wanted)
+        self._wishes.setdefault((node, grid), []).append(wanted)
         own = held_boxes(whole_shape(node), self._locals[node, grid].axes, grid)
-        return self._wide.get(key, own)
+        return self._given(node, grid) or own
 
     def add_to(self, graph: fx.Graph) -> tuple[Input, ...]:
         """Add a placeholder for each input and each grid that uses it."""
         result = []
-        by_name = {item.name: item for item in self._program.inputs}
         for node in self._program.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -86,17 +88,16 @@ class Inputs:
                 describe(new, node, axes, grid, self._tile)
                 self._widen(new, node, axes, grid)
                 self._locals[node, grid] = Local(new, axes)
-                spec = replace(
-                    by_name[node.name].spec, shape=tuple(meta.value(new).shape)
-                )
-                result.append(replace(by_name[node.name], name=new.name, spec=spec))
+                item = self._items[node.name]
+                spec = replace(item.spec, shape=tuple(meta.value(new).shape))
+                result.append(replace(item, name=new.name, spec=spec))
         return tuple(result)
 
     def _widen(
         self, new: fx.Node, node: fx.Node, axes: Axes | None, grid: tuple[int, ...]
     ) -> None:
         """Let an input come with the halo that its users want."""
-        wide = self._wide.get((node.name, grid))
+        wide = self._given(node, grid)
         if wide is None:
             return
         shape, fake = whole_shape(node), meta.value(node)
@@ -109,8 +110,7 @@ class Inputs:
     def wide_inputs(self) -> Wide:
         """Return what each input that is cut should hold, so that nothing is sent."""
         result: Wide = {}
-        for (name, grid), wishes in self._wishes.items():
-            node = next(n for n, g in self._locals if n.name == name and g == grid)
+        for (node, grid), wishes in self._wishes.items():
             shape = whole_shape(node)
             owned = held_boxes(shape, self._locals[node, grid].axes, grid)
             image = everything(shape)
@@ -119,7 +119,7 @@ class Inputs:
                 for tile, mine in enumerate(owned)
             )
             if boxes != owned:
-                result[name, grid] = boxes
+                result[self._items[node.name].path, grid] = boxes
         return result
 
     def _image_axes(self, node: fx.Node, grid: tuple[int, ...]) -> Axes | None:

@@ -18,7 +18,7 @@ from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.halos import Halos, Need
-from gemsc.passes.spatial.inputs import Inputs, Wide
+from gemsc.passes.spatial.inputs import Inputs
 from gemsc.passes.spatial.layers import Layers
 from gemsc.passes.spatial.parts import Parts
 from gemsc.passes.spatial.refused import Refused
@@ -52,7 +52,6 @@ class Lowering(Parts):
         tile: int,
         probe: Probe,
         rule: Rule,
-        wide: Wide | None = None,
         halos: Halos | None = None,
     ) -> None:
         self.program = program
@@ -73,7 +72,7 @@ class Lowering(Parts):
         self._halos = halos or Halos()
         self._needs: list[Need] = []
         self.layers = Layers(program, self.module)
-        self.inputs = Inputs(program, grids, tile, wide or {})
+        self.inputs = Inputs(program, grids, tile, self._halos.inputs)
 
     # ------------------------------------------------------------ run
 

@@ -1,0 +1,54 @@
+"""Networks that are another graph in evaluation, on tiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from program_support import on_ranks, written
+from torch import Tensor, nn
+
+from gemsc.runtime.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("in_double")
+
+
+class TwoGraphs(nn.Module):
+    """A second output in training, a wider window of the input in evaluation."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 2, 3, padding=1)
+        self.second = nn.Conv2d(2, 1, 3, padding=1)
+        self.window = window
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.second(self.first(x).relu())
+        if self.training:
+            return y, y.mean()
+        return (y + F.avg_pool2d(x, self.window, 1, self.window // 2),)
+
+
+def loss(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return sum((output.square().mean() for output in outputs), target.sum() * 0)
+
+
+@pytest.mark.parametrize("window", [1, 3, 9])
+def test_training_and_evaluation_may_want_other_halos_of_the_input(
+    window: int, tmp_path: Path
+) -> None:
+    """Training has 2 rows beyond its own: both convolutions share one exchange."""
+    model, x = TwoGraphs(window), torch.randn(2, 1, 12, 12)
+    target = torch.zeros(2)
+    options = {"ranks": 4, "tiles": "2x2", "micro_batches": 1, "fuse_halos": "2"}
+    written(tmp_path, model, (x,), loss, target, **options)
+    (expected,) = model.eval()(x)
+
+    def work(trainer: Trainer) -> Tensor | None:
+        return trainer.evaluate((x,), target).output
+
+    found = on_ranks(tmp_path, 4, work, dtype=torch.float64)
+    ((output,),) = (output for output in found if output is not None)
+    torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-12)
