@@ -95,7 +95,6 @@ def torchvision() -> dict[str, Network]:
         "lraspp_mobilenet_v3_large": one("lraspp_mobilenet_v3_large", **aside),
         "r3d_18": one("r3d_18", shape=clip),
         "r2plus1d_18": one("r2plus1d_18", shape=clip),
-        "s3d": one("s3d", shape=(3, 16, 64, 64)),
     }
 
 
@@ -117,7 +116,7 @@ _TIMM = (
     "repvit_m0_9:64 res2net50_26w_4s:64 resnest14d:64 resnetv2_50:64 rexnet_100:64 "
     "selecsls42:64 seresnet18:64 sequencer2d_s:64 shvit_s1:64 skresnet18:64 "
     "starnet_s1:64 swiftformer_xs:64 swin_tiny_patch4_window7_224:56 "
-    "swinv2_cr_tiny_224:64 tf_efficientnetv2_b0:64 tiny_vit_5m_224:64 tinynet_e:64 "
+    "swinv2_cr_tiny_224:64 tf_efficientnetv2_b0:64 tiny_vit_5m_224:224 tinynet_e:64 "
     "tresnet_m:64 twins_svt_small:64 visformer_tiny:64 vit_tiny_patch16_224:64 "
     "vit_relpos_small_patch16_224:64 vitamin_small_224:64 volo_d1_224:64 vovnet39a:64 "
     "xception41:64 xcit_nano_12_p16_224:64"
@@ -130,7 +129,7 @@ def timm() -> dict[str, Network]:
 
     sized = (
         "beit cait coat_ coatnet convit crossvit deit efficientvit_m eva02 gcvit hiera "
-        "levit maxvit mixer mvitv2 nest pit sequencer swin tiny_vit twins visformer "
+        "levit maxvit mixer mvitv2 nest pit sequencer swin twins visformer "
         "vit_tiny vit_relpos vitamin volo"
     )
 
@@ -152,13 +151,14 @@ def segmentation_models_pytorch() -> dict[str, Network]:
         kind: str, encoder: str = "resnet18", size: int = 64, **more: Any
     ) -> Network:
         options = {"encoder_weights": None, "classes": 2, **more}
-        return Network(lambda: getattr(smp, kind)(encoder, **options), image(3, 64, 64))
+        return Network(
+            lambda: getattr(smp, kind)(encoder, **options), image(3, size, size)
+        )
 
-    kinds = (
-        "Unet UnetPlusPlus MAnet Linknet FPN PSPNet PAN DeepLabV3 DeepLabV3Plus UPerNet"
-    )
+    kinds = "Unet UnetPlusPlus MAnet Linknet FPN PSPNet DeepLabV3 DeepLabV3Plus UPerNet"
     found = {kind: one(kind) for kind in kinds.split()}
     return found | {
+        "PAN": one("PAN", encoder_output_stride=16, size=128),
         "Unet scse": one("Unet", decoder_attention_type="scse"),
         "Unet efficientnet-b0": one("Unet", "efficientnet-b0"),
         "Unet mobilenet_v2": one("Unet", "mobilenet_v2"),
@@ -321,8 +321,9 @@ def monai() -> dict[str, Network]:
         ),
         "HoVerNet": one("HoVerNet", 3, 256, 256, mode="fast", out_classes=3),
         "VoxelMorphUNet": one(
-            "VoxelMorphUNet", spatial_dims=2, in_channels=1, unet_out_channels=2,
-            channels=(4, 4, 8, 8, 8, 8), final_conv_channels=(4, 4),
+            "VoxelMorphUNet", 2, 64, 64, spatial_dims=2, in_channels=2,
+            unet_out_channels=2, channels=(4, 4, 8, 8, 8, 8),
+            final_conv_channels=(4, 4),
         ),
         "MILModel": one(
             "MILModel", 4, 3, 32, 32, tiles="", num_classes=2, pretrained=False,

@@ -113,7 +113,8 @@ class Plan:
 
     The ranks of a grid do the same: with `groups`, peaks and orders are those of each
     group of ranks. `barriers` are values of split stages that had to be gathered,
-    `opaque` the modules that stay whole because their forward depends on data.
+    `opaque` the modules that stay whole because their forward depends on data. `notes`
+    tell what is done otherwise than the model says.
     """
 
     gemsc: str
@@ -143,6 +144,7 @@ class Plan:
     groups: list[list[int]] = field(default_factory=list)
     barriers: list[dict[str, Any]] = field(default_factory=list)
     opaque: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     skips: list[dict[str, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from gemsc.errors import GemscError
@@ -417,6 +418,96 @@ def test_a_table_made_in_the_first_call_is_accepted() -> None:
     assert model.cache is None
 
 
+def biased(self: Any, x: Any) -> Any:
+    """Add what fc2 gives for a table; in evaluation, look it up once."""
+    if self.training:
+        return self.fc(x) + self.fc2.weight[self.table]
+    if self.cache is None:
+        bias = self.fc2.weight[self.table]
+        bias[0] = self.fc2.bias
+        self.cache = bias
+    return self.fc(x) + self.cache[:3]
+
+
+def test_a_value_of_parameters_that_evaluation_keeps_is_computed_at_each_call() -> None:
+    model = Model(biased, cache=None, table=torch.tensor([0, 2, 1]))
+    checked(model)
+    program = record(model, (X,), training=False)
+    assert "getitem" in names(program) or "bias" in names(program)
+    assert model.cache is None
+
+
+def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = self.fc2.weight.sum(0)
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(Model(forward, cache=None), (X,), loss=mean)
+
+
+def test_a_table_that_takes_in_the_first_batch_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = torch.zeros(4)
+            self.cache[:2].copy_(x[0, :2])
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(Model(forward, cache=None), (X,), training=False)
+
+
+def test_a_table_that_changes_at_each_call_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.scale = self.scale * 0.9
+        return self.fc(x) * self.scale
+
+    with pytest.raises(GemscError, match="does something else when it is called again"):
+        record(Model(forward, scale=torch.ones(4)), (X,), loss=mean)
+
+
+class Cache:
+    """What a model returns beside its result, for its own next call."""
+
+    def __init__(self, key: torch.Tensor) -> None:
+        self.key = key
+
+
+def test_an_object_beside_the_outputs_is_left_out_with_a_note() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.fc(x)
+        return {"logits": self.fc2(h), "past": [Cache(h)]}
+
+    def loss(output: Any) -> torch.Tensor:
+        return output["logits"].mean() + output["past"][0].key.mean()
+
+    program = checked(Model(forward), loss=loss)
+    assert program.structure == {"logits": Slot(0), "past": [None]}
+    (note,) = program.notes
+    assert "returns past, of type Cache" in note
+
+
+class Couple:
+    """A container that torch's pytree is told of."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.parts = [first, second]
+
+
+def test_containers_that_pytree_knows_are_looked_into() -> None:
+    pytree.register_pytree_node(
+        Couple, lambda c: (c.parts, None), lambda parts, _: Couple(*parts)
+    )
+    try:
+        model = Model(lambda self, x: Couple(collections.deque([self.fc(x), 3]), x * 2))
+        program = checked(model, loss=lambda output: output.parts[0][0].mean())
+    finally:
+        pytree._deregister_pytree_node(Couple)
+    assert program.structure == [[Slot(0), 3], Slot(1)]
+    assert program.notes == ()
+
+
 # Losses
 
 
@@ -568,7 +659,7 @@ def test_inputs_that_are_none(inputs: Any, message: str) -> None:
 
 
 def test_outputs_that_cannot_be_carried_are_refused() -> None:
-    with pytest.raises(GemscError, match="object of type set"):
+    with pytest.raises(GemscError, match="returns no tensor, but a set"):
         record(Model(lambda self, x: {self.fc(x)}), (X,))
     with pytest.raises(GemscError, match="returns no tensor"):
         record(Model(lambda self, x: 3), (X,))

@@ -27,7 +27,7 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.hardware import read_hardware
 from gemsc.runtime.launch import restart_like_a_rank
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.viz.tables import opaque_notes, show_candidates
+from gemsc.viz.tables import notes, show_candidates
 from gemsc.viz.tables import show as show_plan
 
 __all__ = ["compile_command", "compiled", "plan_command"]
@@ -133,7 +133,7 @@ def _report(
     if candidates:
         show_candidates(candidates, console, most)
     console.print(f"{plan.summary}{where}", highlight=False)
-    for note in opaque_notes(plan):
+    for note in notes(plan):
         console.print(note, highlight=False)
 
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
-from gemsc.frontend.values import output_structure
+from gemsc.frontend.values import returned
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import location
 from gemsc.ir.program import Program
@@ -106,7 +106,7 @@ def _copied(values: Any) -> Any:
 def _run_eager(model: nn.Module, inputs: Any, loss: Any, target: Any) -> _Results:
     torch.manual_seed(_SEED)
     output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    _, outputs = output_structure(output)
+    outputs = tuple(returned(output).tensors)
     value = None
     if loss is not None:
         value = loss(output) if target is None else loss(output, target)

@@ -18,7 +18,7 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import LOSS, fake_like, reject_unsupported
 from gemsc.frontend.root import make_root
 from gemsc.frontend.user_code import failing_line, is_user_file
-from gemsc.frontend.values import input_names, output_structure
+from gemsc.frontend.values import Returned, input_names, output_notes, returned
 from gemsc.frontend.writer import CONSTANTS
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
@@ -69,7 +69,8 @@ def export(
         name=name or type(model).__name__,
         module=root,
         inputs=tuple(writer.inputs),
-        structure=wrapper.structure,
+        structure=wrapper.returned.structure,
+        notes=output_notes(wrapper.returned),
         sources=tuple(sorted({line.file for line in lines if line is not None})),
         aliases=aliases,
     )
@@ -100,7 +101,7 @@ class _Wrapper(nn.Module):
             self.loss.train(training)
         self.given = {"input": inputs, "target": target}
         self.leaves = tuple(tensor_leaves(self.given))
-        self.structure: Any = None
+        self.returned = Returned()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return (loss, *outputs), or the outputs alone without a loss."""
@@ -110,7 +111,8 @@ class _Wrapper(nn.Module):
         inputs = values["input"]
         by_name = isinstance(inputs, dict)
         output = model(**inputs) if by_name else model(*inputs)
-        self.structure, outputs = output_structure(output)
+        self.returned = returned(output)
+        outputs = tuple(self.returned.tensors)
         if self.loss is None:
             return outputs
         target = values["target"]

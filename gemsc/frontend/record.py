@@ -24,8 +24,8 @@ from gemsc.frontend.opaque import DependsOnDataError, Leaves
 from gemsc.frontend.root import make_root
 from gemsc.frontend.tracer import Tracer, TracerFakeMode
 from gemsc.frontend.user_code import is_user_file
-from gemsc.frontend.values import input_names, output_structure
-from gemsc.frontend.writer import CachedTensorError, GraphWriter
+from gemsc.frontend.values import Returned, input_names, output_notes, returned
+from gemsc.frontend.writer import GraphWriter, fixed_nodes
 from gemsc.ir.holder import put_layer
 from gemsc.ir.meta import TensorSpec, location, region
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
@@ -63,7 +63,7 @@ class _Request:
 class _Trace:
     writer: GraphWriter
     inputs: list[Input] = field(default_factory=list)
-    structure: Any = None
+    returned: Returned = field(default_factory=Returned)
     frozen: frozenset[str] = frozenset()
 
 
@@ -111,13 +111,9 @@ def _trace_twice(request: _Request) -> _Trace:
     with _no_random_numbers(request):
         first = _trace(request, copied, fake)
     numbers = [_numbers(copied.model)]
-    try:
-        second = _trace(request, copied, fake, earlier=first.writer)
-        numbers.append(_numbers(copied.model))
-    except CachedTensorError:  # a table made in the first call: the same in a new one
-        fake = TracerFakeMode()
-        second = _trace(request, _copy(request, fake), fake)
-    _compare(first, second)
+    second = _trace(request, copied, fake, earlier=first.writer)
+    numbers.append(_numbers(copied.model))
+    _compare(first, second, request.training)
     _reject_counters(request.model, numbers)
     return first
 
@@ -150,10 +146,10 @@ def _trace(
 
     buffers = dict(copied.model.named_buffers())
     output = tracer.run("the model fails on example_inputs", copied.model, inputs)
-    trace.structure, tensors = output_structure(output)
+    trace.returned = returned(output)
     with tracer.pause():
         _record_assignments(writer, copied.model, buffers)
-        outputs = [writer.node_of(tensor) for tensor in tensors]
+        outputs = [writer.node_of(tensor) for tensor in trace.returned.tensors]
     loss = None
     if request.loss is not None:
         arguments = (output,) if request.target is None else (output, target)
@@ -243,28 +239,50 @@ def _check_loss(loss: Any, request: _Request) -> None:
 # Comparing two runs
 
 
-def _compare(first: _Trace, second: _Trace) -> None:
-    pairs = zip(_signature(first), _signature(second), strict=False)
-    for (a, node), (b, _) in pairs:
+def _compare(first: _Trace, second: _Trace, training: bool) -> None:
+    """Refuse a forward that does something else when it is called again.
+
+    Where it kept values of its first call, such as a table, the second does not compute
+    them again: then what is fixed is compared where it is used.
+    """
+    known: dict[object, int] = {}
+    names: dict[fx.Node, str] = {}
+    runs: list[list[tuple[object, fx.Node]]] = []
+    for writer in (first.writer, second.writer):
+        kept = second.writer.kept
+        fixed = fixed_nodes(writer.graph, training) if kept else set()
+        names |= {node: names[source] for node, source in writer.kept.items()}
+        runs.append(list(_signature(writer.graph, fixed, known, names)))
+    for (a, node), (b, _) in zip(*runs, strict=False):
         if a != b:
             _reject_difference(location(node))
-    if len(first.writer.graph.nodes) != len(second.writer.graph.nodes):
+    if len(runs[0]) != len(runs[1]):
         _reject_difference(None)
-    same = all(
-        torch.equal(value, second.writer.constants[name])
-        for name, value in first.writer.constants.items()
-    )
-    if not same:
-        _reject_difference(None)
+    constants = first.writer.constants
+    for name, value in second.writer.constants.items():
+        if not torch.equal(value, constants[name]):
+            _reject_difference(None)
 
 
-def _signature(trace: _Trace) -> Iterator[tuple[object, fx.Node]]:
-    index = {node: i for i, node in enumerate(trace.writer.graph.nodes)}
-    for node in trace.writer.graph.nodes:
-        arguments = fx.node.map_arg(
-            (node.args, node.kwargs), lambda n: f"value {index[n]}"
-        )
-        yield (node.op, node.target, repr(arguments), region(node)), node
+def _signature(
+    graph: fx.Graph,
+    fixed: set[fx.Node],
+    known: dict[object, int],
+    names: dict[fx.Node, str],
+) -> Iterator[tuple[object, fx.Node]]:
+    """Yield what each node does, but the fixed ones; name them all."""
+    count = 0
+    for node in graph.nodes:
+        if node in names:
+            continue
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
+        what = (node.op, node.target, repr(arguments), region(node))
+        if node in fixed:
+            names[node] = f"fixed {known.setdefault(what, len(known))}"
+            continue
+        names[node] = f"value {count}"
+        count += 1
+        yield what, node
 
 
 def _reject_difference(at: SourceLocation | None) -> None:
@@ -349,7 +367,8 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         name=name,
         module=module,
         inputs=tuple(trace.inputs),
-        structure=trace.structure,
+        structure=trace.returned.structure,
+        notes=output_notes(trace.returned),
         sources=tuple(sorted(files)),
         frozen=trace.frozen,
         aliases=aliases,

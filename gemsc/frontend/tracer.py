@@ -24,7 +24,7 @@ from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.opaque import DependsOnDataError
 from gemsc.frontend.targets import Call, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, failing_line, user_line
-from gemsc.frontend.writer import CachedTensorError, GraphWriter
+from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
 from gemsc.nests import tensor_leaves
@@ -97,8 +97,6 @@ class Tracer(TorchFunctionMode):
                 result = function(**args) if by_name else function(*args)
         except GemscError as error:
             raise (self._error or error) from error.__cause__
-        except CachedTensorError:
-            raise
         except Exception as error:
             raise self._user_error(what, error) from error
         finally:

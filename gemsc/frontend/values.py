@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
 from gemsc.ir.program import DataclassValue, Slot
 from gemsc.nests import Inputs, Path, named_tuple
 
-__all__ = ["input_names", "output_structure"]
+__all__ = ["Returned", "input_names", "output_notes", "returned"]
 
 _CONSTANTS = (
     type(None),
@@ -52,32 +54,67 @@ def input_names(model: nn.Module, inputs: Inputs) -> Callable[[Path], str]:
     return name
 
 
-def output_structure(output: object) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """Return what the model returned with a `Slot` for each tensor, and the tensors."""
-    tensors: list[torch.Tensor] = []
-    structure = _structure(output, tensors)
-    if not tensors:
-        raise GemscError("the model returns no tensor", help="return a tensor")
-    return structure, tuple(tensors)
+@dataclass
+class Returned:
+    """What the model returned.
+
+    `structure` has a `Slot` for each of the `tensors`, and None for each object of
+    another kind, which `left_out` names with its type.
+    """
+
+    structure: Any = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def take(self, value: Any, name: str = "") -> Any:
+        """Return the structure of a part of it."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return Slot(len(self.tensors) - 1)
+        if isinstance(value, _CONSTANTS):
+            return value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            fields = ((n, self.take(getattr(value, n), n)) for n in names)
+            return DataclassValue(type(value), tuple(fields))
+        if isinstance(value, Mapping):
+            return {key: self.take(item, str(key)) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return named_tuple(value, [self.take(item, name) for item in value])
+        if isinstance(value, list) or type(value) in pytree.SUPPORTED_NODES:
+            items = value if isinstance(value, list) else _children(value)
+            return [self.take(item, name) for item in items]
+        kind = type(value).__name__
+        self.left_out.append(f"{name}, of type {kind}" if name else f"a {kind}")
+        return None
 
 
-def _structure(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return Slot(len(tensors) - 1)
-    if isinstance(value, _CONSTANTS):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        fields = ((n, _structure(getattr(value, n), tensors)) for n in names)
-        return DataclassValue(type(value), tuple(fields))
-    if isinstance(value, Mapping):
-        return {key: _structure(item, tensors) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_structure(item, tensors) for item in value]
-    if isinstance(value, tuple):
-        return named_tuple(value, [_structure(item, tensors) for item in value])
-    raise GemscError(
-        f"the model returns an object of type {type(value).__name__}",
-        help="return tensors in tuples, lists, dicts or dataclasses",
+def returned(output: object) -> Returned:
+    """Return what the model returned, in its parts.
+
+    Raises:
+        GemscError: there is no tensor in it.
+    """
+    result = Returned()
+    result.structure = result.take(output)
+    if not result.tensors:
+        raise GemscError(
+            "the model returns no tensor"
+            + "".join(f", but {what}" for what in result.left_out[:1]),
+            help="return tensors in tuples, lists, dicts or dataclasses",
+        )
+    return result
+
+
+def output_notes(output: Returned) -> tuple[str, ...]:
+    """Return what a user should know of what the model returned."""
+    return tuple(
+        f"the model returns {what}, of which gemsc sees no tensors: evaluation gives "
+        "None in its place"
+        for what in output.left_out
     )
+
+
+def _children(value: Any) -> list[Any]:
+    """Return the parts of a container of a class that torch's pytree knows."""
+    return list(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from gemsc.frontend.targets import Call
 from gemsc.frontend.user_code import UserLine
 from gemsc.ir import meta
 from gemsc.ir.meta import Region
+from gemsc.ir.mutation import call_mutates
 from gemsc.nests import Path, named_tuple, tensor_leaves
 
-__all__ = ["CONSTANTS", "CachedTensorError", "GraphWriter"]
+__all__ = ["CONSTANTS", "GraphWriter", "fixed_nodes"]
 
 CONSTANTS = "_constants"  # the path of tensors that are neither parameter nor buffer
 _LITERALS = (
@@ -40,21 +41,19 @@ _LITERALS = (
 )
 
 
-class CachedTensorError(Exception):
-    """Forward used a tensor that it computed once, from constants, and kept."""
-
-
 class GraphWriter:
     """A graph that grows while the model runs.
 
     A tensor that was changed in place belongs to the node that changed it last.
     `line` is where the user's code stands, `module_path` which module is running;
-    `earlier` is the writer of an earlier run on the same copy of the model.
+    `earlier` is the writer of an earlier run on the same copy of the model; `kept` maps
+    nodes for what forward kept from that run to the nodes there.
     """
 
     def __init__(self, copied: FakeCopy, earlier: GraphWriter | None = None) -> None:
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
+        self.kept: dict[fx.Node, fx.Node] = {}
         self.line: UserLine | None = None
         self.module_path = ""
         self.on_node: Callable[[fx.Node], None] = lambda node: None
@@ -62,7 +61,7 @@ class GraphWriter:
         self._earlier = earlier
         self._nodes: dict[int, fx.Node] = {}
         self._parts: dict[int, tuple[fx.Node, Path, object]] = {}
-        self._kept: list[object] = []  # an id must not be used twice
+        self._values: list[object] = []  # an id must not be used twice
 
     def placeholder(self, name: str, value: torch.Tensor) -> fx.Node:
         """Add an input."""
@@ -95,12 +94,12 @@ class GraphWriter:
     def alias(self, result: torch.Tensor, source: torch.Tensor) -> None:
         """Remember that `result` is the value of `source`."""
         self._nodes[id(result)] = self.node_of(source)
-        self._kept.append(result)
+        self._values.append(result)
 
     def keep_value(self, node: fx.Node, value: torch.Tensor) -> None:
         """Give a node a value that later in-place calls do not touch."""
         if isinstance(meta.value(node), torch.Tensor):
-            self._kept.append(value)
+            self._values.append(value)
             meta.set_value(node, value)
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -126,7 +125,7 @@ class GraphWriter:
             module_path=self.module_path,
             region=region or _region(),
         )
-        self._kept.append(value)
+        self._values.append(value)
         target = self.line.target if self.line else None
         for path, tensor in tensor_leaves(value):
             self._nodes.pop(id(tensor), None)
@@ -182,7 +181,7 @@ class GraphWriter:
         elif tensor.constant is not None:
             real = tensor.constant
         else:
-            self._reject_unknown(tensor)
+            return self._kept_value(tensor)
         name = self._constant_name(_identifier(name), real)
         self.constants[name] = real
         return self._get_attr(f"{CONSTANTS}.{name}", tensor)
@@ -194,19 +193,23 @@ class GraphWriter:
             name = f"{base}_{number}"
         return name
 
-    def _reject_unknown(self, tensor: torch.Tensor) -> NoReturn:
+    def _kept_value(self, tensor: torch.Tensor) -> fx.Node:
+        """Return a node for what forward computed in the earlier run and kept."""
         earlier = self._earlier
         if earlier is None or not earlier.knows(tensor):
             raise GemscError(
                 "a tensor comes from somewhere that gemsc cannot see",
                 help="make it from the inputs, or keep it with register_buffer",
             )
-        if _is_constant(earlier.node_of(tensor)):
-            raise CachedTensorError
-        raise GemscError(
-            "forward uses a tensor that an earlier call of forward made",
-            help="keep it with register_buffer, or pass it as an input",
-        )
+        source = earlier.node_of(tensor)
+        if source not in fixed_nodes(earlier.graph, self._copied.model.training):
+            raise GemscError(
+                "forward uses a tensor that an earlier call of forward made",
+                help="keep it with register_buffer, or pass it as an input",
+            )
+        node = self._get_attr(source.name, tensor)
+        self.kept[node] = source
+        return node
 
     def _argument(self, value: Any) -> Any:
         """Return what stands in the graph for an argument."""
@@ -262,21 +265,39 @@ def _region() -> Region:
     return Region(grad=torch.is_grad_enabled(), autocast=autocast)
 
 
-def _is_constant(node: fx.Node) -> bool:
-    """Return whether a value depends on no input, parameter or random number."""
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        name = str(getattr(current.target, "__name__", current.target))
-        if current.op == "placeholder" or "rand" in name or "dropout" in name:
-            return False
-        if current.op == "get_attr" and not name.startswith(CONSTANTS):
-            return False
-        fresh = set(current.all_input_nodes) - seen
-        seen |= fresh
-        todo.extend(fresh)
-    return True
+def fixed_nodes(graph: fx.Graph, training: bool) -> set[fx.Node]:
+    """Return the nodes whose values are the same at every call.
+
+    They depend on no input and no random number, and in training on no parameter or
+    buffer.
+    """
+    fixed: set[fx.Node] = set()
+    changed: set[int | None] = set()  # memory into which another value was written
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        same = all(i in fixed and _memory(i) not in changed for i in inputs)
+        if same and not _varies(node, training):
+            fixed.add(node)
+        elif inputs and call_mutates(node.op, node.target, node.kwargs):
+            changed.add(_memory(inputs[0]))
+    return {node for node in fixed if _memory(node) not in changed}
+
+
+def _varies(node: fx.Node, training: bool) -> bool:
+    """Return whether a node gives something new at each call by itself."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if node.op == "get_attr":
+        return training and not name.startswith(CONSTANTS)
+    if node.op == "call_module" or "rand" in name or "dropout" in name:
+        return True
+    return node.op in ("placeholder", "output")
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = meta.value(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    return int(value.untyped_storage()._cdata)
 
 
 def _part_name(target: object, key: str | int) -> object:

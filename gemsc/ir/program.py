@@ -203,7 +203,8 @@ class Program:
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
     `barriers` are the places where split stages had to gather a value. `unfused` are,
     by stage, the exchanges and their bytes if no halo served several layers; only
-    stages where some does.
+    stages where some does. `notes` tell the user what is done otherwise than the model
+    says.
     """
 
     name: str
@@ -211,6 +212,7 @@ class Program:
     inputs: tuple[Input, ...]
     structure: Any = None
     sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
     skips: tuple[Skip, ...] | None = None

@@ -341,6 +341,7 @@ def make_plan(
             }
             for path, opaque in opaques(program.module).items()
         ],
+        notes=list(program.notes),
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},

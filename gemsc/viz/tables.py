@@ -18,7 +18,7 @@ from gemsc.viz.strip import strips
 
 __all__ = [
     "describe_blocks",
-    "opaque_notes",
+    "notes",
     "show",
     "show_activations",
     "show_candidates",
@@ -134,18 +134,19 @@ def _summary(plan: Plan) -> RenderableType:
         Text(f"a step: {why.parts_line}"),
         *_head_starts(plan),
         *_traffic(plan),
-        *map(Text, opaque_notes(plan)),
+        *map(Text, notes(plan)),
     )  # fmt: skip
 
 
-def opaque_notes(plan: Plan) -> list[str]:
-    """Return, for each module that stays whole, its line, why, and what it means."""
-    return [
+def notes(plan: Plan) -> list[str]:
+    """Return what differs from the model: for a module that stays whole, also why."""
+    whole = [
         f"note: {each['line']}: '{each['module']}' stays whole on {_where(each)}: "
         f"{each['reason']}; its time and memory are those of one real "
         "run on example_inputs"
         for each in plan.opaque
     ]
+    return [*whole, *(f"note: {note}" for note in plan.notes)]
 
 
 def _where(opaque: dict[str, Any]) -> str:
