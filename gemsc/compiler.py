@@ -68,7 +68,7 @@ class CompiledProgram:
 
     def graph(self) -> str:
         """Return the picture of the stages as DOT text."""
-        return draw(self.compilation.program)
+        return draw(self.compilation.program, self.plan)
 
     def write(self, directory: str | Path) -> str | None:
         """Write the program directory; return why there is no graph.svg, if so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["changed_definitions", "fingerprint", "source_fingerprints"]
@@ -21,11 +21,14 @@ def fingerprint(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def source_fingerprints(path: Path) -> dict[str, str]:
+def source_fingerprints(
+    path: Path, lines: Collection[int] | None = None
+) -> dict[str, str]:
     """Return the fingerprint of each top-level definition of a Python file.
 
     Comments, layout and what only matters at run time do not count. Everything that
     defines no name counts as `(module)`; a file that cannot be parsed has one entry.
+    With `lines`, only definitions that hold one of them count, and what those use.
     """
     try:
         tree = ast.parse(path.read_bytes())
@@ -35,16 +38,24 @@ def source_fingerprints(path: Path) -> dict[str, str]:
     for item in tree.body:
         if not _is_docstring(item):
             parts.setdefault(_name(item), []).append(item)
-    ignored = _runtime_only(parts)
+    uses = {name: _names_in(items) for name, items in parts.items()}
+    counted = parts.keys() - _runtime_only(uses)
+    if lines is not None:
+        counted = _used_by_lines(parts, uses, lines)
     return {
         name: fingerprint("\n".join(map(ast.dump, items)))
         for name, items in parts.items()
-        if name not in ignored
+        if name in counted
     }
 
 
-def changed_definitions(recorded: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return what differs from the recorded files, as `model.py: UNet changed`."""
+def changed_definitions(
+    recorded: Mapping[str, Mapping[str, str]], *, whole: bool = True
+) -> list[str]:
+    """Return what differs from the recorded files, as `model.py: UNet changed`.
+
+    Unless files were recorded `whole`, definitions that are new to them do not count.
+    """
     changes = []
     for file, definitions in recorded.items():
         path = Path(file)
@@ -53,7 +64,7 @@ def changed_definitions(recorded: Mapping[str, Mapping[str, str]]) -> list[str]:
             how = "is no Python any more" if path.exists() else "is not there any more"
             changes.append(f"{file} {how}")
             continue
-        for name in sorted({*definitions, *now}):
+        for name in sorted({*definitions, *(now if whole else ())}):
             if definitions.get(name) != now.get(name):
                 how = "changed"
                 if name not in now:
@@ -75,23 +86,45 @@ def _name(item: ast.stmt) -> str:
     return REST
 
 
-def _runtime_only(parts: Mapping[str, list[ast.stmt]]) -> set[str]:
-    """Return the names that only the data, the optimizer and the metrics use."""
-    uses = {
-        name: {
-            node.id
-            for item in items
-            for node in ast.walk(item)
-            if isinstance(node, ast.Name)
-        }
-        for name, items in parts.items()
+def _names_in(items: Iterable[ast.stmt]) -> set[str]:
+    """Return all names that statements read or write."""
+    return {
+        node.id
+        for item in items
+        for node in ast.walk(item)
+        if isinstance(node, ast.Name)
     }
-    found = RUNTIME_ONLY & parts.keys()
+
+
+def _used_by_lines(
+    parts: Mapping[str, Sequence[ast.stmt]],
+    uses: Mapping[str, set[str]],
+    lines: Collection[int],
+) -> set[str]:
+    """Return the definitions that hold one of the lines, and all that they use."""
+    found: set[str] = set()
+    more = {
+        name
+        for name, items in parts.items()
+        for item in items
+        if name != REST
+        and any(item.lineno <= line <= (item.end_lineno or 0) for line in lines)
+    }
+    while more:
+        found |= more
+        used = set().union(*(uses[name] for name in more))
+        more = (used & parts.keys()) - found
+    return found
+
+
+def _runtime_only(uses: Mapping[str, set[str]]) -> set[str]:
+    """Return the names that only the data, the optimizer and the metrics use."""
+    found = RUNTIME_ONLY & uses.keys()
     grows = True
     while grows:
         more = set()
-        for name in parts.keys() - found:
-            users = {other for other in parts if name in uses[other]} - {name}
+        for name in uses.keys() - found:
+            users = {other for other in uses if name in uses[other]} - {name}
             if users and users <= found:
                 more.add(name)
         found |= more

@@ -16,6 +16,7 @@ Choice = TypeVar("Choice")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
 AUTO = -1  # a number that is left to the compiler
+MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
 GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
@@ -187,11 +188,11 @@ class CompileOptions:
             value = getattr(self, name)
             if value == AUTO and name in ("data", "micro_batches"):
                 continue
-            if value is not None and value < 1:
+            if value is not None and not 1 <= value <= MOST:
                 flag = name.replace("_", "-")
                 raise GemscError(
-                    f"--{flag} is {getattr(self, name)}",
-                    help=f"give --{flag} a value of 1 or more",
+                    f"--{flag} is {value}",
+                    help=f"give --{flag} a value from 1 to {MOST:,}",
                 )
 
     def command_line(self) -> str:

@@ -217,12 +217,52 @@ class Plan:
         folder = file.path.parent.resolve()
         same = file.entries.get("gemsc") == version("gemsc")
         plan = file.build(cls, _check, strict=same)
+        _check_rows(plan, file)
         return _map_files(plan, lambda found: os.path.normpath(folder / found))
 
 
 def plan_file(path: Path) -> TomlFile:
     """Read a plan's text; an error names the line."""
     return TomlFile.read(path, what="plan", advice="compile again to write it anew")
+
+
+_ENTRIES = {  # of the tables in these lists
+    "memory": (
+        "parameters",
+        "optimizer",
+        "gradients",
+        "activations",
+        "messages",
+        "workspace",
+    ),
+    "barriers": ("stage", "value", "num_bytes", "line", "reason"),
+    "opaque": ("module", "stages", "line", "reason"),
+    "skips": ("value", "source", "dest", "num_bytes", "kind"),
+}
+
+
+def _check_rows(plan: Plan, file: TomlFile) -> None:
+    """Make sure that every rank, or group of ranks, and every table is complete.
+
+    Raises:
+        GemscError: names the line.
+    """
+    ranks = len(plan.members)
+    for name in ("memory", "peak_bytes", "activation_bytes", "order"):
+        if len(found := getattr(plan, name)) != ranks:
+            raise file.error(
+                (name, 0),
+                f"{name} has {len(found)} entries, of {ranks} ranks of a replica",
+                help=f"undo the change, or {file.advice}",
+            )
+    for name, wanted in _ENTRIES.items():
+        for index, row in enumerate(getattr(plan, name)):
+            if missing := [key for key in wanted if key not in row]:
+                raise file.error(
+                    (name, index),
+                    f"there is no entry '{name}[{index}].{missing[0]}'",
+                    help=f"add it, or {file.advice}",
+                )
 
 
 def _check(keys: Keys, number: float) -> str | None:

@@ -17,7 +17,7 @@ from gemsc.plan import Plan
 from gemsc.planner.candidates import is_open
 from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.head_start import HeadStarts, with_head_starts
-from gemsc.planner.layout import layout
+from gemsc.planner.layout import check_blocks, layout
 from gemsc.planner.predict import reduced_bytes, schedule_task
 from gemsc.planner.scaling import Point, Simulator
 from gemsc.schedules import SCHEDULES, Task, Timeline, run
@@ -90,7 +90,9 @@ def simulate(
         options = search(traced, options)[0].options
     hardware = machine or read_hardware(options.hardware)
     policy = SCHEDULES[options.schedule].policy
-    chosen = layout(options, simulated=True)
+    chosen = layout(options)
+    names = [block.name for block in traced.program.blocks or ()]
+    check_blocks(options, chosen, traced.program.name, names, replicas=options.data)
     program = run_passes(traced.program, stage_passes(options, chosen))
     cap, split = options.device_memory, policy.split_backward
     task = schedule_task((program,), chosen, cap, hardware, split=split)

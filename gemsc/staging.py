@@ -24,7 +24,7 @@ from gemsc.passes.some_tiles import Splits, fullest_tiles
 from gemsc.passes.spatial.halos import Halos
 from gemsc.planner.hardware import read_hardware
 from gemsc.planner.head_start import HeadStarts, with_head_starts
-from gemsc.planner.layout import Layout, layout
+from gemsc.planner.layout import Layout, check_blocks, layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run
@@ -75,6 +75,8 @@ def schedule_stages(
     """
     schedule = choose("schedule", options.schedule, SCHEDULES)
     chosen = layout(options)
+    names = [block.name for block in traced.program.blocks or ()]
+    check_blocks(options, chosen, traced.program.name, names)
     passes = stage_passes(options, chosen)
     hardware = read_hardware(options.hardware)
     split = schedule.policy.split_backward

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -176,7 +177,8 @@ class _Builder:
         if hasattr(hint, "__dataclass_fields__") and isinstance(value, dict):
             return self.table(hint, value, keys)
         if origin in (int, float) and type(value) in (int, float):
-            if wrong := self.check(keys, value):
+            wrong = None if isfinite(value) else "give a finite number"
+            if wrong := wrong or self.check(keys, value):
                 raise self.file.error(keys, f"{_dotted(keys)} is {value}", help=wrong)
             if origin is int and value != int(value):
                 raise self.file.error(

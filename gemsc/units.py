@@ -64,19 +64,28 @@ def _show(
 
 
 def parse_bytes(text: str) -> int:
-    """Read `16GiB`, `512 MiB`, `2GB` or a plain number of bytes.
+    """Read `16GiB`, `512 MiB`, `2GB`, `4096B` or a plain number of bytes.
 
     Raises:
-        GemscError: the text is no size.
+        GemscError: the text is not a size, or a number so small that its unit must
+            have been forgotten.
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(?:([KMGT])(i?))?B?\s*", text, re.IGNORECASE)
+    pattern = r"\s*([0-9.]+)\s*(?:([KMGT])(i?))?(B?)\s*"
+    match = re.fullmatch(pattern, text, re.IGNORECASE)
     try:
         if match is None:
             raise ValueError(text)
         power = " KMGT".index((match[2] or " ").upper())
         base = 1024 if match[3] or not match[2] else 1000
-        return int(float(match[1]) * base**power)
+        count = int(float(match[1]) * base**power)
     except ValueError:
         raise GemscError(
-            f"'{text}' is no size", help="write for example 16GiB or 512MiB"
+            f"'{text}' is not a size", help="write for example 16GiB or 512MiB"
         ) from None
+    if count < 2**20 and not (match[2] or match[4]):
+        raise GemscError(
+            f"'{text}' has no unit: it would be {count} bytes",
+            help=f"write for example {text.strip()}GiB, {text.strip()}MiB, or "
+            f"{text.strip()}B if bytes are meant",
+        )
+    return count

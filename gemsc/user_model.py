@@ -83,11 +83,15 @@ class UserModel:
             GemscError: they are no tuple or dict with tensors in it.
         """
         made = self._make("example_inputs", self.example_inputs, seed)
-        try:
-            return normalize_inputs(made)
-        except GemscError as error:
-            error.at = self.line_of("example_inputs")
-            raise
+        with self.lines():
+            inputs = normalize_inputs(made)
+            for _, tensor in tensor_leaves(inputs):
+                if tensor.dim() and not tensor.shape[0]:
+                    raise GemscError(
+                        f"example_inputs has no samples: {list(tensor.shape)}",
+                        help="give it one micro-batch, with at least one sample",
+                    )
+            return inputs
 
     def make_target(self, inputs: Inputs, *, seed: int = 0) -> Any:
         """Return a target for `inputs`: the user's, or one collated from the dataset.
@@ -138,6 +142,21 @@ class UserModel:
     def line_of(self, name: str) -> SourceLocation | None:
         """Return where the file defines a name."""
         return _definition(self.path, name)
+
+    @contextmanager
+    def lines(self) -> Iterator[None]:
+        """Give errors without a place the line of what they begin with."""
+        try:
+            yield
+        except GemscError as error:
+            for words, name in (
+                ("the loss", "loss"),
+                ("the model", self.name),
+                ("example_inputs", "example_inputs"),
+            ):
+                if error.message.startswith(words):
+                    error.at = error.at or self.line_of(name)
+            raise
 
     def _collate(self, data: Any, batch: int) -> Any:
         at = self.line_of("dataset")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from command_line import (
 )
 from torch import nn
 
+from gemsc.compiler import compile as gemsc_compile
 from gemsc.errors import GemscError
 from gemsc.runtime import launch
 from gemsc.runtime.data import Batches
@@ -217,6 +219,29 @@ COMMANDS = {
         words="compile model.py --ranks 5",
         advises="use --ranks",
     ),
+    "too many stages on each rank": Mistake(
+        ("4 stages need at least 4 blocks",),
+        words="compile model.py --ranks 2 --schedule interleaved",
+        advises="--schedule 1f1b --placement linear",
+    ),
+    "too many ranks of each replica": Mistake(
+        ("4 stages need at least 4 blocks",),
+        words="simulate model.py --ranks 32 --data 8",
+        advises="use --ranks 24 --data 8",
+    ),
+    "more ranks than there are": Mistake(
+        ("--ranks is 1000000000",),
+        words="compile model.py --ranks 1000000000",
+        advises="from 1 to 1,000,000",
+    ),
+    "memory without a unit": Mistake(
+        ("'16' has no unit",),
+        words="compile model.py --device-memory 16",
+        advises="16GiB",
+    ),
+    "a name that is not text": Mistake(
+        (r"'mod\udcffel.py' is not UTF-8 text",), words="compile mod\udcffel.py"
+    ),
     "no ranks": Mistake(("--ranks is 0",), words="compile model.py --ranks 0"),
     "no micro-batches": Mistake(
         ("--micro-batches is 0",), words="compile model.py --micro-batches 0"
@@ -282,7 +307,7 @@ COMMANDS = {
         advises="record",
     ),
     "memory that is no size": Mistake(
-        ("'lots' is no size",),
+        ("'lots' is not a size",),
         words="compile model.py --device-memory lots",
         advises="16GiB",
     ),
@@ -501,6 +526,23 @@ def test_a_program_without_its_model_says_which_file_is_gone(
     assert f"{program.parent / 'model.py'} is not there any more" in outcome.err
 
 
+def test_a_program_of_a_script_says_to_run_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{MODEL}\nprint('the loop')\n")
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path(str(script))
+    program = gemsc_compile(names["Net"](), names["example_inputs"](), ranks=2)
+    program.write("program")
+    edit(script, "print('the loop')", "print('another loop')")
+    assert check_program(tmp_path / "program", 2).ranks == 2
+    edit(script, "nn.Dropout(0.1)", "nn.Dropout(0.2)")
+    with pytest.raises(GemscError, match=r"train\.py: Net changed") as caught:
+        check_program(tmp_path / "program", 2)
+    assert "run your script again that compiles Net into" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -520,6 +562,48 @@ def test_a_damaged_plan_is_refused(
         line = line_of(new, (program / "plan.toml").read_text())
         assert outcome.err.startswith(f"program/plan.toml:{line}: error: {says}")
         assert "\nhelp: " in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[[memory]]", "[[gone]]", "memory has 1 entries, of 2 ranks of a replica"),
+        ("\ngradients = ", "\ngradient = ", "there is no entry 'memory[0].gradients'"),
+    ],
+)
+def test_a_plan_with_an_incomplete_list_is_refused(
+    old: str, new: str, says: str, gemsc: Gemsc, program: Path
+) -> None:
+    edit(program / "plan.toml", 'gemsc = "', 'gemsc = "0.0.')  # may have other tables
+    edit(program / "plan.toml", old, new)
+    outcome = gemsc("show", "program")
+    assert outcome.code == 1
+    line = line_of("[[memory]]", (program / "plan.toml").read_text())
+    assert outcome.err.startswith(f"program/plan.toml:{line}: error: {says}")
+
+
+@pytest.mark.parametrize("number", ["inf", "nan"])
+def test_a_number_in_a_plan_is_finite(number: str, gemsc: Gemsc, program: Path) -> None:
+    text = (program / "plan.toml").read_text()
+    line = re.search(r"\nstep_seconds = .*", text)
+    assert line is not None
+    edit(program / "plan.toml", line[0], f"\nstep_seconds = {number}")
+    outcome = gemsc("show", "program")
+    assert outcome.code == 1
+    assert f"error: step_seconds is {number}\n" in outcome.err
+    assert "help: give a finite number" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "compile model.py --ranks 2 --schedule 1f1b --placement linear -o other",
+        "simulate model.py --ranks 24 --data 8",
+    ],
+)
+def test_what_the_advice_says_works(words: str, gemsc: Gemsc, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    assert gemsc(*words.split()).code == 0
 
 
 @pytest.mark.parametrize("name", ["rank1.py", "weights/stage1.safetensors"])

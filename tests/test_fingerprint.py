@@ -114,3 +114,19 @@ def test_several_definitions_of_one_name_count_together(tmp_path: Path) -> None:
 def test_a_fingerprint_depends_on_the_text_only() -> None:
     assert fingerprint("abc") == fingerprint("abc") == "ba7816bf8f01cfea"
     assert fingerprint("abd") != fingerprint("abc")
+
+
+def test_only_what_the_traced_lines_need_may_count(tmp_path: Path) -> None:
+    """A script may hold the model and the training loop around it."""
+    path = write(tmp_path)
+    line = MODEL.splitlines().index("        return x + WIDTH") + 1
+    recorded = source_fingerprints(path, {line})
+    assert recorded.keys() == {"Block", "WIDTH"}
+
+    def changed(old: str, new: str) -> list[str]:
+        write(tmp_path, MODEL.replace(old, new) + "\nfor step in range(10):\n    ...\n")
+        return changed_definitions({str(path): recorded}, whole=False)
+
+    assert changed("return x\n", "return 2 * x\n") == []
+    assert changed("import torch\n", "import torch\nimport gemsc\n") == []
+    assert changed("WIDTH = 8", "WIDTH = 9") == ["model.py: WIDTH changed"]

@@ -11,6 +11,8 @@ from plan_support import made_up_plan
 from rich.console import Console
 
 from gemsc.plan import Plan
+from gemsc.planner.from_plan import timeline_of
+from gemsc.units import show_seconds
 from gemsc.viz.columns import column, fitted, sample
 from gemsc.viz.strip import strips
 from gemsc.viz.tables import show
@@ -38,12 +40,12 @@ def test_no_line_is_longer_than_the_terminal(width: int, num_ranks: int) -> None
 
 def test_a_wide_terminal_shows_all_of_a_stage() -> None:
     heads = {word for line in printed(200, num_ranks=4) for word in line.split()}
-    assert {"blocks", "ranks", "work", "weights", "kept", "forward", "share"} <= heads
+    assert {"blocks", "ranks", "work", "weights", "saved", "forward", "share"} <= heads
 
 
 def test_a_narrow_one_keeps_times_and_memory() -> None:
     heads = {word for line in printed(80, num_ranks=4) for word in line.split()}
-    assert {"ranks", "weights", "kept", "forward", "backward"} <= heads
+    assert {"ranks", "weights", "saved", "forward", "backward"} <= heads
     assert "share" not in heads
 
 
@@ -85,20 +87,40 @@ def test_of_many_ranks_a_sample_is_shown() -> None:
     assert [line for line in lines if line.startswith("rank 299")]
 
 
-def test_columns_shrink_before_they_go() -> None:
+def test_columns_fold_before_they_go_and_nothing_is_cut() -> None:
+    name = "".join(map(str, range(30)))
     columns = (
-        column("name", ["x" * 60], left=True, shrinks=True),
+        column("name", [name], left=True, shrinks=True),
         column("kept", ["1234567"]),
         column("less", ["1234567"], drop=1),
         column("least", ["1234567"], drop=2),
     )
-    widths = {width: printed(width, fitted("t", columns, width)) for width in (90, 50)}
-    assert "least" in widths[90][2]
-    assert "…" in widths[90][4]
-    narrow = printed(35, fitted("t", columns, 35))
+    wide, narrow = (printed(width, fitted("t", columns, width)) for width in (90, 35))
+    assert "least" in wide[2]
     assert "least" not in narrow[2]
     assert "kept" in narrow[2]
     assert max(map(len, narrow)) <= 35
+    for lines in (wide, narrow):
+        cells = [line.split("│")[1].strip() for line in lines if line[0] == "│"]
+        assert "".join(cells) == name
+
+
+def test_the_default_machine_and_shared_cores_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = made_up_plan(4, 2)
+    monkeypatch.setattr("gemsc.viz.tables.num_cores", lambda: 2)
+    text = " ".join(told(plan))
+    assert "cpu-core is a default, not this machine" in text
+    busy = sum(t.end - t.start for row in timeline_of(plan).ranks for t in row)
+    least = show_seconds(max(plan.step_seconds, busy / 2))
+    assert (
+        f"4 ranks on the 2 cores of this machine take at least {least} a step" in text
+    )
+    other = " ".join(told(replace(plan, options={"hardware": "a100"})))
+    assert "note:" not in other
+    monkeypatch.setattr("gemsc.viz.tables.num_cores", lambda: 4)
+    assert "cores of this machine" not in " ".join(told(plan))
 
 
 def test_a_sample_has_both_ends_and_what_is_wanted() -> None:

@@ -360,6 +360,28 @@ def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path, gemsc):
     assert len(elements(svg, "rect", "action")) == 2 * num_actions
 
 
+def test_each_panel_has_its_own_time_axis(tmp_path):
+    plan = plan_from_file("1f1b", tmp_path)
+    (predicted,) = panels_of(plan)
+    rows = tuple(
+        replace(
+            row,
+            memory=(),
+            spans=tuple(
+                replace(span, start=5 * span.start, end=5 * span.end)
+                for span in row.spans
+            ),
+        )
+        for row in predicted.rows
+    )
+    slower = Panel("measured", rows, (), 5 * predicted.makespan)
+    text = draw("two", [predicted, slower])
+    rows_drawn = [r for r in elements(text, "rect", "idle") if r.get("width") != "18"]
+    assert len(rows_drawn) == 2 * len(predicted.rows)
+    assert len({box.get("width") for box in rows_drawn}) == 1  # both fill the picture
+    assert "5 times the predicted step (each half has its own time axis)" in text
+
+
 def test_a_program_without_a_loss_is_drawn_but_not_measured(tmp_path, gemsc):
     case = MODELS["mlp"]
     program = compile(case.build(), case.example_inputs, ranks=2)

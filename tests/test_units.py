@@ -70,7 +70,7 @@ def test_seconds_have_the_unit_that_fits(seconds: float, text: str) -> None:
         ("2GB", 2 * 10**9),
         ("2 g", 2 * 10**9),
         ("1.5KiB", 1536),
-        ("123", 123),
+        ("2097152", 2**21),
         ("7B", 7),
     ],
 )
@@ -82,9 +82,17 @@ def test_sizes_are_read(text: str, count: int) -> None:
     "text", ["", "lots", "1.2.3GB", ".", "-1", "5 XB", "GiB", "1 iB"]
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(GemscError, match="is no size") as caught:
+    with pytest.raises(GemscError, match="is not a size") as caught:
         parse_bytes(text)
     assert caught.value.help
+
+
+@pytest.mark.parametrize("text", ["16", "4096", "1048575"])
+def test_a_small_number_needs_its_unit(text: str) -> None:
+    with pytest.raises(GemscError, match=f"'{text}' has no unit") as caught:
+        parse_bytes(text)
+    assert f"{text}GiB" in str(caught.value.help)
+    assert parse_bytes(f"{text}B") == int(text)
 
 
 @given(st.integers(0, 2**50))

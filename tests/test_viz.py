@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import html
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import networks
 import pytest
+import torch
 from networks import PICTURE
+from plan_support import made_up_plan
 from program_support import blocks_of, cut
+from torch import nn
 
+import gemsc
 from gemsc.ir.program import Program
+from gemsc.units import show_bytes
 from gemsc.viz.graph import draw, render
 
 
@@ -21,8 +27,12 @@ def program() -> Program:
     return cut(blocks_of(networks.FlatUNet(), PICTURE), 3)
 
 
+def drawn(program: Program) -> str:
+    return draw(program, made_up_plan(len(program.require_stages())))
+
+
 def test_each_stage_is_a_cluster_of_its_blocks(program: Program) -> None:
-    dot = draw(program)
+    dot = drawn(program)
     assert dot.count("subgraph cluster_stage") == 3
     for block in program.blocks or ():
         assert f"\tblock{block.index} [label=" in dot
@@ -30,8 +40,28 @@ def test_each_stage_is_a_cluster_of_its_blocks(program: Program) -> None:
     assert "rank 2" in dot
 
 
+def test_a_title_is_a_node_so_that_no_arrow_crosses_it(program: Program) -> None:
+    dot, plan = drawn(program), made_up_plan(3)
+    clusters = dot.split("subgraph cluster_stage")[1:]
+    for stage, text in zip(plan.stages, clusters, strict=True):
+        head = text.partition("title")[0]
+        assert "label=" not in head.partition("block")[0]  # a label is drawn over
+        assert f'title{stage.index} [label="stage {stage.index}' in text
+        assert f"{show_bytes(stage.saved_bytes)} saved for backward" in text
+
+
+def test_a_loss_is_a_scalar_and_one_node_is_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    example = {"loss": nn.MSELoss(), "example_target": torch.ones(2, 4)}
+    dot = gemsc.compile(model, (torch.ones(2, 4),), ranks=2, **example).graph()
+    first, last = re.findall(r'block\d \[label="(\d\s.*?)"', dot, re.DOTALL)
+    assert first.split("\n")[1:] == ["1 node, 1 heavy, 64 FLOP", "[2, 4]"]
+    assert last.split("\n")[1].startswith("2 nodes, ")
+    assert last.split("\n")[2] == "scalar"
+
+
 def test_skips_are_dashed_and_say_their_bytes(program: Program) -> None:
-    dashed = [line for line in draw(program).splitlines() if "dashed" in line]
+    dashed = [line for line in drawn(program).splitlines() if "dashed" in line]
     assert len(dashed) == 3
     sizes = [line.split('label="')[1].split('"')[0].strip() for line in dashed]
     assert sorted(sizes) == ["1.0 KiB", "16.0 KiB", "4.0 KiB"]
@@ -40,7 +70,8 @@ def test_skips_are_dashed_and_say_their_bytes(program: Program) -> None:
 def test_values_between_stages_say_their_bytes_and_others_do_not(
     program: Program,
 ) -> None:
-    edges = [line for line in draw(program).splitlines() if "->" in line]
+    lines = drawn(program).splitlines()
+    edges = [line for line in lines if "->" in line and "invis" not in line]
     cuts = [line for line in edges if "penwidth" in line]
     assert len(cuts) == 2
     assert all("iB" in line or " B" in line for line in cuts)
@@ -49,18 +80,18 @@ def test_values_between_stages_say_their_bytes_and_others_do_not(
 
 
 def test_inputs_are_drawn_with_their_shapes(program: Program) -> None:
-    assert "float32[2, 8, 16, 16]" in draw(program)
+    assert "float32[2, 8, 16, 16]" in drawn(program)
 
 
 def test_the_picture_is_the_same_each_time(program: Program) -> None:
-    assert draw(program) == draw(program)
-    assert "0x" not in draw(program)
+    assert drawn(program) == drawn(program)
+    assert "0x" not in drawn(program)
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
 def test_the_picture_is_drawn(program: Program, tmp_path: Path) -> None:
     path = tmp_path / "graph.svg"
-    assert render(draw(program), path) is None
+    assert render(drawn(program), path) is None
     assert "<svg" in path.read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["graph.dot", "graph.svg"]
 
@@ -77,7 +108,7 @@ def test_names_of_every_kind_are_shown_as_they_are(
     )
     blocks = tuple(block for stage in stages for block in stage.blocks)
     path = tmp_path / "graph.svg"
-    assert render(draw(replace(program, stages=stages, blocks=blocks)), path) is None
+    assert render(drawn(replace(program, stages=stages, blocks=blocks)), path) is None
     text = html.unescape(path.read_text())
     assert all(f">{name}</text>" in text for name in shown)
 
@@ -86,11 +117,11 @@ def test_without_dot_the_text_stays_and_the_reason_is_said(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    reason = render(draw(program), tmp_path / "graph.svg")
+    reason = render(drawn(program), tmp_path / "graph.svg")
     assert reason is not None
     assert "which is not installed" in reason
     assert "apt-get install graphviz" in reason
-    assert (tmp_path / "graph.dot").read_text() == draw(program)
+    assert (tmp_path / "graph.dot").read_text() == drawn(program)
     assert not (tmp_path / "graph.svg").exists()
 
 

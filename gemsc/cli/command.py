@@ -74,6 +74,7 @@ def main() -> None:
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     words = sys.argv[1:] or ["--help"]
     try:
+        _check_words(words)
         app = make_app(words[:1] if words[0] in COMMANDS else COMMANDS)
         sys.exit(app(words, standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
@@ -97,6 +98,20 @@ def main() -> None:
         say("internal error: see above")
         say("help: this is a fault of gemsc; please report it")
         sys.exit(70)
+
+
+def _check_words(words: Iterable[str]) -> None:
+    """Refuse what cannot be printed, or written to plan.toml: it is not UTF-8.
+
+    Raises:
+        GemscError: names the first such argument.
+    """
+    for word in words:
+        if not word.isprintable() and any("\ud800" <= c <= "\udfff" for c in word):
+            raise GemscError(
+                f"the argument {word!a} is not UTF-8 text",
+                help="rename the file, or type the name again",
+            )
 
 
 def _fail(error: GemscError) -> NoReturn:

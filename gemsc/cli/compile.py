@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
-from gemsc.cli.terminal import console, progress_bar, say
+from gemsc.cli.terminal import console, pass_line, progress_bar, say
 from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile, plan, trace
 from gemsc.errors import GemscError
@@ -66,11 +66,15 @@ def compile_command(
 ) -> None:
     """Compile a model into a program directory."""
     check_target(output)
-    watch = _Watch(print_after, time_passes)
     edited = _read_edited(plan, typed_flags(context)) if plan is not None else None
-    program = compiled(load_user_model(model), options, watch, edited)
-    watch.finish()
-    note = program.write(output)
+    user = load_user_model(model)
+    shows = nullcontext(_say_nothing) if options.profile else pass_line()
+    with shows as tell:
+        watch = _Watch(print_after, time_passes, tell)
+        program = compiled(user, options, watch, edited)
+        watch.finish()
+        tell("write")
+        note = program.write(output)
     _report(program.candidates, program.plan, f" -> {output}")
     if note:
         console.print(f"note: {note}", highlight=False)
@@ -100,10 +104,11 @@ def plan_command(
 
 @dataclass
 class _Watch:
-    """Prints programs and times after passes, to stderr."""
+    """Prints programs, times and progress after passes, to stderr."""
 
     print_after: str
     time_passes: bool
+    tell: Callable[..., None]
     times: list[tuple[str, float]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
@@ -111,6 +116,7 @@ class _Watch:
         again = " of the evaluation graph" if step.name in self.seen else ""
         self.times.append((step.name + again, seconds))
         self.seen.add(step.name)
+        self.tell(step.name + again)
         if self.print_after in (step.name, "all"):
             say(f"--- after {step.name}{again}")
             say(dump(program))
@@ -179,7 +185,8 @@ def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, An
     if options.profile:
         restart_like_a_rank()
     inputs = user.make_inputs()
-    with progress_bar() if options.profile else nullcontext(_say_nothing) as progress:
+    bar = progress_bar() if options.profile else nullcontext(_say_nothing)
+    with bar as progress, user.lines():
         yield {
             "model": user.make_model(),
             "example_inputs": inputs,
@@ -196,7 +203,7 @@ def _with_source(plan: Plan, user: UserModel) -> Plan:
     return replace(plan, spec=user.spec, sources=sources)
 
 
-def _say_nothing(what: str, share: float) -> None:
+def _say_nothing(what: str, share: float = 1.0) -> None:
     pass
 
 

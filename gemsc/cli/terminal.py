@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated
 
 import typer
@@ -13,14 +15,20 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
 )
 
-__all__ = ["Directory", "console", "progress_bar", "say"]
+__all__ = ["Directory", "console", "pass_line", "progress_bar", "say"]
+
+UNCUT = 10_000  # characters of a line where no terminal's width cuts it
+QUIET_SECONDS = 10.0  # where nobody watches, what ends sooner needs no lines
 
 console = Console()
+if not console.is_terminal and "COLUMNS" not in os.environ:
+    console.width = UNCUT
 Directory = Annotated[Path, typer.Argument(help="what `gemsc compile -o` wrote")]
 
 
@@ -41,3 +49,25 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+@contextmanager
+def pass_line() -> Iterator[Callable[[str], None]]:
+    """Show which pass has ended and the time so far; give what is to be told of it.
+
+    On a terminal it is one line that goes away; elsewhere, one line for each pass that
+    ends after the first ten seconds.
+    """
+    terminal, start = Console(stderr=True), perf_counter()
+    if not terminal.is_terminal:
+
+        def tell(name: str) -> None:
+            if (seconds := perf_counter() - start) > QUIET_SECONDS:
+                say(f"{seconds:5.0f} s  {name}")
+
+        yield tell
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=terminal, transient=True) as line:
+        task = line.add_task("trace", total=None)
+        yield lambda name: line.update(task, description=f"{name}: done")

@@ -118,6 +118,11 @@ def reject_unsupported(model: nn.Module) -> None:
         GemscError: names the first such module or parameter.
     """
     for path, module in model.named_modules():
+        if any("\ud800" <= letter <= "\udfff" for letter in path):
+            raise GemscError(
+                f"the module name {path!a} cannot be written as UTF-8",
+                help="give the module a name of ordinary letters",
+            )
         problem = _problem(module)
         if problem:
             what, help_text = problem

@@ -49,17 +49,10 @@ class BalanceStages(Pass):
         """Return the program with its stages.
 
         Raises:
-            GemscError: fewer blocks than stages, or an explicit split that does not
-                add up or names a module that is not there.
+            GemscError: an explicit split does not add up, or names a module that is
+                not there.
         """
         blocks = program.blocks or ()
-        if len(blocks) < self.num_stages:
-            raise GemscError(
-                f"{self.num_stages} stages need at least {self.num_stages} blocks, "
-                f"{program.name} has {len(blocks)}: "
-                + ", ".join(block.name for block in blocks),
-                help=f"use --ranks {len(blocks)} or fewer",
-            )
         if self.kind == "explicit":
             starts = self._explicit(blocks)
         else:

@@ -9,7 +9,7 @@ from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Task, Timeline, replay
 from gemsc.units import show_seconds
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "explain", "shared_seconds"]
 
 SMALL = 0.03  # shares of the step below which nothing is worth changing
 
@@ -102,6 +102,16 @@ def explain(plan: Plan) -> Explanation:
         limit=limit,
         advice=advice,
     )
+
+
+def shared_seconds(plan: Plan, cores: int) -> float:
+    """Return how long a step takes at least where all ranks share so many cores.
+
+    The prediction gives each rank a core of its own; fewer have the same work to do.
+    """
+    rows = zip(timeline_of(plan).ranks, plan.members, strict=True)
+    work = sum((t.end - t.start) * len(ranks) for row, ranks in rows for t in row)
+    return max(plan.step_seconds, plan.data * work / cores)
 
 
 def _without_messages(task: Task, timeline: Timeline) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,7 +10,7 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 
-__all__ = ["PLACEMENTS", "Layout", "layout"]
+__all__ = ["PLACEMENTS", "Layout", "check_blocks", "layout"]
 
 PLACEMENTS = ("linear", "mirrored", "folded", "looped")
 
@@ -49,8 +50,8 @@ class Layout:
         return tuple(prod(grid) for grid in self.grids)
 
 
-def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
-    """Read the options; `simulated` if no text is to be written.
+def layout(options: CompileOptions) -> Layout:
+    """Read the options.
 
     Raises:
         GemscError: schedule and placement do not fit, or an odd number of micro-batches
@@ -89,6 +90,38 @@ def layout(options: CompileOptions, *, simulated: bool = False) -> Layout:
         live = tuple(-(-peak[group] // rows[0].count(group)) for group in rows[0])
     name = "explicit" if explicit else kind
     return Layout(name, num_stages, counts, live, rows, groups)
+
+
+def check_blocks(
+    options: CompileOptions,
+    chosen: Layout,
+    model: str,
+    blocks: Sequence[str],
+    *,
+    replicas: int = 1,
+) -> None:
+    """Refuse more stages than blocks; `--ranks` counts those of so many replicas.
+
+    Raises:
+        GemscError: names the blocks, and options that the model has enough blocks for.
+    """
+    needed, found = chosen.num_stages, len(blocks)
+    if found >= needed:
+        return
+    per_rank = needed // len(chosen.groups)
+    ranks = options.ranks - len(chosen.groups) + found // per_rank
+    if chosen.placement == "explicit":
+        advice = f"list the ranks of at most {found} stages in --placement"
+    elif per_rank > 1:
+        advice = f"--schedule 1f1b --placement linear needs {len(chosen.groups)} blocks"
+    else:
+        advice = f"use --ranks {ranks * replicas}"
+        advice += f" --data {replicas}" if replicas > 1 else " or fewer"
+    raise GemscError(
+        f"{needed} stages need at least {needed} blocks, {model} has {found}: "
+        + ", ".join(blocks),
+        help=advice,
+    )
 
 
 def _groups(options: CompileOptions) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import version
@@ -345,11 +346,25 @@ def make_plan(
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
-        sources={
-            str(Path(file).resolve()): source_fingerprints(Path(file))
-            for file in program.sources
-        },
+        sources=_fingerprints(program, whole=source is not None),
     )
+
+
+def _fingerprints(program: Program, *, whole: bool) -> dict[str, dict[str, str]]:
+    """Return those of the user's files: whole, or what the traced lines need.
+
+    A model that was given as an object may share its file with a training loop.
+    """
+    lines: dict[str, set[int]] = defaultdict(set)
+    for node in program.graph.nodes:
+        if (at := meta.location(node)) is not None:
+            lines[at.file].add(at.line)
+    return {
+        str(Path(file).resolve()): source_fingerprints(
+            Path(file), None if whole else lines.get(file)
+        )
+        for file in program.sources
+    }
 
 
 def _head_start(cost: StageCost) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
             help=ways,
         )
     again = f"compile again: {plan.command} -o {directory}"
-    changes = changed_definitions(plan.sources)
+    if not plan.spec:
+        again = f"run your script again that compiles {plan.model} into {directory}"
+    changes = changed_definitions(plan.sources, whole=bool(plan.spec))
     if changes:
         raise GemscError(
             f"{directory} was compiled from other code: " + "; ".join(changes),

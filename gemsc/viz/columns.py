@@ -17,7 +17,7 @@ class Column:
     """A column with all its cells.
 
     Columns of the largest `drop` are left out first where there is no room; those of 0
-    always stay. `shrinks` columns are cut short before anything is left out.
+    always stay. `shrinks` columns are folded into lines before anything is left out.
     """
 
     title: str
@@ -62,8 +62,8 @@ def fitted(title: str, columns: Sequence[Column], width: int) -> Table:
         table.add_column(
             each.title,
             justify="left" if each.left else "right",
-            no_wrap=True,
-            overflow="ellipsis",
+            no_wrap=not each.shrinks,
+            overflow="fold",
             max_width=most,
         )
     for row in zip(*(c.cells for c in kept), strict=True):

@@ -12,6 +12,7 @@ from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program
+from gemsc.plan import Plan, PlannedStage
 from gemsc.units import show_bytes, show_flops
 
 __all__ = ["draw", "render"]
@@ -22,8 +23,11 @@ SKIP = "#c0392b"
 DOT_SECONDS = 60
 
 
-def draw(program: Program) -> str:
-    """Return the DOT text of a program with stages and transfers."""
+def draw(program: Program, plan: Plan) -> str:
+    """Return the DOT text of a program with stages and transfers.
+
+    The title of a stage is a node beside its first block: arrows go around it.
+    """
     picture = graphviz.Digraph(program.name)
     picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.25", ranksep="0.3")
     picture.attr("node", shape="box", style="filled,rounded", fontname="Helvetica")
@@ -36,14 +40,16 @@ def draw(program: Program) -> str:
         colour = stage.index % len(FILLS)
         with picture.subgraph(name=f"cluster_stage{stage.index}") as cluster:
             cluster.attr(
-                label=_stage_label(program, stage.index),
-                style="filled,rounded",
-                fillcolor=FILLS[colour],
-                color=LINES[colour],
-                fontsize="12",
+                style="filled,rounded", fillcolor=FILLS[colour], color=LINES[colour]
             )
             for block in stage.blocks:
                 cluster.node(_id(block.index), _block_label(block))
+            title, first = f"title{stage.index}", _id(stage.blocks[0].index)
+            with cluster.subgraph() as row:
+                row.attr(rank="same")
+                label = graphviz.escape(_stage_label(plan.stages[stage.index]))
+                row.node(title, label, shape="plaintext", style="", fontsize="12")
+                row.edge(title, first, style="invis")
     _draw_edges(picture, program)
     return str(picture.source)
 
@@ -74,20 +80,13 @@ def render(dot: str, path: Path) -> str | None:
     return None
 
 
-def _stage_label(program: Program, index: int) -> str:
-    stage = program.require_stages()[index]
-    label = f"stage {index}"
-    if program.placement is not None:
-        ranks = sorted({r for rep in program.placement.ranks for r in rep[index]})
-        word = "rank" if len(ranks) == 1 else "ranks"
-        label += f"  -  {word} {', '.join(map(str, ranks))}"
-        grid = program.placement.grid(index)
-        if grid:
-            label += f", {' x '.join(map(str, grid))} tiles"
+def _stage_label(stage: PlannedStage) -> str:
+    word = "rank" if len(stage.ranks) == 1 else "ranks"
+    grid = f", {' x '.join(map(str, stage.tiles))} tiles" if stage.tiles else ""
     return (
-        f"{label}\n{show_flops(stage.total('flops'))}, "
-        f"{show_bytes(stage.total('parameter_bytes'))} parameters, "
-        f"{show_bytes(stage.total('saved_bytes'))} saved"
+        f"stage {stage.index}  -  {word} {', '.join(map(str, stage.ranks))}{grid}\n"
+        f"{show_flops(stage.flops)}\n{show_bytes(stage.parameter_bytes)} parameters\n"
+        f"{show_bytes(stage.saved_bytes)} saved for backward"
     )
 
 
@@ -95,11 +94,11 @@ def _block_label(block: Block) -> str:
     last = block.nodes[-1]
     shape = ""
     if meta.tensors(last):
-        shape = f"\n{list(meta.tensors(last)[0].shape)}"
+        sizes = list(meta.tensors(last)[0].shape)
+        shape = f"\n{sizes or 'scalar'}"
     heavy = sum(meta.facts(node).heavy for node in block.nodes)
-    work = (
-        f"{len(block.nodes)} nodes, {heavy} heavy, {show_flops(block.total('flops'))}"
-    )
+    nodes = f"{len(block.nodes)} node{'s' * (len(block.nodes) != 1)}"
+    work = f"{nodes}, {heavy} heavy, {show_flops(block.total('flops'))}"
     return str(graphviz.escape(f"{block.name}\n{work}{shape}"))
 
 

@@ -136,7 +136,7 @@ def _why(plan: Plan, panel: Panel) -> str:
 def _stages(plan: Plan) -> str:
     longest = max(s.forward_seconds + s.backward_seconds for s in plan.stages) or 1.0
     rows = sample(len(plan.stages), MOST_LINES)
-    titles = ("stage", "blocks", "from ... to", "ranks", "work", "parameters", "kept",
+    titles = ("stage", "blocks", "from ... to", "ranks", "work", "parameters", "saved",
               "forward", "backward", "time")  # fmt: skip
     lines = [_stage_line(plan.stages[row], longest) for row in rows]
     note = "Work, bytes and seconds are for one micro-batch."
@@ -245,7 +245,7 @@ def _memory(plan: Plan, panel: Panel) -> str:
         ]
     legend = (
         '<ul class="legend"><li><i class="resident"></i>weights, gradients</li>'
-        '<li><i class="memory"></i>kept for backward</li></ul>'
+        '<li><i class="memory"></i>saved for backward</li></ul>'
     )
     return section("memory", "Memory over time", *parts, legend)
 

@@ -9,9 +9,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gemsc.cores import num_cores
 from gemsc.plan import Plan, PlannedStage
 from gemsc.planner.candidates import Candidate, reason
-from gemsc.planner.explain import explain
+from gemsc.planner.explain import explain, shared_seconds
+from gemsc.planner.hardware import DEFAULT_HARDWARE
 from gemsc.units import show_bytes, show_flops, show_micro_batches, show_seconds
 from gemsc.viz.columns import Column, column, fitted, sample
 from gemsc.viz.strip import strips
@@ -27,6 +29,7 @@ __all__ = [
 MOST_ROWS = 40  # of stages and ranks; more are sampled
 _MOST_NAMES = 8  # of stages in a line
 MOST_SKIPS = 60
+WIDEST = 160  # of what fills the width that there is
 PARTS = {  # of a peak, besides activations: their titles
     "parameters": "weights",
     "optimizer": "optimizer",
@@ -130,12 +133,32 @@ def _summary(plan: Plan) -> RenderableType:
             f"{plan.bubble:.0%} of the ranks' time idle; then "
             f"{show_seconds(plan.ending_seconds)} for sums of gradients and the update"
         ),
+        *_here(plan),
         Text(f"why this split: {why.line}"),
         Text(f"a step: {why.parts_line}"),
         *_head_starts(plan),
         *_traffic(plan),
         *map(Text, notes(plan)),
     )  # fmt: skip
+
+
+def _here(plan: Plan) -> list[Text]:
+    """Return what the prediction leaves out, if it may be meant for this machine."""
+    if plan.options.get("hardware") not in (None, "", DEFAULT_HARDWARE):
+        return []
+    found, cores = [], num_cores()
+    if plan.times != "measured":
+        found = [
+            f"note: {DEFAULT_HARDWARE} is a default, not this machine: "
+            "`gemsc profile --calibrate` measures it, for --hardware"
+        ]
+    if plan.ranks > cores:
+        found.append(
+            f"note: predicted with a core for each rank; {plan.ranks} ranks on the "
+            f"{cores} cores of this machine take at least "
+            f"{show_seconds(shared_seconds(plan, cores))} a step"
+        )
+    return list(map(Text, found))
 
 
 def notes(plan: Plan) -> list[str]:
@@ -195,7 +218,7 @@ def _stages(plan: Plan, width: int) -> RenderableType:
         column("ranks", (_join(s.ranks) for s in stages)),
         column("work", (show_flops(s.flops) for s in stages), drop=3),
         column("weights", (show_bytes(s.parameter_bytes) for s in stages), drop=2),
-        column("kept", (show_bytes(s.saved_bytes) for s in stages), drop=1),
+        column("saved", (show_bytes(s.saved_bytes) for s in stages), drop=1),
         column("forward", (show_seconds(s.forward_seconds) for s in stages)),
         column("backward", (show_seconds(s.backward_seconds) for s in stages)),
         column("share", (f"{seconds[row] / total:.0%}" for row in rows), drop=4),
@@ -339,12 +362,12 @@ def _memory_parts(plan: Plan, ranks: Sequence[int]) -> list[Column]:
 
 def _timeline(plan: Plan, width: int) -> RenderableType:
     title = Text("predicted step", style="bold")
-    return Group(title, *strips(plan, width, MOST_ROWS))
+    return Group(title, *strips(plan, min(width, WIDEST), MOST_ROWS))
 
 
 def _order(plan: Plan, width: int) -> Table:
     ranks = sample(len(plan.order), MOST_ROWS)
-    texts = [_cut(plan.order[rank], width - 20) for rank in ranks]
+    texts = [_cut(plan.order[rank], min(width, WIDEST) - 20) for rank in ranks]
     columns = (
         column("rank", (_name(plan.members[r]) for r in ranks), left=True),
         column("", texts, left=True),

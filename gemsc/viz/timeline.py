@@ -91,7 +91,7 @@ def grid(plan: Plan) -> str:
 
 
 def draw(heading: str, panels: Sequence[Panel]) -> str:
-    """Return the SVG text of panels that share one scale."""
+    """Return the SVG text of panels, each with a time axis of its own."""
     return _Picture(heading, tuple(panels)).text()
 
 
@@ -128,12 +128,12 @@ class _Picture:
     fills: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.seconds = max((panel.makespan for panel in self.panels), default=0) or 1.0
+        self.seconds = 1.0
         self.size = _Size.of(max((len(panel.rows) for panel in self.panels), default=0))
-        self.width = _width(self.panels, self.seconds)
+        self.width = max(map(_width, self.panels), default=NARROWEST)
 
     def x(self, seconds: float) -> float:
-        """Return where a time is."""
+        """Return where a time of the panel that is being drawn is."""
         return LEFT + self.width * seconds / self.seconds
 
     def add(self, part: str) -> None:
@@ -187,7 +187,13 @@ class _Picture:
 
     def _panel(self, panel: Panel, top: int) -> int:
         """Draw one step; return where it ends."""
+        self.seconds = panel.makespan or 1.0
         facts = f"{show_seconds(panel.makespan)} a step, bubble {panel.bubble:.0%}"
+        other = self.panels[0]
+        if panel is not other and other.makespan:
+            factor = panel.makespan / other.makespan
+            facts += f", {factor:.2g} times the {other.name} step"
+            facts += " (each half has its own time axis)"
         shown = len(panel.arrows) <= MOST_ARROWS
         if not shown:
             facts += f"; {len(panel.arrows)} messages are not drawn"
@@ -341,18 +347,17 @@ class _Picture:
             yield "skip", "", "skip over a stage"
 
 
-def _width(panels: Sequence[Panel], seconds: float) -> int:
+def _width(panel: Panel) -> int:
     """Return pixels for time: enough for a number in the usual forward."""
     lengths = sorted(
         span.seconds
-        for panel in panels
         for row in panel.rows
         for span in row.spans
         if span.kind == "forward" and span.seconds > 0
     )
     if not lengths:
         return NARROWEST
-    wanted = 20 * seconds / lengths[len(lengths) // 2]
+    wanted = 20 * panel.makespan / lengths[len(lengths) // 2]
     return round(min(max(wanted, NARROWEST), WIDEST))
 
 
