@@ -20,6 +20,7 @@ from gemsc.cores import num_cores
 from gemsc.dropout import dropout_off
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.recomputed import checkpoints_off
 from gemsc.runtime.data import Batches, repeated
 from gemsc.runtime.launch import launch
 from gemsc.runtime.program_directory import check_program
@@ -96,7 +97,7 @@ def reference_steps(
     """Train a copy of the user's model in this process, over the same micro-batches.
 
     Each batch is cut into micro-batches in dimension 0; the loss of the step is the
-    mean of theirs.
+    mean of theirs. Activation checkpoints are off, as they are in programs.
     """
     model = copy.deepcopy(model).to(dtype)
     if not model.training:
@@ -115,8 +116,10 @@ def reference_steps(
             part = (m, num_micro_batches, batch)
             given = _micro_batch(_cast(input, dtype), *part)
             wanted = _micro_batch(_cast(target, dtype), *part)
-            output = model(**given) if isinstance(given, Mapping) else model(*given)
-            value = loss(output, wanted)
+            with checkpoints_off():
+                by_name = isinstance(given, Mapping)
+                output = model(**given) if by_name else model(*given)
+                value = loss(output, wanted)
             torch.autograd.backward(value / num_micro_batches)
             total += float(value.detach().double())
         losses.append(total / num_micro_batches)

@@ -30,6 +30,7 @@ HELPERS = {
     "nests",
     "options",
     "plan",
+    "recomputed",
     "rng",
     "toml_file",
     "units",

@@ -10,12 +10,13 @@ import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
 from models import MODELS
-from program_support import on_ranks, written
+from program_support import Net, against_one_process, on_ranks, written
 from safetensors.torch import load_file
 from support import run_on_threads
 from test_parity import traced
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, lower
@@ -315,3 +316,16 @@ def test_under_mpirun_with_dropout(tmp_path: Path, gemsc: Gemsc) -> None:
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name]), name
+
+
+def test_a_checkpoint_of_the_user_updates_statistics_once(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.norm(self.b(self.a(x))), x, use_reentrant=False)
+        return self.d(self.c(x))
+
+    net = Net(forward, norm=nn.BatchNorm1d(4))
+    found = against_one_process(tmp_path, net)
+    assert found.worst < 1e-9
+    assert found.buffer[0] == 0.0
+    state = load_file(tmp_path / "state0.safetensors")
+    assert int(state["norm.num_batches_tracked"]) == 3 * 2  # micro-batches, steps

@@ -383,6 +383,20 @@ def test_checkpoints_are_looked_into(reentrant: bool) -> None:
 
     program = checked(Model(forward))
     assert "fc" in targets(program)
+    (note,) = program.notes
+    assert f"test_record.py:{line_of('use_reentrant=reentrant)')}" in note
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_statistics_in_a_checkpoint_are_updated_once(reentrant: bool) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = checkpoint(self.norm, self.fc(x), use_reentrant=reentrant)
+        return checkpoint(self.norm, h, use_reentrant=reentrant)
+
+    program = checked(Model(forward, norm=nn.BatchNorm1d(4)))
+    assert targets(program).count("norm") == 2
+    (note,) = program.notes
+    assert "this activation checkpoint and 1 more" in note
 
 
 def test_dropout_and_random_functions_draw_the_same_numbers() -> None:

@@ -18,6 +18,7 @@ from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import location
 from gemsc.ir.program import Program
 from gemsc.nests import map_tensors, normalize_inputs, tensor_leaves
+from gemsc.recomputed import checkpoints_off
 from gemsc.rng import preserve_rng
 
 __all__ = ["check_against_eager"]
@@ -51,7 +52,8 @@ def check_against_eager(
     """Run one step of the graph and one of the model, on copies, and compare.
 
     Outputs, loss, the gradient of each parameter and each buffer after the step must
-    be equal, bit for bit or within the rounding of the dtype.
+    be equal, bit for bit or within the rounding of the dtype. Activation checkpoints
+    are off in the model, as they are in the program.
 
     Raises:
         GemscError: names the first thing that differs.
@@ -67,7 +69,7 @@ def check_against_eager(
         ) from error
     set_training(eager_model, eager_loss, training)
     _copy_flags(eager_model, eager_loss, graph_module)
-    with preserve_rng(), torch.enable_grad():
+    with preserve_rng(), torch.enable_grad(), checkpoints_off():
         code = check_against_eager.__code__
         with failures("the model fails in eager mode", code):
             fed = _copied(inputs), _copied(target)

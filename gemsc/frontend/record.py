@@ -65,6 +65,7 @@ class _Trace:
     inputs: list[Input] = field(default_factory=list)
     returned: Returned = field(default_factory=Returned)
     frozen: frozenset[str] = frozenset()
+    checkpoints: list[SourceLocation] = field(default_factory=list)
 
 
 def record(
@@ -159,6 +160,7 @@ def _trace(
         writer.output(loss, outputs)
     if request.training:
         trace.frozen = frozenset(_frozen(tracer.called, request.opaque))
+        trace.checkpoints = tracer.checkpoints
     return trace
 
 
@@ -368,10 +370,22 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         module=module,
         inputs=tuple(trace.inputs),
         structure=trace.returned.structure,
-        notes=output_notes(trace.returned),
+        notes=(*output_notes(trace.returned), *_checkpoint_notes(trace.checkpoints)),
         sources=tuple(sorted(files)),
         frozen=trace.frozen,
         aliases=aliases,
+    )
+
+
+def _checkpoint_notes(lines: list[SourceLocation]) -> Iterator[str]:
+    """Say what becomes of activation checkpoints."""
+    if not lines:
+        return
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    yield (
+        f"{lines[0].short}: this activation checkpoint{more} has no effect (choose "
+        "blocks with --recompute): running statistics in it are updated once, while "
+        "PyTorch alone updates them again in the backward"
     )
 
 

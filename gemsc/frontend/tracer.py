@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import FakeCopy
@@ -28,6 +27,7 @@ from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
 from gemsc.nests import tensor_leaves
+from gemsc.recomputed import checkpoints_off
 
 __all__ = ["Tracer", "TracerFakeMode"]
 
@@ -64,8 +64,9 @@ class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 class Tracer(TorchFunctionMode):
     """Records into `writer` all that a function does while `run` runs it.
 
-    `called` are the leaf layers in the order of their calls; the modules at the paths
-    of `opaque` are leaves that are not run.
+    `called` are the leaf layers in the order of their calls, `checkpoints` the lines
+    of activation checkpoints; the modules at the paths of `opaque` are leaves that are
+    not run.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Tracer(TorchFunctionMode):
         self.writer = writer
         self._opaque = opaque
         self.called: list[tuple[str, nn.Module]] = []
+        self.checkpoints: list[SourceLocation] = []
         self.paused = False
         self._copied = copied
         self._fake = fake
@@ -92,7 +94,8 @@ class Tracer(TorchFunctionMode):
         """
         self._fake.tracer = self
         try:
-            with _patched(self), torch.enable_grad(), self._fake, self:
+            recomputed = checkpoints_off(self._note_checkpoint)
+            with _patched(self), recomputed, torch.enable_grad(), self._fake, self:
                 by_name = isinstance(args, dict)
                 result = function(**args) if by_name else function(*args)
         except GemscError as error:
@@ -171,11 +174,14 @@ class Tracer(TorchFunctionMode):
         apply = MethodType(original, cls)
         if self.paused:
             return apply(*args, **kwargs)
-        if cls is CheckpointFunction:
-            return _without_checkpoint(args)
         call = ("call_function", apply, args, kwargs)
         with self._at_user_line():
             return self._record(call, apply, args, kwargs)
+
+    def _note_checkpoint(self) -> None:
+        line = user_line(Tracer.run.__code__)
+        if line is not None:
+            self.checkpoints.append(line.location)
 
     def record_dispatch(
         self, func: Any, args: _Args, kwargs: _Kwargs, result: Any
@@ -232,14 +238,6 @@ class Tracer(TorchFunctionMode):
             at=at,
             help="it must run as plain PyTorch on example_inputs() and their target",
         )
-
-
-def _without_checkpoint(args: _Args) -> Any:
-    """Compute what a reentrant checkpoint computes, and what it lets gradients do."""
-    function, _, *inputs = args
-    learns = any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor))
-    with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-        return function(*inputs)
 
 
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
