@@ -19,6 +19,7 @@ from gemsc.planner.calibrate import QUICK, Effort, Progress, calibrate, rounded
 from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.measured_network import measured_network
 from gemsc.planner.stopwatch import clock_of
+from gemsc.runtime.device import require_gpu
 from gemsc.runtime.launch import launch
 from gemsc.runtime.offload import store_for
 from gemsc.runtime.streams import streams_for
@@ -44,11 +45,8 @@ def check_device(kind: str) -> None:
     """
     if kind not in DEVICES:
         raise GemscError(f"unknown device '{kind}'", help="choose cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise GemscError(
-            "--device cuda: PyTorch finds no GPU here",
-            help="run it on the machine with the GPU, with a PyTorch for CUDA",
-        )
+    if kind == "cuda":
+        require_gpu()
 
 
 def check_output(path: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from gemsc.runtime.doorbell import SENT, TAKEN, Doorbell
+from gemsc.runtime.link import Link
 from gemsc.runtime.local import LocalTransport, run_local
+from gemsc.runtime.streams import NullStreams
 from gemsc.runtime.total import total
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bells are for Linux")
@@ -106,7 +108,7 @@ def test_other_jobs_are_not_disturbed() -> None:
 def test_the_total_is_the_same_on_all_ranks(size: int) -> None:
     def rank(transport: LocalTransport) -> float:
         part = torch.tensor(0.1 * 3**transport.rank, dtype=torch.float64)
-        return float(total(transport, part))
+        return float(total(Link(transport, NullStreams()), part))
 
     found = run_local(size, rank)
     assert len(set(found)) == 1

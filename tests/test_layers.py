@@ -82,7 +82,10 @@ EXCEPTIONS = {
     ("gemsc.planner.traffic", "gemsc.runtime.message"),
 }
 # To import mpi4py.MPI starts MPI: only a rank may do so.
-IN_FUNCTIONS = {("gemsc.runtime.mpi", "mpi4py")}
+IN_FUNCTIONS = {
+    ("gemsc.runtime.mpi", "mpi4py"),
+    ("gemsc.runtime.arguments", "gemsc.runtime.device"),
+}
 
 OF_A_RANK = MAY_IMPORT["runtime"] | {"", "runtime"}
 

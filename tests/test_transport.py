@@ -17,6 +17,7 @@ from gemsc.runtime.launch import find_mpirun, launch
 from gemsc.runtime.link import Link
 from gemsc.runtime.local import LocalTransport, run_local
 from gemsc.runtime.streams import CudaStreams, HostCopy, NullStreams
+from gemsc.runtime.total import total
 from gemsc.runtime.transport import wait_politely
 
 PROGRAM = str(Path(__file__).parent / "mpi_transport_program.py")
@@ -281,6 +282,29 @@ def test_deferred_messages_and_sums_start_in_order_while_a_rank_waits():
         assert [message.take()[0].item() for message in incoming] == [*range(6)]
         link.wait(*sends, *requests)
         assert [tensor[0].item() for tensor in sums] == [0, 2, 4, 6]
+
+    run_local(2, main, timeout=10)
+
+
+def wait_for_the_total(link: Link) -> None:
+    assert float(total(link, torch.ones(()))) == 2
+
+
+def wait_for_a_plain_sum(link: Link) -> None:
+    link.wait(link.transport.group((0, 1)).all_reduce(torch.ones(1)))
+
+
+@pytest.mark.parametrize("wait", [wait_for_the_total, wait_for_a_plain_sum])
+def test_a_deferred_message_starts_whatever_its_sender_waits_for(wait):
+    """The receiver comes to that only when it has the message."""
+
+    def main(transport: LocalTransport) -> None:
+        link = Link(transport, SlowStreams())
+        if transport.rank == 0:
+            assert link.receive((3,), torch.float32, 1, 1).take()[0] == 7
+        else:
+            link.send(torch.full((3,), 7.0), 0, 1)
+        wait(link)
 
     run_local(2, main, timeout=10)
 

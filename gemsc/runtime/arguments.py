@@ -23,7 +23,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of a program.
 
     Raises:
-        GemscError: an option is unknown or wrong, or names a folder that cannot be.
+        GemscError: an option is unknown or wrong, or names a folder that cannot be, or
+            a GPU where there is none.
     """
     parser = _Parser(
         prog="gemsc run PROGRAM",
@@ -53,6 +54,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"argument --save: {problem}")
     if options.resume is not None:
         check_checkpoint(options.resume)
+    if options.device == "cuda":
+        from gemsc.runtime.device import require_gpu  # loads PyTorch: a second
+
+        require_gpu()
     return options
 
 

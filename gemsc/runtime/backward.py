@@ -22,7 +22,11 @@ def edge_of(tensor: Any) -> GradientEdge | None:
 def run_backward(
     outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor | None]
 ) -> None:
-    """Let the gradients flow back from the outputs that have one."""
+    """Let the gradients flow back from the outputs that have one.
+
+    It runs in this thread, on every device: a backward sends messages and keeps what it
+    knows by thread, and autograd would run it in one thread of its own for each GPU.
+    """
     pairs = [
         (edge, gradient)
         for edge, gradient in zip(outputs, gradients, strict=True)
@@ -30,7 +34,8 @@ def run_backward(
     ]
     if pairs:
         edges, flowing = zip(*pairs, strict=True)
-        torch.autograd.backward(edges, flowing)
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(edges, flowing)
 
 
 def owned(gradient: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ def clip_gradients(
     `own` are the parameters that this rank counts: each one is in `own` of one rank.
     """
     square = torch.zeros((), dtype=torch.float64)
-    for parameter in own:
-        if parameter.grad is not None:
-            square += parameter.grad.double().square().sum().cpu()
+    gradients = [p.grad for p in own if p.grad is not None]
+    if gradients:  # one number goes to the host
+        squares = [gradient.double().square().sum() for gradient in gradients]
+        square = torch.stack(squares).sum().cpu()
     link.wait(group.all_reduce(square))
     scale = limit / (float(square.sqrt()) + EPSILON)
     if scale < 1.0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ __all__ = ["Incoming", "Link"]
 class _Deferred:
     """An operation that starts once its data has come to where the library reads it."""
 
-    __slots__ = ("_finish", "_link", "_request", "copy", "start")
+    __slots__ = ("_finish", "_link", "copy", "request", "start")
 
     def __init__(
         self,
@@ -30,38 +30,57 @@ class _Deferred:
         self.start = start
         self._link = link
         self._finish = finish
-        self._request: Request | None = None
+        self.request: Request | None = None
 
     def begin(self) -> None:
-        self._request = self.start()
+        self.request = self.start()
 
     def done(self) -> bool:
         self._link.advance()
-        if self._request is None or not self._request.done():
+        if self.request is None or not self.request.done():
             return False
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Do what comes after the operation, once."""
         if self._finish is not None:
             self._finish()
             self._finish = None
-        return True
+
+
+class _Begun:
+    """True once nothing is deferred any more, or all that is waited for is done."""
+
+    __slots__ = ("_link", "_requests")
+
+    def __init__(self, link: Link, requests: Sequence[Request]) -> None:
+        self._link = link
+        self._requests = requests
+
+    def done(self) -> bool:
+        """Start what is ready, whatever is waited for: other ranks may need it."""
+        self._link.progress()
+        return not self._link._deferred or all(r.done() for r in self._requests)
 
 
 class Incoming:
     """A message on its way to this rank."""
 
-    __slots__ = ("_buffer", "_link", "_request", "_staged")
+    __slots__ = ("_buffer", "_link", "_staged", "request")
 
     def __init__(
         self, link: Link, request: Request, buffer: Tensor, *, staged: bool
     ) -> None:
         self._link = link
-        self._request = request
+        self.request = request
         self._buffer = buffer
         self._staged = staged
 
     def done(self) -> bool:
         """Give the library a turn; True once the message is here."""
         self._link.advance()
-        return self._request.done()
+        return self.request.done()
 
     @property
     def buffer(self) -> Tensor:
@@ -148,13 +167,21 @@ class Link:
     def wait(self, *requests: Request) -> None:
         """Return when all are complete; what was deferred starts meanwhile."""
         if self._deferred:
-            wait_politely(requests)
-            return
-        self.transport.wait(
-            *(r._request if isinstance(r, Incoming) else r for r in requests)
-        )
+            wait_politely([_Begun(self, requests)])
+        self.transport.wait(*map(_plain, requests))
+        for request in requests:
+            if isinstance(request, _Deferred):
+                request.finish()
 
     def progress(self) -> None:
         """Give the library one cheap turn, between two layers for instance."""
         self.advance()
         self.transport.progress()
+
+
+def _plain(request: Request | None) -> Request:
+    """Return the transport's own request, which has been started."""
+    while isinstance(request, Incoming | _Deferred):
+        request = request.request
+    assert request is not None
+    return request

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from gemsc.runtime.device import claim_device
 from gemsc.runtime.failure import install_hooks, watch_exit
 from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.program_directory import check_program
@@ -32,6 +33,7 @@ def load(
         GemscError: no program directory, another number of ranks, or stale sources.
     """
     folder = Path(directory)
+    claim_device(device)
     transport = MpiTransport()
     install_hooks(transport)
     watch_exit(transport)

@@ -16,25 +16,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemsc.runtime.transport import LARGEST_TAG, Transport
+from gemsc.runtime.link import Link
+from gemsc.runtime.transport import LARGEST_TAG
 
 __all__ = ["total"]
 
 TAG = LARGEST_TAG
 
 
-def total(transport: Transport, value: Tensor) -> Tensor:
-    """Return the sum of a CPU tensor over all ranks; all ask for it together."""
+def total(link: Link, value: Tensor) -> Tensor:
+    """Return the sum of a CPU tensor over all ranks; all ask for it together.
+
+    What the link has deferred starts meanwhile: other ranks may wait for it.
+    """
+    transport = link.transport
     rank, parent = transport.rank, (transport.rank - 1) // 2
     first = 2 * rank + 1
     children = range(first, min(first + 2, transport.size))
     parts = [torch.empty_like(value) for _ in children]
-    transport.wait(
+    link.wait(
         *(transport.receive(p, c, TAG) for p, c in zip(parts, children, strict=True))
     )
     result = torch.stack([value, *parts]).sum(0)
     if rank:
         up, result = transport.send(result, parent, TAG), torch.empty_like(value)
-        transport.wait(transport.receive(result, parent, TAG), up)
-    transport.wait(*(transport.send(result, child, TAG) for child in children))
+        link.wait(transport.receive(result, parent, TAG), up)
+    link.wait(*(transport.send(result, child, TAG) for child in children))
     return result

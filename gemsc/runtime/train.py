@@ -18,6 +18,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.data import Batches, seed_of
+from gemsc.runtime.device import claim_device
 from gemsc.runtime.failure import install_hooks, stop_all
 from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.program_directory import check_program
@@ -25,7 +26,7 @@ from gemsc.runtime.progress import ProgressBar, Status
 from gemsc.runtime.recording import record_timed_steps
 from gemsc.runtime.shared_data import SharedData
 from gemsc.runtime.tiled_data import TiledDataset, window_of
-from gemsc.runtime.trainer import Trainer, choose_device
+from gemsc.runtime.trainer import Trainer
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.verification import run_recorded_steps
 from gemsc.user_model import UserModel, load_user_model
@@ -44,12 +45,14 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
         options = parse_arguments(arguments)
     except GemscError as error:
         wrong = str(error)
+    else:
+        claim_device(_device(options))
     transport = MpiTransport()
     install_hooks(transport)
     try:
-        refusal = transport.broadcast_object(
-            wrong or _refusal(directory, transport) if transport.rank == 0 else None
-        )
+        if transport.rank == 0:
+            wrong = wrong or _refusal(directory, transport)
+        refusal = next((r for r in transport.all_gather_object(wrong) if r), None)
         if refusal is not None:
             if transport.rank == 0:
                 print(refusal, file=sys.stderr, flush=True)  # noqa: T201
@@ -70,6 +73,11 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     except BaseException as error:
         stop_all(error, transport, Status.current)
     return 0
+
+
+def _device(options: argparse.Namespace) -> torch.device | None:
+    """Return the device asked for; None leaves the choice."""
+    return None if options.device == "auto" else torch.device(options.device)
 
 
 def _refusal(directory: Path, transport: Transport) -> str | None:
@@ -104,15 +112,12 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
             f"{user.path} has no dataset()",
             help="add dataset() -> map-style Dataset of (input, target)",
         )
-    device = None if options.device == "auto" else torch.device(options.device)
-    if options.device == "cuda":
-        device = choose_device(transport)
     torch.set_default_dtype(DTYPES[options.dtype])  # also of what forward makes
     trainer = Trainer(
         directory,
         transport,
         optimizer=user.optimizer,
-        device=device,
+        device=_device(options),
         dtype=None if options.dtype == "float32" else DTYPES[options.dtype],
         seed=options.seed,
         scheduler=user.scheduler,

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.device import choose_device
 from gemsc.runtime.link import Link
 from gemsc.runtime.program_directory import check_checkpoint
 from gemsc.runtime.progress import Status
@@ -35,7 +36,6 @@ from gemsc.runtime.worker import Worker
 __all__ = [
     "Evaluation",
     "Trainer",
-    "choose_device",
     "load_rank_module",
 ]
 
@@ -50,8 +50,8 @@ class Evaluation:
     """What an evaluation step gives.
 
     loss: mean over the batch, on every rank; None for a program without a loss.
-    output: what the model returns for the whole batch, on the rank that has it (the one
-        of the loss); None elsewhere.
+    output: what the model returns for the whole batch, in the host's memory, on the
+        rank that has it (the one of the loss); None elsewhere.
     """
 
     loss: float | None
@@ -84,7 +84,7 @@ class Trainer:
         """
         self.directory = directory
         self.transport = transport
-        self.device = device or choose_device(transport)
+        self.device = choose_device(transport, device)
         ranks = Plan.read(directory / "plan.toml").copy_ranks
         self.module = load_rank_module(directory, transport.rank % ranks)
         stages = {key: self._build(key, dtype) for key in self.module.STAGES}
@@ -279,10 +279,10 @@ class Trainer:
                 stage.train(training)
 
     def _mean_loss(self) -> float:
-        """Return it; all have come to the end of the step, and so have their sends."""
+        """Return it; sends may still wait for their data, and start meanwhile."""
         worker = self.worker
         worker.status.enter("sum of the losses")
-        loss = total(self.transport, worker.loss_sum())
+        loss = total(worker.link, worker.loss_sum())
         return float(loss) / (worker.copy_micro_batches * worker.num_copies)
 
 
@@ -298,13 +298,6 @@ def _join_parts(directory: Path, num_ranks: int) -> None:
     for rank in range(num_ranks):
         name = f"optimizer-rank{rank}.pt"
         (directory / f".{name}").replace(directory / name)
-
-
-def choose_device(transport: Transport) -> torch.device:
-    """Return the CUDA device of this rank's number on its machine, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", transport.local_rank % torch.cuda.device_count())
 
 
 def load_rank_module(directory: Path, rank: int) -> ModuleType:
@@ -366,11 +359,15 @@ def _copy_checked(target: Tensor, value: Tensor, name: str, where: Path) -> None
 
 
 def _concatenate(outputs: list[Any]) -> Any:
-    """Join the micro-batches' outputs in dimension 0 (scalars are stacked)."""
+    """Join the micro-batches' outputs in dimension 0 (scalars are stacked), on the CPU.
+
+    There the batch's targets are, and the user's metrics.
+    """
 
     def join(*parts: Any) -> Any:
         if not isinstance(parts[0], Tensor):
             return parts[0]
+        parts = tuple(part.cpu() for part in parts)
         if parts[0].dim() == 0:
             return torch.stack(parts)
         return torch.cat(parts)
