@@ -52,6 +52,7 @@ __all__ = [
     "functional_linear",
     "global_max",
     "kept_of",
+    "max_unpool",
     "on_grid",
     "reach",
     "redistribute",
@@ -62,6 +63,7 @@ __all__ = [
     "std",
     "told_of_sums",
     "var",
+    "whole_positions",
     "with_whole_gradients",
 ]
 
@@ -139,6 +141,16 @@ def average_pool(*args: Any, **kwargs: Any) -> Tensor:
     return _grid().average_pool(*args, **kwargs)
 
 
+def whole_positions(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """See `Grid.whole_positions`."""
+    return _grid().whole_positions(*args, **kwargs)
+
+
+def max_unpool(*args: Any, **kwargs: Any) -> Tensor:
+    """See `Grid.max_unpool`."""
+    return _grid().max_unpool(*args, **kwargs)
+
+
 def adaptive_pool(*args: Any, **kwargs: Any) -> Tensor:
     """See `Grid.adaptive_pool`."""
     return _grid().adaptive_pool(*args, **kwargs)
@@ -195,6 +207,8 @@ FUNCTIONS = {
         softmax,
         average_pool,
         adaptive_pool,
+        whole_positions,
+        max_unpool,
         resize,
         functional_linear,
         functional_batch_norm,

@@ -23,7 +23,9 @@ from gemsc.runtime.tile_windows import (
     Resize,
     adaptive_pool,
     average_pool,
+    max_unpool,
     resize,
+    whole_positions,
 )
 
 __all__ = ["LayersOnTiles"]
@@ -367,6 +369,24 @@ class LayersOnTiles(ABC):
     ) -> Tensor:
         """Return "avg" or "max" of each local window."""
         return adaptive_pool(value, kind, windows)
+
+    def whole_positions(
+        self, pooled: tuple[Tensor, Tensor], box: Box, size: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return pooled values with their indices as positions in the whole value.
+
+        They are positions in `box`, which the tile has of the last dimensions, `size`.
+        """
+        return whole_positions(pooled, box, size)
+
+    def max_unpool(
+        self, value: Tensor, indices: Tensor, size: tuple[int, ...], box: Box
+    ) -> Tensor:
+        """Return `box` of the last dimensions of `F.max_unpool2d`, `size` as a whole.
+
+        Indices are positions in the whole value, all of them in the box.
+        """
+        return max_unpool(value, indices, size, box)
 
     def resize(self, value: Tensor, how: Resize) -> Tensor:
         """Return the tile's part of a resized value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gemsc.boxes import Interval
+from gemsc.boxes import Box, Interval, everything, shape_of
 
 __all__ = [
     "AxisWindows",
     "Resize",
     "adaptive_pool",
     "average_pool",
+    "max_unpool",
     "resize",
     "rows_read",
     "taps",
+    "whole_positions",
 ]
 
 _AVERAGE: dict[int, Any] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -92,6 +95,42 @@ def adaptive_pool(
         row = value.narrow(dim, start, stop - start)
         rows.append(_pool_rest(row, pool, tuple(rest), dim + 1))
     return torch.cat(rows, dim)
+
+
+def whole_positions(
+    pooled: tuple[Tensor, Tensor], box: Box, size: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return values and indices, which count in `box`, as positions in all of `size`.
+
+    Where a window holds -inf alone it may have found padding: it then has its first
+    element, as for the whole value.
+    """
+    values, indices = pooled
+    return values, _moved(indices, box, everything(size))
+
+
+def max_unpool(
+    value: Tensor, indices: Tensor, size: tuple[int, ...], box: Box
+) -> Tensor:
+    """Return `box` of the whole value, in which all indices are: zeros but for them."""
+    places = _moved(indices, everything(size), box)
+    columns = (t.flatten(-len(size)).unsqueeze(-1) for t in (value, places))
+    shape = shape_of(box)
+    flat = torch.ops.aten.max_unpool2d(*columns, (math.prod(shape), 1))
+    result: Tensor = flat.view(*value.shape[: -len(size)], *shape)
+    return result
+
+
+def _moved(indices: Tensor, old: Box, new: Box) -> Tensor:
+    """Return flat positions in one box as positions in another one."""
+    result = torch.zeros_like(indices)
+    step = 1
+    for (begin, stop), (start, end) in zip(reversed(old), reversed(new), strict=True):
+        place = indices % (stop - begin) + (begin - start)
+        result += place.clamp_(min=0) * step
+        indices = indices // (stop - begin)
+        step *= end - start
+    return result
 
 
 def _pool_rest(

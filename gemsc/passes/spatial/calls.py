@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ __all__ = ["Call", "describe"]
 _CONV = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 _MAX_POOL = "input kernel_size stride padding dilation ceil_mode return_indices"
+_MAX_UNPOOL = "input indices kernel_size stride padding output_size"
 _AVG_POOL = (
     "input kernel_size stride padding ceil_mode count_include_pad divisor_override"
 )
@@ -90,10 +92,8 @@ def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
                 name: getattr(layer, attribute)
                 for name, attribute in (_pair(word) for word in settings.split())
             }
-            first, *others = node.args or node.kwargs.values()
-            arguments["input"] = first
-            if others:
-                arguments["target"] = others[0]
+            given = inspect.signature(layer.forward).bind(*node.args, **node.kwargs)
+            arguments |= given.arguments
             kind, _, detail = kind.partition(":")
             return Call(node, kind, arguments, layer, detail=detail)
     return Call(node, "", {}, layer)
@@ -153,6 +153,8 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
         yield f"conv{rank}d", f"conv:{rank}", _CONV
         yield f"conv_transpose{rank}d", f"conv_transpose:{rank}", _TRANSPOSED
         yield f"max_pool{rank}d", f"max_pool:{rank}", _MAX_POOL
+        yield f"max_pool{rank}d_with_indices", f"max_pool:{rank}", _MAX_POOL
+        yield f"max_unpool{rank}d", f"max_unpool:{rank}", _MAX_UNPOOL
         yield f"avg_pool{rank}d", f"avg_pool:{rank}", _AVG_POOL
         yield f"lp_pool{rank}d", f"lp_pool:{rank}", _LP_POOL
         yield f"adaptive_avg_pool{rank}d", f"adaptive_avg_pool:{rank}", _ADAPTIVE
@@ -220,6 +222,7 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
             f"max_pool:{rank}",
             (f"{windows} dilation ceil_mode return_indices"),
         )
+        yield getattr(nn, f"MaxUnpool{d}"), f"max_unpool:{rank}", windows
         average = f"{windows} ceil_mode count_include_pad"
         yield (
             getattr(nn, f"AvgPool{d}"),

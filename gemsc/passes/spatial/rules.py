@@ -29,6 +29,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "conv": windows.convolution,
     "conv_transpose": windows.transposed_convolution,
     "max_pool": windows.max_pooling,
+    "max_unpool": windows.max_unpooling,
     "avg_pool": windows.average_pooling,
     "lp_pool": windows.lp_pooling,
     "adaptive_avg_pool": partial(resizing.adaptive_pooling, kind="avg"),

@@ -7,17 +7,19 @@ too, and the operation runs without padding. Along the others it stays as it is.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from gemsc.boxes import Box, Interval
+from gemsc.boxes import Box, Interval, everything, hull, intersection
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.tile_ops import AxisWindows
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.calls import Call, describe
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
@@ -30,6 +32,7 @@ __all__ = [
     "largest_of_everything",
     "lp_pooling",
     "max_pooling",
+    "max_unpooling",
     "mean_of_everything",
     "numbers",
     "result_axes",
@@ -67,9 +70,14 @@ def spatial_axes(low: Lowering, source: fx.Node, rank: int) -> Axes:
 
 def result_axes(low: Lowering, call: Call, axes: Axes) -> Axes:
     """Return the axes of the result, if every tile gets a part of it."""
-    if not fits(low.shape(call.node), axes, low.grid):
+    if not fits(_result_shape(call), axes, low.grid):
         raise Refused("the result is smaller than the grid")
     return axes
+
+
+def _result_shape(call: Call) -> tuple[int, ...]:
+    """Return the shape of the result; of several tensors, that of the first."""
+    return tuple(pytree.tree_leaves(meta.value(call.node))[0].shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,13 @@ class _Window:
             before=self.before[dim],
         )
 
+    def reaching(self, dim: int, rows: Interval) -> Interval:
+        """Return the outputs whose windows meet these rows of the input."""
+        start, stop = (row + self.before[dim] for row in rows)
+        reach = self.dilation[dim] * (self.kernel[dim] - 1)
+        stride = self.stride[dim]
+        return -(-(start - reach) // stride), (stop - 1) // stride + 1
+
     @property
     def is_symmetric(self) -> bool:
         return self.before == self.after
@@ -109,6 +124,12 @@ def _wanted(
     """
     source = low.shape(call.input)
     first = len(axes) - len(explicit)
+    is_tensor = isinstance(meta.value(call.node), Tensor)
+    results = (
+        low.result(call.node, axes)
+        if is_tensor
+        else low.owned(_result_shape(call), axes)
+    )
     return tuple(
         tuple(
             rule(dim - first, interval)
@@ -116,7 +137,7 @@ def _wanted(
             else (0, source[dim])
             for dim, interval in enumerate(box)
         )
-        for box in low.result(call.node, axes)
+        for box in results
     )
 
 
@@ -248,21 +269,82 @@ def transposed_convolution(low: Lowering, call: Call) -> Local:
 
 
 def max_pooling(low: Lowering, call: Call) -> Local:
-    """Run a maximum on the tile with its halo; outside the value is -inf."""
-    if call.get("return_indices", False):
-        raise Refused("it returns indices")
+    """Run a maximum on the tile with its halo; outside the value is -inf.
+
+    Indices that it returns become positions in the whole value.
+    """
+    has_indices = not isinstance(meta.value(call.node), Tensor)
     if not meta.spec(call.input).dtype.is_floating_point:
         raise Refused("it is not of floating point numbers")
     window = _pooling_window(call)
-    if _covers_everything(low, call, window):
+    if not has_indices and _covers_everything(low, call, window):
         return largest_of_everything(low, call)
     axes = result_axes(low, call, spatial_axes(low, call.input, call.rank))
     explicit = _explicit(axes, call.rank)
     wanted = _wanted(low, call, axes, window.need, explicit)
-    part = low.part(call.input, wanted, fill=-math.inf)
+    inputs = {call.input: low.part(call.input, wanted, fill=-math.inf)}
     padding = _kept(window.before, explicit)
     changes = _changed_padding(call, padding)
-    return call_again(low, call, axes, {call.input: part}, changes)
+    local = call_again(low, call, axes, inputs, changes, partial=has_indices)
+    if not has_indices:
+        return local
+    size = low.shape(call.input)[-call.rank :]
+    args = (local.node, wanted[low.place][-call.rank :], size)
+    function = tile_ops.whole_positions
+    return low.create(call.node, "call_function", function, args, {}, axes)
+
+
+def max_unpooling(low: Lowering, call: Call) -> Local:
+    """Put the values back whose windows reach into the tile, and crop."""
+    rank, source = call.rank, call.input
+    pooling = _pooling_of(low, call["indices"])
+    size = low.shape(pooling.input)[-rank:]
+    if low.shape(call.node)[-rank:] != size:
+        raise Refused("its result has another size than what was pooled")
+    axes = result_axes(low, call, spatial_axes(low, source, rank))
+    window, pooled = _pooling_window(pooling), low.shape(source)[-rank:]
+
+    def reaching(dim: int, out: Interval) -> Interval:
+        """Return the pooled rows whose windows meet these rows, one at least."""
+        first, last = window.reaching(dim, out)
+        first = min(max(first, 0), pooled[dim] - 1)
+        return first, max(min(last, pooled[dim]), first + 1)
+
+    wanted = _wanted(low, call, axes, reaching, _explicit(axes, rank))
+    box = low.result(call.node, axes)[low.place][-rank:]
+    rows = wanted[low.place][-rank:]
+    reached = tuple(window.need(dim, interval) for dim, interval in enumerate(rows))
+    region = hull(box, intersection(reached, everything(size)))
+    parts = low.part(source, wanted), low.part(call["indices"], wanted)
+    local = low.create(
+        call.node,
+        "call_function",
+        tile_ops.max_unpool,
+        (*parts, size, region),
+        {},
+        axes,
+        partial=region != box,
+    )
+    uneven = [
+        (start - first, last - stop)
+        for (start, stop), (first, last) in zip(box, region, strict=True)
+    ]
+    return crop(low, call, local, uneven)
+
+
+def _pooling_of(low: Lowering, indices: fx.Node) -> Call:
+    """Return the pooling that found these indices.
+
+    Raises:
+        Refused: where they come from is not known.
+    """
+    if indices.target is operator.getitem and indices.args[1] == 1:
+        pooling = indices.args[0]
+        assert isinstance(pooling, fx.Node)
+        call = describe(pooling, low.program.module)
+        if call.kind == "max_pool":
+            return call
+    raise Refused("its indices are not those of a max pooling")
 
 
 def _pooling_window(call: Call) -> _Window:
