@@ -628,7 +628,10 @@ def test_a_missing_file_is_found_before_ranks_start(
             "argument --save: nothing can be written in /proc: "
             "No such file or directory",
         ),
-        ("--resume program", "program is no checkpoint: it has no model.safetensors"),
+        (
+            "--resume program",
+            "program is not a checkpoint: it has no model.safetensors",
+        ),
     ],
 )
 def test_a_wrong_option_of_a_program_starts_no_ranks(

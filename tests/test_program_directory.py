@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,7 @@ from gemsc.codegen import package
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.launch import launch
-from gemsc.runtime.local import LocalTransport, run_local
 from gemsc.runtime.program_directory import check_program
-from gemsc.runtime.trainer import Trainer
 from gemsc.user_model import load_user_model
 
 
@@ -132,76 +127,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert at_once.keys() == in_two.keys()
     assert all(torch.equal(at_once[name], in_two[name]) for name in at_once)
     for rank in range(2):
-        states = [torch.load(f"{name}/optimizer-rank{rank}.pt") for name in names]
+        states = [
+            torch.load(f"{name}/latest/optimizer-rank{rank}.pt") for name in names
+        ]
         assert states[0]["steps"] == states[1]["steps"] == 9
-        adams = [state["optimizer"]["state"] for state in states]
+        adams = [state["states"]["optimizer"]["state"] for state in states]
         torch.testing.assert_close(*adams, rtol=0, atol=0)
 
     model = load_user_model("model.py").make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(at_once)
     assert not any(torch.equal(before[name], at_once[name]) for name in before)
-
-
-def on_threads(program: Path, act: Callable[[Trainer], object]) -> None:
-    """Let each rank train a step and act."""
-
-    def main(transport: LocalTransport) -> None:
-        trainer = Trainer(program, transport)
-        generator = torch.Generator().manual_seed(0)
-        input = torch.randn(8, 8, generator=generator)
-        trainer.step(input, torch.arange(8) % 4)
-        act(trainer)
-
-    run_local(2, main)
-
-
-def test_a_checkpoint_replaces_another_and_leaves_nothing_else(
-    program: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "checkpoint"
-    for _ in range(2):
-        on_threads(program, lambda trainer: trainer.save(folder))
-        assert {path.name for path in folder.iterdir()} == {
-            "model.safetensors", "optimizer-rank0.pt", "optimizer-rank1.pt",
-        }  # fmt: skip
-
-
-def test_weights_alone_are_a_checkpoint_too(program: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    on_threads(program, lambda trainer: trainer.save(folder))
-    for path in folder.glob("optimizer-*"):
-        path.unlink()
-
-    def resume(trainer: Trainer) -> None:
-        for tensor in trainer.state_dict().values():
-            tensor.zero_()
-        trainer.resume(folder)
-        saved = load_file(folder / "model.safetensors")
-        for name, tensor in trainer.state_dict().items():
-            assert torch.equal(tensor, saved[name])
-
-    on_threads(program, resume)
-
-
-def test_what_is_no_checkpoint_of_this_program_is_refused(
-    gemsc: Gemsc, program: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "checkpoint"
-    on_threads(program, lambda trainer: trainer.save(folder))
-
-    assert gemsc("compile", "model.py", "--cuts", "second", "-o", "other").code == 0
-    with pytest.raises(GemscError, match="by ranks that share the model otherwise"):
-        on_threads(Path("other"), lambda trainer: trainer.resume(folder))
-
-    (folder / "optimizer-rank1.pt").write_bytes(b"damaged")
-    with pytest.raises(GemscError, match=r"optimizer-rank1\.pt is damaged"):
-        on_threads(program, lambda trainer: trainer.resume(folder))
-
-    os.truncate(folder / "model.safetensors", 20)
-    with pytest.raises(GemscError, match=r"model\.safetensors is damaged"):
-        on_threads(program, lambda trainer: trainer.resume(folder))
-
-    shutil.rmtree(folder)
-    with pytest.raises(GemscError, match="is no checkpoint"):
-        on_threads(program, lambda trainer: trainer.resume(folder))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from gemsc.errors import GemscError
-from gemsc.runtime.program_directory import check_checkpoint
 
 __all__ = ["parse_arguments"]
 
@@ -52,8 +51,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.save is not None and (problem := _why_not_in(options.save)):
         parser.error(f"argument --save: {problem}")
-    if options.resume is not None:
-        check_checkpoint(options.resume)
     if options.device == "cuda":
         from gemsc.runtime.device import require_gpu  # loads PyTorch: a second
 

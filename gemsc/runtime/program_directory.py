@@ -1,4 +1,4 @@
-"""What `gemsc compile` and `Trainer.save` wrote: checked before anything starts."""
+"""What `gemsc compile` wrote: checked before anything starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gemsc.errors import GemscError
 from gemsc.fingerprint import changed_definitions
 from gemsc.plan import Plan
 
-__all__ = ["check_checkpoint", "check_program"]
+__all__ = ["check_program"]
 
 
 def check_program(directory: Path, num_ranks: int) -> Plan:
@@ -43,16 +43,3 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
         if not (directory / file).is_file():
             raise GemscError(f"{directory} has no {file}", help=again)
     return plan
-
-
-def check_checkpoint(directory: Path) -> None:
-    """Make sure that a folder is what `Trainer.save` writes.
-
-    Raises:
-        GemscError: it is not.
-    """
-    if not (directory / "model.safetensors").is_file():
-        raise GemscError(
-            f"{directory} is no checkpoint: it has no model.safetensors",
-            help="give the folder that --save wrote",
-        )

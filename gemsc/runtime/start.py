@@ -12,6 +12,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.failure import computed_lines
 from gemsc.runtime.launch import launch
+from gemsc.runtime.manifest import check_checkpoint
 from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.progress import BAR_VARIABLE, STATUS_VARIABLE, read_status
 
@@ -30,7 +31,9 @@ def start(
         GemscError: the program cannot run; nothing has been started.
     """
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
-    parse_arguments(arguments)
+    options = parse_arguments(arguments)
+    if options.resume is not None:
+        check_checkpoint(options.resume, plan.ranks)
     with tempfile.TemporaryDirectory(prefix="gemsc-status-") as name:
         folder = Path(name)
 

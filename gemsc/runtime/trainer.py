@@ -16,20 +16,19 @@ from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime import checkpoint
 from gemsc.runtime.device import choose_device
 from gemsc.runtime.link import Link
-from gemsc.runtime.program_directory import check_checkpoint
 from gemsc.runtime.progress import Status
 from gemsc.runtime.streams import streams_for
 from gemsc.runtime.tiled_data import Window
 from gemsc.runtime.total import total
 from gemsc.runtime.transport import Transport
 from gemsc.runtime.weights import (
+    NOT_OF_THE_MODEL,
     fill,
-    read_progress,
     read_tensors,
     stage_tensors,
-    write_tensors,
 )
 from gemsc.runtime.worker import Worker
 
@@ -39,7 +38,6 @@ __all__ = [
     "load_rank_module",
 ]
 
-NOT_OF_THE_MODEL = ("_loss.", "_constants.")
 Parameters = Iterable[tuple[str, nn.Parameter]]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
@@ -191,87 +189,23 @@ class Trainer:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def save(self, directory: Path) -> None:
-        """Write `model.safetensors` (the whole model) and each rank's optimizer state.
+        """Write a checkpoint; all ranks call this after the same step.
 
-        Each rank writes its part; rank 0 joins them under the user's names, so that
-        `model.load_state_dict(safetensors.torch.load_file(path))` takes the file. An
-        older checkpoint stays whole until the new one is.
+        `directory` then holds `model.safetensors`, the whole model under the user's
+        names, so that `model.load_state_dict(safetensors.torch.load_file(path))` takes
+        it, and `latest`, all that `resume` needs. An older checkpoint stays there whole
+        until the new one is.
         """
-        rank = self.transport.rank
-        first = self.worker.tile == 0  # the other tiles of a grid have the same
-        part = self.state_dict() if first else {}
-        write_tensors(directory / f".part{rank}.safetensors", part)
-        torch.save(self._progress(), directory / f".optimizer-rank{rank}.pt")
-        self.transport.barrier()
-        if rank == 0:
-            _join_parts(directory, self.transport.size)
-        self.transport.barrier()
-
-    def _progress(self) -> dict[str, Any]:
-        """Return what this rank needs to go on, besides the model."""
-        worker = self.worker
-        named = worker.named_parameters()
-        parts = {"optimizer": worker.optimizer, "scheduler": worker.scheduler}
-        return {
-            "steps": worker.steps_done,
-            "parameters": list(named),
-            "buffers": {
-                name: tensor
-                for name, tensor in self.all_tensors().items()
-                if name not in named or name.startswith(NOT_OF_THE_MODEL)
-            },
-            "gradients": {n: p.grad for n, p in named.items() if p.grad is not None},
-            **{name: part and part.state_dict() for name, part in parts.items()},
-        }
+        checkpoint.save(self, directory)
 
     def resume(self, directory: Path) -> None:
         """Go on from what `save` wrote; a folder of weights alone gives the weights.
 
         Raises:
-            GemscError: the folder holds no checkpoint of this program.
+            GemscError: the folder holds no checkpoint of this program, or a damaged
+                one; nothing was changed.
         """
-        check_checkpoint(directory)
-        whole = read_tensors(directory / "model.safetensors")
-        for stage in self.stages.values():
-            mine = {
-                name: whole.get(name, t) for name, t in stage_tensors(stage).items()
-            }
-            missing = [
-                name
-                for name in stage.state_dict()
-                if name not in whole and not name.startswith(NOT_OF_THE_MODEL)
-            ]
-            if missing:
-                raise GemscError(
-                    f"{directory} has no '{missing[0]}'",
-                    help="give a checkpoint of this model",
-                )
-            with torch.no_grad():
-                for name, tensor in stage_tensors(stage).items():
-                    _copy_checked(tensor, mine[name], name, directory)
-        if any(directory.glob("optimizer-rank*.pt")):
-            self._resume_progress(directory)
-
-    def _resume_progress(self, directory: Path) -> None:
-        worker = self.worker
-        named = worker.named_parameters()
-        path = directory / f"optimizer-rank{self.transport.rank}.pt"
-        state = read_progress(path, self.device) if path.exists() else {}
-        if state.get("parameters") != list(named):
-            raise GemscError(
-                f"{directory} was saved by ranks that share the model otherwise",
-                help="compile with the split of that time, or remove its "
-                "optimizer-rank*.pt: then only the weights are taken",
-            )
-        worker.steps_done = state["steps"]
-        tensors = self.all_tensors()
-        for name, buffer in state["buffers"].items():
-            tensors[name].copy_(buffer)
-        for name, gradient in state["gradients"].items():
-            named[name].grad = gradient
-        for part in ("optimizer", "scheduler"):
-            if state[part] is not None and getattr(worker, part) is not None:
-                getattr(worker, part).load_state_dict(state[part])
+        checkpoint.resume(self, directory)
 
     def _set_mode(self, *, training: bool) -> None:
         for stage in self.stages.values():
@@ -284,20 +218,6 @@ class Trainer:
         worker.status.enter("sum of the losses")
         loss = total(worker.link, worker.loss_sum())
         return float(loss) / (worker.copy_micro_batches * worker.num_copies)
-
-
-def _join_parts(directory: Path, num_ranks: int) -> None:
-    """Put the ranks' parts together and at their places."""
-    whole: dict[str, Tensor] = {}
-    parts = [directory / f".part{rank}.safetensors" for rank in range(num_ranks)]
-    for path in reversed(parts):  # the first copy of the model comes last, and stays
-        whole.update(read_tensors(path))
-    write_tensors(directory / "model.safetensors", whole)
-    for path in (*parts, *directory.glob("optimizer-rank*.pt")):
-        path.unlink()
-    for rank in range(num_ranks):
-        name = f"optimizer-rank{rank}.pt"
-        (directory / f".{name}").replace(directory / name)
 
 
 def load_rank_module(directory: Path, rank: int) -> ModuleType:
@@ -346,16 +266,6 @@ def _make_optimizer(
     if factory is None:
         return torch.optim.SGD(named.items(), lr=0.01)
     return factory(named.items())
-
-
-def _copy_checked(target: Tensor, value: Tensor, name: str, where: Path) -> None:
-    if target.shape != value.shape:
-        raise GemscError(
-            f"{where}: '{name}' has shape {list(value.shape)}, the program needs "
-            f"{list(target.shape)}",
-            help="give a checkpoint of this model",
-        )
-    target.copy_(value)
 
 
 def _concatenate(outputs: list[Any]) -> Any:

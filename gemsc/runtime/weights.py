@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,14 @@ from torch import Tensor, nn
 from gemsc.errors import GemscError
 
 __all__ = [
+    "NOT_OF_THE_MODEL",
     "fill",
-    "read_progress",
     "read_tensors",
     "stage_tensors",
     "write_tensors",
 ]
+
+NOT_OF_THE_MODEL = ("_loss.", "_constants.")  # names that only a stage has
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -52,21 +53,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise GemscError(
             f"{path} is damaged: {error}", help="compile again to write it anew"
         ) from None
-
-
-def read_progress(path: Path, device: torch.device) -> dict[str, Any]:
-    """Read what a rank saved besides the model: plain data and tensors.
-
-    Raises:
-        GemscError: it is damaged.
-    """
-    try:
-        found = torch.load(path, weights_only=True, map_location=device)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        found = str(error).split("\n")[0]
-    if not isinstance(found, dict):
-        raise GemscError(f"{path} is damaged: {found}", help="take another checkpoint")
-    return found
 
 
 def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
