@@ -6,6 +6,8 @@ import dataclasses
 import enum
 import hashlib
 import re
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +132,13 @@ def worst(
     *,
     ranks: int = 2,
     micro_batches: int = 4,
+    change: Callable[[Tensor], Tensor] = torch.clone,
     **options: Any,
 ) -> float:
-    """Return the largest error of three steps with Adam on threads, in float64."""
+    """Return the largest error of three steps with Adam on threads, in float64.
+
+    The inputs of the second step are the negative ones of the others.
+    """
     copies = options.get("data", 1)
     written(
         folder,
@@ -146,8 +152,8 @@ def worst(
     )
     count = micro_batches * copies
     given = ((inputs,), target)
-    batches = [batch_of(given, count, len(inputs))]
-    batches += [((-batches[0][0][0],), batches[0][1]), batches[0]]
+    ((numbers,), targets) = batch_of(given, count, len(inputs))
+    batches = [((sign * change(numbers),), targets) for sign in (1, -1, 1)]
     found = run_on_threads(folder, ranks * copies, batches, optimizer=adam)
     wanted = reference_steps(model, loss, batches, count, torch.float64, adam)
     return compare(found, wanted).worst
@@ -265,6 +271,62 @@ def test_gradients_flow_though_none_came_out_of_the_example(
     assert worst(tmp_path / "program", model, example, micro_batches=8) <= EXACT
 
 
+class Long(nn.Module):
+    """Nothing before the gate gets a gradient in a step of negative inputs."""
+
+    def __init__(self, inner: nn.Module, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = layer(), layer(), layer()
+        self.inner = inner
+        for early in (self.first, self.second):
+            for name, parameter in early.named_parameters():
+                nn.init.constant_(parameter, 0.1 if name == "weight" else 0.0)
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.last(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 4},
+        {"ranks": 3, "data": 2, "micro_batches": 2},
+        {"ranks": 2, "schedule": "mast", "micro_batches": 2},
+        {"ranks": 3, "schedule": "zb-h1"},
+        {"ranks": 4, "recompute": ("first", "second")},
+    ],
+)
+def test_parameters_without_a_gradient_in_a_whole_step_have_none(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Adam goes on to move a parameter whose gradient is zero."""
+    model = Long(made(Severed), lambda: nn.Linear(D, D))
+    assert (
+        worst(tmp_path / "program", model, X.abs(), change=torch.abs, **options)
+        <= EXACT
+    )
+
+
+def test_shared_parameters_without_a_gradient_have_none(tmp_path: Path) -> None:
+    model = Long(made(Severed), lambda: nn.Linear(D, D))
+    model.second.weight = model.first.weight
+    assert worst(tmp_path, model, X.abs(), change=torch.abs, ranks=4) <= EXACT
+
+
+@pytest.mark.parametrize("tiles", ["2x1", "2x1,1x1", "1x1,2x1", "2x2,2x1"])
+def test_tiles_agree_on_a_gradient_that_is_absent(tiles: str, tmp_path: Path) -> None:
+    model = Long(made(Severed, 16), lambda: nn.Conv2d(3, 3, 3, padding=1))
+    grids = [prod(map(int, grid.split("x"))) for grid in tiles.split(",")]
+    options = {
+        "tiles": tuple(tiles.split(",")),
+        "ranks": sum(grids),
+        "blocks": (4,) if len(grids) == 1 else (2, 2),
+        "change": torch.abs,
+    }
+    assert worst(tmp_path, model, PICTURE.abs(), PICTURE, **options) <= EXACT
+
+
 # ----------------------------------------------------- what the files hold
 
 
@@ -329,7 +391,7 @@ def test_all_kinds_of_attributes_are_written(tmp_path: Path) -> None:
     assert worst(tmp_path / "program", model) <= EXACT
     text = "".join(file.read_text() for file in tmp_path.glob("program/rank*.py"))
     assert "self.inner = user_module(" in text
-    assert 'depends_on_data = ("inner",)' in text
+    assert "DEPENDS_ON_DATA = True" in text
 
 
 class Holds(Gate):

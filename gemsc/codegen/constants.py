@@ -15,6 +15,7 @@ from gemsc.codegen.writer import Names, Writer, split_arguments
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name
+from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Input, Program, Transfer
 from gemsc.ir.tile_ops import Exchange
 from gemsc.planner.tiles import ends
@@ -81,6 +82,8 @@ class Constants:
             )
             pairs = [f"{quoted(k)}: {n}" for k, n in self.text.head_starts.items()]
             self.writer.call("HEAD_STARTS = {", pairs, "}")
+        if opaques(self.text.program.module):
+            line("DEPENDS_ON_DATA = True  # some gradients may be absent")
         self._write_tiles()
         line()
         if self.names:

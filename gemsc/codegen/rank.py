@@ -49,6 +49,7 @@ class _RankWriter:
             [
                 *(*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"),
                 *("NUM_REPLICAS", "TILES", "SPLITS_BACKWARD", "HEAD_STARTS"),
+                "DEPENDS_ON_DATA",
                 *("train_step", "eval_step"),
             ]
         )

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.codegen.exchanges import note_of
-from gemsc.codegen.expressions import Named, access, as_tuple, expression, quoted
+from gemsc.codegen.expressions import Named, access, expression, quoted
 from gemsc.codegen.layers import (
     containers,
     holder,
@@ -48,9 +48,6 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
             writer.line()
         paths = paths_of(stage)
         whole = whole_modules(stage.program, paths)
-        if whole:
-            writer.line(f"depends_on_data = {as_tuple(whole)}")
-            writer.line()
         frozen = [path for path in paths if path in stage.program.frozen]
         frozen += [p for p in sorted(stage.program.frozen) if holder(p, whole)]
         with writer.block("def __init__(self) -> None:"):

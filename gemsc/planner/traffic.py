@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of, exchanged
+from gemsc.ir.flow import exchange_of, exchanged, flow
+from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.planner.tiles import ends, exchanging, traffic_of
@@ -93,6 +94,9 @@ def _inside(program: Program, stage: Stage) -> StepTraffic:
         for each in meta.facts(node).sums
         for _ in range(2 if node in again and not each.backward else 1)
     ]
+    if tiles > 1 and opaques(program.module):  # do they all lack a gradient?
+        gives = flow(program, stage.index, with_outputs=False).gives
+        sums.append(tiles * torch.float32.itemsize * len(gives))
     return StepTraffic(len(sizes), sum(sizes), tiles * len(sums), sum(sums))
 
 

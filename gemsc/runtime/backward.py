@@ -1,4 +1,10 @@
-"""The backward of one stage: from the edges of its outputs to its inputs' gradients."""
+"""The backward of one stage: from the edges of its outputs to its inputs' gradients.
+
+Where the model depends on data, a value may have no gradient in some micro-batch. The
+stage that made it must know: an optimizer moves a parameter whose gradient is zero, and
+not one that has none. An absent gradient travels as negative zeros. Whatever is added
+to them stays what it is, and a gradient that is there has none.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["edge_of", "owned", "run_backward"]
+__all__ = ["edge_of", "gradient_of", "is_absent", "run_backward"]
 
 
 def edge_of(tensor: Any) -> GradientEdge | None:
@@ -38,7 +44,29 @@ def run_backward(
             torch.autograd.backward(edges, flowing)
 
 
-def owned(gradient: Tensor) -> Tensor:
+def gradient_of(tensor: Tensor, *, depends_on_data: bool) -> Tensor:
+    """Return the gradient of a stage's input, as it travels."""
+    if tensor.grad is None:
+        return torch.full_like(tensor, -0.0)
+    return tensor.grad + 0.0 if depends_on_data else _owned(tensor.grad)
+
+
+def is_absent(gradient: Tensor | None) -> bool:
+    """Whether a gradient that came in stands for none."""
+    if gradient is None:
+        return True
+    first = gradient[(slice(1),) * gradient.dim()]
+    return all(
+        part.numel() > 0 and bool(((part == 0) & _is_negative(part)).all())
+        for part in (first, gradient)
+    )
+
+
+def _is_negative(tensor: Tensor) -> Tensor:
+    return torch.signbit(tensor.real if tensor.is_complex() else tensor)
+
+
+def _owned(gradient: Tensor) -> Tensor:
     """Return a gradient whose memory is in no other tensor.
 
     Autograd hands one memory on to several inputs of a stage where views are involved.

@@ -166,7 +166,7 @@ class GridMessage:
             if [piece.box for piece, _ in pieces] == [own]:  # it came in one
                 result.append(pieces[0][1])
                 continue
-            fill = 0.0 if self.is_gradient else value.fill
+            fill = -0.0 if self.is_gradient else value.fill  # see runtime/backward.py
             whole = torch.full(shape_of(own), fill, dtype=dtype, device=device)
             for piece, tensor in pieces:
                 if self.is_gradient:

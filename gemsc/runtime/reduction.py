@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,12 +21,9 @@ BUCKET_BYTES = 32 * 2**20
 
 @dataclass(slots=True)
 class _Bucket:
-    """The last of `gradients` counts the ranks that have one of `uncertain`, if any."""
-
     gradients: list[Tensor]
     flat: Tensor
     request: Request
-    uncertain: list[nn.Parameter]
 
 
 class GradientSums:
@@ -39,39 +36,32 @@ class GradientSums:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._buckets: list[_Bucket] = []
+        self._counted: list[tuple[list[nn.Parameter], Tensor]] = []
 
     def start(
-        self,
-        group: Group,
-        parameters: Iterable[nn.Parameter],
-        uncertain: Collection[nn.Parameter] = (),
+        self, group: Group, parameters: Sequence[nn.Parameter], *, counted: bool = False
     ) -> None:
         """Start to add up the gradients of these parameters over a group.
 
-        An `uncertain` parameter may have none on some ranks, where no data came by: how
-        many ranks have one is added up too. It ends without one if none has.
+        Where data came by on some ranks only, the others have no gradient: then it is
+        `counted` how many ranks have one. A parameter ends without if none has.
         """
-        maybe = {id(parameter) for parameter in uncertain}
-        known = [p for p in parameters if id(p) not in maybe]
-        for bucket in _buckets([p.grad for p in known if p.grad is not None]):
-            self._start(group, bucket, [])
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
-        for parameter in uncertain:
-            by_dtype[parameter.dtype].append(parameter)
-        for alike in by_dtype.values():
-            counts = torch.tensor([float(p.grad is not None) for p in alike])
-            for parameter in alike:
+        trained = [p for p in parameters if p.requires_grad]
+        if counted and trained:
+            present = [float(parameter.grad is not None) for parameter in trained]
+            counts = torch.tensor(present, device=trained[0].device)
+            for parameter in trained:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            gradients = [p.grad for p in alike if p.grad is not None]
-            self._start(group, [*gradients, counts.to(gradients[0])], alike)
+            self._counted.append((trained, counts))
+            self._start(group, [counts])
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            self._start(group, bucket)
 
-    def _start(
-        self, group: Group, gradients: list[Tensor], uncertain: list[nn.Parameter]
-    ) -> None:
+    def _start(self, group: Group, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         request = self._link.all_reduce(group, flat)
-        self._buckets.append(_Bucket(gradients, flat, request, uncertain))
+        self._buckets.append(_Bucket(gradients, flat, request))
 
     def finish(self) -> None:
         """Wait for all sums and put them into the gradients."""
@@ -81,11 +71,11 @@ class GradientSums:
             pairs = zip(torch.split(bucket.flat, sizes), bucket.gradients, strict=True)
             parts = [part.view_as(gradient) for part, gradient in pairs]
             torch._foreach_copy_(bucket.gradients, parts)
-            if bucket.uncertain:
-                counts = bucket.gradients[-1].tolist()
-                for parameter, count in zip(bucket.uncertain, counts, strict=True):
-                    parameter.grad = parameter.grad if count else None
+        for parameters, counts in self._counted:
+            for parameter, count in zip(parameters, counts.tolist(), strict=True):
+                parameter.grad = parameter.grad if count else None
         self._buckets.clear()
+        self._counted.clear()
 
 
 def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

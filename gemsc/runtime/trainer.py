@@ -104,6 +104,7 @@ class Trainer:
             tiles=getattr(self.module, "TILES", None),
             splits_backward=getattr(self.module, "SPLITS_BACKWARD", False),
             head_starts=getattr(self.module, "HEAD_STARTS", {}),
+            depends_on_data=getattr(self.module, "DEPENDS_ON_DATA", False),
         )
         self.has_loss = hasattr(self.module, "train_step")
         if self.has_loss:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-from gemsc.runtime.backward import edge_of, owned, run_backward
+from gemsc.runtime.backward import edge_of, gradient_of, is_absent, run_backward
 from gemsc.runtime.batch import BatchShape
 from gemsc.runtime.clip import clip_gradients
 from gemsc.runtime.deferral import Deferred
@@ -71,6 +71,7 @@ class Worker:
     splits_backward: bool = False  # whether weight gradients come later: `weights`
     # of how many layers, in the last backward of a stage
     head_starts: Mapping[str, int] = field(default_factory=dict)
+    depends_on_data: bool = False  # whether some gradients may be absent
 
     def __post_init__(self) -> None:
         self._batch: dict[str, Tensor] = {}
@@ -90,7 +91,7 @@ class Worker:
             self.float_dtype,
         )
         self._sums = GradientSums(self.link)
-        self._summed: dict[str, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+        self._summed: dict[str, list[nn.Parameter]] = {}
         self._statistics = self._running_statistics()
         self._grids: dict[str, Grid] = {}  # by stage, where it is split
         self.grid = self._make_grid()
@@ -232,9 +233,11 @@ class Worker:
             self.meter.sample()
             self.meter.closely = kept.deferred is not None or self._grows(stage)
         kept.offloaded.prefetch()
+        if self.depends_on_data:
+            gradients = self._present(stage, gradients)
         run_backward(kept.outputs, gradients)
         result = tuple(
-            owned(tensor.grad) if tensor.grad is not None else torch.zeros_like(tensor)
+            gradient_of(tensor, depends_on_data=self.depends_on_data)
             for tensor in kept.inputs
         )
         if kept.deferred is not None:
@@ -243,6 +246,17 @@ class Worker:
             del kept
             self.meter.sample()
         return result
+
+    def _present(
+        self, stage: str, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Return None for gradients that are absent, on all tiles of a grid."""
+        counts = [float(not is_absent(gradient)) for gradient in gradients]
+        if stage_of(stage) in self._grids:
+            grid = self._grids[stage_of(stage)]
+            counts = grid.add_up(torch.tensor(counts, device=self.device)).tolist()
+        pairs = zip(gradients, counts, strict=True)
+        return tuple(gradient if count else None for gradient, count in pairs)
 
     def splits(self, stage: str, m: int) -> bool:
         """Whether a backward leaves the weight gradients for later."""
@@ -320,11 +334,11 @@ class Worker:
         """
         if self._is_update:
             if stage not in self._summed:
-                parameters = self._stage_parameters(stage)
-                self._summed[stage] = parameters, self._uncertain(stage, parameters)
-            parameters, uncertain = self._summed[stage]
-            trained = [p for p in uncertain if p.requires_grad]
-            self._sums.start(self._groups[stage], parameters, trained)
+                self._summed[stage] = self._stage_parameters(stage)
+            parameters = self._summed[stage]
+            self._sums.start(
+                self._groups[stage], parameters, counted=self.depends_on_data
+            )
 
     def finish_reductions(self) -> None:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
@@ -333,9 +347,9 @@ class Worker:
         for name, group in self._groups.items():
             if name in named:
                 parameter = named[name]
-                if parameter.grad is None:
+                if parameter.grad is None and not self.depends_on_data:
                     parameter.grad = torch.zeros_like(parameter)
-                self._sums.start(group, [parameter])
+                self._sums.start(group, [parameter], counted=self.depends_on_data)
         waits = [
             request
             for key, statistics in self._statistics.items()
@@ -397,19 +411,6 @@ class Worker:
         """Return a stage's parameters, less the tied ones: those have their own sum."""
         named = next(m for key, m in self.stages.items() if stage_of(key) == stage)
         return [p for n, p in named.named_parameters() if n not in self._groups]
-
-    def _uncertain(
-        self, stage: str, parameters: Sequence[nn.Parameter]
-    ) -> list[nn.Parameter]:
-        """Return those whose gradient depends on data: it may be None on some ranks."""
-        module = next(m for key, m in self.stages.items() if stage_of(key) == stage)
-        paths: Sequence[str] = getattr(module, "depends_on_data", ())
-        inside = {
-            id(parameter)
-            for path in paths
-            for parameter in module.get_submodule(path).parameters()
-        }
-        return [p for p in parameters if id(p) in inside]
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
         num_runs = self.num_replicas * self.num_copies
