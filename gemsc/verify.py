@@ -34,8 +34,10 @@ __all__ = [
     "Comparison",
     "StepRecord",
     "compare",
+    "initial_model",
     "read_record",
     "reference_steps",
+    "user_model_of",
     "verify_program",
 ]
 
@@ -228,9 +230,8 @@ def verify_program(
     """
     plan = Plan.read(directory / "plan.toml")
     check_program(directory, plan.ranks)
-    user = _user_model(directory, plan)
-    model = user.make_model()
-    _load_weights(model, directory)
+    user = user_model_of(directory, plan)
+    model = initial_model(user, directory)
     batches = _batches(user, plan, num_steps, seed)
     with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
         folder = Path(name)
@@ -300,7 +301,12 @@ def _one_process(
         torch.set_default_dtype(default)
 
 
-def _user_model(directory: Path, plan: Plan) -> UserModel:
+def user_model_of(directory: Path, plan: Plan) -> UserModel:
+    """Return what a program was compiled from.
+
+    Raises:
+        GemscError: it is in no file, or has no loss.
+    """
     if not plan.spec:
         raise GemscError(
             f"{directory} was compiled from Python: its model is in no file",
@@ -315,13 +321,16 @@ def _user_model(directory: Path, plan: Plan) -> UserModel:
     return user
 
 
-def _load_weights(model: nn.Module, directory: Path) -> None:
+def initial_model(user: UserModel, directory: Path) -> nn.Module:
+    """Return the user's model with the weights that a program starts from."""
+    model = user.make_model()
     own = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():
         for path in sorted((directory / "weights").glob("*.safetensors")):
             for name, tensor in read_tensors(path).items():
                 if name in own:
                     own[name].copy_(tensor)
+    return model
 
 
 def _batches(

@@ -53,6 +53,9 @@ MAY_IMPORT = {
     "codegen": {*PLANNER, "compilation"},
     "runtime": {*HELPERS - {"options"}, "user_model"},
     "verify": {*HELPERS, "user_model", "runtime"},
+    # a run is compared with what knows nothing of the runtime
+    "plain_run": {*HELPERS, "user_model"},
+    "verify_run": {*HELPERS, "user_model", "runtime", "verify", "plain_run"},
     "profiling": {*PLANNER, "runtime"},
     "staging": {*PLANNER, "compilation", "passes"},
     "search": {*PLANNER, "compilation", "passes", "staging"},

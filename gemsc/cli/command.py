@@ -34,7 +34,7 @@ COMMANDS = {
     "timeline": "gemsc.cli.show",
     "profile": "gemsc.cli.profile",
 }
-SETTINGS = {"run": PASSES_ON}
+SETTINGS = {"run": PASSES_ON, "verify": {"ignore_unknown_options": True}}
 
 
 def _show_version(wanted: bool) -> None:

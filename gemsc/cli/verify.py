@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -12,6 +13,7 @@ from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.verify import ALLOWED, TOLERANCE, Comparison, verify_program
+from gemsc.verify_run import OPTIONS, verify_run
 from gemsc.viz.tables import show_activations
 
 __all__ = ["verify_command"]
@@ -23,11 +25,29 @@ def verify_command(
     directory: Directory,
     steps: Annotated[int, typer.Option(help="training steps to compare", min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="float64, float32 or both")] = "both",
+    run: Annotated[
+        int | None,
+        typer.Option(
+            help="compare so many steps of `gemsc run`, with data, order, evaluation "
+            "and saved model, with a plain PyTorch loop",
+            min=1,
+        ),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"with --run: {', '.join(OPTIONS)}, as for `gemsc run`"),
+    ] = None,
 ) -> None:
     """Compare the ranks with one process: loss, gradients, parameters, buffers."""
     names = list(DTYPES) if dtype == "both" else [dtype]
     if not set(names) <= set(DTYPES):
         raise GemscError(f"unknown dtype '{dtype}'", help="float64, float32 or both")
+    if arguments and run is None:
+        raise GemscError(
+            f"verify does not know {arguments[0]}", help="see gemsc verify --help"
+        )
+    if run is not None:
+        raise typer.Exit(_verify_run(directory, names, run, arguments or []))
     table = Table(
         title=f"{directory} against one process, {steps} steps: relative error"
     )
@@ -60,15 +80,45 @@ def verify_command(
     raise typer.Exit(1 if failed else 0)
 
 
-def _row(found: Comparison) -> list[str]:
-    def with_name(pair: tuple[float, str]) -> str:
-        error, name = pair
-        return f"{error:.1e} {name}" if name else f"{error:.1e}"
+def _verify_run(
+    directory: Path, names: list[str], num_steps: int, arguments: list[str]
+) -> int:
+    """Compare whole runs; return the exit code."""
+    failed = False
+    lines = []
+    table = Table(title=f"run of {directory} against a plain loop: relative error")
+    for column in ("dtype", "loss", "evaluation", "saved model", "equal bits"):
+        table.add_column(column)
+    for name in names:
+        found = verify_run(
+            directory, dtype=DTYPES[name], num_steps=num_steps, arguments=arguments
+        )
+        equal = f"{found.equal} of {found.total}"
+        parts = map(_with_name, (found.evaluation, found.model))
+        table.add_row(name, f"{found.loss:.1e}", *parts, equal)
+        allowed = max(TOLERANCE[DTYPES[name]], ALLOWED * found.rounding)
+        failed |= not found.worst <= allowed
+        verdict = "exact" if found.worst <= allowed else "NOT EXACT"
+        lines.append(
+            f"{name}: {num_steps} steps, {found.num_evaluations} evaluations, worst "
+            f"{found.worst:.1e}, allowed {allowed:.0e}: {verdict}"
+        )
+    console.print(table)
+    for line in lines:
+        console.print(line, highlight=False)
+    return 1 if failed else 0
 
+
+def _row(found: Comparison) -> list[str]:
     return [
         f"{found.loss:.1e}",
-        with_name(found.gradient),
-        with_name(found.parameter),
-        with_name(found.buffer),
+        _with_name(found.gradient),
+        _with_name(found.parameter),
+        _with_name(found.buffer),
         f"{found.equal} of {found.total}",
     ]
+
+
+def _with_name(pair: tuple[float, str]) -> str:
+    error, name = pair
+    return f"{error:.1e} {name}" if name else f"{error:.1e}"

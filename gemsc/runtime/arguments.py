@@ -48,6 +48,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip-norm", type=float, help="bound of the gradients' norm")
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.save is not None and (problem := _why_not_in(options.save)):
         parser.error(f"argument --save: {problem}")

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from gemsc.cores import SLICE_SECONDS, num_cores, set_time_slice
+from gemsc.dropout import dropout_off
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.arguments import parse_arguments
@@ -24,6 +25,7 @@ from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.progress import ProgressBar, Status
 from gemsc.runtime.recording import record_timed_steps
+from gemsc.runtime.run_record import RunRecord
 from gemsc.runtime.shared_data import SharedData
 from gemsc.runtime.tiled_data import TiledDataset, window_of
 from gemsc.runtime.trainer import Trainer
@@ -33,7 +35,7 @@ from gemsc.user_model import UserModel, load_user_model
 
 __all__ = ["main", "share_cores", "train"]
 
-Means = dict[str, float]
+Sums = dict[str, float]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -67,6 +69,9 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             record_timed_steps(
                 directory, transport, options.record_into, options.steps or 1
             )
+        elif options.record_run is not None:
+            with dropout_off():  # the ranks draw other numbers than one process
+                train(directory, transport, options)
         else:
             train(directory, transport, options)
         transport.close()
@@ -141,6 +146,7 @@ class _Training:
     def __post_init__(self) -> None:
         self.transport = self.trainer.transport
         self.talks = self.transport.rank == 0
+        self.record = RunRecord(is_kept=self.options.record_run is not None)
         self.loss = self.user.make_loss()
         if isinstance(self.loss, torch.nn.Module) and self.loss.state_dict():
             self.loss = None  # it is trained: only the ranks that do know its weights
@@ -166,6 +172,7 @@ class _Training:
             part=worker.copy,
             num_parts=worker.num_copies,
             window=window,
+            compare_all=self.record.is_kept,
         )
         shared = SharedData(batches, self.transport, name, self.user.line_of(name))
         if len(batches) == 0:
@@ -197,36 +204,53 @@ class _Training:
                 self.trainer.save(self.options.save)
         if self.options.save is not None:
             self._say(f"saved {self.options.save / 'model.safetensors'}")
+        if self.talks and self.options.record_run is not None:
+            self.record.write(self.options.record_run)
 
     def _train_epoch(self, title: str, epoch: int, first: int, end: int) -> None:
         assert self.data is not None
         bar = ProgressBar(end - first, title, silent=not self.talks)
         batches, reads = self.data.batches, bool(self.trainer.worker.inputs)
         source = self.data.epoch(epoch, first, reads=reads)
-        for batch, _ in itertools.islice(source, end - first):
+        for batch, seen in itertools.islice(source, end - first):
             input, target = batch.data
             loss = self.trainer.step(input, target, window=batches.window)
+            self.record.add_step(loss, seen)
             bar.step(loss, batches.size)
         bar.close()
 
     def _evaluate(self, epoch: int) -> None:
-        """Print the loss and the user's metrics, means over the samples.
+        """Print the loss and the user's metrics, means over the samples."""
+        if self.eval_data is None:
+            return
+        total: Sums = defaultdict(float)
+        count: Sums = defaultdict(float)
+        for theirs in self.transport.all_gather_object(self._sums(self.eval_data)):
+            their_total, their_count = cast("tuple[Sums, Sums]", theirs)
+            for name, value in their_total.items():
+                total[name] += value
+                count[name] += their_count[name]
+        means = {name: value / count[name] for name, value in total.items()}
+        self.record.add_figures({n: (m, int(count[n])) for n, m in means.items()})
+        text = "  ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+        self._say(f"held-out after epoch {epoch + 1}: {text}")
+
+    def _sums(self, data: SharedData) -> tuple[Sums, Sums]:
+        """Return sums over samples of loss and metrics on this rank, and their number.
 
         The ranks compute the loss of full batches. What is left at the end is filled
         up; its loss is that of the whole outputs, without the samples that fill it.
         """
-        if self.eval_data is None:
-            return
-        batches = self.eval_data.batches
-        sums: dict[str, float] = defaultdict(float)
-        counts: dict[str, float] = defaultdict(float)
-        for batch, _ in self.eval_data.epoch(0):
+        window, size = data.batches.window, data.batches.size
+        sums: Sums = defaultdict(float)
+        counts: Sums = defaultdict(float)
+        for batch, seen in data.epoch(0):
+            self.record.add_evaluated(seen)
             input, target = batch.data
-            window = batches.window
             result = self.trainer.evaluate(input, target, window=window)
             if result.loss is not None and batch.is_full and self.talks:
-                sums["loss"] += result.loss * batches.size
-                counts["loss"] += batches.size
+                sums["loss"] += result.loss * size
+                counts["loss"] += size
             if result.output is None or not batch.real:
                 continue
             if window is not None and not window.is_whole:
@@ -239,17 +263,7 @@ class _Training:
             for name, value in found.items():
                 sums[name] += float(value) * batch.real
                 counts[name] += batch.real
-        total: dict[str, float] = defaultdict(float)
-        number: dict[str, float] = defaultdict(float)
-        for theirs in self.transport.all_gather_object((dict(sums), dict(counts))):
-            their_sums, their_counts = cast("tuple[Means, Means]", theirs)
-            for name, value in their_sums.items():
-                total[name] += value
-                number[name] += their_counts[name]
-        means = "  ".join(
-            f"{name} {value / number[name]:.4f}" for name, value in total.items()
-        )
-        self._say(f"held-out after epoch {epoch + 1}: {means}")
+        return dict(sums), dict(counts)
 
     def _say(self, text: str) -> None:
         if self.talks:

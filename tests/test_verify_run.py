@@ -1,0 +1,310 @@
+"""A run on N ranks is a plain PyTorch loop over the same data."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Gemsc, gemsc_here
+
+from gemsc.errors import GemscError
+from gemsc.plain_run import PlainRun, RunSettings
+from gemsc.runtime.data import Batches, seed_of
+from gemsc.runtime.run_record import RunRecord
+from gemsc.user_model import UserModel, load_user_model
+from gemsc.verify_run import RunComparison, _check_data, _compare, _Result
+
+# Data drawn at random, noise and flips of each sample, buffers, dropout, a schedule of
+# the learning rate, metrics that are no means over samples.
+MODEL = """\
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(1, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.b = nn.Conv2d(4, 4, 3, padding=1)
+        self.drop = nn.Dropout(0.2)
+        self.c = nn.Conv2d(4, 6, 3, padding=1)
+        self.d = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.a(x)))
+        x = self.drop(torch.tanh(self.b(x)))
+        x = torch.tanh(self.c(x))
+        return self.d(x.mean((2, 3)))
+
+
+class Data:
+    def __init__(self, size):
+        self.images = torch.rand(size, 1, 8, 8)
+        self.labels = np.random.randint(3, size=size)
+        self.weights = [random.random() for _ in range(size)]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        image = self.images[index] * self.weights[index] + 0.1 * torch.randn(1, 8, 8)
+        if random.random() < 0.5:
+            image = image.flip(2)
+        label = self.labels[index] if np.random.rand() < 0.9 else 0
+        return image, torch.tensor(label)
+
+
+model = Net
+loss = nn.CrossEntropyLoss()
+
+
+def example_inputs():
+    return (torch.randn(2, 1, 8, 8),)
+
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def dataset():
+    return Data(27)
+
+
+def eval_dataset():
+    return Data(13)
+
+
+def metrics(output, target):
+    right = (output.argmax(1) == target).float()
+    return {"accuracy": right.mean(), "spread": output.std(), "all": right.min()}
+"""
+
+SETTINGS = RunSettings(
+    steps=5,
+    dtype=torch.float64,
+    micro_batch_size=2,
+    micro_batches=2,
+    replicas=2,
+    accumulate=2,
+    clip_norm=0.05,
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "net.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture
+def gemsc(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Gemsc:
+    return gemsc_here(monkeypatch, capfd)
+
+
+@pytest.fixture
+def user(path: Path, in_double: None) -> UserModel:
+    return load_user_model(str(path))
+
+
+def plain_run(user: UserModel, settings: RunSettings = SETTINGS) -> PlainRun:
+    run = PlainRun(user, user.make_model(), settings)
+    run.train()
+    return run
+
+
+def record_of(run: PlainRun) -> RunRecord:
+    """Return what ranks that do the same would leave."""
+    record = RunRecord(losses=list(run.losses))
+    each, seen = run.steps_per_epoch, run.samples.seen
+    for step, rows in enumerate(run.rows):
+        record.add_step(0.0, {(i, None): seen[step // each, i, None] for i in rows})
+    record.losses = list(run.losses)
+    for key, found in run.eval_samples.seen.items():
+        record.add_evaluated({key[1:]: found})
+    for parts in run.evaluations:
+        total = {name: 0.0 for _, figures in parts for name in figures}
+        count = dict.fromkeys(total, 0)
+        for samples, figures in parts:
+            for name, value in figures.items():
+                total[name] += value * samples
+                count[name] += samples
+        record.add_figures({n: (total[n] / count[n], count[n]) for n in total})
+    return record
+
+
+def compared(
+    run: PlainRun, record: RunRecord, **changed: torch.Tensor
+) -> RunComparison:
+    saved = run.model.state_dict() | changed
+    mine = _Result.of_run(record, saved)
+    return _compare(mine, _Result.of_plain(run, record))
+
+
+PLANS = {
+    "one rank": (("--ranks", 1), ("--workers", 2)),
+    "mirrored": (("--ranks", 2, "--schedule", "mast"), ("--seed", 3)),
+    "replicas": (("--ranks", 2, "--data", 2), ()),
+    "tiles": (("--ranks", 3, "--tiles", "2x1"), ()),
+}
+RUN = ("--run", 5, "--accumulate", 2, "--clip-norm", 0.05)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_is_a_plain_loop(
+    name: str, gemsc: Gemsc, path: Path, tmp_path: Path
+) -> None:
+    plan, words = PLANS[name]
+    program = tmp_path / "program"
+    given = ("compile", path, *plan, "--micro-batches", 2, "-o", program)
+    assert gemsc(*given).code == 0
+    dtype = "float32" if name == "mirrored" else "float64"
+    outcome = gemsc("verify", program, "--dtype", dtype, *RUN, *words)
+    assert outcome.code == 0, outcome.out + outcome.err
+    verdict = rf"{dtype}: 5 steps, \d evaluations, worst (\S+), allowed (\S+): exact\n"
+    found = re.search(verdict, outcome.out)
+    assert found, outcome.out
+    assert float(found[2]) == {"float32": 1e-4, "float64": 1e-9}[dtype]
+    assert "held-out after epoch 1: " in outcome.out
+
+
+@pytest.mark.mpi
+def test_what_only_runs_do_wrong_is_found(
+    gemsc: Gemsc, path: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "program"
+    assert gemsc("compile", path, "--ranks", 1, "-o", program).code == 0
+    file = program / "rank0.py"
+    right = "    worker.update()\n"
+    wrong = f"{right}    worker.scheduler.step()\n"
+    file.write_text(file.read_text().replace(right, wrong))
+    outcome = gemsc("verify", program, "--dtype", "float64", "--run", 4)
+    assert outcome.code == 1
+    assert re.search(r"float64: 4 steps, .*: NOT EXACT\n", outcome.out), outcome
+
+
+def test_the_plain_loop_reads_what_ranks_read(user: UserModel) -> None:
+    run = plain_run(user)
+    assert run.steps_per_epoch == 3
+    parts = [
+        Batches(
+            user.make_dataset("dataset", seed=0),
+            8,
+            seed=0,
+            shuffle=True,
+            part=part,
+            num_parts=2,
+            compare_all=True,
+        )
+        for part in range(2)
+    ]
+    for epoch in range(2):
+        batches = zip(*(part.epoch(epoch) for part in parts), strict=True)
+        steps = run.rows[epoch * 3 : epoch * 3 + 3]
+        for rows, (first, second) in zip(steps, batches, strict=False):
+            both = first.digests | second.digests
+            found = {row: run.samples.digest_of(epoch, row, None) for row in rows}
+            assert {row: both[row] for row in rows} == found
+    seed = seed_of(0, -1)
+    data = user.make_dataset("eval_dataset", seed=seed)
+    theirs: dict[int, str] = {}
+    for batch in Batches(data, 8, seed=seed, shuffle=False, compare_all=True).epoch(0):
+        theirs |= batch.digests
+    assert theirs == {key[1]: found for key, found in run.eval_samples.seen.items()}
+
+
+def test_the_plain_loop_learns_and_leaves_modes_as_they_were(user: UserModel) -> None:
+    run = plain_run(user, replace(SETTINGS, steps=30, accumulate=1, clip_norm=None))
+    assert run.losses[-1] < run.losses[0]
+    assert all(module.training for module in run.model.modules())
+    assert len(run.evaluations) == 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"accumulate": 1},
+        {"clip_norm": None},
+        {"seed": 1},
+        {"micro_batches": 1, "micro_batch_size": 4},
+    ],
+    ids=str,
+)
+def test_every_setting_changes_a_run(change: dict[str, int], user: UserModel) -> None:
+    run, other = plain_run(user), plain_run(user, replace(SETTINGS, **change))
+    saved = other.model.state_dict()
+    assert compared(run, record_of(run), **saved).model[0] > 1e-4
+
+
+def test_a_figure_of_the_run_that_differs_is_found(user: UserModel) -> None:
+    run = plain_run(user)
+    assert compared(run, record_of(run)).worst < 1e-15
+
+    record = record_of(run)
+    record.losses[3] *= 1 + 1e-6
+    assert compared(run, record).loss == pytest.approx(1e-6)
+
+    record = record_of(run)
+    mean, count = record.figures[1]["spread"]
+    record.figures[1]["spread"] = (mean * 1.001, count)
+    error, name = compared(run, record).evaluation
+    assert (error, name) == (pytest.approx(0.001), "spread of evaluation 2")
+
+    record.figures[1]["spread"] = (mean, count - 1)  # a sample was left out
+    assert compared(run, record).evaluation[0] == float("inf")
+    del record.figures[1]["spread"]
+    assert compared(run, record).evaluation[0] == float("inf")
+
+    record = record_of(run)
+    wrong = run.model.state_dict()["norm.running_var"] * 1.01
+    found = compared(run, record, **{"norm.running_var": wrong})
+    assert found.model == (pytest.approx(0.01, rel=0.1), "norm.running_var")
+    assert found.equal == found.total - 1
+    assert compared(run, record, more=wrong).model == (float("inf"), "more")
+
+
+def test_other_data_are_told(user: UserModel) -> None:
+    run = plain_run(user)
+    _check_data(run, record_of(run))
+    record = record_of(run)
+    index = run.rows[4][2]
+    record.samples[4][index, None] = "other"
+    message = f"dataset gives .* different data: sample {index}, in epoch 2"
+    with pytest.raises(GemscError, match=message) as caught:
+        _check_data(run, record)
+    assert caught.value.at == user.line_of("dataset")
+
+    record = record_of(run)
+    del record.samples[1][run.rows[1][0], None]
+    with pytest.raises(GemscError, match=r"in step 2, .* take other samples"):
+        _check_data(run, record)
+
+    record = record_of(run)
+    record.eval_samples[12] = {(12, None): "other"}
+    with pytest.raises(GemscError, match=r"eval_dataset gives .* sample 12"):
+        _check_data(run, record)
+
+
+def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
+    record = RunRecord()
+    record.add_step(random.random(), {(3, None): "a", (4, ((0, 2), (1, 3))): "b"})
+    record.add_evaluated({(0, None): "c"})
+    record.add_figures({"loss": (0.1, 12)})
+    record.write(tmp_path)
+    found = RunRecord.read(tmp_path)
+    assert (found.losses, found.samples) == (record.losses, record.samples)
+    assert found.eval_samples == record.eval_samples
+    assert found.figures == [{"loss": [0.1, 12]}]
