@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.cores import num_cores
 from gemsc.dropout import dropout_off
+from gemsc.dtypes import as_real, cast, cast_module, default_dtype
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.recomputed import checkpoints_off
@@ -101,12 +102,13 @@ def reference_steps(
     Each batch is cut into micro-batches in dimension 0; the loss of the step is the
     mean of theirs. Activation checkpoints are off, as they are in programs.
     """
-    model = copy.deepcopy(model).to(dtype)
+    model = copy.deepcopy(model)
+    cast_module(model, dtype)
     if not model.training:
         model.train()
     loss = copy.deepcopy(loss)
     if isinstance(loss, nn.Module):
-        loss.to(dtype)
+        cast_module(loss, dtype)
     pairs = [(n, p) for n, p in model.named_parameters()]
     update = (optimizer or _default_optimizer)(pairs)
     losses, gradients = [], {}
@@ -116,9 +118,9 @@ def reference_steps(
         batch = next((t.shape[0] for t in leaves if t.dim()), 1)
         for m in range(num_micro_batches):
             part = (m, num_micro_batches, batch)
-            given = _micro_batch(_cast(input, dtype), *part)
-            wanted = _micro_batch(_cast(target, dtype), *part)
-            with checkpoints_off():
+            given = _micro_batch(cast(input, dtype), *part)
+            wanted = _micro_batch(cast(target, dtype), *part)
+            with checkpoints_off(), default_dtype(dtype):
                 by_name = isinstance(given, Mapping)
                 output = model(**given) if by_name else model(*given)
                 value = loss(output, wanted)
@@ -126,11 +128,13 @@ def reference_steps(
             total += float(value.detach().double())
         losses.append(total / num_micro_batches)
         if step == 0:
-            gradients = {n: p.grad.clone() for n, p in pairs if p.grad is not None}
+            present = {n: p.grad for n, p in pairs if p.grad is not None}
+            gradients = {n: as_real(g).clone() for n, g in present.items()}
         update.step()
         update.zero_grad(set_to_none=True)
     state = dict([*model.named_parameters(), *model.named_buffers()])
-    return StepRecord(losses, gradients, {n: t.detach() for n, t in state.items()})
+    state = {n: as_real(t.detach()) for n, t in state.items()}
+    return StepRecord(losses, gradients, state)
 
 
 def read_record(folder: Path, num_ranks: int) -> StepRecord:
@@ -195,14 +199,6 @@ def _size(tensor: Tensor) -> float:
 
 def _default_optimizer(pairs: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(pairs, lr=0.01)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
-        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to(dtype) if floating else leaf
-
-    return pytree.tree_map(cast, value)
 
 
 def _micro_batch(value: Any, m: int, count: int, batch: int) -> Any:
@@ -284,8 +280,6 @@ def _one_process(
     """Train in this process, with the threads of one rank and dropout off."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, num_cores() // plan.ranks))
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
     try:
         with dropout_off():
             return reference_steps(
@@ -298,7 +292,6 @@ def _one_process(
             )
     finally:
         torch.set_num_threads(threads)
-        torch.set_default_dtype(default)
 
 
 def user_model_of(directory: Path, plan: Plan) -> UserModel:

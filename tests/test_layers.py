@@ -25,6 +25,7 @@ HELPERS = {
     "cores",
     "digest",
     "dropout",
+    "dtypes",
     "fingerprint",
     "lazy",
     "nests",

@@ -146,6 +146,8 @@ class Constants:
         ]
         if meta.needs_gradient(value):
             arguments.append("gradient=True")
+        if meta.dtypes(value).value:
+            arguments.append("keeps_dtype=True")
         return f"Value({', '.join(arguments)})"
 
     def _tile_value(self, transfer: Transfer, value: fx.Node) -> str:
@@ -160,6 +162,8 @@ class Constants:
             arguments.append(f"wanted={boxes(exchange.wanted)}")
         if meta.needs_gradient(value):
             arguments.append("gradient=True")
+        if meta.dtypes(value).value:
+            arguments.append("keeps_dtype=True")
         arguments += _rest(exchange)
         return f"TileValue({', '.join(arguments)})"
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from gemsc.dtypes import is_real
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 from gemsc.ir.tile_ops import (
@@ -108,15 +109,17 @@ def expression(
     twin: fx.Node | None,
     named: Named,
     layer: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Shown:
     """Return the node's computation as text, and how tightly the text binds.
 
     `name(node)` gives the text of an input; `twin` is the same node in the graph for
     evaluation, whose constants may differ; `named` gives the name of a user's object
-    or of a constant; `layer` is what a node calls that calls one.
+    or of a constant; `layer` is what a node calls that calls one. The text may use a
+    variable `dtype`, which is `dtype` where the program runs as it was traced.
     """
     args, kwargs = _with_choices(node, twin)
-    show = _Show(name, named)
+    show = _Show(name, named, dtype, stays=meta.dtypes(node).constants)
     if isinstance(layer, TileLayer):
         path = access("self", str(node.target))
         rest = [path, *map(show, layer.extra)]
@@ -226,9 +229,13 @@ def _call(
 class _Show:
     """Arguments as text."""
 
-    def __init__(self, name: Name, named: Named) -> None:
+    def __init__(
+        self, name: Name, named: Named, dtype: torch.dtype | None, *, stays: bool
+    ) -> None:
         self.name = name
         self.named = named
+        self.dtype = dtype
+        self.stays = stays  # whether dtypes are those that the user wrote
 
     def __call__(self, value: Any) -> str:
         return self.pair(value)[0]
@@ -259,8 +266,18 @@ class _Show:
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
             return f"slice({', '.join(map(self, parts))})", ATOM
-        text = literal(value)
+        text = self._typed(value) or literal(value)
         return text, (PREFIXED if text.startswith("-") else ATOM)
+
+    def _typed(self, value: Any) -> str:
+        """Return a constant that follows the dtype of the model; "" for all others."""
+        if self.dtype is None:
+            return ""
+        if isinstance(value, meta.TypedNumber):
+            return _typed_number(value, self.dtype)
+        if isinstance(value, torch.dtype) and is_real(value) and not self.stays:
+            return _typed(value, self.dtype)
+        return ""
 
     def index(self, value: Any) -> str:
         """Return what stands between the brackets of a subscript."""
@@ -283,6 +300,24 @@ class _Show:
             space = " " if text and not text.endswith(":") else ""
             text += f"{space}: {part}" if part else f"{space}:"
         return text
+
+
+def _typed(value: torch.dtype, dtype: torch.dtype) -> str:
+    """Return a dtype that follows that of the model, which is `dtype` as traced."""
+    if value == dtype:
+        return "dtype"
+    if value.is_complex and value == dtype.to_complex():
+        return "dtype.to_complex()"
+    return f"({value} if dtype is {dtype} else dtype)"
+
+
+def _typed_number(value: meta.TypedNumber, dtype: torch.dtype) -> str:
+    """Return a number that follows the model's dtype: `torch.finfo(dtype).eps`."""
+    info = torch.finfo(dtype)
+    for name in ("min", "max", "eps", "tiny", "resolution"):
+        if getattr(info, name) == value:
+            return f"torch.finfo(dtype).{name}"
+    return f"({literal(value)} if dtype is {dtype} else {literal(value.other)})"
 
 
 def literal(value: object) -> str:

@@ -21,6 +21,7 @@ from gemsc.codegen.layers import (
 from gemsc.codegen.parts import Part, split_parts
 from gemsc.codegen.stage_text import StageText
 from gemsc.codegen.writer import Names, Writer, comment, split_arguments
+from gemsc.dtypes import is_real
 from gemsc.errors import SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, has_random, inner_flow
@@ -29,7 +30,7 @@ __all__ = ["write_stage"]
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 RESERVED = (
-    *("self", "torch", "nn", "F", "Tensor", "operator", "device", "user"),
+    *("self", "torch", "nn", "F", "Tensor", "operator", "device", "dtype", "user"),
     *("offloaded", "recompute"),
 )
 
@@ -40,14 +41,11 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
     with writer.block(f"class {stage.class_name}({base}):"):
         writer.line(_docstring(stage.docstring, writer.room))
         writer.line()
-        if stage.tile is not None:
-            writer.line("grid: Grid")
-            writer.line()
-        if has_random(stage.flow.nodes):
-            writer.line("draws_random_numbers = True")
-            writer.line()
         paths = paths_of(stage)
         whole = whole_modules(stage.program, paths)
+        for line in _attributes(stage):
+            writer.line(line)
+            writer.line()
         frozen = [path for path in paths if path in stage.program.frozen]
         frozen += [p for p in sorted(stage.program.frozen) if holder(p, whole)]
         with writer.block("def __init__(self) -> None:"):
@@ -73,6 +71,16 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
             _write_forward(writer, stage, "forward_eval", stage.evaluation, named)
     writer.line()
     writer.line()
+
+
+def _attributes(stage: StageText) -> Iterator[str]:
+    """Yield the lines that say what kind of stage it is."""
+    if stage.tile is not None:
+        yield "grid: Grid"
+    if has_random(stage.flow.nodes):
+        yield "draws_random_numbers = True"
+    if constants := _staying_constants(stage):
+        yield f"keeps_dtype = {as_tuple(constants)}"
 
 
 def _method_names(stage: StageText) -> Names:
@@ -128,10 +136,15 @@ def _write_forward(
     with writer.indented():
         if about:
             writer.line(_docstring(about, writer.room))
-        if _mentions_device([n for p in parts if not p.method for n in p.nodes]):
+        here = [node for part in parts if not part.method for node in part.nodes]
+        dtype = None
+        if any(map(_mentions_dtype, here)):
+            source, dtype = _dtype_source(stage, flow, local)
+            writer.line(f"dtype = {source}")
+        if _mentions_device(here):
             source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
             writer.line(f"device = {source}.device")
-        _Body(writer, stage, flow, names, local, named).write(parts)
+        _Body(writer, stage, flow, names, local, named, dtype).write(parts)
 
 
 def _result(count: int) -> str:
@@ -144,6 +157,42 @@ def _result(count: int) -> str:
 def _mentions_device(nodes: Sequence[fx.Node]) -> bool:
     leaves = pytree.tree_leaves([(node.args, node.kwargs) for node in nodes])
     return any(isinstance(leaf, torch.device) for leaf in leaves)
+
+
+def _mentions_dtype(node: fx.Node) -> bool:
+    """Whether a node has constants that follow the dtype of the model."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return any(
+        isinstance(leaf, meta.TypedNumber)
+        or (isinstance(leaf, torch.dtype) and is_real(leaf))
+        for leaf in leaves
+        if isinstance(leaf, meta.TypedNumber) or not meta.dtypes(node).constants
+    )
+
+
+def _dtype_source(
+    stage: StageText, flow: StageFlow, local: dict[fx.Node, str]
+) -> tuple[str, torch.dtype]:
+    """Return where a forward finds the dtype of the model, and what it was as traced.
+
+    That is a value that it takes, or one of its parameters.
+    """
+    for node in flow.takes:
+        dtype = meta.spec(node).dtype
+        if dtype.is_floating_point and not meta.dtypes(node).value:
+            return f"{local[node]}.dtype", dtype
+    tensors = dict(stage.program.module.named_parameters())
+    for name in stage.owned:
+        if name in tensors and tensors[name].is_floating_point():
+            return f"{access('self', name)}.dtype", tensors[name].dtype
+    return "torch.get_default_dtype()", torch.get_default_dtype()
+
+
+def _staying_constants(stage: StageText) -> list[str]:
+    """Return the tensors that are neither parameter nor buffer and keep their dtype."""
+    nodes = stage.program.graph.find_nodes(op="get_attr")
+    staying = {str(node.target) for node in nodes if meta.dtypes(node).value}
+    return [name for name in stage.owned if name in staying]
 
 
 class _Body:
@@ -163,8 +212,10 @@ class _Body:
         names: Names,
         local: dict[fx.Node, str],
         named: Named,
+        dtype: torch.dtype | None,
     ) -> None:
         self.named = named
+        self.dtype = dtype
         self.writer = writer
         self.stage = stage
         self.flow = flow
@@ -252,7 +303,7 @@ class _Body:
         layer = None
         if node.op == "call_module":
             layer = self._submodule(str(node.target))
-        return expression(node, self._name, twin, self.named, layer)
+        return expression(node, self._name, twin, self.named, layer, self.dtype)
 
     def _name(self, node: fx.Node) -> tuple[str, int]:
         if self.pending is not None and node is self.pending[0]:

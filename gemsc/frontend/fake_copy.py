@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from gemsc.dtypes import within
 from gemsc.errors import GemscError
 from gemsc.ir.fake import fake_parameters
 from gemsc.ir.layers import layer_source
@@ -45,12 +46,22 @@ class FakeCopy:
     kept: list[object] = field(default_factory=list)
 
 
-def copy_on_fakes(model: nn.Module, loss: Any, fake: FakeTensorMode) -> FakeCopy:
-    """Return a deep copy whose parameters, buffers and other tensors are fake."""
+def copy_on_fakes(
+    model: nn.Module,
+    loss: Any,
+    fake: FakeTensorMode,
+    dtype: torch.dtype | None = None,
+) -> FakeCopy:
+    """Return a deep copy whose parameters, buffers and other tensors are fake.
+
+    With a `dtype`, parameters and buffers are of it, as after `model.to(dtype)`.
+    """
     memo: dict[int, Any] = {}
     for module in (model, loss):
         if isinstance(module, nn.Module):
             memo |= fake_parameters(module, fake)
+            if dtype is not None:
+                memo |= _in_dtype(module, fake, dtype)
     try:
         with fake, FakeCopyMode(fake):
             copied, loss_copy = copy.deepcopy((model, loss), memo)
@@ -66,6 +77,22 @@ def copy_on_fakes(model: nn.Module, loss: Any, fake: FakeTensorMode) -> FakeCopy
         _name_modules(result, loss, loss_copy, LOSS)
     _name_constants(result, memo)
     return result
+
+
+def _in_dtype(
+    module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype
+) -> dict[int, Any]:
+    """Return a fake for the `id` of each tensor that `module.to(dtype)` changes."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        new = within(tensor.dtype, dtype)
+        if new != tensor.dtype:
+            with torch.no_grad():
+                copied = fake.from_tensor(tensor, static_shapes=True).to(new)
+            if isinstance(tensor, nn.Parameter):
+                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = copied
+    return memo
 
 
 def _name_modules(
@@ -167,8 +194,16 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def fake_like(tensor: torch.Tensor, fake: FakeTensorMode, path: Path) -> torch.Tensor:
-    """Return a fake tensor of the same shape, strides, dtype and device."""
+def fake_like(
+    tensor: torch.Tensor,
+    fake: FakeTensorMode,
+    path: Path,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return a fake tensor of the same shape, strides and device.
+
+    Floating-point and complex ones are of `dtype`, if it is given.
+    """
     if tensor.layout is not torch.strided:
         where = ".".join(map(str, path))
         raise GemscError(
@@ -177,6 +212,9 @@ def fake_like(tensor: torch.Tensor, fake: FakeTensorMode, path: Path) -> torch.T
         )
     with fake:
         copied = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            tensor.shape,
+            tensor.stride(),
+            dtype=within(tensor.dtype, dtype),
+            device=tensor.device,
         )
     return copied.requires_grad_(tensor.requires_grad)

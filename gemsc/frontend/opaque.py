@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemsc.dtypes import cast, cast_module, default_dtype
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
@@ -33,7 +34,8 @@ class DependsOnDataError(GemscError):
 class Leaves:
     """The modules of one model that become one node each, found one by one.
 
-    `found` maps their paths to what is known of them.
+    `found` maps their paths to what is known of them. With a `dtype`, the model runs in
+    that floating-point type.
     """
 
     model: nn.Module
@@ -41,6 +43,7 @@ class Leaves:
     loss: Any
     target: Any
     training: bool
+    dtype: torch.dtype | None = None
     found: dict[str, Opaque] = field(default_factory=dict)
     _seen: dict[str, Watch] = field(default_factory=dict)
 
@@ -111,6 +114,12 @@ class Leaves:
     def _watched(self, paths: list[str]) -> dict[str, Watch]:
         model, loss = _copied(self.model, self.loss)
         set_training(model, loss, self.training)
+        inputs, target = fresh(self.inputs), fresh(self.target)
+        if self.dtype is not None:
+            inputs, target = cast((inputs, target), self.dtype)
+            for owner in (model, loss):
+                if isinstance(owner, nn.Module):
+                    cast_module(owner, self.dtype)
         watches = {}
         for path in paths:
             module: Any = _submodule(model, loss, path)
@@ -119,14 +128,13 @@ class Leaves:
         torch.manual_seed(0)
         with (
             failures("the model fails in eager mode", Leaves._watched.__code__),
+            default_dtype(self.dtype or torch.get_default_dtype()),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_drop, _never),
         ):
-            inputs = fresh(self.inputs)
             by_name = isinstance(inputs, dict)
             output = model(**inputs) if by_name else model(*inputs)
             if loss is not None and any(_related(p, LOSS) for p in paths):
-                target = fresh(self.target)
                 loss(output) if target is None else loss(output, target)
         return watches
 

@@ -6,14 +6,16 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 
+from gemsc.dtypes import default_dtype, other_dtype, within
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.dtypes import mark_dtypes
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -48,7 +50,8 @@ _DEPENDS_ON_TRAINING = (
 class _Request:
     """What to trace; a target of None means that the loss takes none.
 
-    `opaque` are the modules that are not looked into, by their paths.
+    `opaque` are the modules that are not looked into, by their paths. With a `dtype`,
+    the model runs in that floating-point type.
     """
 
     model: nn.Module
@@ -57,6 +60,7 @@ class _Request:
     target: Any
     training: bool
     opaque: Mapping[str, Opaque]
+    dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -66,6 +70,7 @@ class _Trace:
     returned: Returned = field(default_factory=Returned)
     frozen: frozenset[str] = frozenset()
     checkpoints: list[SourceLocation] = field(default_factory=list)
+    only_dtype: str = ""
 
 
 def record(
@@ -82,9 +87,10 @@ def record(
 
     The model runs on a copy with fake tensors: its parameters, buffers, training flags
     and all random generators stay as they are. It runs twice; what differs between
-    the runs cannot be compiled. A submodule whose forward depends on data becomes one
-    node; it runs for real, on another copy. `opaque` are such modules of the model in
-    its other mode: they are so in this one too.
+    the runs cannot be compiled. A third run, in another floating-point type, shows
+    which dtypes came from a tensor. A submodule whose forward depends on data becomes
+    one node; it runs for real, on another copy. `opaque` are such modules of the model
+    in its other mode: they are so in this one too.
 
     Raises:
         GemscError: at the user's line, for whatever cannot be traced.
@@ -103,6 +109,7 @@ def record(
                 trace = _trace_twice(request)
             except DependsOnDataError as error:
                 leaves.add(error)
+        _trace_in_other_dtype(request, trace)
     return _program(request, trace, name or type(model).__name__)
 
 
@@ -120,7 +127,7 @@ def _trace_twice(request: _Request) -> _Trace:
 
 
 def _copy(request: _Request, fake: TracerFakeMode) -> FakeCopy:
-    copied = copy_on_fakes(request.model, request.loss, fake)
+    copied = copy_on_fakes(request.model, request.loss, fake, request.dtype)
     if not request.training:
         copied.model.eval()
     elif not copied.model.training:
@@ -183,9 +190,10 @@ def _placeholders(
     name_of = input_names(request.model, request.inputs)
 
     def add(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-        copied = fake_like(tensor, fake, path)
+        copied = fake_like(tensor, fake, path, request.dtype)
         node = trace.writer.placeholder(name_of(path), copied)
-        spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+        dtype = within(tensor.dtype, request.dtype)
+        spec = TensorSpec(tuple(tensor.shape), dtype)
         trace.inputs.append(Input(node.name, path, spec))
         return copied
 
@@ -238,7 +246,27 @@ def _check_loss(loss: Any, request: _Request) -> None:
         )
 
 
-# Comparing two runs
+# Comparing runs
+
+
+def _trace_in_other_dtype(request: _Request, trace: _Trace) -> None:
+    """Mark what changes with the model's dtype; note why it can run in no other."""
+    dtype = other_dtype(request.model.parameters())
+    try:
+        leaves = Leaves(
+            *(request.model, request.inputs, request.loss, request.target),
+            training=request.training,
+            dtype=dtype,
+        )
+        leaves.take(request.opaque)
+        request = replace(request, opaque=leaves.found, dtype=dtype)
+        fake = TracerFakeMode()
+        with default_dtype(dtype):
+            other = _trace(request, _copy(request, fake), fake)
+        mark_dtypes(trace.writer.graph, other.writer.graph, dtype)
+    except GemscError as error:
+        at = f"{error.at.short}: " if error.at is not None else ""
+        trace.only_dtype = f"{at}{error.message}"
 
 
 def _compare(first: _Trace, second: _Trace, training: bool) -> None:
@@ -373,6 +401,7 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         notes=(*output_notes(trace.returned), *_checkpoint_notes(trace.checkpoints)),
         sources=tuple(sorted(files)),
         frozen=trace.frozen,
+        only_dtype=trace.only_dtype,
         aliases=aliases,
     )
 

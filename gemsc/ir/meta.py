@@ -13,11 +13,14 @@ from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.layout import Layout
 
 __all__ = [
+    "Dtypes",
     "Facts",
     "Region",
     "TensorSpec",
     "TileSum",
+    "TypedNumber",
     "copy_meta",
+    "dtypes",
     "facts",
     "glue",
     "layout",
@@ -25,6 +28,7 @@ __all__ = [
     "module_path",
     "needs_gradient",
     "region",
+    "set_dtypes",
     "set_facts",
     "set_glue",
     "set_layout",
@@ -73,6 +77,29 @@ class Region:
 
     grad: bool = True
     autocast: tuple[str, torch.dtype] | None = None
+
+
+class Dtypes(NamedTuple):
+    """What of a node is the same when the model runs in another floating-point type.
+
+    `value` says so of the dtype of its tensors, `constants` of dtypes that stand among
+    its arguments: those that the user wrote, and did not take from a tensor.
+    """
+
+    value: bool = False
+    constants: bool = True
+
+
+class TypedNumber(float):
+    """A number that comes from a dtype, and what it is in the other one."""
+
+    other: float
+
+    def __new__(cls, value: float, other: float) -> TypedNumber:
+        """Return a float that knows another."""
+        number = super().__new__(cls, value)
+        number.other = other
+        return number
 
 
 class TileSum(NamedTuple):
@@ -180,6 +207,16 @@ def module_path(node: fx.Node) -> str:
 def region(node: fx.Node) -> Region:
     """Return the modes that were on."""
     return cast("Region", node.meta.get("gemsc_region", Region()))
+
+
+def dtypes(node: fx.Node) -> Dtypes:
+    """Return what stays the same in another floating-point type."""
+    return cast("Dtypes", node.meta.get("gemsc_dtypes", Dtypes()))
+
+
+def set_dtypes(node: fx.Node, dtypes: Dtypes) -> None:
+    """Say what stays the same in another floating-point type."""
+    node.meta["gemsc_dtypes"] = dtypes
 
 
 def facts(node: fx.Node) -> Facts:

@@ -200,6 +200,8 @@ class Program:
     tensors that are neither parameter nor buffer under `_constants`.
     `aliases` maps each further name of a tied parameter to its first name.
     `frozen` are the paths of layers that stay in eval mode while the model trains.
+    `only_dtype` says why the program can run in the dtype of the trace only, "" if it
+    can run in others.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
     `barriers` are the places where split stages had to gather a value. `unfused` are,
     by stage, the exchanges and their bytes if no halo served several layers; only
@@ -215,6 +217,7 @@ class Program:
     notes: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
+    only_dtype: str = ""
     skips: tuple[Skip, ...] | None = None
     blocks: tuple[Block, ...] | None = None
     stages: tuple[Stage, ...] | None = None

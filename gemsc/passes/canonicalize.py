@@ -251,6 +251,7 @@ class _Rewriter:
     def _clone(self, source: fx.Node, *, before: fx.Node) -> fx.Node:
         with self.module.graph.inserting_before(before):
             clone = self.module.graph.call_method("clone", (source,))
+        meta.copy_meta(source, clone)
         meta.set_traced(
             clone,
             value=meta.value(source),

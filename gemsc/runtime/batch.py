@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemsc.dtypes import within
 from gemsc.errors import GemscError
 from gemsc.runtime.message import Input
 from gemsc.runtime.tiled_data import Window
@@ -70,12 +71,10 @@ class BatchShape:
                 help="give such batches, or compile again with another --micro-batches "
                 "or other example_inputs()",
             )
-        dtype = item.dtype
-        if self.float_dtype is not None and dtype.is_floating_point:
-            dtype = self.float_dtype
-        if tensor.dtype != dtype and not (
-            tensor.is_floating_point() and dtype.is_floating_point
-        ):
+        dtype = within(item.dtype, self.float_dtype)
+        both_float = tensor.is_floating_point() and dtype.is_floating_point
+        both_complex = tensor.is_complex() and dtype.is_complex
+        if tensor.dtype != dtype and not (both_float or both_complex):
             raise GemscError(
                 f"{item.name} has dtype {tensor.dtype}, this program takes {dtype}",
                 help="convert it, or compile again with such example_inputs()",

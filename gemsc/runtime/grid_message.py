@@ -45,6 +45,11 @@ class TileValue:
     gradient: bool = False
     fill: float = 0.0
     owned: tuple[Box, ...] = ()
+    keeps_dtype: bool = False
+
+    def part(self, shape: tuple[int, ...]) -> Value:
+        """Return a part of it, of a shape, as one tensor of a message."""
+        return Value(self.name, shape, self.dtype, self.gradient, self.keeps_dtype)
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -130,7 +135,7 @@ class GridMessage:
                     for index in range(len(self.values))
                     if (a, b, index) in between
                 )
-                values = tuple(_value(self.values[i], p) for i, p in pieces)
+                values = tuple(self.values[i].part(p.shape) for i, p in pieces)
                 if pieces:
                     message = Message(tag, source, dest, values)
                     yield Part(source, dest, message, pieces)
@@ -181,7 +186,3 @@ class GridMessage:
         if sends != self.is_gradient:
             return value.exchange.held[self.sources.index(rank)]
         return value.exchange.wanted[self.dests.index(rank)]
-
-
-def _value(value: TileValue, piece: Piece) -> Value:
-    return Value(value.name, piece.shape, value.dtype, value.gradient)

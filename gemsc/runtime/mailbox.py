@@ -48,7 +48,7 @@ class Mailbox:
         self._link = link
         self._first_rank = first_rank
         self._rank = link.transport.rank - first_rank
-        self._float_dtype = float_dtype
+        self._dtype = float_dtype
         self._apart = apart
         self._num_expected = 0
         self._training = True
@@ -135,7 +135,7 @@ class Mailbox:
         """Post the receive of a message's next micro-batch, unless that is done."""
         box = self._letterboxes.get(message)
         if box is None:
-            dtypes = tuple(self._dtype(value.dtype) for value in message.values)
+            dtypes = tuple(value.dtype_in(self._dtype) for value in message.values)
             source = message.source + self._first_rank
             box = _Letterbox(*message.buffer(dtypes), dtypes, source)
             self._letterboxes[message] = box
@@ -151,13 +151,9 @@ class Mailbox:
         for part in parts:
             self._expect(part.message)
         received = [(part, self._take(part.message, m)) for part in parts]
-        dtypes = [self._dtype(value.dtype) for value in message.given]
+        whole = (value.part(value.shape) for value in message.given)
+        dtypes = [value.dtype_in(self._dtype) for value in whole]
         return message.join(self._rank, received, dtypes, self._link.streams.device)
-
-    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if self._float_dtype is not None and dtype.is_floating_point:
-            return self._float_dtype
-        return dtype
 
 
 def _misfit(value: Value, tensor: Tensor) -> GemscError:

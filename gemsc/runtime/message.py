@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gemsc.boxes import Box
+from gemsc.dtypes import within
 
 __all__ = ["Input", "Message", "Tiles", "Value"]
 
@@ -17,12 +18,21 @@ ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor of a message; `gradient` says whether its gradient travels back."""
+    """One tensor of a message; `gradient` says whether its gradient travels back.
+
+    Where the program runs in another floating-point type than the one it was traced in,
+    its values are of that type, less those that keep their own (`x.float()`).
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     gradient: bool = False
+    keeps_dtype: bool = False
+
+    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype that it has where the program runs in `dtype`."""
+        return self.dtype if self.keeps_dtype else within(self.dtype, dtype)
 
 
 @dataclass(frozen=True, eq=False)

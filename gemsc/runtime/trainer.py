@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.dtypes import cast_module
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime import checkpoint
@@ -118,7 +119,9 @@ class Trainer:
         index = key.removeprefix("stage").split("_")[0]
         path = self.directory / "weights" / f"stage{index}.safetensors"
         fill(stage, read_tensors(path), self.device)
-        return stage.to(dtype) if dtype is not None else stage
+        if dtype is not None:
+            cast_module(stage, dtype, getattr(type(stage), "keeps_dtype", ()))
+        return stage
 
     @property
     def stages(self) -> dict[str, nn.Module]:

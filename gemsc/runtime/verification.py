@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from gemsc.dropout import dropout_off
+from gemsc.dtypes import as_real
 from gemsc.plan import Plan
 from gemsc.runtime.memory import ActivationMeter
 from gemsc.runtime.trainer import OptimizerFactory, Trainer
@@ -57,7 +58,7 @@ def record_steps(
 
     def write_gradients() -> None:
         named = trainer.worker.named_parameters()
-        gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
+        gradients = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
         write_tensors(folder / f"gradients{rank}.safetensors", gradients)
         trainer.worker.before_update = None
 
@@ -65,7 +66,8 @@ def record_steps(
     meter = ActivationMeter(trainer.worker.own_tensors, trainer.worker.other_tensors)
     trainer.worker.meter = meter if measure else None
     losses = [trainer.step(input, target) for input, target in batches]
-    write_tensors(folder / f"state{rank}.safetensors", trainer.all_tensors())
+    state = {name: as_real(tensor) for name, tensor in trainer.all_tensors().items()}
+    write_tensors(folder / f"state{rank}.safetensors", state)
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
     (folder / f"memory{rank}.json").write_text(
         json.dumps([meter.peak_bytes, meter.peak_total_bytes])

@@ -1,0 +1,81 @@
+"""What becomes of tensors and modules when a model runs in another dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "as_real",
+    "cast",
+    "cast_module",
+    "default_dtype",
+    "is_real",
+    "other_dtype",
+    "within",
+]
+
+
+def is_real(dtype: torch.dtype) -> bool:
+    """Whether a dtype is floating-point or complex."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def within(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return what a dtype becomes where the model runs in `dtype`; None: as it is."""
+    if dtype is None or not is_real(own):
+        return own
+    return dtype.to_complex() if own.is_complex else dtype
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of numbers: no file can hold complex128."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def other_dtype(tensors: Iterator[Tensor]) -> torch.dtype:
+    """Return float64, or float32 for a model that is in float64 already."""
+    wide = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch.float32 if wide else torch.float64
+
+
+def cast(nest: Any, dtype: torch.dtype) -> Any:
+    """Return a nest with its floating-point and complex tensors in a dtype."""
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(within(leaf.dtype, dtype)) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(convert, nest)
+
+
+def cast_module(
+    module: nn.Module, dtype: torch.dtype, kept: Collection[str] = ()
+) -> None:
+    """Do what `module.to(dtype)` does, but keep complex tensors complex.
+
+    The tensors named in `kept` stay as they are.
+    """
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    staying = {id(named[name]) for name in kept}
+
+    def convert(tensor: Tensor) -> Tensor:
+        stays = id(tensor) in staying
+        return tensor if stays else tensor.to(within(tensor.dtype, dtype))
+
+    module._apply(convert)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let torch make tensors of a dtype, where none is asked for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
