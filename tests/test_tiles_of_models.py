@@ -145,6 +145,44 @@ def test_memory_that_is_changed_in_place_is_gathered_first() -> None:
     assert "changed in place" in step.barriers[0].reason
 
 
+class ActivatedInPlace(nn.Module):
+    """As MONAI's V-Net: ELU, which has no twin, on a copy; channels repeated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.repeat(1, 2, 1, 1)
+        twice = F.elu_(y)
+        kept = twice.clone()
+        kept.add_(x.mean((2, 3)).repeat_interleave(2, 1)[:, :, None, None])
+        middle = twice[:, 1:4].sigmoid()
+        return torch.cat((middle, F.celu_(kept * 2), y.tile((2, 1, 1))), 1)
+
+
+def test_activations_in_place_on_copies_are_not_gathered() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 3, 3, padding=1), ActivatedInPlace(), nn.Conv2d(21, 1, 3)
+    )
+    step = check(net, torch.randn(2, 3, 9, 10), (2, 2))
+    assert not step.barriers
+
+
+class ChangedViews(nn.Module):
+    """Views of what is changed see the change; a whole value takes up tiles."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        view = y[:, 1:]
+        y.add_(1)
+        whole = x.mean((2, 3), keepdim=True).expand_as(x).clone()
+        other = whole.mul(1)
+        row = other[:, :1]
+        other.mul_(x)
+        return torch.cat((view * y[:, :1], row + other), 1)
+
+
+def test_views_of_what_is_changed_in_place_see_the_change() -> None:
+    check(ChangedViews(), torch.randn(2, 3, 9, 10), (2, 2))
+
+
 class Embedded(nn.Module):
     """A position table that meets tiles, and a norm over pixels with weights."""
 

@@ -125,6 +125,7 @@ _ALONG = {
         "input dim",
     ),
     "topk": "input k dim",
+    "repeat_interleave": "input repeats dim",
     "norm": "input p dim",
     "normalize": "input p dim",
 }
@@ -139,6 +140,8 @@ _ALIKE = {
     "var": ("var", "input dim unbiased keepdim correction"),
     "std": ("std", "input dim unbiased keepdim correction"),
     "narrow": ("narrow", "input dim start length"),
+    "repeat": ("repeat", "input repeats"),
+    "tile": ("repeat", "input dims"),
     "prelu": ("channels", "input weight"),
     "roll": ("roll", "input shifts dim"),
     "flip": ("flip", "input dims"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import groupby
 from operator import getitem
 from typing import Any
 
@@ -101,8 +102,13 @@ class Lowering(Parts):
 
     def _block(self, block: Block) -> Block:
         self._made = []
-        for node in block.nodes:
-            self._env[node] = self._lower(node)
+        for glue, nodes in groupby(block.nodes, meta.glue):
+            run = tuple(nodes)
+            if glue is not None and self.grid:
+                self._lower_run(run)
+            else:
+                for node in run:
+                    self._env[node] = self._lower(node)
         return Block(block.index, block.name, tuple(self._made))
 
     def _lower(self, node: fx.Node) -> Local:
@@ -117,6 +123,35 @@ class Lowering(Parts):
             self._flattened.pop(node, None)
             del self.barriers[num_barriers:]
             return self.barrier(node, str(refused))
+
+    def _lower_run(self, run: tuple[fx.Node, ...]) -> None:
+        """Lower nodes that share memory: the tile's own part, or all of it whole."""
+        before, num_barriers = len(self._made), len(self.barriers)
+        for node in run:
+            self._env[node] = self._lower(node)
+            if not self._changes_alike(node, run):
+                break
+        else:
+            return
+        self._take_back(before)
+        del self.barriers[num_barriers:]
+        for node in run:
+            self._flattened.pop(node, None)
+            reason = "it shares memory that is changed in place"
+            self._env[node] = self.barrier(node, reason)
+
+    def _changes_alike(self, node: fx.Node, run: tuple[fx.Node, ...]) -> bool:
+        """Whether a lowered node does to the run's memory what the node does.
+
+        That it does as the same call, of what the run has made and not of copies.
+        """
+        local = self._env[node]
+        given = {self._env[s].node for s in node.all_input_nodes if s in run}
+        return (
+            (local.axes is None or self.probe.is_pointwise(node))
+            and local.node.target == node.target
+            and given.issubset(local.node.all_input_nodes)
+        )
 
     def _take_back(self, count: int) -> None:
         """Erase the nodes that a rule made before it refused."""

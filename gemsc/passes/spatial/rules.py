@@ -50,6 +50,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "stack": shapes.concatenation,
     "along": shapes.along,
     "narrow": shapes.narrow,
+    "repeat": shapes.repeat,
     "roll": shapes.roll,
     "flip": shapes.flip,
     "softmax": reductions.softmax,
@@ -79,8 +80,6 @@ def lower(low: Lowering, node: fx.Node) -> Local:
     is_cut = any(low.axes(source) is not None for source in node.all_input_nodes)
     if not is_cut and call.kind not in CUTS_AGAIN:
         return low.copy(node, None)
-    if meta.glue(node) is not None:
-        raise Refused("it shares memory that is changed in place")
     if opaque_of(call.layer) is not None:
         raise Refused("its forward depends on data")
     if low.has_own_backward(node):

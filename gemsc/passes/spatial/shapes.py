@@ -26,6 +26,7 @@ __all__ = [
     "elementwise",
     "flip",
     "narrow",
+    "repeat",
     "roll",
     "subscript",
     "view",
@@ -255,6 +256,22 @@ def channels(low: Lowering, call: Call) -> Local:
     if axes is None or any(axis is not None for axis in axes[:2]):
         raise Refused("it is cut along batch or channels")
     return call_again(low, call, axes, {call.input: alike(low, call, call.input, axes)})
+
+
+def repeat(low: Lowering, call: Call) -> Local:
+    """Repeat tiles along dimensions that are not cut."""
+    source, axes = call.input, low.axes(call.input)
+    counts = pytree.tree_leaves((call.node.args[1:], call.node.kwargs))
+    if axes is None or not all(isinstance(count, int) for count in counts):
+        raise Refused("its counts are not numbers")
+    counts = [1] * (len(axes) - len(counts)) + counts
+    result = (*(None,) * (len(counts) - len(axes)), *axes)
+    if any(
+        axis is not None and count != 1
+        for axis, count in zip(result, counts, strict=True)
+    ):
+        raise Refused("it repeats along a dimension that is cut")
+    return call_again(low, call, result, {source: low.get(source).node})
 
 
 def roll(low: Lowering, call: Call) -> Local:
