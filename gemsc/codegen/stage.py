@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.codegen.exchanges import note_of
-from gemsc.codegen.expressions import Named, access, expression, quoted
+from gemsc.codegen.expressions import Named, access, as_tuple, expression, quoted
 from gemsc.codegen.layers import (
     containers,
     holder,
