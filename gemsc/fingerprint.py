@@ -61,7 +61,9 @@ def changed_definitions(
         path = Path(file)
         now = source_fingerprints(path)
         if UNREADABLE in now:
-            how = "is no Python any more" if path.exists() else "is not there any more"
+            how = (
+                "is not valid Python any more" if path.exists() else "no longer exists"
+            )
             changes.append(f"{file} {how}")
             continue
         for name in sorted({*definitions, *(now if whole else ())}):

@@ -93,7 +93,7 @@ class CompileOptions:
             )
         if self.times is not None and self.schedule != "master":
             raise GemscError(
-                f"--times {self.times} means nothing to --schedule {self.schedule}",
+                f"--times {self.times} has no effect with --schedule {self.schedule}",
                 help="use --schedule master, or --micro-batches",
             )
         for name in ("recompute", "offload"):
@@ -143,7 +143,7 @@ class CompileOptions:
         for grid in () if self.open_tiles else self.tiles:
             if not GRID.fullmatch(grid):
                 raise GemscError(
-                    f"--tiles {','.join(self.tiles)}: '{grid}' is no grid",
+                    f"--tiles {','.join(self.tiles)}: '{grid}' is not a grid",
                     help="write one number for each spatial axis: 2x2, 4x1, 2x2x2; "
                     "2x2,2x1 splits the first two stages",
                 )
@@ -156,8 +156,8 @@ class CompileOptions:
             )
         if self.local_batchnorm and not self.tiles:
             raise GemscError(
-                "--local-batchnorm means nothing without --tiles",
-                help="leave it out: without tiles BatchNorm sees whole pictures",
+                "--local-batchnorm has no effect without --tiles",
+                help="leave it out: without tiles BatchNorm sees whole images",
             )
         self._check_halos()
 
@@ -169,8 +169,8 @@ class CompileOptions:
             if self.overlap_halos == "on":
                 given = "--overlap-halos on"
             raise GemscError(
-                f"{given} means nothing without --tiles",
-                help="leave it out, or split pictures with --tiles 2x2",
+                f"{given} has no effect without --tiles",
+                help="leave it out, or split images with --tiles 2x2",
             )
         if self.fuse_halos not in ("auto", "off") and not self.fuse_halos.isdecimal():
             raise GemscError(

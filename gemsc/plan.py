@@ -203,7 +203,7 @@ class Plan:
         """
         if not path.parent.is_dir() or not path.exists():
             raise GemscError(
-                f"{path.parent} is no program directory: it has no {path.name}",
+                f"{path.parent} is not a program directory: it has no {path.name}",
                 help="give the folder that `gemsc compile -o` wrote",
             )
         return cls.of(plan_file(path))

@@ -156,7 +156,7 @@ def read_counts(text: str, last: int) -> tuple[int, ...]:
     """Read `1,4,16`; 1, 2, 4, ... `last` where it is empty.
 
     Raises:
-        GemscError: it is no list of numbers.
+        GemscError: it is not a list of numbers.
     """
     if not text.strip():
         return powers_of_two(last)
@@ -166,7 +166,7 @@ def read_counts(text: str, last: int) -> tuple[int, ...]:
         counts = ()
     if not counts or min(counts) < 1:
         raise GemscError(
-            f"--curve {text} is no list of numbers", help="write --curve 1,2,4,8"
+            f"--curve {text} is not a list of numbers", help="write --curve 1,2,4,8"
         )
     return counts
 

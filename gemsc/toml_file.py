@@ -44,7 +44,7 @@ class TomlFile:
         """Read a file; `what` names its kind in errors ("hardware file").
 
         Raises:
-            GemscError: the file cannot be read, or is no TOML; names the line.
+            GemscError: the file cannot be read, or is not valid TOML; names the line.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -54,13 +54,13 @@ class TomlFile:
             raise GemscError(f"{what} {path}: {why}", help="give its path") from None
         except UnicodeDecodeError as error:
             raise GemscError(
-                f"{what} {path} is no text: {error}", help="save it as UTF-8"
+                f"{what} {path} is not text: {error}", help="save it as UTF-8"
             ) from None
         except tomllib.TOMLDecodeError as error:
             found = _LINE.search(str(error))
             line = int(found[1]) if found else max(1, len(text.splitlines()))
             raise GemscError(
-                f"{what} {path.name} is no TOML: {error}",
+                f"{what} {path.name} is not valid TOML: {error}",
                 at=SourceLocation(str(path), line),
                 help=f"see toml.io for how entries are written, or {advice}",
             ) from None
@@ -189,7 +189,8 @@ class _Builder:
             return value
         raise self.file.error(
             keys,
-            f"{_dotted(keys)} is {value!r}, which is no {_WORDS.get(origin, 'table')}",
+            f"{_dotted(keys)} is {value!r}, which is not a "
+            f"{_WORDS.get(origin, 'table')}",
             help=f"mend the entry, or {self.file.advice}",
         )
 

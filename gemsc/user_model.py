@@ -71,7 +71,7 @@ class UserModel:
         if isinstance(made, nn.Module):
             return made
         raise GemscError(
-            f"{self.name} gives an object of type {type(made).__name__}",
+            f"{self.name} returns an object of type {type(made).__name__}",
             at=self.line_of(self.name),
             help=f"return a torch.nn.Module from {self.name}()",
         )
@@ -107,7 +107,7 @@ class UserModel:
             return self._make("example_target", self.example_target, seed)
         if self.dataset is None:
             raise GemscError(
-                "there is a loss but nothing that gives its target",
+                "there is a loss, but nothing provides its target",
                 at=self.line_of("loss"),
                 help="add dataset() of (input, target) pairs, or example_target()",
             )

@@ -82,7 +82,7 @@ FILES = {
         advises="compile model.py:Net",
     ),
     "no Module": Mistake(
-        ("model gives an object of type int",),
+        ("model returns an object of type int",),
         MODEL + f"def model():{HERE}\n    return 3\n",
         advises="return a torch.nn.Module",
     ),
@@ -120,7 +120,7 @@ FILES = {
         MODEL + f"def example_inputs():{HERE}\n    return 3\n",
     ),
     "loss without target": Mistake(
-        ("nothing that gives its target",),
+        ("nothing provides its target",),
         without("dataset").replace(
             "def loss(output, target):", f"def loss(output, target):{HERE}"
         ),
@@ -258,7 +258,7 @@ COMMANDS = {
         ("has a stage without blocks",), words="compile model.py --blocks 3,0"
     ),
     "blocks that are no numbers": Mistake(
-        ("is no list of numbers",), words="compile model.py --blocks a,b"
+        ("is not a list of numbers",), words="compile model.py --blocks a,b"
     ),
     "cut at an unknown module": Mistake(
         ("no block lies in a module 'secnd'",),
@@ -351,16 +351,16 @@ COMMANDS = {
     ),
     "unknown command": Mistake(("no such command 'comple'",), words="comple model.py"),
     "run of no program": Mistake(
-        ("folder is no program directory",), words="run folder", advises="compile -o"
+        ("folder is not a program directory",), words="run folder", advises="compile -o"
     ),
     "run of nothing": Mistake(
-        ("nothing is no program directory",), words="run nothing"
+        ("nothing is not a program directory",), words="run nothing"
     ),
     "show of a file": Mistake(
-        ("text.txt is no program directory",), words="show text.txt"
+        ("text.txt is not a program directory",), words="show text.txt"
     ),
     "verify of nothing": Mistake(
-        ("nothing is no program directory",), words="verify nothing"
+        ("nothing is not a program directory",), words="verify nothing"
     ),
     "verify in an unknown dtype": Mistake(
         ("unknown dtype 'half'",), words="verify nothing --dtype half"
@@ -523,7 +523,7 @@ def test_a_program_without_its_model_says_which_file_is_gone(
     (program.parent / "model.py").unlink()
     outcome = gemsc("run", "program")
     assert outcome.code == 1
-    assert f"{program.parent / 'model.py'} is not there any more" in outcome.err
+    assert f"{program.parent / 'model.py'} no longer exists" in outcome.err
 
 
 def test_a_program_of_a_script_says_to_run_it_again(
@@ -546,9 +546,9 @@ def test_a_program_of_a_script_says_to_run_it_again(
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("[[stages]]", "[[stages", "plan plan.toml is no TOML: "),
+        ("[[stages]]", "[[stages", "plan plan.toml is not valid TOML: "),
         ("ranks = 2", "", "there is no entry 'ranks'"),
-        ("ranks = 2", 'ranks = "two"', "ranks is 'two', which is no number"),
+        ("ranks = 2", 'ranks = "two"', "ranks is 'two', which is not a number"),
         ("flops = ", "flop = ", "unknown entry 'stages[0].flop'"),
     ],
 )
@@ -619,8 +619,8 @@ def test_a_missing_file_is_found_before_ranks_start(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--epochs x", "argument --epochs: 'x' is no whole number above 0"),
-        ("--steps 0", "argument --steps: '0' is no whole number above 0"),
+        ("--epochs x", "argument --epochs: 'x' is not a whole number above 0"),
+        ("--steps 0", "argument --steps: '0' is not a whole number above 0"),
         ("--speed 3", "unrecognized arguments: --speed 3"),
         ("--save model.py", "argument --save: model.py is a file, not a folder"),
         (

@@ -33,7 +33,7 @@ def test_the_slowest_stage_is_named_with_the_imbalance() -> None:
     assert (why.slowest_stage, why.slowest_rank) == (2, 2)
     assert why.imbalance == pytest.approx(0.6)
     assert "stage 2 on rank 2 is slowest, 60% above the average rank" in why.line
-    assert "8 blocks make 4 stages no more even" in why.line
+    assert "these 8 blocks cannot be balanced better over 4 stages" in why.line
 
 
 def test_a_block_that_is_too_large_is_named() -> None:

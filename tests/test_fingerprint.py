@@ -99,9 +99,9 @@ def test_a_file_that_is_gone_or_no_python_is_named(tmp_path: Path) -> None:
     path = write(tmp_path)
     recorded = {str(path): source_fingerprints(path)}
     path.write_text("def (")
-    assert changed_definitions(recorded) == [f"{path} is no Python any more"]
+    assert changed_definitions(recorded) == [f"{path} is not valid Python any more"]
     path.unlink()
-    assert changed_definitions(recorded) == [f"{path} is not there any more"]
+    assert changed_definitions(recorded) == [f"{path} no longer exists"]
 
 
 def test_several_definitions_of_one_name_count_together(tmp_path: Path) -> None:

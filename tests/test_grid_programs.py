@@ -190,9 +190,9 @@ def test_the_memory_of_small_messages_is_predicted_to_the_byte(
     [
         ({"ranks": 2, "tiles": "2x2"}, "--tiles 2x2 needs 4 ranks, --ranks gives 2"),
         ({"ranks": 5, "tiles": "2x2,2x1"}, "--tiles 2x2,2x1 needs 6 ranks"),
-        ({"ranks": 4, "tiles": "2x"}, "'2x' is no grid"),
+        ({"ranks": 4, "tiles": "2x"}, "'2x' is not a grid"),
         ({"ranks": 4, "tiles": "2x2x2"}, "needs 8 ranks"),
-        ({"ranks": 4, "local_batchnorm": True}, "means nothing without --tiles"),
+        ({"ranks": 4, "local_batchnorm": True}, "has no effect without --tiles"),
         ({"ranks": 2, "overlap_halos": "on"}, "--overlap-halos on means nothing"),
         ({"ranks": 2, "fuse_halos": "3"}, "--fuse-halos 3 means nothing"),
         ({"ranks": 4, "tiles": "2x2", "fuse_halos": "no"}, "--fuse-halos no"),

@@ -82,7 +82,7 @@ def test_ranks_of_one_node_talk_over_the_inner_link(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "no TOML": ("latency = 1e-6", "latency =", 19, "is no TOML"),
+    "no TOML": ("latency = 1e-6", "latency =", 19, "is not valid TOML"),
     "a word misspelt": (
         "memory_bytes",
         "memory_byte",
@@ -96,19 +96,19 @@ MISTAKES = {
         4,
         "there is no entry 'device.peak_flops'",
     ),
-    "text for a number": ("1e-5", '"fast"', 23, "is 'fast', which is no number"),
-    "a number for text": ('"core"', "7", 5, "device.name is 7, which is no text"),
+    "text for a number": ("1e-5", '"fast"', 23, "is 'fast', which is not a number"),
+    "a number for text": ('"core"', "7", 5, "device.name is 7, which is not a text"),
     "a number for a table": (
         "[device.peak_flops]\nfloat32 = 1e10",
         "peak_flops = 3",
         9,
-        "is 3, which is no table",
+        "is 3, which is not a table",
     ),
     "nothing at all": ("bandwidth = 1e8", "bandwidth = 0", 24, "is 0"),
     "less than nothing": ("latency = 1e-5", "latency = -1", 23, "is -1"),
     "infinity": ("flops = 1e-10", "flops = inf", 13, "is inf"),
     "half a rank": ("ranks_per_node = 2", "ranks_per_node = 1.5", 16, "is 1.5"),
-    "truth for a number": ("1024", "true", 6, "which is no number"),
+    "truth for a number": ("1024", "true", 6, "which is not a number"),
     "an unknown algorithm": (
         "[network.intra]",
         '[network.allreduce]\nalgorithm = "magic"\n[network.intra]',

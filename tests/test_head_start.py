@@ -186,8 +186,9 @@ def test_show_says_so() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     show(plan, console)
     stages = [str(stage.index) for stage in plan.stages if stage.head_start_layers]
-    line = f"head start: the last gradients of stage {', '.join(stages)} leave"
+    line = "deferred weight gradients: in its last backward, stage "
+    line += f"{', '.join(stages)} first sends the gradients of its inputs"
     assert line in console.export_text()
     alone = lower(traced("unet"), CompileOptions(ranks=1)).plan
     show(alone, console)
-    assert "head start" not in console.export_text()
+    assert "deferred weight gradients" not in console.export_text()

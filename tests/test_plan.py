@@ -62,7 +62,7 @@ def test_the_same_compilation_gives_the_same_plan(
 
 
 def test_a_folder_without_a_plan_is_no_program(tmp_path: Path) -> None:
-    with pytest.raises(GemscError, match="is no program directory") as caught:
+    with pytest.raises(GemscError, match="is not a program directory") as caught:
         Plan.read(tmp_path / "plan.toml")
     assert "gemsc compile -o" in str(caught.value)
 
@@ -71,8 +71,8 @@ def test_a_folder_without_a_plan_is_no_program(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("ranks = 3\n", "", "there is no entry 'ranks'"),
-        ("ranks = 3\n", 'ranks = "3"\n', "ranks is '3', which is no number"),
-        ("ranks = 3\n", "ranks = = 3\n", "plan plan.toml is no TOML"),
+        ("ranks = 3\n", 'ranks = "3"\n', "ranks is '3', which is not a number"),
+        ("ranks = 3\n", "ranks = = 3\n", "plan plan.toml is not valid TOML"),
     ],
 )
 def test_a_damaged_plan_is_refused(

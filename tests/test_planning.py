@@ -223,17 +223,17 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
         (
             lambda t: t.replace("data = 1", "data = 3", 1),
             "data = 3",
-            "2 ranks cannot be shared by 3 copies",
+            "2 ranks cannot be divided into 3 data-parallel replicas",
         ),
         (
             lambda t: t.replace("tiles = []\nlocal", "tiles = [2]\nlocal"),
             "tiles = [2]",
-            "tiles is [2], which is no list of texts",
+            "tiles is [2], which is not a list of texts",
         ),
         (
             lambda t: t.replace("profile = false", "profile = 0"),
             "profile = 0",
-            "profile is 0, which is no true or false",
+            "profile is 0, which is not a true or false",
         ),
         (
             lambda t: t.replace("micro_batches = 4", "micro_batches = 0"),
@@ -278,7 +278,7 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
         (
             lambda t: t.replace("ranks = 2", "ranks = = 2", 1),
             "ranks = = 2",
-            "plan plan.toml is no TOML",
+            "plan plan.toml is not valid TOML",
         ),
     ],
 )

@@ -81,13 +81,13 @@ def test_a_program_and_its_model_move_together(program: Path, tmp_path: Path) ->
     plan = check_program(moved, 2)
     assert plan.spec == str(tmp_path / "moved" / "model.py")
     assert load_user_model(plan.spec).path == tmp_path / "moved" / "model.py"
-    with pytest.raises(GemscError, match="no program directory"):
+    with pytest.raises(GemscError, match="not a program directory"):
         Plan.read(program / "plan.toml")
 
 
 def test_a_program_without_its_model_is_refused(program: Path, tmp_path: Path) -> None:
     program.rename(tmp_path / "program")
-    with pytest.raises(GemscError, match=r"model\.py is not there any more"):
+    with pytest.raises(GemscError, match=r"model\.py no longer exists"):
         check_program(tmp_path / "program", 2)
 
 

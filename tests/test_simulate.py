@@ -91,7 +91,7 @@ def test_a_model_is_simulated_and_its_curve_drawn(gemsc: Gemsc, tmp_path: Path) 
     outcome = gemsc("simulate", "deep.py", *words)
     assert outcome.code == 0, outcome.err
     assert "Sequential on 256 ranks of NVIDIA V100" in outcome.out
-    assert "64 copies of 4 ranks" in outcome.out
+    assert "64 replicas of 4 ranks" in outcome.out
     rows = re.findall(r"^│ +([\d,]+) │ +([\d,]+) │", outcome.out, re.MULTILINE)
     assert [int(ranks) for ranks, _ in rows] == [4, 8, 16, 32, 64, 128, 256]
     assert re.search(r"scaling efficiency \d+\.\d+% on 256 ranks", outcome.out)
@@ -103,21 +103,24 @@ def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:
     assert gemsc("compile", "deep.py", "--blocks", "2,15", "-o", "program").code == 0
     outcome = gemsc("simulate", "program", "--data", "8", "--curve", "2,8")
     assert outcome.code == 0, outcome.err
-    assert "8 copies of 2 ranks" in outcome.out
+    assert "8 replicas of 2 ranks" in outcome.out
     rows = re.findall(r"^│ +([\d,]+) │ +([\d,]+) │", outcome.out, re.MULTILINE)
     assert [int(ranks) for ranks, _ in rows] == [4, 16]
     wrong = gemsc("simulate", "program", "--ranks", "5")
     assert wrong.code == 1
-    assert "each copy of this program has 2 ranks" in wrong.err
+    assert "each replica of this program has 2 ranks" in wrong.err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ranks", "10", "--data", "4"), "10 ranks cannot be shared by 4 copies"),
+        (
+            ("--ranks", "10", "--data", "4"),
+            "10 ranks cannot be divided into 4 data-parallel replicas",
+        ),
         (("--hardware", "v1000"), "unknown hardware 'v1000'"),
         (("--allreduce", "rings"), "unknown algorithm 'rings'"),
-        (("--curve", "1,two"), "--curve 1,two is no list of numbers"),
+        (("--curve", "1,two"), "--curve 1,two is not a list of numbers"),
         (("-o", "curve.png"), "cannot draw curve.png"),
         (("--schedule", "1f2b"), "unknown schedule '1f2b'"),
         (("--ranks", "64"), "64 stages need at least 64 blocks"),
@@ -181,7 +184,7 @@ def test_numbers_of_copies() -> None:
     assert powers_of_two(12) == (1, 2, 4, 8, 12)
     assert read_counts("", 4) == (1, 2, 4)
     assert read_counts("3, 9", 4) == (3, 9)
-    with pytest.raises(GemscError, match="no list of numbers"):
+    with pytest.raises(GemscError, match="not a list of numbers"):
         read_counts("0,1", 4)
 
 

@@ -109,7 +109,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise GemscError(
-            f"--blocks {text} is no list of numbers", help="write --blocks 3,4,4,5"
+            f"--blocks {text} is not a list of numbers", help="write --blocks 3,4,4,5"
         ) from None
 
 
@@ -125,10 +125,12 @@ def _bytes(text: str | None) -> int | None:
 
 FLAGS = {
     "ranks": _Flag(
-        kind=int, help="processes that share the model", default=DEFAULTS.ranks
+        kind=int,
+        help="processes that hold one replica of the model",
+        default=DEFAULTS.ranks,
     ),
     "data": _Flag(
-        help="copies of the model that share the batch, or auto",
+        help="data-parallel replicas, or auto",
         default=str(DEFAULTS.data),
         read=functools.partial(_count, flag="--data"),
     ),
@@ -188,14 +190,14 @@ FLAGS = {
         default=DEFAULTS.check,
     ),
     "tiles": _Flag(
-        help="split pictures over ranks: off, auto, 2x2, 4x1, 2x2x2, 2x2,2x1",
+        help="split images over ranks: off, auto, 2x2, 4x1, 2x2x2, 2x2,2x1",
         default="",
         read=_names,
     ),
     "local_batchnorm": _Flag(
         kind=bool,
         words=("--local-batchnorm",),
-        help="BatchNorm of each tile alone: cheaper, not exact",
+        help="BatchNorm with each tile's own statistics: cheaper, not exact",
         default=DEFAULTS.local_batchnorm,
     ),
     "fuse_halos": _Flag(

@@ -28,7 +28,8 @@ def profile_command(
         bool, typer.Option("--calibrate", help="time operators of many shapes")
     ] = False,
     network: Annotated[
-        bool, typer.Option("--network", help="time messages and sums between ranks")
+        bool,
+        typer.Option("--network", help="time messages and all-reduces between ranks"),
     ] = False,
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("hardware.toml"),
     hardware: Annotated[

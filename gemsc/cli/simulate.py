@@ -31,19 +31,19 @@ __all__ = ["simulate_command"]
 def simulate_command(
     target: Annotated[str, typer.Argument(help="a model, or a program directory")],
     ranks: Annotated[
-        int | None, typer.Option(help="processes altogether, of all copies", min=1)
+        int | None, typer.Option(help="processes in all, over all replicas", min=1)
     ] = None,
     data: Annotated[
-        int | None, typer.Option(help="copies of the model that share the batch", min=1)
+        int | None, typer.Option(help="data-parallel replicas", min=1)
     ] = None,
     hardware: Annotated[
         str, typer.Option(help="machine: a shipped one, or a .toml file")
     ] = "",
     curve: Annotated[
-        str, typer.Option(help="numbers of copies, 1,4,16; default: powers of two")
+        str, typer.Option(help="numbers of replicas, 1,4,16; default: powers of two")
     ] = "",
     schedule: Annotated[str | None, typer.Option(help="as for compile")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="of one copy")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="of each replica")] = None,
     times: Annotated[int | None, typer.Option(help="master: pairs of runs")] = None,
     chunks: Annotated[int | None, typer.Option(help="looped: stages per rank")] = None,
     placement: Annotated[str | None, typer.Option(help="as for compile")] = None,
@@ -92,19 +92,19 @@ def _read(target: str) -> tuple[UserModel, CompileOptions]:
 def _with_ranks(
     options: CompileOptions, ranks: int | None, data: int | None, *, fixed: bool
 ) -> CompileOptions:
-    """Return the options with the ranks of one copy and the number of copies.
+    """Return the options with the ranks of a replica and the number of replicas.
 
-    `ranks` counts those of all copies. A program's copy has its ranks already.
+    `ranks` counts those of all replicas. A program's replica has its ranks already.
 
     Raises:
-        GemscError: the ranks cannot be shared by the copies.
+        GemscError: the ranks cannot be divided among the replicas.
     """
     if fixed:
         size = options.ranks
         copies = data or (ranks // size if ranks else options.data)
         if ranks not in (None, size * copies):
             raise GemscError(
-                f"--ranks {ranks}: each copy of this program has {size} ranks",
+                f"--ranks {ranks}: each replica of this program has {size} ranks",
                 help=f"give a multiple of {size}, or leave --data out",
             )
         return replace(options, data=copies)
@@ -112,8 +112,8 @@ def _with_ranks(
     total = ranks if ranks is not None else options.ranks * copies
     if total % copies:
         raise GemscError(
-            f"{total} ranks cannot be shared by {copies} copies of the model",
-            help="--ranks counts those of all copies: give a multiple of --data",
+            f"{total} ranks cannot be divided into {copies} data-parallel replicas",
+            help="--ranks counts the ranks of all replicas: give a multiple of --data",
         )
     return replace(options, ranks=total // copies, data=copies)
 
@@ -134,7 +134,7 @@ def _machine(name: str, allreduce: str) -> Hardware:
 def _heading(found: Simulation) -> str:
     return (
         f"{found.name} on {found.last.ranks:,} ranks of {found.hardware.name}: "
-        f"{found.options.schedule}, {found.options.data:,} copies of "
+        f"{found.options.schedule}, {found.options.data:,} replicas of "
         f"{found.options.ranks} ranks"
     )
 
@@ -159,7 +159,8 @@ def _print(found: Simulation) -> None:
     peak, room = max(found.timeline.peak_bytes), found.hardware.device.memory_bytes
     verdict = "fits" if found.fits else "DOES NOT FIT"
     console.print(
-        f"fullest rank: {show_bytes(peak)} of {show_bytes(room)}: {verdict}",
+        f"highest peak memory of a rank: {show_bytes(peak)} of {show_bytes(room)}: "
+        f"{verdict}",
         highlight=False,
     )
 

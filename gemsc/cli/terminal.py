@@ -24,7 +24,7 @@ from rich.progress import (
 __all__ = ["Directory", "console", "pass_line", "progress_bar", "say"]
 
 UNCUT = 10_000  # characters of a line where no terminal's width cuts it
-QUIET_SECONDS = 10.0  # where nobody watches, what ends sooner needs no lines
+QUIET_SECONDS = 30.0  # where nobody watches, what ends sooner needs no lines
 
 console = Console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -56,7 +56,7 @@ def pass_line() -> Iterator[Callable[[str], None]]:
     """Show which pass has ended and the time so far; give what is to be told of it.
 
     On a terminal it is one line that goes away; elsewhere, one line for each pass that
-    ends after the first ten seconds.
+    ends after the first half minute.
     """
     terminal, start = Console(stderr=True), perf_counter()
     if not terminal.is_terminal:

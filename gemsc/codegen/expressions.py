@@ -208,7 +208,7 @@ def _public_name(node: fx.Node) -> str:
     if name and getattr(torch.Tensor, name, None) is target:
         return f"torch.Tensor.{name}"
     raise GemscError(
-        f"no way is known to write a call of {target!r}",
+        f"gemsc cannot write a call of {target!r}",
         at=meta.location(node),
         help="use a function of torch, or wrap it in a torch.autograd.Function",
     )

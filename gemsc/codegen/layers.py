@@ -115,7 +115,7 @@ def containers(stage: StageText) -> dict[str, str]:
         mixed = any(held) and not all(held)
         if clash or mixed or (any(held) and not container):  # no forward in a dict
             raise GemscError(
-                f"no way is known to write module '{container or 'model'}', which "
+                f"gemsc cannot write module '{container or 'model'}', which "
                 f"holds {', '.join(names)}",
                 help=f"rename {', '.join(clash or odd)}",
             )
@@ -139,7 +139,7 @@ def _write_layer(writer: Writer, path: str, layer: nn.Module, named: Named) -> N
     source = layer_source(layer)
     if source is None:
         raise GemscError(
-            f"no way is known to write layer '{path}' ({type(layer).__name__})",
+            f"gemsc cannot write layer '{path}' ({type(layer).__name__})",
             help="build it from layers of torch.nn",
         )
     head, arguments, tail = split_arguments(source)

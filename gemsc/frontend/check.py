@@ -173,7 +173,7 @@ def _compare(actual: _Results, expected: _Results) -> None:
         problem = _difference(actual.tensors.get(name), want, floor)
         if problem:
             raise GemscError(
-                f"the traced graph is not the model: {name} {problem}",
+                f"the traced graph does not reproduce the model: {name} {problem}",
                 at=actual.locations.get(name),
                 help="try --frontend export",
             )

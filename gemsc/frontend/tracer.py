@@ -236,7 +236,7 @@ class Tracer(TorchFunctionMode):
         return GemscError(
             f"{what}: {type(error).__name__}: {text}",
             at=at,
-            help="it must run as plain PyTorch on example_inputs() and their target",
+            help="the model and its loss must run as plain PyTorch on example_inputs()",
         )
 
 

@@ -198,7 +198,7 @@ class GraphWriter:
         earlier = self._earlier
         if earlier is None or not earlier.knows(tensor):
             raise GemscError(
-                "a tensor comes from somewhere that gemsc cannot see",
+                "forward uses a tensor whose origin gemsc cannot see",
                 help="make it from the inputs, or keep it with register_buffer",
             )
         source = earlier.node_of(tensor)

@@ -103,7 +103,7 @@ def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]
     inside = set(stage.nodes)
     found = [user for user in value.users if user in inside and is_exchange(user)]
     if len(found) > 1:
-        raise InternalError(f"{value.name} comes to stage {stage.index} twice")
+        raise InternalError(f"{value.name} enters stage {stage.index} twice")
     return found
 
 

@@ -47,7 +47,7 @@ class CheckStatistics(Pass):
                 if changed:
                     raise GemscError(
                         f"forward changes '{changed}', and {self.num_runs} runs of the "
-                        "model would change it apart",
+                        "model would each change it in its own way",
                         at=meta.location(node),
                         help="use a schedule with one replica and --data 1",
                     )

@@ -95,8 +95,9 @@ def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
     if plan.ranks % plan.data:
         raise file.error(
             ("data",),
-            f"{plan.ranks} ranks cannot be shared by {plan.data} copies",
-            help="ranks counts those of all copies",
+            f"{plan.ranks} ranks cannot be divided into {plan.data} data-parallel "
+            "replicas",
+            help="ranks counts the ranks of all replicas",
         )
     changed = {
         "ranks": plan.copy_ranks,
@@ -128,7 +129,7 @@ def _check_kind(key: str, value: Any, file: TomlFile) -> None:
     if not fits:
         raise file.error(
             ("options", key),
-            f"{key} is {value!r}, which is no {kind}",
+            f"{key} is {value!r}, which is not a {kind}",
             help="write it as gemsc did, or undo the change",
         )
 
@@ -148,9 +149,9 @@ def _placement(plan: Plan, file: TomlFile) -> str:
         if wrong:
             raise file.error(
                 ("stages", index, "ranks"),
-                f"stage {index} is on rank {wrong[0]}, but the ranks of a copy are 0 "
-                f"to {plan.copy_ranks - 1}",
-                help="ranks of all copies are placed alike",
+                f"stage {index} is on rank {wrong[0]}, but the ranks of a replica are "
+                f"0 to {plan.copy_ranks - 1}",
+                help="all replicas are placed alike",
             )
     if plan.placement != "explicit" and rows == _named_rows(plan):
         return plan.placement
@@ -181,7 +182,7 @@ def _placement_of_groups(plan: Plan, file: TomlFile) -> str:
         if ranks != set().union(*whole) or not ranks:
             raise file.error(
                 ("stages", index, "ranks"),
-                f"stage {index} is on ranks {stage.ranks}, which are no whole grids",
+                f"stage {index} is on ranks {stage.ranks}, which are not whole grids",
                 help=f"the ranks that go together are {plan.groups}",
             )
     if plan.placement != "explicit":

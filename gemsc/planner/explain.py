@@ -143,5 +143,6 @@ def _limit(
         advice = f"it is one block, {blocks[0]}, which cannot be cut"
     else:
         total = sum(len(each.blocks) for each in plan.stages)
-        advice = f"{total} blocks make {len(plan.stages)} stages no more even"
+        stages = len(plan.stages)
+        advice = f"these {total} blocks cannot be balanced better over {stages} stages"
     return f"the imbalance costs most, {share:.0%} of the step", advice

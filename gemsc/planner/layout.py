@@ -170,7 +170,8 @@ def _micro_batches(options: CompileOptions, num_replicas: int) -> tuple[int, ...
         total = 2 * options.times
     if total % num_replicas:
         raise GemscError(
-            f"--micro-batches {total} cannot be shared by {num_replicas} replicas",
+            f"--micro-batches {total} cannot be divided among {num_replicas} mirrored "
+            "replicas",
             help=f"give a multiple of {num_replicas}",
         )
     return (total // num_replicas,) * num_replicas

@@ -109,6 +109,6 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
         return value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (RuntimeError, TypeError, ValueError):
         raise GemscError(
-            f"{item.name} is of type {type(value).__name__}, which is no tensor",
+            f"{item.name} is of type {type(value).__name__}, which is not a tensor",
             help="give a tensor, or numbers that make one",
         ) from None

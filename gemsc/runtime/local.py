@@ -66,7 +66,7 @@ class _LocalStanding:
 
     def start(self) -> None:
         if not self.done():
-            raise InternalError("a message started twice")
+            raise InternalError("a message was started twice")
         self.request = self._post()
 
     def done(self) -> bool:
@@ -207,7 +207,9 @@ def _add_up(tensors: dict[int, object]) -> None:
     parts = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
     kinds = {describe(part) for part in parts}
     if len(kinds) != 1:
-        raise InternalError(f"a sum of different tensors: {', '.join(sorted(kinds))}")
+        raise InternalError(
+            f"an all-reduce of different tensors: {', '.join(sorted(kinds))}"
+        )
     with torch.no_grad():
         half = parts[0].dtype in (torch.bfloat16, torch.float16)
         total = parts[0].to(torch.float32) if half else parts[0].clone()

@@ -120,7 +120,7 @@ class MpiGroup:
         half = tensor.dtype in (torch.bfloat16, torch.float16)
         staged = tensor.to(torch.float32) if half else tensor
         if staged.dtype not in self._types:
-            raise InternalError(f"no sum over ranks for {describe(tensor)}")
+            raise InternalError(f"no all-reduce for {describe(tensor)}")
         buffer = self._mpi.buffer.fromaddress(staged.data_ptr(), staged.nbytes)
         request = self._comm.Iallreduce(
             self._mpi.IN_PLACE, [buffer, self._types[staged.dtype]], self._mpi.SUM
@@ -286,7 +286,7 @@ class MpiTransport:
         """Start all of them with one call of the library."""
         ours = [m for m in messages if isinstance(m, StandingMessage)]
         if any(message.active for message in ours):
-            raise InternalError(f"rank {self.rank}: a message started twice")
+            raise InternalError(f"rank {self.rank}: a message was started twice")
         self._mpi.Prequest.Startall([message.raw for message in ours])
         for message in ours:
             message.active = True

@@ -43,7 +43,7 @@ class TiffPicture:
             page = file.pages[0]
             if not page.is_tiled or page.ndim not in (2, 3) or page.planarconfig != 1:
                 raise GemscError(
-                    f"{path} cannot be read in parts: it holds no picture in tiles, "
+                    f"{path} cannot be read in parts: it holds no tiled image, "
                     "[height, width] or [height, width, channels]",
                     help="write it with tifffile.imwrite(path, data, tile=(256, 256))",
                 )
@@ -55,7 +55,7 @@ class TiffPicture:
             return tifffile.TiffFile(self.path)
         except (OSError, tifffile.TiffFileError) as error:
             raise GemscError(
-                f"{self.path} is no TIFF file that can be read: {error}",
+                f"{self.path} is not a TIFF file that can be read: {error}",
                 help="give the path of a tiled TIFF file",
             ) from None
 

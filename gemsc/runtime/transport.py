@@ -190,7 +190,7 @@ def check_sum(tensor: Tensor) -> None:
     """
     check_memory(tensor, cuda_aware=False)
     if tensor.dtype == torch.bool or tensor.is_complex():
-        raise InternalError(f"no sum over ranks for {describe(tensor)}")
+        raise InternalError(f"no all-reduce for {describe(tensor)}")
 
 
 # Waiting. A blocking MPI call polls without pause and takes 98 % of a core. Where those

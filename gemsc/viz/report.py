@@ -91,12 +91,12 @@ def _header(plan: Plan) -> str:
     whole = plan.step_seconds + plan.ending_seconds
     rate = plan.batch_size / whole if whole else 0.0
     parameters = sum(stage.parameter_bytes for stage in plan.stages)
-    copies = f", {plan.data} copies" if plan.data > 1 else ""
+    copies = f", {plan.data} data-parallel replicas" if plan.data > 1 else ""
     cards = (
         card("one step", show_seconds(whole), f"{plan.batch_size} samples"),
         card("throughput", f"{rate:,.1f} / s", "samples"),
         card("idle", f"{plan.bubble:.0%}", "of the ranks' time"),
-        card("fullest rank", show_bytes(max(plan.peak_bytes)), "at most"),
+        card("highest peak", show_bytes(max(plan.peak_bytes)), "at most"),
         card("parameters", show_bytes(parameters), f"{len(plan.stages)} stages"),
     )
     return (
@@ -272,7 +272,7 @@ def _ranks(plan: Plan, panel: Panel) -> str:
     titles = ("rank", "stages", "busy", "idle", "all the time", "peak", "file")
     note = ""
     if plan.data > 1:
-        note = f"The {plan.data} copies of the model share these files."
+        note = f"The {plan.data} data-parallel replicas share these files."
     parts = [table(titles, lines, note=note)]
     if len(rows) < len(busy):
         parts.insert(0, _quantiles(busy, panel))
@@ -353,7 +353,7 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
                 cell("" if each.fits() else "does not fit"),
             )
         )
-    titles = ("schedule", "samples/s", "step", "fullest rank", "idle", "sent", "")
+    titles = ("schedule", "samples/s", "step", "highest peak", "idle", "sent", "")
     why = f"{candidates[0].name} was chosen: {reason(candidates)}."
     note = _left_out(len(candidates), "the best")
     return section(

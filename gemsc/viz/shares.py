@@ -28,7 +28,14 @@ def show_shares(predicted: Panel, measured: Panel, console: Console) -> None:
             highlight=False,
         )
     table = Table("rank")
-    for column in ("predicted busy", "busy", "sums, update", "send", "wait", "idle"):
+    for column in (
+        "predicted busy",
+        "busy",
+        "all-reduce, update",
+        "send",
+        "wait",
+        "idle",
+    ):
         table.add_column(column, justify="right")
     for rank, row in enumerate(measured.rows):
         planned = predicted.rows[rank % len(predicted.rows)]

@@ -22,7 +22,7 @@ def show_points(points: Sequence[Point], console: Console) -> None:
 
     columns = (
         column("ranks", (f"{p.ranks:,}" for p in points)),
-        column("copies", (f"{p.copies:,}" for p in points), drop=7),
+        column("replicas", (f"{p.copies:,}" for p in points), drop=7),
         column("nodes", (f"{p.nodes:,}" for p in points), drop=8),
         column("batch", (f"{p.samples:,}" for p in points), drop=6),
         column("step", (show_seconds(p.step_seconds) for p in points)),

@@ -76,7 +76,7 @@ def show_candidates(
         column("schedule", (c.name for c in shown), left=True, shrinks=True),
         column("samples/s", cells(lambda c: _speed(c.samples_per_second))),
         column("step", cells(lambda c: show_seconds(c.seconds))),
-        column("fullest rank", cells(memory)),
+        column("highest peak", cells(memory)),
         column("idle", cells(lambda c: f"{c.bubble:.0%}"), drop=2),
         column("sent", cells(lambda c: show_bytes(c.sent_bytes)), drop=1),
     ]
@@ -122,7 +122,7 @@ def describe_blocks(stage: PlannedStage) -> str:
 
 def _summary(plan: Plan) -> RenderableType:
     why = explain(plan)
-    copies = f" in each of {plan.data} copies" if plan.data > 1 else ""
+    copies = f" in each of {plan.data} data-parallel replicas" if plan.data > 1 else ""
     return Group(
         Text(f"{plan.model}: {plan.ranks} ranks, {plan.schedule}, "
              f"{show_micro_batches(plan.micro_batches)}{copies}, "
@@ -131,7 +131,8 @@ def _summary(plan: Plan) -> RenderableType:
         Text(
             f"predicted ({plan.times}): {show_seconds(plan.step_seconds)} a step, "
             f"{plan.bubble:.0%} of the ranks' time idle; then "
-            f"{show_seconds(plan.ending_seconds)} for sums of gradients and the update"
+            f"{show_seconds(plan.ending_seconds)} for gradient all-reduces and the "
+            "update"
         ),
         *_here(plan),
         Text(f"why this split: {why.line}"),
@@ -179,7 +180,7 @@ def _where(opaque: dict[str, Any]) -> str:
 
 
 def _head_starts(plan: Plan) -> list[Text]:
-    """Return which stages send before their last backward is done."""
+    """Return which stages defer weight gradients in their last backward."""
     found = [stage for stage in plan.stages if stage.head_start_layers]
     if not found:
         return []
@@ -187,8 +188,9 @@ def _head_starts(plan: Plan) -> list[Text]:
     which = _join([stage.index for stage in found])
     if len(found) > _MOST_NAMES:
         which = f"{found[0].index} to {found[-1].index}"
-    line = f"head start: the last gradients of stage {which} leave up to {most} earlier"
-    return [Text(f"{line}, before weight gradients")]
+    line = "deferred weight gradients: in its last backward, "
+    line += f"stage {which} first sends the gradients of its inputs"
+    return [Text(f"{line}, up to {most} earlier")]
 
 
 def _traffic(plan: Plan) -> list[Text]:
@@ -200,7 +202,7 @@ def _traffic(plan: Plan) -> list[Text]:
     line += show_bytes(found["message_bytes"])
     if found["sums"]:
         calls = found["sums"]
-        line += f", {calls} calls for sums over tiles, {show_bytes(found['sum_bytes'])}"
+        line += f", {calls} all-reduces over tiles, {show_bytes(found['sum_bytes'])}"
     return [Text(line)]
 
 
@@ -269,7 +271,7 @@ def _tiles(plan: Plan, width: int) -> list[RenderableType]:
                 "why", (b["reason"] for b in plan.barriers), left=True, shrinks=True
             ),
         )
-        found.append(fitted("values that every tile gathers whole", columns, width))
+        found.append(fitted("values that every tile has to gather", columns, width))
     return found
 
 
@@ -286,7 +288,7 @@ def _name(ranks: Sequence[int]) -> str:
 
 def _skips(plan: Plan, width: int) -> RenderableType:
     if not plan.skips:
-        return Text("no skip jumps over a block")
+        return Text("no skips over blocks")
     shown = sorted(plan.skips, key=lambda s: -s["num_bytes"])[:MOST_SKIPS]
     skips = [skip for skip in plan.skips if skip in shown]
     columns = (
@@ -304,7 +306,7 @@ def _skips(plan: Plan, width: int) -> RenderableType:
 
 def _transfers(plan: Plan, width: int) -> RenderableType:
     if not plan.transfers:
-        return Text("nothing travels between stages")
+        return Text("no transfers between stages")
     rows = sample(len(plan.transfers), MOST_SKIPS)
     found = [plan.transfers[row] for row in rows]
     back = ("gradient" if t.gradient else "-" for t in found)

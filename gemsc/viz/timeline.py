@@ -49,7 +49,7 @@ def write_timeline(
 ) -> None:
     """Draw a plan's step, below it a measured one if there are marks of each rank."""
     panels = panels_of(plan, marks)
-    copies = f" in each of {plan.data} copies" if plan.data > 1 else ""
+    copies = f" in each of {plan.data} data-parallel replicas" if plan.data > 1 else ""
     heading = (
         f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
         f"{show_micro_batches(plan.micro_batches)}{copies}"
@@ -62,7 +62,7 @@ def write_timeline(
 def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, ...]:
     """Return the predicted step, and the measured one if there are marks.
 
-    The tiles of a grid go in step: its row is what the first one does.
+    The tiles of a grid run in lockstep: its row is what the first one does.
     """
     task = task_of(plan)
     copies = [

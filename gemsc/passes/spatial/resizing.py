@@ -89,7 +89,7 @@ def _whole_factors(low: Lowering, call: Call) -> tuple[int, ...] | None:
     """Return by what each dimension grows, if PyTorch's own kernel does it on a part.
 
     That it does not where corners are aligned, where it smooths, and where the factor
-    is no whole number.
+    is not a whole number.
     """
     if call.get("align_corners", False) or call.get("antialias", False):
         return None
