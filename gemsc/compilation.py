@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -55,13 +55,14 @@ class Compilation:
 
     `tiles` are what the tiles of the largest grid run, `whole` alone if no stage is
     split. `steps` are the actions of each group of ranks in one training step, with
-    their loops found.
+    their loops found. `files` are the rank files, once they are proved.
     """
 
     whole: TileProgram
     tiles: tuple[TileProgram, ...]
     steps: tuple[tuple[Step, ...], ...]
     plan: Plan
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:

@@ -1,4 +1,4 @@
-"""The whole compilation on one page: trace -> passes -> schedule -> check -> text."""
+"""The whole compilation on one page: trace -> passes -> schedule -> text -> proof."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from gemsc.codegen.package import rank_modules, write_directory
+from gemsc.codegen.read import read_ranks
 from gemsc.compilation import Compilation, Traced
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.optimizer import check_optimizer
+from gemsc.ir.flow import reductions
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.options import CompileOptions, choose
@@ -32,7 +34,8 @@ from gemsc.planner.hardware import Hardware, read_hardware
 from gemsc.planner.optimizer_state import Factory, optimizer_bytes
 from gemsc.planner.predict import make_plan
 from gemsc.planner.profile import Progress
-from gemsc.planner.prove import prove
+from gemsc.schedules import Task
+from gemsc.schedules.check import Report, prove
 from gemsc.schedules.loops import find_loops
 from gemsc.search import settled
 from gemsc.staging import Scheduled, schedule_stages, with_evaluation
@@ -64,7 +67,7 @@ class CompiledProgram:
 
     def rank_modules(self) -> dict[str, str]:
         """Return the text of each rank's file, by file name."""
-        return rank_modules(self.compilation)
+        return dict(self.compilation.files)
 
     def graph(self) -> str:
         """Return the picture of the stages as DOT text."""
@@ -198,14 +201,37 @@ def lower(
     source: Path | None = None,
     after_each: Observer | None = None,
 ) -> CompiledProgram:
-    """Cut a traced model into stages, schedule them, prove the schedule."""
+    """Cut a traced model into stages, schedule them, write their text and prove it."""
     candidates, options = settled(traced, options)
     done = schedule_stages(traced, options, after_each)
     whole, tiles = with_evaluation(traced, done, options, after_each)
-    prove(tiles[0].program, tiles[0].evaluation, done.task, done.timeline)
     steps = tuple(find_loops(order) for order in done.timeline.orders)
     compilation = Compilation(whole, tiles, steps, _planned(done, options, source))
-    return CompiledProgram(compilation, candidates)
+    files = rank_modules(compilation)
+    prove_files(files, compilation, done.task)
+    return CompiledProgram(replace(compilation, files=files), candidates)
+
+
+def prove_files(
+    files: Mapping[str, str], compilation: Compilation, task: Task
+) -> Report:
+    """Prove what the rank files say: training, and evaluation.
+
+    Returns:
+        The figures of training (of evaluation if there is no loss).
+
+    Raises:
+        InternalError: the files are wrong; names stage, micro-batch and user's line.
+    """
+    placement = compilation.program.placement
+    assert placement is not None
+    training, evaluation = read_ranks(files)
+    report = prove(evaluation, task.evaluation, groups=placement.groups)
+    if not task.has_backward:
+        return report
+    shared = reductions(compilation.program, compilation.owned)
+    copies = compilation.plan.data
+    return prove(training, task, groups=placement.groups, shared=shared, copies=copies)
 
 
 def plan(

@@ -1,58 +1,73 @@
-"""What the tests of the schedules share: random tasks, and their channels."""
+"""What the tests of the schedules share: random tasks, and what their ranks do."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-from gemsc.schedules import Edge, Schedule, StageCost, Task, Timeline, place
-from gemsc.schedules.check import check
-from gemsc.schedules.messages import Channel, Reduction
+from gemsc.schedules import (
+    Action,
+    Edge,
+    Kind,
+    Schedule,
+    StageCost,
+    Task,
+    Timeline,
+    place,
+)
+from gemsc.schedules.action import splits_backward
+from gemsc.schedules.check import prove
+from gemsc.schedules.rank_step import AllReduce, End, Message, RankStep, Run, Step
 
-
-def channels_of(task: Task) -> list[Channel]:
-    """Return one channel for each edge and replica, another for its gradients."""
-    channels: list[Channel] = []
-    for replica in range(len(task.placement)):
-        for e in task.edges:
-            channels.append(
-                Channel(
-                    len(channels),
-                    e.source,
-                    e.dest,
-                    False,
-                    replica,
-                    ("x",),
-                    e.num_bytes,
-                )
-            )
-            if e.gradient and task.has_backward:
-                channels.append(
-                    Channel(
-                        len(channels),
-                        e.dest,
-                        e.source,
-                        True,
-                        replica,
-                        ("x",),
-                        e.num_bytes,
-                    )
-                )
-    return channels
+Orders = Sequence[Sequence[Action]]
 
 
-def reductions_of(task: Task) -> list[Reduction]:
-    """Return a group for each stage that several replicas have."""
-    replicas = range(len(task.placement))
-    if len(replicas) == 1:
-        return []
-    return [
-        Reduction(
-            f"stage{stage}",
-            frozenset(task.placement[replica][stage] for replica in replicas),
-            tuple((replica, stage) for replica in replicas),
-        )
+def ranks_of(task: Task, orders: Orders) -> list[RankStep]:
+    """Return what ranks with these orders do: what a stage gives is sent at once.
+
+    Each edge has a tag for each replica, and one for its gradients. Gradients are added
+    up at the end.
+    """
+    runs = {
+        (kind, replica, stage): run_of(task, kind, replica, stage)
+        for kind in Kind
+        for replica in range(len(task.placement))
         for stage in range(len(task.stages))
+    }
+    sums = [
+        AllReduce(f"stage{stage}", places)
+        for stage in reversed(range(len(task.stages)))
+        if len(places := tuple(sorted({row[stage] for row in task.placement}))) > 1
     ]
+    split = splits_backward(orders)
+    ranks = []
+    for rank, order in enumerate(orders):
+        own = [each for each in sums if rank in each.ranks]
+        ends: list[Step] = [*own, End.REDUCED, End.UPDATED]
+        steps = (*order, *(ends if task.has_backward else ()))
+        ranks.append(RankStep(rank, runs, steps, (rank,), split))
+    return ranks
+
+
+def run_of(task: Task, kind: Kind, replica: int, stage: int) -> Run:
+    """Return what one stage sends and receives for each micro-batch."""
+
+    row = task.placement[replica]
+    back = kind is Kind.BACKWARD
+    taken, given = [], []
+    for index, e in enumerate(task.edges if kind is not Kind.WEIGHT else ()):
+        tag = 2 * (replica * len(task.edges) + index) + back
+        source, dest = (e.dest, e.source) if back else (e.source, e.dest)
+        if stage == dest and (e.gradient or not back):
+            taken.append(Message(row[source], tag, ("x",)))
+        if stage == source and (e.gradient or not back):
+            given.append(Message(row[dest], tag, ("x",)))
+    return Run(tuple(taken), tuple(given))
+
+
+def shared_by(task: Task) -> dict[str, tuple[int, ...]]:
+    """Return whose parameters are whose: each stage has its own."""
+    return {f"stage{stage}": (stage,) for stage in range(len(task.stages))}
 
 
 def equal_task(
@@ -119,23 +134,9 @@ def least_memory(task: Task) -> int:
     )
 
 
-def prove(task: Task, schedule: Schedule, timeline: Timeline) -> None:
-    """Check a schedule; the checker's own figures are those of the timeline."""
-    report = check(
-        timeline.orders,
-        channels_of(task),
-        task.placement,
-        task.micro_batches,
-        saved_bytes=[stage.saved_bytes for stage in task.stages],
-        transient_bytes=[stage.transient_bytes for stage in task.stages],
-        first_transient_bytes=[s.first_transient_bytes for s in task.stages],
-        gradient_bytes=[stage.gradient_bytes for stage in task.stages],
-        resident_bytes=[stage.resident_bytes for stage in task.stages],
-        head_starts=[stage.head_start for stage in task.stages],
-        memory_cap=task.memory_cap,
-        has_backward=task.has_backward,
-        split_backward=schedule.policy.split_backward,
-        reductions=reductions_of(task),
-    )
+def proved(task: Task, timeline: Timeline) -> None:
+    """Prove a schedule; the proof's own figures are those of the timeline."""
+    ranks = ranks_of(task, timeline.orders)
+    report = prove(ranks, task, shared=shared_by(task))
     assert report.peak_bytes == timeline.peak_bytes
     assert report.peak_live == timeline.peak_live

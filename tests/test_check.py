@@ -1,43 +1,69 @@
 """The proof: right schedules pass, and each way to break one is found and named."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from schedule_support import channels_of, equal_task, random_task, reductions_of
+from schedule_support import equal_task, random_task, ranks_of, shared_by
 
 from gemsc.errors import InternalError
 from gemsc.schedules import SCHEDULES, Action, Edge, Kind, StageCost, Task, run
-from gemsc.schedules.check import Channel, Reduction, Report, check
+from gemsc.schedules.check import Report, prove
+from gemsc.schedules.rank_step import AllReduce, End, Message, RankStep, Step
 
 Orders = Sequence[Sequence[Action]]
+Damage = Callable[[list[RankStep]], None]
 
-CHAIN = Task.chain((StageCost(1.0, 2.0),) * 2, (2,))
+CHAIN = Task.chain((StageCost(1.0, 2.0, saved_bytes=0),) * 2, (2,))
 FINE = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1B0", "1F1", "1B1"))
 
 
-def prove(
+def proved(
     orders: Sequence[Sequence[str | Action]],
     task: Task = CHAIN,
-    channels: Sequence[Channel] | None = None,
+    damage: Damage = lambda ranks: None,
     **options: Any,
 ) -> Report:
-    return check(
-        [[a if isinstance(a, Action) else Action.parse(a) for a in o] for o in orders],
-        channels_of(task) if channels is None else channels,
-        task.placement,
-        task.micro_batches,
-        **options,
-    )
+    parsed = [
+        [a if isinstance(a, Action) else Action.parse(a) for a in o] for o in orders
+    ]
+    ranks = ranks_of(task, parsed)
+    damage(ranks)
+    return prove(ranks, task, **options)
+
+
+def change(rank: int, kind: str, stage: int, **parts: Any) -> Damage:
+    """Return what replaces parts of what a rank does in one kind of action."""
+
+    def damage(ranks: list[RankStep]) -> None:
+        key = Kind(kind), 0, stage
+        runs = {**ranks[rank].runs, key: replace(ranks[rank].runs[key], **parts)}
+        ranks[rank] = replace(ranks[rank], runs=runs)
+
+    return damage
+
+
+def end_with(*ends: Sequence[Step]) -> Damage:
+    """Return what replaces all that ranks do after their actions."""
+
+    def damage(ranks: list[RankStep]) -> None:
+        for number, steps in enumerate(ends):
+            actions = ranks[number].actions
+            ranks[number] = replace(ranks[number], steps=(*actions, *steps))
+
+    return damage
 
 
 def test_the_report_holds_the_figures() -> None:
-    report = prove(FINE, saved_bytes=[10, 7], resident_bytes=[1, 2])
-    assert report == Report(
+    costs = (
+        StageCost(1.0, 2.0, saved_bytes=10, resident_bytes=1),
+        StageCost(1.0, 2.0, saved_bytes=7, resident_bytes=2),
+    )
+    assert proved(FINE, replace(CHAIN, stages=costs)) == Report(
         peak_bytes=(21, 9),
         peak_live=(2, 1),
         num_actions=8,
@@ -55,7 +81,7 @@ def test_the_report_holds_the_figures() -> None:
         ("0F0 0F1 0B0", "1F0 1B0 1F1 1B1", "leaves out an action: 0B1"),
         ("0F0 0F1 0B0 0B1 0B1", "1F0 1B0 1F1 1B1", "an action twice: 0B1"),
         ("0F0 0F1 0B0 0B1 0F2", "1F0 1B0 1F1 1B1", "unknown action: 0F2"),
-        ("0F0 0F1 0B0 0B1 0W0", "1F0 1B0 1F1 1B1", "unknown action: 0W0"),
+        ("0F0 0F1 0B0 0B1 0W0", "1F0 1B0 1F1 1B1", "leaves out an action: 0W1"),
         ("0F0 0F1 0B0 0B1 1F0", "1B0 1F1 1B1", "an action of rank 1: 1F0"),
         ("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1", "stands before its 1F0: 1B0"),
         ("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0", "is of micro-batch 0, but"),
@@ -64,84 +90,101 @@ def test_the_report_holds_the_figures() -> None:
 )
 def test_a_broken_order_is_found(rank0: str, rank1: str, message: str) -> None:
     with pytest.raises(InternalError, match=message):
-        prove((rank0.split(), rank1.split()))
+        proved((rank0.split(), rank1.split()))
 
 
 def test_an_error_names_stage_micro_batch_and_user_lines() -> None:
     orders = (FINE[0], ("1F0", "1B0", "1F1"))
     with pytest.raises(InternalError) as caught:
-        prove(orders, user_lines=lambda stage: f"model.py:{10 * stage}")
+        proved(orders, damage=change(1, "F", 1, lines="model.py:10"))
     assert str(caught.value) == (
-        "wrong schedule: rank 1 leaves out an action: "
+        "wrong program: rank 1 leaves out an action: "
         "1B1, stage 1 (model.py:10), micro-batch 1"
     )
 
 
 def test_weight_gradients_come_after_their_backward() -> None:
     task = Task.chain((StageCost(1.0, 2.0, 1.0),), (1,))
-    prove([["0F0", "0B0", "0W0"]], task, split_backward=True)
+    proved([["0F0", "0B0", "0W0"]], task)
     with pytest.raises(InternalError, match="before its 0B0: 0W0"):
-        prove([["0F0", "0W0", "0B0"]], task, split_backward=True)
+        proved([["0F0", "0W0", "0B0"]], task)
 
 
 def test_what_is_handed_over_on_a_rank_must_be_made_first_and_not_yet_freed() -> None:
     together = Task.chain((StageCost(1.0, 2.0),) * 2, (1,), placement=((0, 0),))
-    prove([["0F0", "1F0", "1B0", "0B0"]], together)
+    proved([["0F0", "1F0", "1B0", "0B0"]], together)
     for order, message in [
-        ("1F0 0F0 1B0 0B0", "before its 0F0: 1F0"),
-        ("0F0 1F0 0B0 1B0", "before its 1B0: 0B0"),
+        ("1F0 0F0 1B0 0B0", "uses before 0F0 gives it, x, tag 0: 1F0"),
+        ("0F0 1F0 0B0 1B0", "uses before 1B0 gives it, x, tag 1: 0B0"),
     ]:
         with pytest.raises(InternalError, match=message):
-            prove([order.split()], together)
+            proved([order.split()], together)
     mask = replace(together, edges=(Edge(0, 1, gradient=False),))
-    with pytest.raises(InternalError, match="freed by 0B0: 1F0"):
-        prove([["0F0", "0B0", "1F0", "1B0"]], mask)
+    with pytest.raises(InternalError, match="what 0B0 has freed, x, tag 0: 1F0"):
+        proved([["0F0", "0B0", "1F0", "1B0"]], mask)
 
 
 # -- messages --------------------------------------------------------------------------
 
+X = Message(1, 0, ("x",))
 
-def test_every_send_has_a_receive_that_agrees_with_it() -> None:
-    sent = channels_of(CHAIN)
-    for received, message in [
-        (sent[1:], "sent and not received: values from stage 0 to 1"),
-        ([*sent, replace(sent[0], tag=9)], "received and not sent"),
-        ([replace(sent[0], tag=9), sent[1]], "not received"),
-        ([replace(sent[0], signature=("y",)), sent[1]], "not received"),
-        ([sent[0], sent[0], sent[1]], "received and not sent"),
-    ]:
-        with pytest.raises(InternalError, match=message):
-            prove(FINE, channels=sent, receiving=received)
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(0, "F", 0, sends=()), "rank 1 receives what rank 0 does not send"),
+        (change(1, "F", 1, receives=()), "rank 0 sends what rank 1 does not receive"),
+        (change(0, "F", 0, sends=(X, X)), "sends what is of micro-batch 0, but"),
+        (change(0, "F", 0, sends=(replace(X, tag=9),)), "not send, x, tag 0: 1F0"),
+        (change(0, "F", 0, sends=(replace(X, peer=0),)), "not receive, x, tag 0: 0F0"),
+        (change(0, "F", 0, sends=(replace(X, values=("y",)),)), "rank 1 receives x"),
+        (change(0, "B", 0, receives=()), "what rank 0 does not receive, x, tag 1: 1B0"),
+    ],
+)
+def test_every_send_has_a_receive_that_agrees_with_it(
+    damage: Damage, message: str
+) -> None:
+    with pytest.raises(InternalError, match=message):
+        proved(FINE, damage=damage)
 
 
 def test_tags_tell_messages_apart() -> None:
     twice = Task.chain((StageCost(1.0, 2.0),) * 2, (2,), skips=(Edge(0, 1),))
-    channels = channels_of(twice)
-    prove(FINE, twice)
+    proved(FINE, twice)
+    both = X, replace(X, values=("y",))
+
+    def one_tag(ranks: list[RankStep]) -> None:
+        change(0, "F", 0, sends=both)(ranks)
+        change(1, "F", 1, receives=tuple(replace(x, peer=0) for x in both))(ranks)
+
     with pytest.raises(InternalError, match="one tag twice between ranks 0 and 1"):
-        prove(FINE, twice, [replace(channel, tag=5) for channel in channels])
-    # One tag for both directions is fine.
-    prove(FINE, channels=[replace(channel, tag=5) for channel in channels_of(CHAIN)])
+        proved(FINE, twice, one_tag)
 
 
 @pytest.mark.parametrize("tag", [-1, 32767])
 def test_tags_are_those_that_mpi_guarantees(tag: int) -> None:
+    def damage(ranks: list[RankStep]) -> None:
+        change(0, "F", 0, sends=(replace(X, tag=tag),))(ranks)
+        change(1, "F", 1, receives=(replace(X, tag=tag, peer=0),))(ranks)
+
     with pytest.raises(InternalError, match="not a legal tag"):
-        prove(FINE, channels=[replace(channels_of(CHAIN)[0], tag=tag)])
+        proved(FINE, damage=damage)
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     # Rank 1 wants stage 1 of both micro-batches before it gives back the first one's
     # gradients; rank 0 wants those before it goes on.
     with pytest.raises(InternalError, match=r"wait for each other .*0B0.*1B0"):
-        prove((("0F0", "0B0", "0F1", "0B1"), ("1F0", "1F1", "1B0", "1B1")))
+        proved((("0F0", "0B0", "0F1", "0B1"), ("1F0", "1F1", "1B0", "1B1")))
 
 
 def test_two_replicas_that_block_each_other_are_found() -> None:
     task = Task.chain((StageCost(1.0, 2.0),) * 2, (1, 1), placement=((0, 1), (1, 0)))
-    prove((("0F0", "0B0", "1F0'", "1B0'"), ("1F0", "1B0", "0F0'", "0B0'")), task)
+    shared = shared_by(task)
+    other = ("1F0", "1B0", "0F0'", "0B0'")
+    proved((("0F0", "0B0", "1F0'", "1B0'"), other), task, shared=shared)
     with pytest.raises(InternalError, match="wait for each other"):
-        prove((("1F0'", "1B0'", "0F0", "0B0"), ("1F0", "1B0", "0F0'", "0B0'")), task)
+        proved((("1F0'", "1B0'", "0F0", "0B0"), other), task, shared=shared)
 
 
 def test_a_backward_that_waits_for_what_was_sent_can_block() -> None:
@@ -150,10 +193,10 @@ def test_a_backward_that_waits_for_what_was_sent_can_block() -> None:
     # 2F0, which stands behind 0B1.
     edges = (Edge(0, 1, gradient=False), Edge(2, 3))
     task = Task((StageCost(1.0, 2.0),) * 4, edges, ((0, 1, 0, 1),), (1,))
-    prove((["0F0", "2F0", "0B0", "2B0"], ["3F0", "1F0", "3B0", "1B0"]), task)
+    proved((["0F0", "2F0", "0B0", "2B0"], ["3F0", "1F0", "3B0", "1B0"]), task)
     task = replace(task, micro_batches=(2,))
     with pytest.raises(InternalError, match="wait for each other"):
-        prove(
+        proved(
             (
                 ["0F0", "0F1", "0B0", "0B1", "2F0", "2F1", "2B0", "2B1"],
                 ["3F0", "1F0", "3F1", "1F1", "3B0", "1B0", "3B1", "1B1"],
@@ -162,53 +205,63 @@ def test_a_backward_that_waits_for_what_was_sent_can_block() -> None:
         )
 
 
-# -- memory and reductions -------------------------------------------------------------
+# -- memory and all-reduces ------------------------------------------------------------
 
 
 def test_a_rank_over_its_memory_is_found() -> None:
-    prove(FINE, saved_bytes=[10, 7], memory_cap=20)
+    stages = tuple(StageCost(1.0, 2.0, saved_bytes=size) for size in (10, 7))
+    task = replace(CHAIN, stages=stages, memory_cap=20)
+    proved(FINE, task)
     with pytest.raises(InternalError, match="rank 0 holds 20 of 19 bytes: 0F1"):
-        prove(FINE, saved_bytes=[10, 7], memory_cap=19)
+        proved(FINE, replace(task, memory_cap=19))
 
 
-TIED = Reduction("embedding", frozenset({0, 1}), ((0, 0), (0, 1)))
+SUM = AllReduce("embedding", (0, 1))
+OTHER = AllReduce("head", (0, 1))
+ENDS = (End.REDUCED, End.UPDATED)
+GOOD = (SUM, *ENDS)
 
 
 @pytest.mark.parametrize(
-    ("issued", "message"),
+    ("ends", "message"),
     [
-        ([[("embedding", 4)], []], "rank 1 reduces 'embedding' 0 times"),
-        ([[("embedding", 4)] * 2, [("embedding", 4)]], "rank 0 reduces .* 2 times"),
-        ([[("embedding", 4)], [("embedding", 3)]], "reduced before an action: 1B1"),
-        ([[("embedding", 4)], [("head", 4)]], "unknown 'head'"),
+        ((GOOD, ENDS), "rank 1 all-reduces 'embedding' 0 times"),
+        (((SUM, *GOOD), GOOD), "rank 0 all-reduces 'embedding' 2 times"),
+        (((Action.parse("0B0"), *GOOD), GOOD), "does an action twice"),
+        ((GOOD, (OTHER, *GOOD)), "unknown 'head'"),
+        ((GOOD, (replace(SUM, ranks=(1,)), *ENDS)), r"1 all-reduces it over \(1,\)"),
+        ((GOOD, (*ENDS, SUM)), "rank 1 does not end its step"),
+        ((GOOD, (SUM, End.UPDATED)), "does not end its step with the wait for all"),
+        ((GOOD, (SUM, End.REDUCED)), "the wait for all-reduces and the update"),
     ],
 )
 def test_each_gradient_is_reduced_once_after_the_last_backward(
-    issued: list[list[tuple[str, int]]], message: str
+    ends: tuple[Sequence[Step], ...], message: str
 ) -> None:
-    assert prove(FINE, reductions=[TIED]).num_reductions == 1
+    shared = {"embedding": (0, 1)}
+    report = proved(FINE, damage=end_with(GOOD, GOOD), shared=shared)
+    assert report.num_reductions == 1
     with pytest.raises(InternalError, match=message):
-        prove(FINE, reductions=[TIED], issued=issued)
+        proved(FINE, damage=end_with(*ends), shared=shared)
 
 
-def test_a_group_is_reduced_on_the_ranks_that_hold_it() -> None:
-    with pytest.raises(InternalError, match=r"on ranks \[0, 1\] and reduced on \[0\]"):
-        prove(FINE, reductions=[replace(TIED, ranks=frozenset({0}))])
-    with pytest.raises(InternalError, match="two reductions"):
-        prove(FINE, reductions=[TIED, TIED])
+def test_a_gradient_is_not_reduced_before_it_is_complete() -> None:
+    def early(ranks: list[RankStep]) -> None:
+        end_with(GOOD, GOOD)(ranks)
+        *actions, last = ranks[1].actions
+        ranks[1] = replace(ranks[1], steps=(*actions, SUM, last, *ENDS))
+
+    shared = {"embedding": (0, 1)}
+    with pytest.raises(InternalError, match=r"starts the all-reduce of .*: 1B1, "):
+        proved(FINE, damage=early, shared=shared)
 
 
 def test_ranks_reduce_their_groups_in_one_order() -> None:
-    head = replace(TIED, group="head")
+    ends = (SUM, OTHER, *ENDS), (OTHER, SUM, *ENDS)
+    shared = {"embedding": (0, 1), "head": (0, 1)}
+    proved(FINE, damage=end_with(ends[0], ends[0]), shared=shared)
     with pytest.raises(InternalError, match="wait for each other"):
-        prove(
-            FINE,
-            reductions=[TIED, head],
-            issued=[
-                [("embedding", 4), ("head", 4)],
-                [("head", 4), ("embedding", 4)],
-            ],
-        )
+        proved(FINE, damage=end_with(*ends), shared=shared)
 
 
 # -- mutations -------------------------------------------------------------------------
@@ -252,12 +305,11 @@ def test_a_schedule_broken_anywhere_is_found(name: str, seed: int) -> None:
     entry = SCHEDULES[name]
     task = equal_task(entry, 3, 6)
     orders = run(task, entry.policy).orders
-    options: dict[str, Any] = {"split_backward": entry.policy.split_backward}
-    prove(orders, task, reductions=reductions_of(task), **options)
+    proved(orders, task, shared=shared_by(task))
     how, broken = mutate(orders, random.Random(seed))
     note(how)
-    with pytest.raises(InternalError, match="wrong schedule"):
-        prove(broken, task, **options)
+    with pytest.raises(InternalError, match="wrong program"):
+        proved(broken, task, shared=shared_by(task))
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
@@ -274,7 +326,7 @@ def test_any_order_that_passes_can_run(name: str, seed: int) -> None:
             at = rng.randrange(max(1, len(order) - 1))
             order[at : at + 2] = reversed(order[at : at + 2])
     try:
-        prove(orders, task, split_backward=entry.policy.split_backward)
+        proved(orders, task, shared=shared_by(task))
     except InternalError:
         return
     assert runs_to_its_end(task, orders)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedule_support import (
     equal_task,
     least_memory,
-    prove,
+    proved,
     random_task,
 )
 
@@ -106,7 +106,7 @@ def test_any_task_gets_a_correct_schedule(
     name: str, seed: int, kind: str | None
 ) -> None:
     task = random_task(SCHEDULES[name], seed, kind=kind)
-    prove(task, SCHEDULES[name], run(task, SCHEDULES[name].policy))
+    proved(task, run(task, SCHEDULES[name].policy))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,7 +117,7 @@ def test_a_memory_cap_is_never_exceeded(name: str, seed: int, kind: str | None) 
     timeline = run(task, SCHEDULES[name].policy)
     assert task.memory_cap is not None
     assert max(timeline.peak_bytes) <= task.memory_cap
-    prove(task, SCHEDULES[name], timeline)
+    proved(task, timeline)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +125,7 @@ def test_a_memory_cap_is_never_exceeded(name: str, seed: int, kind: str | None) 
 @settings(max_examples=10, deadline=None)
 def test_evaluation_has_forwards_only(name: str, seed: int) -> None:
     task = random_task(SCHEDULES[name], seed, has_backward=False)
-    prove(task, SCHEDULES[name], run(task, SCHEDULES[name].policy))
+    proved(task, run(task, SCHEDULES[name].policy))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -56,7 +56,7 @@ def write_directory(compilation: Compilation, directory: Path) -> None:
         OSError: it cannot be written.
     """
     check_target(directory)
-    texts = rank_modules(compilation)
+    texts = dict(compilation.files)
     texts["__main__.py"] = MAIN.format(
         ranks=compilation.plan.ranks, name=_clean(directory.resolve().name)
     )

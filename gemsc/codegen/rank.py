@@ -364,17 +364,23 @@ class _RankWriter:
         self.writer.line()
 
     def _last_backwards(self) -> dict[int, list[str]]:
-        """Return after which steps which stages have all their gradients."""
-        last: dict[str, int] = {}
+        """Return after which steps the gradients of which stages are added up.
+
+        All ranks begin with the last stage, which is complete first: so what several
+        ranks add up they add up in one order.
+        """
+        last: dict[int, int] = {}
         for index, step in enumerate(self.text.steps):
             body = [a for a, _ in step.body] if isinstance(step, Loop) else [step]
             for action in body:
                 if action.kind is not Kind.FORWARD:
-                    last[f"stage{action.stage}"] = index
+                    last[action.stage] = index
         found: dict[int, list[str]] = {}
-        for stage, index in sorted(last.items()):
-            if stage in self.text.reductions:
-                found.setdefault(index, []).append(stage)
+        place = 0
+        for stage, index in sorted(last.items(), reverse=True):
+            place = max(place, index)
+            if f"stage{stage}" in self.text.reductions:
+                found.setdefault(place, []).append(f"stage{stage}")
         return found
 
     def _write_step(self, step: Step) -> None:

@@ -21,7 +21,7 @@ from gemsc.runtime.exchange import Exchange, Piece, View
 from gemsc.runtime.link import Incoming, Link
 from gemsc.runtime.transport import Request, Standing
 
-__all__ = ["LARGEST_STANDING", "Flight", "TileMailbox"]
+__all__ = ["LARGEST_STANDING", "Flight", "TileMailbox", "tag_of"]
 
 FIRST_TAG = 16384  # below are the transfers between stages
 NUM_INDICES = 8192  # with two tags each: values, and their gradients
@@ -141,7 +141,7 @@ class TileMailbox:
         if self.flying:
             raise InternalError("an exchange begins before the last one ended")
         self.flying = True
-        tag = FIRST_TAG + 2 * (exchange.index % NUM_INDICES) + back
+        tag = tag_of(exchange, back=back)
         key = id(exchange), back, dtype
         if key not in self._routes:
             counts = {tile: sum(t.numel() for t in ts) for tile, ts in sends.items()}
@@ -213,6 +213,11 @@ class TileMailbox:
             for message in route.messages:
                 message.free()
         self._routes.clear()
+
+
+def tag_of(exchange: Exchange, *, back: bool) -> int:
+    """Return the tag of an exchange's messages; `back` are those of its gradients."""
+    return FIRST_TAG + 2 * (exchange.index % NUM_INDICES) + back
 
 
 def _shapes(pieces: Mapping[int, tuple[Piece, ...]]) -> dict[int, list[Shape]]:

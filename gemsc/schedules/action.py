@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -189,6 +189,19 @@ class Task:
             tuple(micro_batches),
             has_backward,
             memory_cap,
+        )
+
+    @property
+    def evaluation(self) -> Task:
+        """Forwards alone, all of them in the first replica."""
+        total = (sum(self.micro_batches),)
+        row = self.placement[:1]
+        return replace(
+            self,
+            placement=row,
+            micro_batches=total,
+            has_backward=False,
+            memory_cap=None,
         )
 
     @cached_property

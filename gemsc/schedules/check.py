@@ -1,38 +1,48 @@
-"""Prove a schedule before it runs: all is done, all messages match, nothing blocks.
+"""Prove a program before it is written: all is done, all messages match, none blocks.
 
-The proof takes each rank's actions and the channels between stages, no times and no
-policies. It models what the generated code does:
+The proof takes what every rank's file says it does, no times and no policies. It models
+what a rank does with it:
 
     for each action:
-        post the receives of the messages that it needs, if they are not posted yet
-        wait for them; post the next receive of their channels
-        compute
+        for each message that it needs: post its receive, if that is not posted yet;
+            wait for it; post the receive of the next micro-batch
+        compute; on a tile, in step with the other tiles of its grid
         send what others need, without waiting
         a backward waits until what its own forward sent has left
-    wait until what the backwards sent has left
-    reduce gradients
+    all-reduce gradients as soon as they are complete, one after the other
+    wait for these, and until what the backwards sent has left
 
 and it supposes the worst of the network: no message moves before its receive is posted.
+A rank does not really wait for what it sent; but only then is there as much memory as
+was predicted.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from gemsc.errors import InternalError
-from gemsc.schedules.action import Action, HeadStart, Kind
-from gemsc.schedules.events import Event, Events
-from gemsc.schedules.messages import Channel, Reduction
+from gemsc.schedules.action import Action, Kind, Task
+from gemsc.schedules.events import events_of
+from gemsc.schedules.rank_step import (
+    AllReduce,
+    End,
+    GridCall,
+    Message,
+    RankStep,
+    Step,
+)
 
-__all__ = ["Channel", "Reduction", "Report", "check"]
+__all__ = ["Report", "prove"]
 
-# MPI guarantees tags up to this one.
-_LARGEST_TAG = 32767
+LARGEST_TAG = 32767  # MPI guarantees tags up to this one
 
-Orders = Sequence[Sequence[Action]]
+Way = tuple[int, int, int]  # from a rank to a rank, with a tag
+Posted = tuple[Action, Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,413 +59,395 @@ class Report:
     num_reductions: int
 
 
-def check(
-    orders: Orders,
-    channels: Sequence[Channel],
-    placement: Sequence[Sequence[int]],
-    micro_batches: Sequence[int],
+def prove(
+    ranks: Sequence[RankStep],
+    task: Task,
     *,
-    receiving: Sequence[Channel] | None = None,
-    saved_bytes: Sequence[int] | None = None,
-    transient_bytes: Sequence[int] | None = None,
-    first_transient_bytes: Sequence[int] | None = None,
-    gradient_bytes: Sequence[int] | None = None,
-    resident_bytes: Sequence[int] | None = None,
-    waiting_bytes: Sequence[int] | None = None,
-    waiting_gradient_bytes: Sequence[int] | None = None,
-    head_starts: Sequence[HeadStart | None] | None = None,
-    workspace_bytes: int = 0,
-    memory_cap: int | None = None,
-    has_backward: bool = True,
-    split_backward: bool = False,
-    reductions: Sequence[Reduction] = (),
-    issued: Sequence[Sequence[tuple[str, int]]] | None = None,
-    user_lines: Callable[[int], str] | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
+    shared: Mapping[str, Sequence[int]] | None = None,
+    copies: int = 1,
 ) -> Report:
-    """Prove that each rank's actions, together, are one correct training step.
+    """Prove that what the ranks do, together, is one correct step.
 
     Args:
-        orders: each rank's actions, in order.
-        channels: what stages send. Both ends on one rank: handed over, not sent.
-        placement: `placement[replica][stage]` is a rank.
-        micro_batches: their number for each replica.
-        receiving: what stages receive, if that was found in another way.
-        saved_bytes: for each stage, kept for each micro-batch until its backward ends.
-        transient_bytes: for each stage, on top of it during the backward.
-        first_transient_bytes: the same for its first backward.
-        gradient_bytes: for each stage, from its first backward to the end.
-        resident_bytes: for each stage, on its rank all the time.
-        waiting_bytes: for each stage, kept between the parts of a split backward; by
-            default all that was saved.
-        waiting_gradient_bytes: for each stage, of the gradients, what its weight
-            gradients make.
-        head_starts: for each stage, what its last backward needs on top if it has one.
-        workspace_bytes: what libraries take of each rank, all the time.
-        memory_cap: the bytes that no rank may exceed.
-        has_backward: False for evaluation.
-        split_backward: whether weight gradients are actions of their own.
-        reductions: the sums of gradients over ranks.
-        issued: for each rank the groups that it reduces, in order, each with the number
-            of actions before it; by default all of its groups at the end.
-        user_lines: describes the user's code of a stage, for messages.
+        ranks: what each rank does, by rank.
+        task: what is to be done; its ranks are numbers of `groups`.
+        groups: the ranks of each grid of tiles; by default each rank is one alone.
+        shared: the stages that hold each group of parameters.
+        copies: data-parallel copies of these ranks.
 
     Raises:
-        InternalError: the schedule is wrong; names the stage and the micro-batch.
+        InternalError: the program is wrong; names stage, micro-batch and user's line.
     """
     proof = _Proof(
-        orders=tuple(map(tuple, orders)),
-        channels=tuple(channels),
-        receiving=tuple(channels if receiving is None else receiving),
-        placement=tuple(map(tuple, placement)),
-        micro_batches=tuple(micro_batches),
-        kinds=_kinds(has_backward, split_backward),
-        saved_bytes=tuple(saved_bytes or (0,) * len(placement[0])),
-        transient_bytes=tuple(transient_bytes or (0,) * len(placement[0])),
-        first_transient_bytes=tuple(first_transient_bytes or (0,) * len(placement[0])),
-        gradient_bytes=tuple(gradient_bytes or (0,) * len(placement[0])),
-        resident_bytes=tuple(resident_bytes or (0,) * len(placement[0])),
-        waiting_bytes=tuple(waiting_bytes or saved_bytes or (0,) * len(placement[0])),
-        waiting_gradients=tuple(waiting_gradient_bytes or (0,) * len(placement[0])),
-        head_starts=tuple(head_starts or (None,) * len(placement[0])),
-        workspace_bytes=workspace_bytes,
-        reductions=tuple(reductions),
-        issued=_issued(len(orders), orders, reductions, issued),
-        user_lines=user_lines,
+        ranks=tuple(ranks),
+        task=task,
+        groups=tuple(map(tuple, groups or [(r,) for r in range(len(ranks))])),
+        shared=shared or {},
+        copies=copies,
     )
     proof.each_action_once_on_its_rank()
     proof.each_backward_after_its_forward()
-    proof.tags_tell_messages_apart()
     proof.each_send_has_one_receive()
-    proof.messages_keep_their_order()
+    proof.tags_tell_messages_apart()
+    proof.tiles_go_in_step()
     proof.handed_over_values_are_there()
     proof.each_gradient_is_reduced_once()
     proof.nothing_blocks()
-    return proof.report(memory_cap)
-
-
-def _kinds(has_backward: bool, split_backward: bool) -> tuple[Kind, ...]:
-    if not has_backward:
-        return (Kind.FORWARD,)
-    return tuple(Kind) if split_backward else (Kind.FORWARD, Kind.BACKWARD)
-
-
-def _issued(
-    num_ranks: int,
-    orders: Orders,
-    reductions: Sequence[Reduction],
-    issued: Sequence[Sequence[tuple[str, int]]] | None,
-) -> tuple[tuple[tuple[str, int], ...], ...]:
-    if issued is not None:
-        return tuple(map(tuple, issued))
-    return tuple(
-        tuple((r.group, len(orders[rank])) for r in reductions if rank in r.ranks)
-        for rank in range(num_ranks)
-    )
+    return proof.report()
 
 
 @dataclass(frozen=True)
 class _Proof:
     """All that is to be proved, one method for each property."""
 
-    orders: tuple[tuple[Action, ...], ...]
-    channels: tuple[Channel, ...]
-    receiving: tuple[Channel, ...]
-    placement: tuple[tuple[int, ...], ...]
-    micro_batches: tuple[int, ...]
-    kinds: tuple[Kind, ...]
-    saved_bytes: tuple[int, ...]
-    transient_bytes: tuple[int, ...]
-    first_transient_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    resident_bytes: tuple[int, ...]
-    waiting_bytes: tuple[int, ...]
-    waiting_gradients: tuple[int, ...]
-    head_starts: tuple[HeadStart | None, ...]
-    workspace_bytes: int
-    reductions: tuple[Reduction, ...]
-    issued: tuple[tuple[tuple[str, int], ...], ...]
-    user_lines: Callable[[int], str] | None
+    ranks: tuple[RankStep, ...]
+    task: Task
+    groups: tuple[tuple[int, ...], ...]
+    shared: Mapping[str, Sequence[int]]
+    copies: int
 
     # -- small questions ---------------------------------------------------------------
 
     @cached_property
-    def position(self) -> dict[Action, int]:
-        """Where each action stands on its rank."""
-        return {a: place for order in self.orders for place, a in enumerate(order)}
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of actions that each stage does for each micro-batch, in order."""
+        if not self.task.has_backward:
+            return (Kind.FORWARD,)
+        split = self.ranks[0].splits_backward
+        return tuple(Kind) if split else (Kind.FORWARD, Kind.BACKWARD)
+
+    @cached_property
+    def position(self) -> list[dict[Action, int]]:
+        """For each rank where each action stands in it."""
+        return [{a: i for i, a in enumerate(rank.actions)} for rank in self.ranks]
+
+    def ranks_of(self, replica: int, stage: int) -> tuple[int, ...]:
+        """Return the ranks that run a stage."""
+        return self.groups[self.task.placement[replica][stage]]
+
+    def lines(self, stage: int) -> str:
+        """Return the user's lines of a stage, as any of its ranks knows them."""
+        for rank in self.ranks:
+            for (_, _, index), run in rank.runs.items():
+                if index == stage and run.lines:
+                    return f"stage {stage} ({run.lines})"
+        return f"stage {stage}"
 
     def wrong(self, action: Action, text: str) -> InternalError:
-        """Return the error that names the action's stage, micro-batch and code."""
-        code = f" ({self.user_lines(action.stage)})" if self.user_lines else ""
+        """Return the error that names the action's stage, code and micro-batch."""
         replica = f" of replica {action.replica}" if action.replica else ""
         return InternalError(
-            f"wrong schedule: {text}: {action}, stage {action.stage}{replica}{code}, "
+            f"wrong program: {text}: {action}, {self.lines(action.stage)}{replica}, "
             f"micro-batch {action.micro_batch}"
         )
 
-    def rank(self, replica: int, stage: int) -> int:
-        """Return the rank of a stage."""
-        return self.placement[replica][stage]
+    def wrong_sum(self, group: str, text: str) -> InternalError:
+        """Return the error that names the stages whose gradients are added up."""
+        stages = ", ".join(self.lines(stage) for stage in self.shared.get(group, ()))
+        held = f": {stages}, after micro-batch {self.task.micro_batches[0] - 1}"
+        return InternalError(f"wrong program: {text}{held if stages else ''}")
 
-    def ends(self, channel: Channel) -> tuple[int, int]:
-        """Return the ranks that a channel connects."""
-        return (
-            self.rank(channel.replica, channel.source),
-            self.rank(channel.replica, channel.dest),
-        )
-
-    def travels(self, channel: Channel) -> bool:
-        """Whether a channel's ends are on different ranks."""
-        source, dest = self.ends(channel)
-        return source != dest
-
-    def micro_batch_order(self, kind: Kind, replica: int, stage: int) -> list[int]:
-        """Return the micro-batches of one kind of action, in the order of its rank."""
-        wanted = (kind, replica, stage)
-        return [
-            action.micro_batch
-            for action in self.orders[self.rank(replica, stage)]
-            if (action.kind, action.replica, action.stage) == wanted
-        ]
-
-    # -- the properties ----------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------
 
     def each_action_once_on_its_rank(self) -> None:
-        """Every action of every (replica, stage, micro-batch) is on its rank, once."""
+        """Every action of every (replica, stage, micro-batch) is on its ranks, once."""
         wanted = {
-            Action(kind, stage, m, replica): rank
-            for replica, ranks in enumerate(self.placement)
-            for stage, rank in enumerate(ranks)
-            for m in range(self.micro_batches[replica])
+            Action(kind, stage, m, replica): self.ranks_of(replica, stage)
+            for replica, row in enumerate(self.task.placement)
+            for stage in range(len(row))
+            for m in range(self.task.micro_batches[replica])
             for kind in self.kinds
         }
-        seen: set[Action] = set()
-        for rank, order in enumerate(self.orders):
-            for action in order:
+        seen = set()
+        for rank in self.ranks:
+            number = rank.rank
+            if rank.splits_backward != self.ranks[0].splits_backward:
+                text = "splits backwards, or does not, unlike rank 0"
+                raise InternalError(f"wrong program: rank {number} {text}")
+            for action in rank.actions:
                 if action not in wanted:
-                    raise self.wrong(action, f"rank {rank} has an unknown action")
-                if wanted[action] != rank:
+                    raise self.wrong(action, f"rank {number} has an unknown action")
+                if number not in wanted[action]:
+                    others = " and ".join(map(str, wanted[action]))
                     raise self.wrong(
-                        action, f"rank {rank} does an action of rank {wanted[action]}"
+                        action, f"rank {number} does an action of rank {others}"
                     )
-                if action in seen:
-                    raise self.wrong(action, f"rank {rank} does an action twice")
-                seen.add(action)
-        for action, rank in wanted.items():
-            if action not in seen:
-                raise self.wrong(action, f"rank {rank} leaves out an action")
+                if (action, number) in seen:
+                    raise self.wrong(action, f"rank {number} does an action twice")
+                seen.add((action, number))
+        for action, places in wanted.items():
+            for number in places:
+                if (action, number) not in seen:
+                    raise self.wrong(action, f"rank {number} leaves out an action")
 
     def each_backward_after_its_forward(self) -> None:
         """On each rank the kinds of one micro-batch are in order: F, B, W."""
-        for order in self.orders:
-            for action in order:
+        for rank, position in zip(self.ranks, self.position, strict=True):
+            for action in rank.actions:
                 for earlier in self.kinds[: self.kinds.index(action.kind)]:
-                    before = Action(
-                        earlier, action.stage, action.micro_batch, action.replica
-                    )
-                    if self.position[before] > self.position[action]:
+                    before = replace(action, kind=earlier)
+                    if position[before] > position[action]:
                         raise self.wrong(
                             action, f"an action stands before its {before}"
                         )
 
-    def tags_tell_messages_apart(self) -> None:
-        """No two channels from one rank to another have the same tag; all are legal."""
-        used: dict[tuple[int, int, int], Channel] = {}
-        for channel in self.channels:
-            if not self.travels(channel):
-                continue
-            if not 0 <= channel.tag < _LARGEST_TAG:
-                raise InternalError(f"wrong schedule: not a legal tag: {channel}")
-            key = (*self.ends(channel), channel.tag)
-            if key in used:
-                raise InternalError(
-                    f"wrong schedule: one tag twice between ranks {key[0]} and "
-                    f"{key[1]}: {used[key]}; {channel}"
-                )
-            used[key] = channel
+    # -- messages ----------------------------------------------------------------------
+
+    @cached_property
+    def sent(self) -> dict[Way, list[Posted]]:
+        """What is sent each way, in order; from a stage to another of its rank, too."""
+        found: dict[Way, list[Posted]] = defaultdict(list)
+        for rank in self.ranks:
+            for action in rank.actions:
+                for message in rank.run(action).sends:
+                    way = rank.rank, message.peer, message.tag
+                    found[way].append((action, message))
+        return found
+
+    @cached_property
+    def received(self) -> dict[Way, list[Posted]]:
+        """What is received each way, in order."""
+        found: dict[Way, list[Posted]] = defaultdict(list)
+        for rank in self.ranks:
+            for action in rank.actions:
+                for message in rank.run(action).receives:
+                    way = message.peer, rank.rank, message.tag
+                    found[way].append((action, message))
+        return found
 
     def each_send_has_one_receive(self) -> None:
-        """Both ends of each channel agree on peer, tag and signature."""
-        sent = Counter(c for c in self.channels if self.travels(c))
-        received = Counter(c for c in self.receiving if self.travels(c))
-        for channel in sent - received:
-            raise InternalError(
-                f"wrong schedule: sent and not received: {channel} {channel.signature}"
-            )
-        for channel in received - sent:
-            raise InternalError(
-                f"wrong schedule: received and not sent: {channel} {channel.signature}"
+        """The k-th message sent is the k-th received, with the same values."""
+        for way in sorted(self.sent.keys() | self.received.keys()):
+            sent, received = self.sent.get(way, []), self.received.get(way, [])
+            if way[0] == way[1]:  # handed over, in any order
+                sent, received = map(_by_micro_batch, (sent, received))
+            for here, there in zip_longest(sent, received):
+                self._agree(way, here, there)
+
+    def _agree(self, way: Way, sent: Posted | None, received: Posted | None) -> None:
+        source, dest, _ = way
+        if received is None:
+            assert sent is not None
+            action, message = sent
+            text = f"rank {source} sends what rank {dest} does not receive, {message}"
+            raise self.wrong(action, text)
+        if sent is None:
+            action, message = received
+            text = f"rank {dest} receives what rank {source} does not send, {message}"
+            raise self.wrong(action, text)
+        (made, here), (used, there) = sent, received
+        if here.values != there.values:
+            wanted = ", ".join(there.values)
+            text = f"rank {source} sends {here}, but rank {dest} receives {wanted}"
+            raise self.wrong(made, text)
+        if made.micro_batch != used.micro_batch:
+            raise self.wrong(
+                used,
+                f"rank {source} sends what is of micro-batch {made.micro_batch}, but "
+                f"rank {dest} takes it for another, {here}",
             )
 
-    def messages_keep_their_order(self) -> None:
-        """The k-th message sent on a channel is the k-th one taken."""
-        for c in self.channels:
-            if not self.travels(c):
-                continue
-            sent = self.micro_batch_order(c.kind, c.replica, c.source)
-            taken = self.micro_batch_order(c.kind, c.replica, c.dest)
-            for number, (here, there) in enumerate(zip(sent, taken, strict=True)):
-                if here != there:
+    def tags_tell_messages_apart(self) -> None:
+        """All tags are legal, and what shares one on its way comes from one action."""
+        of_tiles = {
+            (rank.rank, message.peer, message.tag)
+            for rank in self.ranks
+            for run in rank.runs.values()
+            for call in run.calls
+            for message in call.sends
+        }
+        for way, messages in self.sent.items():
+            action, first = messages[0]
+            if not 0 <= way[2] < LARGEST_TAG:
+                raise self.wrong(action, f"not a legal tag: {first}")
+            seen = set()
+            for other, message in messages:
+                same = replace(other, micro_batch=action.micro_batch) == action
+                alone = other not in seen and way not in of_tiles
+                if not same or not alone or message != first:
                     raise self.wrong(
-                        Action(c.kind, c.dest, there, c.replica),
-                        f"message {number} of {c} is of micro-batch {here}, but is "
-                        "taken for another",
+                        other,
+                        f"one tag twice between ranks {way[0]} and {way[1]}: {first}; "
+                        f"{message}",
                     )
+                seen.add(other)
 
     def handed_over_values_are_there(self) -> None:
-        """A value that stays on its rank is made before it is used."""
-        for c in self.channels:
-            if self.travels(c):
+        """A value that stays on its rank is made before it is used, and not freed."""
+        for way, sent in self.sent.items():
+            if way[0] != way[1]:
                 continue
-            for m in range(self.micro_batches[c.replica]):
-                source = Action(c.kind, c.source, m, c.replica)
-                dest = Action(c.kind, c.dest, m, c.replica)
-                if self.position[source] > self.position[dest]:
-                    raise self.wrong(dest, f"an action before its {source}")
-                end = Action(Kind.BACKWARD, c.source, m, c.replica)
-                if (
-                    not c.gradient
-                    and self.position.get(end, self._end) < self.position[dest]
-                ):
-                    raise self.wrong(dest, f"what an action uses is freed by {end}")
+            place = self.position[way[0]]
+            received = _by_micro_batch(self.received[way])
+            pairs = zip(_by_micro_batch(sent), received, strict=True)
+            for (made, message), (used, _) in pairs:
+                if place[made] > place[used]:
+                    text = f"rank {way[0]} uses before {made} gives it, {message}"
+                    raise self.wrong(used, text)
+                end = replace(made, kind=Kind.BACKWARD)
+                freed = made.kind is Kind.FORWARD and end in place
+                if freed and place[end] < place[used]:
+                    text = f"rank {way[0]} uses what {end} has freed, {message}"
+                    raise self.wrong(used, text)
 
-    @property
-    def _end(self) -> int:
-        return 1 + max(map(len, self.orders))
+    # -- tiles -------------------------------------------------------------------------
+
+    def tiles_go_in_step(self) -> None:
+        """All tiles of a grid do the same actions and the same calls, in one order."""
+        for group in self.groups:
+            first = self.ranks[group[0]]
+            for number in group:
+                rank = self.ranks[number]
+                if rank.tiles != group:
+                    raise InternalError(
+                        f"wrong program: rank {number} is a tile of ranks "
+                        f"{rank.tiles}, but the plan's are {group}"
+                    )
+                for here, there in zip(rank.actions, first.actions, strict=True):
+                    if here != there:
+                        text = f"rank {number} does {here} where the tile on rank "
+                        raise self.wrong(there, f"{text}{first.rank} does an action")
+            for kind, replica, stage in first.runs if len(group) > 1 else ():
+                runs = [self.ranks[n].runs[kind, replica, stage] for n in group]
+                for calls in zip_longest(*(run.calls for run in runs)):
+                    self._meet(Action(kind, stage, 0, replica), group, calls)
+
+    def _meet(
+        self,
+        action: Action,
+        group: tuple[int, ...],
+        calls: tuple[GridCall | None, ...],
+    ) -> None:
+        """Make sure that what tiles call at one point of an action fits together."""
+        here = dict(zip(group, calls, strict=True))
+        leader, first = next((n, call) for n, call in here.items() if call is not None)
+        sent: dict[Way, Message] = {}
+        received: dict[Way, Message] = {}
+        for number, call in here.items():
+            if call is None or call.method != first.method:
+                text = f"rank {number} does {call or 'nothing'} where the tile on rank "
+                raise self.wrong(action, f"{text}{leader} does {first}")
+            for peer in {number, *call.ranks}:
+                other = here.get(peer)
+                if other is None or other.ranks != call.ranks:
+                    text = f"rank {number} does {call} together with ranks {call.ranks}"
+                    raise self.wrong(action, f"{text}, rank {peer} with others")
+            sent |= {(number, each.peer, each.tag): each for each in call.sends}
+            received |= {(each.peer, number, each.tag): each for each in call.receives}
+        for way in sorted(sent.keys() | received.keys()):
+            given = ", ".join(sent[way].values) if way in sent else "nothing"
+            taken = ", ".join(received[way].values) if way in received else "nothing"
+            if given != taken:
+                raise self.wrong(
+                    action,
+                    f"in {first} rank {way[0]} sends {given} with tag {way[2]}, and "
+                    f"the tile on rank {way[1]} receives {taken}",
+                )
+
+    # -- gradients ---------------------------------------------------------------------
 
     def each_gradient_is_reduced_once(self) -> None:
         """Each rank reduces each of its groups once, after the last backward."""
-        groups = Counter(reduction.group for reduction in self.reductions)
-        for group, number in groups.items():
-            if number > 1:
-                raise InternalError(f"wrong schedule: two reductions of '{group}'")
-        for rank, issued in enumerate(self.issued):
-            for group, _ in issued:
-                if group not in groups:
-                    raise InternalError(
-                        f"wrong schedule: rank {rank} reduces an unknown '{group}'"
-                    )
-        for reduction in self.reductions:
-            ranks = {self.rank(*lane) for lane in reduction.stages}
-            if ranks != reduction.ranks:
-                raise InternalError(
-                    f"wrong schedule: '{reduction.group}' is on ranks {sorted(ranks)} "
-                    f"and reduced on {sorted(reduction.ranks)}"
-                )
-            for rank in range(len(self.orders)):
-                self._reduced_once(reduction, rank)
+        wanted = {}
+        rows = self.task.placement if self.task.has_backward else ()
+        for group, stages in self.shared.items():
+            found = {n for row in rows for s in stages for n in self.groups[row[s]]}
+            if len(found) * self.copies > 1:
+                wanted[group] = tuple(sorted(found))
+        for rank in self.ranks:
+            for place, step in enumerate(rank.steps):
+                if isinstance(step, AllReduce):
+                    self._reduces(rank, step, rank.steps[place:], wanted)
+            begun = [s.group for s in rank.steps if isinstance(s, AllReduce)]
+            for group, ranks in wanted.items():
+                if begun.count(group) != (rank.rank in ranks):
+                    times = f"{begun.count(group)} times"
+                    text = f"rank {rank.rank} all-reduces '{group}' {times}"
+                    raise self.wrong_sum(group, text)
+            self._ends(rank, begun)
 
-    def _reduced_once(self, reduction: Reduction, rank: int) -> None:
-        places = [p for group, p in self.issued[rank] if group == reduction.group]
-        if len(places) != (rank in reduction.ranks):
-            raise InternalError(
-                f"wrong schedule: rank {rank} reduces '{reduction.group}' "
-                f"{len(places)} times"
-            )
-        lanes = {lane for lane in reduction.stages if self.rank(*lane) == rank}
-        for action in self.orders[rank][places[0] :] if places else ():
-            if (action.replica, action.stage) in lanes:
-                raise self.wrong(
-                    action, f"'{reduction.group}' is reduced before an action"
-                )
+    def _reduces(
+        self,
+        rank: RankStep,
+        step: AllReduce,
+        later: Sequence[Step],
+        wanted: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        if step.group not in wanted:
+            text = f"rank {rank.rank} all-reduces an unknown '{step.group}'"
+            raise self.wrong_sum(step.group, text)
+        if step.ranks != wanted[step.group]:
+            text = f"'{step.group}' is on ranks {wanted[step.group]}, and rank "
+            text += f"{rank.rank} all-reduces it over {step.ranks}"
+            raise self.wrong_sum(step.group, text)
+        for action in later:
+            if isinstance(action, Action) and action.stage in self.shared[step.group]:
+                text = f"rank {rank.rank} starts {step} before an action"
+                raise self.wrong(action, text)
+
+    def _ends(self, rank: RankStep, begun: Sequence[str]) -> None:
+        """Make sure that a step ends when all is there."""
+        wanted = [End.UPDATED] if self.task.has_backward else []
+        ends = [step for step in rank.steps if isinstance(step, End)]
+        if begun or End.REDUCED in ends:
+            wanted = [End.REDUCED, *wanted]
+        if ends != wanted or [*rank.steps[len(rank.steps) - len(ends) :]] != ends:
+            group = begun[0] if begun else next(iter(self.shared), "")
+            text = f"rank {rank.rank} does not end its step with {' and '.join(wanted)}"
+            raise self.wrong_sum(group, text)
+
+    # -- order -------------------------------------------------------------------------
 
     def nothing_blocks(self) -> None:
         """The events of all ranks have an order, even if every send waits."""
-        events = Events()
-        for rank, order in enumerate(self.orders):
-            self._add_actions(events, rank, order)
-        for channel in self.channels:
-            if self.travels(channel):
-                self._add_messages(events, channel)
-        for rank, groups in enumerate(self.issued):
-            self._add_reductions(events, rank, groups)
-        stuck = events.find_cycle()
-        if stuck:
-            actions = [event[1] for event in stuck if isinstance(event[1], Action)]
-            names = [str(e[1]) for e in stuck if isinstance(e[1], Action | str)]
-            text = f"ranks wait for each other ({' <- '.join(dict.fromkeys(names))})"
-            if actions:
-                raise self.wrong(actions[0], text)
-            raise InternalError(f"wrong schedule: {text}")
-
-    def _add_actions(self, events: Events, rank: int, order: Sequence[Action]) -> None:
-        previous: Event = ("begin", rank)
-        for action in order:
-            events.add(previous, ("wanted", action))
-            events.add(("wanted", action), ("start", action))
-            events.add(("start", action), ("computed", action))
-            events.add(("computed", action), ("end", action))
-            previous = ("end", action)
-        events.add(previous, ("finish", rank))
-
-    def _add_messages(self, events: Events, channel: Channel) -> None:
-        """Each message: after its send and its receive are posted, before its use."""
-        source_rank, _ = self.ends(channel)
-        posted: Event | None = None
-        for m in self.micro_batch_order(channel.kind, channel.replica, channel.dest):
-            source = Action(channel.kind, channel.source, m, channel.replica)
-            dest = Action(channel.kind, channel.dest, m, channel.replica)
-            moved: Event = ("moved", (channel, m))
-            events.add(("computed", source), moved)
-            events.add(posted or ("wanted", dest), moved)
-            events.add(moved, ("start", dest))
-            posted = ("start", dest)
-            backward = Action(Kind.BACKWARD, channel.source, m, channel.replica)
-            if channel.gradient or Kind.BACKWARD not in self.kinds:
-                events.add(moved, ("finish", source_rank))
-            else:
-                events.add(moved, ("end", backward))
-
-    def _add_reductions(
-        self, events: Events, rank: int, groups: Sequence[tuple[str, int]]
-    ) -> None:
-        previous: Event = ("begin", rank)
-        for group, position in groups:
-            here: Event = ("reduced", group)
-            events.add(previous, here)
-            order = self.orders[rank]
-            if position:
-                events.add(("end", order[position - 1]), here)
-            if position < len(order):
-                events.add(here, ("start", order[position]))
-            previous = here
+        events = events_of(self.ranks, waits=Kind.BACKWARD in self.kinds)
+        stuck = [event[1] for event in events.find_cycle()]
+        if not stuck:
+            return
+        actions = [each[1] for each in stuck if isinstance(each, tuple)]
+        actions = [each for each in actions if isinstance(each, Action)]
+        sums = [each for each in stuck if isinstance(each, AllReduce)]
+        names = dict.fromkeys(map(str, (*actions, *sums)))
+        text = f"ranks wait for each other ({' <- '.join(names)})"
+        if actions:
+            raise self.wrong(actions[0], text)
+        raise self.wrong_sum(sums[0].group, text)
 
     # -- the figures -------------------------------------------------------------------
 
-    def report(self, memory_cap: int | None) -> Report:
+    def report(self) -> Report:
         """Return the figures; the peaks must be within the cap."""
-        peaks = [self._peak(rank) for rank in range(len(self.orders))]
+        cap = self.task.memory_cap
+        peaks = [self._peak(rank) for rank in self.ranks]
         for rank, (peak, _, action) in enumerate(peaks):
-            if memory_cap is not None and peak > memory_cap and action is not None:
-                raise self.wrong(
-                    action, f"rank {rank} holds {peak:,} of {memory_cap:,} bytes"
-                )
-        travelling = [c for c in self.channels if self.travels(c)]
+            if cap is not None and peak > cap and action is not None:
+                text = f"rank {rank} holds {peak:,} of {cap:,} bytes"
+                raise self.wrong(action, text)
+        travelling = [sent for way, sent in self.sent.items() if way[0] != way[1]]
         return Report(
             peak_bytes=tuple(peak for peak, _, _ in peaks),
             peak_live=tuple(live for _, live, _ in peaks),
-            num_actions=sum(map(len, self.orders)),
-            num_messages=sum(self.micro_batches[c.replica] for c in travelling),
-            num_reductions=len(self.reductions),
+            num_actions=sum(len(rank.actions) for rank in self.ranks),
+            num_messages=sum(map(len, travelling)),
+            num_reductions=len(
+                {s for r in self.ranks for s in r.steps if isinstance(s, AllReduce)}
+            ),
         )
 
-    def _peak(self, rank: int) -> tuple[int, int, Action | None]:
-        stages = {
-            stage
-            for ranks in self.placement
-            for stage, where in enumerate(ranks)
-            if where == rank
-        }
-        held = sum(self.resident_bytes[stage] for stage in stages)
-        held += self.workspace_bytes
+    def _peak(self, rank: RankStep) -> tuple[int, int, Action | None]:
+        stages = {action.stage for action in rank.actions}
+        held = sum(self.task.stages[stage].resident_bytes for stage in stages)
+        held += self.task.workspace_bytes
         most, most_live, live = held, 0, 0
         begun: set[tuple[Kind, int]] = set()
-        posted: dict[Channel, int] = {}
+        posted: dict[tuple[Kind, int, int], int] = {}
         at: Action | None = None
-        alive: dict[tuple[int, int, int], int] = {}
-        for action in self.orders[rank]:
-            key = (action.replica, action.stage, action.micro_batch)
+        alive: dict[Action, int] = {}
+        for action in rank.actions:
+            key = replace(action, kind=Kind.FORWARD)
             held -= sum(posted.values())
-            posted |= self._posted(action)
+            posted[action.kind, action.replica, action.stage] = self._posted(action)
             held += sum(posted.values())
             is_first = (action.kind, action.stage) not in begun
             begun.add((action.kind, action.stage))
@@ -475,42 +467,30 @@ class _Proof:
 
         Then the gradients that it makes, and what of its micro-batch stays after it.
         """
-        stage, split = action.stage, Kind.WEIGHT in self.kinds
-        later = self.waiting_gradients[stage] if split else 0
+        stage, split = self.task.stages[action.stage], Kind.WEIGHT in self.kinds
+        later = stage.waiting_gradient_bytes if split else 0
         if action.kind is Kind.FORWARD:
-            saved = self.saved_bytes[stage]
+            saved = stage.saved_bytes
             return saved, 0, saved if action.kind is not self.kinds[-1] else 0
         if action.kind is Kind.WEIGHT:
             made = later if is_first else 0
             return made, made, 0
-        stays = self.waiting_bytes[stage] if split else 0
-        on_top, first_on_top = (
-            self.transient_bytes[stage],
-            self.first_transient_bytes[stage],
-        )
-        ahead = self.head_starts[stage]
-        if ahead is not None and self._is_last(action):
-            on_top, first_on_top = ahead.transient_bytes, ahead.only_transient_bytes
+        stays = stage.kept_for_weights if split else 0
+        on_top, first_on_top = stage.transient_bytes, stage.first_transient_bytes
+        if stage.head_start is not None and self.task.is_last(action):
+            on_top = stage.head_start.transient_bytes
+            first_on_top = stage.head_start.only_transient_bytes
         if not is_first:
             return on_top, 0, stays
-        return first_on_top, self.gradient_bytes[stage] - later, stays
+        return first_on_top, stage.gradient_bytes - later, stays
 
-    def _is_last(self, action: Action) -> bool:
-        return action.micro_batch + 1 == self.micro_batches[action.replica]
-
-    def _posted(self, action: Action) -> dict[Channel, int]:
+    def _posted(self, action: Action) -> int:
         """Return the bytes of the receives that are posted once an action begins."""
-        is_last = self._is_last(action)
-        return {
-            channel: 0 if is_last else channel.num_bytes
-            for channel in self._taken[action.kind, action.replica, action.stage]
-        }
+        if self.task.is_last(action) or action.kind is Kind.WEIGHT:
+            return 0
+        values, gradients = self.task.posted[action.replica][action.stage]
+        return values if action.kind is Kind.FORWARD else gradients
 
-    @cached_property
-    def _taken(self) -> dict[tuple[Kind, int, int], list[Channel]]:
-        """The channels that come from another rank, by what takes their messages."""
-        taken = defaultdict(list)
-        for channel in self.channels:
-            if self.travels(channel):
-                taken[channel.kind, channel.replica, channel.dest].append(channel)
-        return taken
+
+def _by_micro_batch(posted: list[Posted]) -> list[Posted]:
+    return sorted(posted, key=lambda each: each[0].micro_batch)
