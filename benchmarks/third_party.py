@@ -99,26 +99,21 @@ def torchvision() -> dict[str, Network]:
 
 
 _TIMM = (
-    "beit_base_patch16_224:64 bat_resnext26ts:256 botnet26t_256:256 cait_xxs24_224:64 "
-    "coat_tiny:64 coatnet_pico_rw_224:64 convit_tiny:64 convmixer_768_32:32 "
-    "convnext_atto:64 convnextv2_atto:64 crossvit_tiny_240:240 cspresnet50:64 "
-    "davit_tiny:64 deit_tiny_patch16_224:64 densenet121:64 dla34:64 dpn48b:64 "
-    "eca_resnet33ts:64 edgenext_xx_small:64 efficientformer_l1:224 "
+    "cait_xxs24_224:64 coat_tiny:64 coatnet_pico_rw_224:64 convit_tiny:64 "
+    "convnext_atto:64 convnextv2_atto:64 deit_tiny_patch16_224:64 densenet121:64 "
+    "dla34:64 eca_resnet33ts:64 edgenext_xx_small:64 efficientformer_l1:224 "
     "efficientformerv2_s0:224 efficientnet_b0:64 efficientvit_b0:64 "
     "efficientvit_m0:128 eva02_tiny_patch14_224:70 fasternet_t0:64 fastvit_t8:64 "
-    "focalnet_tiny_srf:64 gcvit_xxtiny:128 ghostnet_050:64 hardcorenas_a:64 "
-    "hgnet_tiny:64 hiera_tiny_224:224 hrnet_w18_small:64 inception_next_atto:64 "
-    "inception_v4:128 lambda_resnet26t:128 levit_128s:64 mambaout_femto:64 "
+    "gcvit_xxtiny:128 ghostnet_050:64 hgnetv2_b0:64 hrnet_w18_small:64 "
+    "inception_next_atto:64 lambda_resnet26t:128 levit_128s:64 mambaout_femto:64 "
     "maxvit_rmlp_pico_rw_256:64 mixer_s16_224:64 mixnet_s:64 mobilenetv3_small_050:64 "
     "mobilenetv4_conv_small:64 mobileone_s0:64 mobilevit_xxs:64 mvitv2_tiny:64 "
-    "nest_tiny:64 nextvit_small:64 nf_resnet26:64 nfnet_l0:64 pit_ti_224:64 "
-    "poolformer_s12:64 pvt_v2_b0:64 regnetz_005:64 repghostnet_050:64 repvgg_a0:64 "
-    "repvit_m0_9:64 res2net50_26w_4s:64 resnest14d:64 resnetv2_50:64 rexnet_100:64 "
-    "selecsls42:64 seresnet18:64 sequencer2d_s:64 shvit_s1:64 skresnet18:64 "
-    "starnet_s1:64 swiftformer_xs:64 swin_tiny_patch4_window7_224:56 "
+    "nf_resnet26:64 pit_ti_224:64 poolformer_s12:64 pvt_v2_b0:64 regnetz_005:64 "
+    "repghostnet_050:64 repvgg_a0:64 repvit_m0_9:64 res2net50_26w_4s:64 resnest14d:64 "
+    "resnetv2_50:64 rexnet_100:64 selecsls42:64 seresnet18:64 shvit_s1:64 "
+    "skresnet18:64 starnet_s1:64 swiftformer_xs:64 swin_tiny_patch4_window7_224:56 "
     "swinv2_cr_tiny_224:64 tf_efficientnetv2_b0:64 tiny_vit_5m_224:224 tinynet_e:64 "
-    "tresnet_m:64 twins_svt_small:64 visformer_tiny:64 vit_tiny_patch16_224:64 "
-    "vit_relpos_small_patch16_224:64 vitamin_small_224:64 volo_d1_224:64 vovnet39a:64 "
+    "twins_svt_small:64 visformer_tiny:64 vit_tiny_patch16_224:64 volo_d1_224:64 "
     "xception41:64 xcit_nano_12_p16_224:64"
 )
 
@@ -128,9 +123,8 @@ def timm() -> dict[str, Network]:
     import timm
 
     sized = (
-        "beit cait coat_ coatnet convit crossvit deit efficientvit_m eva02 gcvit hiera "
-        "levit maxvit mixer mvitv2 nest pit sequencer swin twins visformer "
-        "vit_tiny vit_relpos vitamin volo"
+        "cait coat_ coatnet convit deit efficientvit_m eva02 gcvit levit maxvit mixer "
+        "mvitv2 pit swin twins visformer vit_tiny volo"
     )
 
     def one(name: str, size: int) -> Network:
