@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from third_party import PACKAGES, Network
+from hugging_face import HUGGING_FACE
+from third_party import VISION, Network
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -251,7 +252,7 @@ def in_a_process(network: Network, tiles: bool, limit: float) -> Row:
 def chosen_networks(only: str) -> Iterator[tuple[str, Network]]:
     """Yield what `--only` names: a package, or package/name, or its start."""
     words = [word for word in only.split(",") if word]
-    for package, networks in PACKAGES.items():
+    for package, networks in (VISION | HUGGING_FACE).items():
         if words and not any(word.split("/")[0] == package for word in words):
             continue
         try:

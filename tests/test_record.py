@@ -451,6 +451,24 @@ def test_a_value_of_parameters_that_evaluation_keeps_is_computed_at_each_call() 
     assert model.cache is None
 
 
+class Cached(Model):
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            self.cache = None
+        return super().train(mode)
+
+
+def test_a_value_that_the_users_own_evaluation_has_kept_is_computed_anew() -> None:
+    model = Cached(biased, cache=None, table=torch.tensor([0, 2, 1])).eval()
+    with torch.no_grad():
+        model(X)
+    kept = model.cache
+    program = record(model, (X,), training=False)
+    weights = {n.target for n in program.graph.nodes if n.op == "get_attr"}
+    assert {"fc2.weight", "fc2.bias"} <= weights
+    assert model.cache is kept
+
+
 def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
     def forward(self: Any, x: Any) -> Any:
         if self.cache is None:

@@ -129,6 +129,7 @@ def _trace_twice(request: _Request) -> _Trace:
 def _copy(request: _Request, fake: TracerFakeMode) -> FakeCopy:
     copied = copy_on_fakes(request.model, request.loss, fake, request.dtype)
     if not request.training:
+        copied.model.train()  # drops what some models keep from an earlier evaluation
         copied.model.eval()
     elif not copied.model.training:
         copied.model.train()
