@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from gemsc.boxes import Box
 from gemsc.digest import digest
+from gemsc.dtypes import cast, cast_module
 from gemsc.user_model import UserModel
 
 __all__ = ["PlainRun", "RunSettings"]
@@ -103,13 +104,15 @@ class PlainRun:
         seed = seed_of(seed, -1)
         data = self.user.make_dataset("eval_dataset", seed=seed)
         self.eval_samples = Samples(data, seed)
-        self.model = copy.deepcopy(self.model).to(dtype)
+        self.model = copy.deepcopy(self.model)
+        cast_module(self.model, dtype)
         if not self.model.training:
             self.model.train()
         self.loss = copy.deepcopy(self.user.make_loss())
         self.parameters = dict(self.model.named_parameters())
         if isinstance(self.loss, nn.Module):
-            named = self.loss.to(dtype).named_parameters()
+            cast_module(self.loss, dtype)
+            named = self.loss.named_parameters()
             self.parameters |= {f"_loss.{name}": tensor for name, tensor in named}
         pairs = self.parameters.items()
         make = self.user.optimizer
@@ -220,11 +223,7 @@ class PlainRun:
             yield self._batch(samples[first : first + size])
 
     def _batch(self, samples: list[Any]) -> tuple[Any, Any]:
-        def cast(leaf: Any) -> Any:
-            floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-            return leaf.to(self.settings.dtype) if floating else leaf
-
-        input, target = pytree.tree_map(cast, default_collate(samples))
+        input, target = cast(default_collate(samples), self.settings.dtype)
         return input, target
 
     def _forward(self, input: Any) -> Any:

@@ -164,7 +164,7 @@ class UserModel:
         try:
             if len(data) == 0:
                 raise GemscError("the dataset is empty", at=at, help="give it samples")
-            items = [data[index % len(data)] for index in range(batch)]
+            items = [_sample(data, index % len(data)) for index in range(batch)]
             collated = default_collate(items)
         except GemscError:
             raise
@@ -190,6 +190,13 @@ class UserModel:
             at = self.line_of(name)
             advice = f"{name}() must work when it is called alone, without arguments"
             raise _failure(f"{name}() fails", error, self.path, at, advice) from error
+
+
+def _sample(data: Any, index: int) -> Any:
+    """Return a sample, with all of the image where a dataset reads it in boxes."""
+    if hasattr(data, "read") and hasattr(data, "shape"):
+        return data.read(index, tuple((0, size) for size in data.shape))
+    return data[index]
 
 
 def load_user_model(spec: str, *, seed: int = 0) -> UserModel:

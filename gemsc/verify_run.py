@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from gemsc.boxes import Box
 from gemsc.dropout import dropout_off
+from gemsc.dtypes import as_real, default_dtype
 from gemsc.errors import GemscError
 from gemsc.plain_run import PlainRun, RunSettings, Samples
 from gemsc.plan import Plan
+from gemsc.recomputed import checkpoints_off
 from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.run_record import Figures, RunRecord
 from gemsc.runtime.start import start
@@ -128,16 +130,12 @@ def _plain(
     record: RunRecord | None = None,
 ) -> PlainRun:
     """Train in a plain loop; with a record, make sure that it has the same data."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(settings.dtype)
-    try:
-        with dropout_off():
+    with default_dtype(settings.dtype):
+        with dropout_off(), checkpoints_off():
             plain = PlainRun(user, model, settings)
             plain.train()
         if record is not None:
             _check_data(plain, record)
-    finally:
-        torch.set_default_dtype(before)
     return plain
 
 
@@ -220,16 +218,17 @@ def _means(
 
 
 def _compare(actual: _Result, expected: _Result) -> RunComparison:
-    steps = compare(
-        StepRecord(actual.losses, {}, actual.model),
-        StepRecord(expected.losses, {}, expected.model),
+    mine, theirs = (
+        StepRecord(result.losses, {}, {n: as_real(t) for n, t in result.model.items()})
+        for result in (actual, expected)
     )
+    steps = compare(mine, theirs)
     worst = (0.0, "")
     for number, pair in enumerate(zip(actual.figures, expected.figures, strict=True)):
-        mine, theirs = pair
-        for name in {*mine, *theirs}:
-            error = _relative(mine.get(name), theirs.get(name))
-            worst = max(worst, (error, f"{name} of evaluation {number + 1}"))
+        for name in {*pair[0], *pair[1]}:
+            error = _relative(pair[0].get(name), pair[1].get(name))
+            if error > worst[0]:
+                worst = (error, f"{name} of evaluation {number + 1}")
     model = steps.buffer
     if extra := set(actual.model) - set(expected.model):
         model = (float("inf"), min(extra))

@@ -9,12 +9,13 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gemsc.cores import SLICE_SECONDS, num_cores, set_time_slice
 from gemsc.dropout import dropout_off
+from gemsc.dtypes import cast
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.arguments import parse_arguments
@@ -225,11 +226,13 @@ class _Training:
             return
         total: Sums = defaultdict(float)
         count: Sums = defaultdict(float)
-        for theirs in self.transport.all_gather_object(self._sums(self.eval_data)):
-            their_total, their_count = cast("tuple[Sums, Sums]", theirs)
-            for name, value in their_total.items():
+        everyone: list[Any] = self.transport.all_gather_object(
+            self._sums(self.eval_data)
+        )
+        for theirs in everyone:
+            for name, value in theirs[0].items():
                 total[name] += value
-                count[name] += their_count[name]
+                count[name] += theirs[1][name]
         means = {name: value / count[name] for name, value in total.items()}
         self.record.add_figures({n: (m, int(count[n])) for n, m in means.items()})
         text = "  ".join(f"{name} {mean:.4f}" for name, mean in means.items())
@@ -255,6 +258,8 @@ class _Training:
                 continue
             if window is not None and not window.is_whole:
                 continue  # the target is not here as a whole
+            if (dtype := self.trainer.worker.float_dtype) is not None:
+                target = cast(target, dtype)  # as in training
             cut = [_first(value, batch.real) for value in (result.output, target)]
             found = dict(self.user.metrics(*cut)) if self.user.metrics else {}
             if not batch.is_full and self.loss is not None:
