@@ -49,6 +49,13 @@ def test_every_rank_reads_the_same_samples_with_the_same_noise() -> None:
 
 def test_workers_give_what_one_process_gives() -> None:
     assert epoch(workers=2) == epoch()
+    options = {"seed": 0, "shuffle": True, "part": 1, "num_parts": 2}
+    one, two = (
+        [batch.digests for batch in Batches(Noisy(), 4, workers=n, **options).epoch(0)]
+        for n in (0, 2)
+    )
+    assert one == two
+    assert [len(digests) for digests in one] == [3, 0]  # and the first one of part 0
 
 
 def test_each_epoch_has_another_order_and_other_noise() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import Gemsc, gemsc_here
 
+from gemsc.digest import digest
 from gemsc.errors import GemscError
 from gemsc.plain_run import PlainRun, RunSettings
 from gemsc.runtime.data import Batches, seed_of
@@ -299,6 +300,48 @@ def test_other_data_are_told(user: UserModel) -> None:
     record.eval_samples[12] = {(12, None): "other"}
     with pytest.raises(GemscError, match=r"eval_dataset gives .* sample 12"):
         _check_data(run, record)
+
+
+TILED = MODEL.replace(
+    "    def __getitem__(self, index):\n",
+    """\
+    shape = (8, 8)
+
+    def read(self, index, box):
+        rows, columns = (slice(*interval) for interval in box)
+        image, target = self.sample(index)
+        return image[:, rows, columns], target
+
+    def sample(self, index):
+""",
+)
+
+
+def test_images_that_are_read_in_parts(user: UserModel, tmp_path: Path) -> None:
+    (tmp_path / "tiled_net.py").write_text(TILED)
+    tiled = load_user_model(str(tmp_path / "tiled_net.py"))
+    assert tiled.make_target(tiled.make_inputs()).shape == (2, 3)
+    whole, run = plain_run(user), plain_run(tiled)
+    assert run.losses == whole.losses
+    assert run.evaluations == whole.evaluations
+
+    record = record_of(run)
+    part, index = ((0, 5), (0, 8)), run.rows[2][0]
+    (image, target), box = run.samples.read(0, index), (index, part)
+    record.samples[2] = {(i, part): "" for i in run.rows[2]}
+    for i in run.rows[2]:
+        record.samples[2][i, part] = run.samples.digest_of(0, i, part)
+    assert record.samples[2][box] == digest((image[:, :5], target))
+    _check_data(run, record)
+
+    last = run.evaluations[0][-2:]  # what is not full, and is left out on tiles
+    assert all("loss" in figures for _, figures in last)
+    for figures, parts in zip(record.figures, run.evaluations, strict=True):
+        full = sum(p["loss"] * n for n, p in parts[:-2] if "loss" in p)
+        figures |= {"loss": (full / 8, 8)}
+        del figures["spread"]
+    assert compared(run, record).worst < 1e-15
+    assert compared(whole, record).worst == float("inf")
 
 
 def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
