@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._jit_internal import boolean_dispatched
 
 from gemsc.errors import GemscError
 
@@ -147,6 +148,8 @@ def _without_defaults(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _defaults(func: Any) -> dict[str, Any]:
+    # F.max_pool2d and the like are one of two functions, by `return_indices`
+    func = boolean_dispatched.get(func, {}).get("if_false", func)
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):

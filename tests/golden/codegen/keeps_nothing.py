@@ -43,27 +43,10 @@ class Stage0(nn.Module):
             # networks.py:89  e2 = F.relu(self.down2(F.max_pool2d(e1, 2)))
             e2 = F.relu(self.down2(max_pool2d))
             # networks.py:90  e3 = F.relu(self.down3(F.max_pool2d(e2, 2)))
-            max_pool2d = F.max_pool2d(
-                e2,
-                2,
-                stride=None,
-                padding=0,
-                dilation=1,
-                ceil_mode=False,
-                return_indices=False,
-            )
+            max_pool2d = F.max_pool2d(e2, 2)
         e3 = F.relu(self.down3(max_pool2d))
         # networks.py:91  m = F.relu(self.mid(F.max_pool2d(e3, 2)))
-        max_pool2d = F.max_pool2d(
-            e3,
-            2,
-            stride=None,
-            padding=0,
-            dilation=1,
-            ceil_mode=False,
-            return_indices=False,
-        )
-        m = F.relu(self.mid(max_pool2d))
+        m = F.relu(self.mid(F.max_pool2d(e3, 2)))
         d3 = recompute(self.up3_block, m, e3)
         # networks.py:93  d2 = F.relu(self.up2(torch.cat([e2, F.interpolate(d3, scal ...
         d2 = F.relu(self.up2(torch.cat([e2, F.interpolate(d3, scale_factor=2)], 1)))
@@ -79,15 +62,7 @@ class Stage0(nn.Module):
         # networks.py:88  e1 = F.relu(self.down1(x))
         e1 = F.relu(self.down1(x))
         # networks.py:89  e2 = F.relu(self.down2(F.max_pool2d(e1, 2)))
-        max_pool2d = F.max_pool2d(
-            e1,
-            2,
-            stride=None,
-            padding=0,
-            dilation=1,
-            ceil_mode=False,
-            return_indices=False,
-        )
+        max_pool2d = F.max_pool2d(e1, 2)
         return e1, max_pool2d
 
     def up3_block(self, m: Tensor, e3: Tensor) -> Tensor:

@@ -69,16 +69,7 @@ class Stage0(nn.Module):
         mean = self.grid.all_reduce(x.mean(2, keepdim=True) * 0.5, (0, 2))
         x = x * mean.sigmoid()
         # networks.py:206  x = self.around(F.max_pool2d(x, 2))
-        max_pool2d = F.max_pool2d(
-            x,
-            2,
-            stride=None,
-            padding=0,
-            dilation=1,
-            ceil_mode=False,
-            return_indices=False,
-        )
-        max_pool2d = self.grid.redistribute(max_pool2d, HALO_X)  # halo of 1
+        max_pool2d = self.grid.redistribute(F.max_pool2d(x, 2), HALO_X)  # halo of 1
         x = self.around(max_pool2d)
         # networks.py:207  x = x - x.amax((2, 3), keepdim=True)
         x = x - self.grid.amax(x, (2, 3), keepdim=True)

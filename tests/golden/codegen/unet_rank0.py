@@ -55,37 +55,11 @@ class Stage0(nn.Module):
         # networks.py:88  e1 = F.relu(self.down1(x))
         e1 = F.relu(self.down1(x))
         # networks.py:89  e2 = F.relu(self.down2(F.max_pool2d(e1, 2)))
-        max_pool2d = F.max_pool2d(
-            e1,
-            2,
-            stride=None,
-            padding=0,
-            dilation=1,
-            ceil_mode=False,
-            return_indices=False,
-        )
-        e2 = F.relu(self.down2(max_pool2d))
+        e2 = F.relu(self.down2(F.max_pool2d(e1, 2)))
         # networks.py:90  e3 = F.relu(self.down3(F.max_pool2d(e2, 2)))
-        max_pool2d = F.max_pool2d(
-            e2,
-            2,
-            stride=None,
-            padding=0,
-            dilation=1,
-            ceil_mode=False,
-            return_indices=False,
-        )
-        e3 = F.relu(self.down3(max_pool2d))
+        e3 = F.relu(self.down3(F.max_pool2d(e2, 2)))
         # networks.py:91  m = F.relu(self.mid(F.max_pool2d(e3, 2)))
-        max_pool2d = F.max_pool2d(
-            e3,
-            2,
-            stride=None,
-            padding=0,
-            dilation=1,
-            ceil_mode=False,
-            return_indices=False,
-        )
+        max_pool2d = F.max_pool2d(e3, 2)
         return e1, e2, e3, max_pool2d
 
 
