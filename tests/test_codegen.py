@@ -35,26 +35,16 @@ from gemsc.verify import TOLERANCE
 EXACT = TOLERANCE[torch.float64]
 
 
-def ruff_finds(folder: Path) -> str:
-    """Return what ruff would change in or says of the Python files of a folder."""
-    found = ""
+def assert_formatted(folder: Path, files: dict[str, str] | None = None) -> None:
+    """Let ruff look at the files of a program, or at the texts of some."""
+    for name, text in (files or {}).items():
+        (folder / name).write_text(text)
+    paths = [str(path) for path in sorted(folder.glob("rank*.py"))]
+    assert paths
     for words in (["format", "--diff"], ["check", "--select", "E,F,I"]):
-        command = [find_ruff_bin(), *words, "--isolated", "--no-cache", str(folder)]
+        command = [find_ruff_bin(), *words, "--isolated", "--no-cache", *paths]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            found += done.stdout + done.stderr
-    return found
-
-
-@pytest.fixture(scope="module")
-def all_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for all files that this module generates; ruff reads it last."""
-    return tmp_path_factory.mktemp("generated")
-
-
-def keep(folder: Path, name: str, files: dict[str, str]) -> None:
-    for file, text in files.items():
-        (folder / f"{name}_{file}".replace(" ", "_")).write_text(text)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @cache
@@ -98,7 +88,7 @@ def test_the_files_of_a_unet_whose_blocks_keep_nothing(
 
 
 def test_the_files_of_a_picture_in_tiles(
-    golden: Callable[[str, str], None], all_files: Path
+    golden: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     program = compile(
         networks.Tiled(), (networks.PICTURE,), loss=nn.CrossEntropyLoss(),
@@ -106,18 +96,18 @@ def test_the_files_of_a_picture_in_tiles(
     )  # fmt: skip
     files = program.rank_modules()
     golden(files["rank0.py"], "tiled_rank0.py")
-    keep(all_files, "tiled", files)
+    assert_formatted(tmp_path, files)
 
 
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
 @pytest.mark.parametrize("name", ["unet", "densecnn", "encoder", "resnet50"])
 def test_files_with_segments_are_formatted(
-    name: str, kind: str, all_files: Path
+    name: str, kind: str, tmp_path: Path
 ) -> None:
     choice: Any = {kind: ("all",)}
     files = files_of(name, ranks=2, micro_batches=4, **choice)
     assert any(f"{kind}(" in text or "offloaded()" in text for text in files.values())
-    keep(all_files, f"{name}_{kind}", files)
+    assert_formatted(tmp_path, files)
 
 
 def test_the_files_of_an_encoder_with_tied_weights(
@@ -136,7 +126,7 @@ LEFT_OUT = ("resnet110v2", "tiled")  # one takes long, the other has too few blo
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT_OUT])
 def test_the_text_does_not_grow_with_the_micro_batches(
-    name: str, all_files: Path
+    name: str, tmp_path: Path
 ) -> None:
     few = files_of(name, ranks=4, micro_batches=16)
     many = files_of(name, ranks=4, micro_batches=64)
@@ -144,8 +134,8 @@ def test_the_text_does_not_grow_with_the_micro_batches(
     assert lines[0] == lines[1]
     fewest = files_of(name, ranks=4, micro_batches=4)
     assert all(text.count("\n") <= lines[0][file] for file, text in fewest.items())
-    keep(all_files, name, few)
-    keep(all_files, f"{name} of 4", fewest)
+    assert_formatted(tmp_path, few)
+    assert_formatted(tmp_path, fewest)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +143,10 @@ def test_the_text_does_not_grow_with_the_micro_batches(
 )
 @pytest.mark.parametrize("name", ["unet", "densecnn", "encoder"])
 def test_files_of_every_schedule_are_formatted(
-    name: str, schedule: str, all_files: Path
+    name: str, schedule: str, tmp_path: Path
 ) -> None:
     files = files_of(name, ranks=2, micro_batches=4, schedule=schedule)
-    keep(all_files, f"{name}_{schedule}", files)
+    assert_formatted(tmp_path, files)
 
 
 def test_the_files_of_the_unet_example_have_less_than_200_lines() -> None:
@@ -349,22 +339,12 @@ CLASH = "clash"
 
 
 @pytest.mark.parametrize("name", [*FORWARDS, CLASH])
-def test_the_files_compute_what_the_user_wrote(
-    name: str, tmp_path: Path, all_files: Path
-) -> None:
+def test_the_files_compute_what_the_user_wrote(name: str, tmp_path: Path) -> None:
     forward = FORWARDS.get(name, clash)
     model = Net(forward, trunk=trunk(), gain=nn.Parameter(torch.rand(4)))
     found = against_one_process(tmp_path / "program", model)
     assert found.worst <= EXACT
-    if name != "functions":  # see below
-        for file in (tmp_path / "program").glob("rank*.py"):
-            keep(all_files, name, {file.name: file.read_text()})
-
-
-def test_files_that_import_the_users_objects_are_formatted(tmp_path: Path) -> None:
-    model = Net(functions, gain=nn.Parameter(torch.rand(4)))
-    written(tmp_path / "program", model)
-    assert ruff_finds(tmp_path / "program") == ""
+    assert_formatted(tmp_path / "program")
 
 
 ODD = [
@@ -384,7 +364,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_modules_may_have_any_name(name: str, tmp_path: Path, all_files: Path) -> None:
+def test_modules_may_have_any_name(name: str, tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -402,10 +382,8 @@ def test_modules_may_have_any_name(name: str, tmp_path: Path, all_files: Path) -
 
     found = against_one_process(tmp_path / "program", Model())
     assert found.worst <= EXACT
-    if name == "F":  # its docstring names F: the import of F is not used
-        return
-    for file in (tmp_path / "program").glob("rank*.py"):
-        keep(all_files, f"name{[*map(ord, name)]}", {file.name: file.read_text()})
+    if name != "F":  # its docstring names F: the import of F is not used
+        assert_formatted(tmp_path / "program")
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -488,12 +466,11 @@ class Root(nn.ModuleList):
 
 @pytest.mark.parametrize("make", [Keywords, Weights, Chain, Root])
 def test_tensors_and_layers_may_be_held_in_any_way(
-    make: Callable[[], nn.Module], tmp_path: Path, all_files: Path
+    make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     found = against_one_process(tmp_path / "program", make())
     assert found.worst <= EXACT
-    for file in (tmp_path / "program").glob("rank*.py"):
-        keep(all_files, make.__name__, {file.name: file.read_text()})
+    assert_formatted(tmp_path / "program")
 
 
 def test_names_that_no_container_can_hold_are_refused() -> None:
@@ -555,25 +532,14 @@ def user_module(folder: Path, body: str) -> ModuleType:
     return module
 
 
-def test_lines_of_the_users_are_comments_whatever_they_hold(
-    tmp_path: Path, all_files: Path
-) -> None:
+def test_lines_of_the_users_are_comments_whatever_they_hold(tmp_path: Path) -> None:
     body = "\n".join(["def forward(self, x):", "    h = x", *LINES, "    return h", ""])
     module = user_module(tmp_path, body)
     found = against_one_process(tmp_path / "program", Net(module.forward))
     assert found.worst <= EXACT
     texts = [p.read_text() for p in sorted((tmp_path / "program").glob("rank*.py"))]
-    for number, text in enumerate(texts):
-        keep(all_files, "lines", {f"rank{number}.py": text})
-        ast.parse(text)
+    assert_formatted(tmp_path / "program")
     assert all(f"# users.py:{line}" in "".join(texts) for line in range(3, 9))
-
-
-def test_all_these_files_are_formatted_and_without_fault(all_files: Path) -> None:
-    """Runs last: ruff reads what the tests above have written."""
-    if len(list(all_files.iterdir())) < 20:
-        pytest.skip("run the whole file")
-    assert ruff_finds(all_files) == ""
 
 
 # Expressions

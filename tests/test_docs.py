@@ -25,12 +25,6 @@ from gemsc.user_model import UserModel, load_user_model
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 UNET = ROOT / "examples" / "unet_histology" / "model.py"
-# Places on the machines of those who wrote this; in brackets so as not to find itself.
-ELSEWHERE = re.compile(
-    r"/wor[k]/|/far[m]/|before-sto[p]|\.librar[y]\b|\.\./share[d]", re.ASCII
-)
-
-
 # `<!-- from unet annotate: %a; %b -->` above a block says what the block shows
 SHOWN = re.compile(
     r"^<!-- from (?P<model>\w+) (?P<place>[\w.-]+): ?(?P<starts>[^\n]*) -->\n"
@@ -141,26 +135,6 @@ def test_options_that_are_named_exist(page, capsys):
     known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     named = re.findall(r"(?<![\w|-])--[a-z][\w-]+", page.read_text(encoding="utf-8"))
     assert set(named) <= known
-
-
-def test_the_project_stands_alone():
-    if not (ROOT / ".git").exists():
-        pytest.skip("this is no git checkout")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\0")
-    wrong = []
-    for name in filter(None, listed):
-        path = ROOT / name
-        if not path.is_file():
-            continue
-        text = path.read_bytes().decode("utf-8", errors="ignore")
-        wrong += [f"{name}: {found[0]}" for found in ELSEWHERE.finditer(text)]
-    assert not wrong
 
 
 # what is shown of programs

@@ -38,8 +38,7 @@ def test_random_networks_are_the_networks(first: int) -> None:
     for seed in range(first, first + 20):
         model, inputs, loss, target, grid = random_case(seed)
         expected = eager(model, inputs, loss, target)
-        if not torch.isfinite(expected.loss):
-            continue
+        assert expected.is_finite
         try:
             layers = 2 + seed % 3
             step = on_tiles(model, inputs, loss, target, grid, fuse=layers)

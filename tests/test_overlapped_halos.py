@@ -42,8 +42,7 @@ def check(seed: int) -> int:
     """Compare a random network on tiles with itself; return how many layers overlap."""
     model, inputs, loss, target, grid = random_case(seed)
     expected = eager(model, inputs, loss, target)
-    if not torch.isfinite(expected.loss):
-        return 0
+    assert expected.is_finite
     try:
         step = on_tiles(model, inputs, loss, target, grid, overlaps=True)
         assert_same(step, expected)

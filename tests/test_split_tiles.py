@@ -12,27 +12,27 @@ NUM_GRAPHS = 300
 PER_TEST = 25
 
 
-def check(seed: int) -> None:
+def check(seed: int) -> bool:
+    """Compare a random network with itself on tiles, unless its loss is not finite."""
     model, inputs, loss, target, grid = random_case(seed)
     expected = eager(model, inputs, loss, target)
-    found = [expected.loss, *expected.inputs.values(), *expected.parameters.values()]
-    if not all(value.isfinite().all() for value in found):
-        return
+    if not expected.is_finite:
+        return False
     try:
         assert_same(on_tiles(model, inputs, loss, target, grid), expected)
     except BaseException as error:
         error.add_note(f"seed {seed}, grid {grid}, input {inputs[0].shape}: {model}")
         raise
+    return True
 
 
 @pytest.mark.parametrize("first", range(0, NUM_GRAPHS, PER_TEST))
 def test_random_networks_on_tiles_are_the_networks(first: int) -> None:
-    for seed in range(first, first + PER_TEST):
-        check(seed)
+    assert sum(map(check, range(first, first + PER_TEST))) >= PER_TEST - 1
 
 
 def test_many_more_random_networks(request: pytest.FixtureRequest) -> None:
-    for seed in range(
-        NUM_GRAPHS, NUM_GRAPHS + request.config.getoption("--many-graphs")
-    ):
-        check(seed)
+    count = request.config.getoption("--many-graphs")
+    if not count:
+        pytest.skip("--many-graphs says how many")
+    assert sum(map(check, range(NUM_GRAPHS, NUM_GRAPHS + count))) >= 0.9 * count

@@ -47,6 +47,12 @@ class Step:
     terms: dict[str, float] = field(default_factory=dict)  # of gradients' sums
 
     @property
+    def is_finite(self) -> bool:
+        """Whether there is something to compare with."""
+        found = (self.loss, *self.inputs.values(), *self.parameters.values())
+        return all(bool(value.isfinite().all()) for value in found)
+
+    @property
     def barriers(self) -> tuple[Barrier, ...]:
         return self.programs[0].barriers
 
