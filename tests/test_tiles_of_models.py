@@ -183,6 +183,25 @@ def test_views_of_what_is_changed_in_place_see_the_change() -> None:
     check(ChangedViews(), torch.randn(2, 3, 9, 10), (2, 2))
 
 
+class OfGivenSize(nn.Module):
+    """One layer, called twice, whose results have other rests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(2, 2, 3, 2, 1)
+        self.up = nn.ConvTranspose2d(2, 2, 3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.up(self.down(x), output_size=x.shape[2:])
+        small = middle[:, :, 1:, 1:]
+        return middle[:, :, 1:, 1:] + self.up(self.down(small), small.shape[2:])
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (2, 1)])
+def test_a_transposed_convolution_may_be_told_its_size(grid: tuple[int, ...]) -> None:
+    assert not check(OfGivenSize(), torch.randn(2, 2, 12, 15), grid).barriers
+
+
 class Embedded(nn.Module):
     """A position table that meets tiles, and a norm over pixels with weights."""
 

@@ -38,7 +38,8 @@ _REDUCTION = "input dim keepdim dtype"
 class Call:
     """One node: its kind, its arguments by name, and the layer if it calls one.
 
-    A layer's settings count as arguments; its parameters do not.
+    A layer's settings count as arguments; its parameters do not. `names` are those of
+    what the call itself may be given, in order.
     """
 
     node: fx.Node
@@ -92,10 +93,11 @@ def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
                 name: getattr(layer, attribute)
                 for name, attribute in (_pair(word) for word in settings.split())
             }
-            given = inspect.signature(layer.forward).bind(*node.args, **node.kwargs)
-            arguments |= given.arguments
+            signature = inspect.signature(layer.forward)
+            arguments |= signature.bind(*node.args, **node.kwargs).arguments
+            names = tuple(signature.parameters)
             kind, _, detail = kind.partition(":")
-            return Call(node, kind, arguments, layer, detail=detail)
+            return Call(node, kind, arguments, layer, names, detail)
     return Call(node, "", {}, layer)
 
 

@@ -33,9 +33,9 @@ def call_again(
 ) -> Local:
     """Add the call with the given inputs; other tensors whole; settings changed.
 
-    A layer whose settings change is replaced by a copy. Settings of functions that
-    stand among the positional arguments change in their place. `partial`: what the tile
-    computes is not yet its part of the result.
+    A layer whose settings change is replaced by a copy. What stands among the
+    positional arguments changes in its place. `partial`: what the tile computes is not
+    yet its part of the result.
     """
     changed = _different(call, changes or {})
     for source in call.node.all_input_nodes:
@@ -44,18 +44,21 @@ def call_again(
     args = fx.node.map_arg(call.node.args, inputs.__getitem__)
     kwargs = fx.node.map_arg(call.node.kwargs, inputs.__getitem__)
     target = call.node.target
-    if call.layer is not None and changed:
-        if low.layers.is_shared(str(target)) and call.kind in _AS_FUNCTION:
-            return _as_function(low, call, axes, args, changed, partial=partial)
-        low.layers.replace(str(target), low.layers.changed(call.node, changed))
-    elif changed:
-        places = {name: i for i, name in enumerate(call.names[: len(args)])}
-        args = tuple(
-            changed.get(call.names[i], argument) if i < len(call.names) else argument
-            for i, argument in enumerate(args)
-        )
-        others = {n: value for n, value in changed.items() if n not in places}
-        kwargs = {**kwargs, **others}
+    settings: dict[str, Any] = {}
+    if call.layer is not None:
+        settings = {n: v for n, v in changed.items() if n not in call.names}
+    if settings and low.layers.is_shared(str(target)) and call.kind in _AS_FUNCTION:
+        source = inputs[call.input]
+        return _as_function(low, call, axes, source, settings, partial=partial)
+    if settings:
+        low.layers.replace(str(target), low.layers.changed(call.node, settings))
+    places = {name: i for i, name in enumerate(call.names[: len(args)])}
+    args = tuple(
+        changed.get(call.names[i], argument) if i < len(call.names) else argument
+        for i, argument in enumerate(args)
+    )
+    others = {n: v for n, v in changed.items() if n not in places | settings}
+    kwargs = {**kwargs, **others}
     return low.create(
         call.node, call.node.op, target, args, kwargs, axes, partial=partial
     )
@@ -71,7 +74,7 @@ def _as_function(
     low: Lowering,
     call: Call,
     axes: Axes | None,
-    args: tuple[Any, ...],
+    source: fx.Node,
     changed: dict[str, Any],
     *,
     partial: bool,
@@ -84,7 +87,7 @@ def _as_function(
         if name in call.arguments
     }
     function = getattr(F, f"{call.kind}{call.rank}d")
-    inputs = (*args, *parameters)
+    inputs = (source, *parameters)
     return low.create(
         call.node, "call_function", function, inputs, kwargs, axes, partial=partial
     )

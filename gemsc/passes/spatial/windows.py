@@ -229,8 +229,14 @@ def transposed_convolution(low: Lowering, call: Call) -> Local:
     stride = numbers(call.get("stride", 1), rank)
     dilation = numbers(call.get("dilation", 1), rank)
     padding = numbers(call.get("padding", 0), rank)
-    extra = numbers(call.get("output_padding", 0), rank)
-    sizes = low.shape(source)[-rank:]
+    sizes, results = low.shape(source)[-rank:], low.shape(call.node)[-rank:]
+    least = (
+        (size - 1) * step - 2 * pad + d * (k - 1) + 1
+        for size, step, pad, d, k in zip(
+            sizes, stride, padding, dilation, kernel, strict=True
+        )
+    )
+    extra = [size - given for size, given in zip(results, least, strict=True)]
 
     def rule(dim: int, out: Interval) -> need.Transposed:
         return need.transposed(
@@ -254,8 +260,10 @@ def transposed_convolution(low: Lowering, call: Call) -> Local:
     cropped = tuple(min(part.left, part.right) for part in ours)
     changes = _padding(call, cropped, rank)
     added = tuple(part.extra for part in ours)
-    if added != extra:
+    if added != numbers(call.get("output_padding", 0), rank):
         changes["output_padding"] = added
+    if call.get("output_size") is not None:  # the padding says it
+        changes["output_size"] = None
     uneven = [
         (part.left - both, part.right - both)
         for part, both in zip(ours, cropped, strict=True)
