@@ -386,6 +386,24 @@ def test_modules_may_have_any_name(name: str, tmp_path: Path) -> None:
         assert_formatted(tmp_path / "program")
 
 
+def test_a_layer_with_the_name_of_what_a_stage_says_of_itself_is_refused(
+    tmp_path: Path,
+) -> None:
+    class Grid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grid = nn.Conv2d(1, 1, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.grid(x)
+
+    inputs = (torch.rand(1, 1, 8, 8),)
+    written(tmp_path, Grid(), inputs, target=inputs[0], ranks=1)
+    assert "self.grid(x)" in (tmp_path / "rank0.py").read_text()
+    with pytest.raises(GemscError, match="rename grid"):
+        written(tmp_path, Grid(), inputs, target=inputs[0], ranks=2, tiles="2x1")
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_parameters_may_have_any_name(name: str, tmp_path: Path) -> None:
     class Model(nn.Module):

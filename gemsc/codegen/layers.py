@@ -111,7 +111,10 @@ def containers(stage: StageText) -> dict[str, str]:
         held = [".".join([container, name]).lstrip(".") in parameters for name in odd]
         cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
         kinds[container] = f"nn.{cls.__name__}"
-        clash = [n for n in names if is_attribute(n) and hasattr(cls, n)]
+        taken = () if container else _own_attributes(stage)
+        clash = [
+            n for n in names if (is_attribute(n) and hasattr(cls, n)) or n in taken
+        ]
         mixed = any(held) and not all(held)
         if clash or mixed or (any(held) and not container):  # no forward in a dict
             raise GemscError(
@@ -120,6 +123,12 @@ def containers(stage: StageText) -> dict[str, str]:
                 help=f"rename {', '.join(clash or odd)}",
             )
     return kinds
+
+
+def _own_attributes(stage: StageText) -> Sequence[str]:
+    """Return what a stage's class says of itself, for the worker."""
+    always = ("depends_on_data", "draws_random_numbers")
+    return always if stage.tile is None else (*always, "grid")
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
