@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 from collections import defaultdict
@@ -22,6 +23,7 @@ from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.data import Batches, seed_of
 from gemsc.runtime.device import claim_device
 from gemsc.runtime.failure import install_hooks, stop_all
+from gemsc.runtime.manifest import LATEST, Manifest
 from gemsc.runtime.mpi import MpiTransport
 from gemsc.runtime.program_directory import check_program
 from gemsc.runtime.progress import ProgressBar, Status
@@ -202,6 +204,7 @@ class _Training:
             done += end - first
             self._evaluate(epoch)
             if self.options.save is not None:
+                self._check_weights(epoch)
                 self.trainer.save(self.options.save)
         if self.options.save is not None:
             self._say(f"saved {self.options.save / 'model.safetensors'}")
@@ -217,8 +220,31 @@ class _Training:
             input, target = batch.data
             loss = self.trainer.step(input, target, window=batches.window)
             self.record.add_step(loss, seen)
+            if not math.isfinite(loss):
+                raise self._diverged(f"the loss is {loss}", epoch)
             bar.step(loss, batches.size)
         bar.close()
+
+    def _check_weights(self, epoch: int) -> None:
+        """Make sure that a checkpoint is worth to be kept: no loss has seen its update.
+
+        Raises:
+            GemscError: a trained parameter of any rank is not finite.
+        """
+        named = self.trainer.worker.named_parameters().items()
+        wrong = [n for n, p in named if p.requires_grad and not p.isfinite().all()]
+        for theirs in self.transport.all_gather_object(wrong):
+            for name in cast("list[str]", theirs):
+                raise self._diverged(f"'{name}' is not finite", epoch)
+
+    def _diverged(self, what: str, epoch: int) -> GemscError:
+        """Return what says that training has failed; all ranks raise it."""
+        help = "try a smaller learning rate, or --clip-norm 1; look at the data"
+        if (folder := self.options.save) is not None and (folder / LATEST).exists():
+            step = Manifest.read(folder / LATEST).step
+            help += f"; {folder} still holds the checkpoint of step {step}"
+        step = self.trainer.worker.steps_done
+        return GemscError(f"{what} at step {step}, in epoch {epoch + 1}", help=help)
 
     def _evaluate(self, epoch: int) -> None:
         """Print the loss and the user's metrics, means over the samples."""
@@ -237,6 +263,8 @@ class _Training:
         self.record.add_figures({n: (m, int(count[n])) for n, m in means.items()})
         text = "  ".join(f"{name} {mean:.4f}" for name, mean in means.items())
         self._say(f"held-out after epoch {epoch + 1}: {text}")
+        if not math.isfinite(means.get("loss", 0.0)):
+            self._say("warning: the held-out loss is not finite")
 
     def _sums(self, data: SharedData) -> tuple[Sums, Sums]:
         """Return sums over samples of loss and metrics on this rank, and their number.

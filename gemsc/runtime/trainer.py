@@ -137,6 +137,8 @@ class Trainer:
         tensor, a tuple or a dict like `example_inputs()`, `target` what the loss takes.
         The batch holds all micro-batches, one after the other, in dimension 0. Where
         pictures are split over ranks, it may hold this rank's `window` of them only.
+        A loss that is not finite is returned like any other: it is the same on every
+        rank, so that all can stop.
 
         Raises:
             GemscError: the batch does not fit the program.
