@@ -20,6 +20,7 @@ __all__ = [
     "Outcome",
     "files",
     "gemsc_here",
+    "is_alive",
     "line_of",
     "start",
 ]
@@ -132,6 +133,15 @@ def run_words(*words: object, **environment: str) -> Outcome:
         check=False,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import GEMSC, MODEL, start
+import torch
+from command_line import GEMSC, MODEL, is_alive, start
 
 from gemsc.runtime import launch
+from gemsc.runtime.manifest import check_checkpoint, check_digests
 
 pytestmark = pytest.mark.mpi
 
@@ -42,11 +45,13 @@ def trip(where):
     kind, _, way = WHAT.partition("-")
     calls += kind == where
     if kind != where or calls != int(CALL):
-        return
+        return None
     (FOLDER / "beside").write_text(str(os.getpid()))
     (FOLDER / "beside").rename(FOLDER / "tripped")
     if way == "exit":
         sys.exit(3)
+    if way == "nan":
+        return float("nan")
     if way == "thread":
         threading.Thread(target=fail).start()
     if way:
@@ -70,13 +75,11 @@ from trip import trip
 class Trip(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        trip("forward")
-        return 2 * x
+        return (trip("forward") or 2) * x
 
     @staticmethod
     def backward(ctx, gradient):
-        trip("backward")
-        return 2 * gradient
+        return (trip("backward") or 2) * gradient
 
 
 class TrippingData(Data):
@@ -157,14 +160,6 @@ def children(pid: int) -> list[int]:
     path = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(word) for word in path.read_text().split()] if path.exists() else []
     return [*found, *(pid for child in found for pid in children(child))]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 @pytest.fixture
@@ -258,8 +253,7 @@ def test_a_killed_rank_is_reported_with_what_it_did(
     report = job.wait_for_end()
     assert job.process.returncode == 128 + signal.SIGKILL
     assert report.count("error: ") == 1
-    assert f"rank {rank} was ended by signal 9 (Killed)\n" in report
-    assert f"error: rank {rank} was killed in " in report
+    assert f"error: rank {rank} was ended by signal 9 (Killed) in " in report
     assert f" of stage {rank}, micro-batch " in report
     assert ", step 1\n" in report
     first = line_of("self.first(x)" if rank == 0 else "Trip.apply")
@@ -267,16 +261,18 @@ def test_a_killed_rank_is_reported_with_what_it_did(
     assert "Traceback" not in report
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_gemsc_run_ends_all_ranks(
-    number: signal.Signals, program: Path, run: Callable[..., Job]
+    program: Path, run: Callable[..., Job]
 ) -> None:
     job = run("forward-sleep:6", GEMSC, "run", program)
     job.wait_for_trip()
-    job.process.send_signal(number)
+    job.process.send_signal(signal.SIGINT)
     report = job.wait_for_end()
-    assert job.process.returncode == 128 + number
-    assert "Traceback" not in report
+    assert job.process.returncode == 128 + signal.SIGINT
+    first, *notes = report.splitlines()
+    assert first == "error: stopped by signal 2 (Interrupt)"
+    assert notes[0].startswith("note: rank 0 was in ")
+    assert notes[1] == "note: rank 1 was in forward of stage 1, micro-batch 1, step 1"
 
 
 @pytest.mark.parametrize(
@@ -311,3 +307,68 @@ def test_ranks_that_all_fail_report_once(program: Path, tmp_path: Path) -> None:
     report = (tmp_path / "err").read_text()
     assert report.count("error: rank") == 1
     assert f"{tmp_path / 'loop.py'}:9: for step in range(no_number):\n" in report
+
+
+# Training that has failed, and kills while a checkpoint is written: ten steps of four
+# micro-batches an epoch, then two batches of evaluation
+
+
+@pytest.mark.parametrize(
+    ("trip", "says", "saved"),
+    [
+        ("forward-nan:54", "error: the loss is nan at step 12, in epoch 2", 10),
+        ("backward-nan:40", "is not finite at step 10, in epoch 1", None),
+    ],
+)
+def test_training_stops_once_it_has_failed_and_the_checkpoint_stays(
+    trip: str,
+    says: str,
+    saved: int | None,
+    program: Path,
+    run: Callable[..., Job],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "saved"
+    job = run(trip, GEMSC, "run", program, "--epochs", 3, "--save", folder)
+    job.wait_for_trip()
+    report = job.wait_for_end()
+    assert job.process.returncode == 1
+    assert report.count("error: ") == 1
+    assert says in report
+    assert "help: try a smaller learning rate, or --clip-norm 1" in report
+    assert "Traceback" not in report
+    assert (folder / "latest").exists() == (saved is not None)
+    if saved is not None:
+        assert f"{folder} still holds the checkpoint of step {saved}" in report
+        _, manifest = check_checkpoint(folder, 2)
+        assert manifest is not None
+        assert manifest.step == saved
+
+
+def test_kills_at_random_moments_of_saving_leave_whole_checkpoints(
+    program: Path, run: Callable[..., Job], tmp_path: Path
+) -> None:
+    folder, steps = tmp_path / "saved", [0]
+    words = [GEMSC, "run", program, "--epochs", 10**6, "--save", folder]
+    for victim in ("rank", "mpirun", "command"):
+        for path in tmp_path.glob("pid*"):
+            path.unlink()
+        job = run("none:0", *words)
+        wait(lambda: (folder / f"step-{steps[-1] + 10:06d}").exists(), START)
+        wait(lambda: any(folder.glob(".step-*")), START)
+        time.sleep(random.random() / 20)
+        pids = {
+            "rank": random.choice(job.ranks),
+            "mpirun": children(job.process.pid)[0],
+            "command": job.process.pid,
+        }
+        os.kill(pids[victim], signal.SIGKILL)
+        job.wait_for_end()
+        found, manifest = check_checkpoint(folder, 2)
+        assert manifest is not None
+        check_digests(found, manifest, 0, 1)
+        states = [torch.load(found / f"optimizer-rank{rank}.pt") for rank in (0, 1)]
+        assert {state["steps"] for state in states} == {manifest.step}
+        assert manifest.step > steps[-1]
+        steps.append(manifest.step)
+        words[3:] = ["--epochs", 10**6, "--save", folder, "--resume", folder]

@@ -5,9 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from command_line import is_alive
 
 from gemsc.errors import GemscError
 from gemsc.runtime import launch as launching
@@ -32,6 +35,12 @@ EXIT_CODE = (
     RULE + b"prterun detected that one or more processes exited with non-zero status,\n"
     b"thus causing the job to be terminated. The first process to do so was:\n\n"
     b"   Process name: [prterun-vm-3970@1,1]\n   Exit code:    3\n" + RULE
+)
+
+LEFT = (
+    RULE
+    + b"prterun has exited due to process rank 1 with PID 19838 on node vm exiting\n"
+    b"improperly. There are three reasons this could occur:\n\n1. this process\n" + RULE
 )
 
 
@@ -114,6 +123,7 @@ def test_settings_of_the_user_win(tmp_path, monkeypatch):
         (ABORT, b""),
         (KILLED, b"rank 1 was ended by signal 9 (Killed)\n"),
         (EXIT_CODE, b"rank 1 ended with exit code 3\n"),
+        (LEFT, b"rank 1 left before the others had ended\n"),
         (
             b"a\n" + ABORT + KILLED + b"\0",
             b"a\nrank 1 was ended by signal 9 (Killed)\n",
@@ -159,7 +169,31 @@ def test_exit_code_folder_and_environment_are_passed_on(shell_mpirun, tmp_path):
 
 
 def test_a_signal_that_ends_mpirun_is_an_exit_code(shell_mpirun, tmp_path):
-    assert run("kill -9 $$", tmp_path)[0] == 137
+    says = "error: mpirun was ended by signal 9 (Killed)\n"
+    assert run("kill -9 $$", tmp_path) == (137, says)
+
+
+def test_a_job_under_nohup_goes_on_when_the_terminal_closes(
+    shell_mpirun, tmp_path, monkeypatch
+):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code, text = run(f"kill -HUP {os.getpid()}; sleep 0.2; exit 3", tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (code, text) == (3, "")
+
+
+def test_what_the_ranks_did_is_told_of_a_job_that_is_stopped(shell_mpirun, tmp_path):
+    script = (
+        "cd $GEMSC_STATUS_FOLDER; for rank in 0 1; do printf 'step %d\\0' $rank > "
+        f"rank$rank; done; kill -TERM {os.getpid()}; sleep 30"
+    )
+    assert run(script, tmp_path) == (
+        128 + signal.SIGTERM,
+        "error: stopped by signal 15 (Terminated)\n"
+        "note: rank 0 was in step 0\nnote: rank 1 was in step 1\n",
+    )
 
 
 def test_a_line_without_an_end_is_shown_as_it_comes(shell_mpirun, tmp_path):
@@ -218,9 +252,15 @@ def test_the_folder_of_a_killed_job_is_removed_by_the_next(
 SLEEPER = """
 import os, sys, time
 from mpi4py import MPI
+from gemsc.runtime.lifeline import end_with_launcher
+from gemsc.runtime.progress import Status
+end_with_launcher()
+Status(MPI.COMM_WORLD.rank).enter("backward", "stage1", 3)
 MPI.COMM_WORLD.Barrier()
+pids = MPI.COMM_WORLD.gather(os.getpid())
 if MPI.COMM_WORLD.rank == 0:
-    print(os.environ["OMPI_MCA_orte_tmpdir_base"], file=sys.stderr)
+    folder = os.environ["OMPI_MCA_orte_tmpdir_base"]
+    print(folder, os.getppid(), *pids, file=sys.stderr)
 time.sleep(60)
 """
 
@@ -239,35 +279,83 @@ def needs_mpirun() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_ranks(number):
+@contextmanager
+def sleeping_job() -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+    """Start a job; give it, its folder, and mpirun's and the ranks' numbers."""
     needs_mpirun()
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTER, SLEEPER], stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-c", STARTER, SLEEPER]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        folder = Path(process.stderr.readline().strip())
-        assert folder.is_dir()
-        os.kill(process.pid, number)
+        folder, *pids = process.stderr.readline().split()
+        assert Path(folder).is_dir()
+        assert len(pids) == 3
+        yield process, Path(folder), list(map(int, pids))
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "a rank goes on"
+        time.sleep(0.05)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
+def test_a_signal_ends_all_ranks(name):
+    number = signal.Signals[name]
+    with sleeping_job() as (process, folder, pids):
+        process.send_signal(number)
         assert process.wait(20) == 128 + number
+        wait_until_gone(pids)
+        assert process.stderr.read().startswith(f"error: stopped by signal {number} (")
     assert not folder.exists()
 
 
 @pytest.mark.mpi
-def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path, monkeypatch):
+def test_ranks_and_mpirun_end_when_the_command_is_killed(tmp_path):
+    with sleeping_job() as (process, folder, pids):
+        process.kill()
+        wait_until_gone(pids)
+    launching._remove_stale_folders(folder.parent)
+    assert not folder.exists()
+
+
+@pytest.mark.mpi
+def test_ranks_end_when_mpirun_is_killed():
+    with sleeping_job() as (process, folder, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        assert process.wait(20) == 137
+        wait_until_gone(pids)
+        assert process.stderr.read() == (
+            "error: mpirun was ended by signal 9 (Killed)\n"
+            "note: rank 0 was in backward of stage 1, micro-batch 3, step 0\n"
+            "note: rank 1 was in backward of stage 1, micro-batch 3, step 0\n"
+        )
+    assert not folder.exists()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("act", "code", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, "was ended by signal 9 (Killed)"),
+        ("os._exit(3)", 3, "ended with exit code 3"),
+        ("os._exit(0)", 1, "left before the others had ended"),
+    ],
+)
+def test_a_rank_that_leaves_without_a_word_ends_the_job_and_is_named(
+    act, code, how, tmp_path, monkeypatch
+):
     needs_mpirun()
     monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 30)))
-    program = SLEEPER.replace(
-        "time.sleep(60)",
-        "import os\nif MPI.COMM_WORLD.Get_rank(): os.kill(os.getpid(), 9)\n"
-        "time.sleep(60)",
-    )
+    act = f"if MPI.COMM_WORLD.Get_rank(): {act}\ntime.sleep(60)"
+    program = SLEEPER.replace("time.sleep(60)", act)
     with (tmp_path / "stderr").open("w+") as stderr:
-        code = launch(2, [sys.executable, "-c", program], stderr=stderr, timeout=30)
+        words = [sys.executable, "-c", program]
+        assert launch(2, words, stderr=stderr, timeout=30) == code
         stderr.seek(0)
         lines = stderr.read().splitlines()
-    assert code == 137
     assert any("gemsc-" in line for line in lines)  # all were there
-    assert "rank 1 was ended by signal 9 (Killed)" in lines
+    where = "backward of stage 1, micro-batch 3, step 0"
+    assert f"error: rank 1 {how} in {where}" in lines
     assert not any("prterun" in line for line in lines)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.runtime.progress import STATUS_VARIABLE, Status
+from gemsc.runtime.progress import REPORTED, STATUS_VARIABLE, Status
 
 if TYPE_CHECKING:
     from gemsc.runtime.transport import Transport
@@ -136,7 +136,7 @@ def _is_first() -> bool:
     """Whether no other rank of this machine has reported."""
     try:
         if folder := os.environ.get(STATUS_VARIABLE):
-            os.close(os.open(Path(folder) / "reported", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(Path(folder) / REPORTED, os.O_CREAT | os.O_EXCL))
         elif sys.platform == "linux":
             # a plain mpirun has no folder of ours. All ranks are its children, a name
             # in the abstract namespace has one owner, and goes with it

@@ -14,13 +14,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from gemsc.cores import num_cores
 from gemsc.errors import GemscError
+from gemsc.runtime.lifeline import end_with_parent
+from gemsc.runtime.progress import REPORTED, STATUS_VARIABLE, read_status
 
 __all__ = [
     "TIMED_OUT",
@@ -41,9 +44,11 @@ MALLOC_SETTING = ":".join(
     )
 )
 TIMED_OUT = 124  # exit code, the same as that of timeout(1)
-Explain = Callable[[int], str | None]
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+Tell = Callable[[int, str], str]
 
-GRACE_SECONDS = 10.0  # from asking mpirun to end to killing it
+GRACE_SECONDS = 5.0  # from asking mpirun to end to killing it
+LONGEST_REPORT = 9  # lines, of which one may say that there are more
 SHARED_MEMORY = Path("/dev/shm")
 LOCK = "lock"  # file in a scratch folder, locked while its job runs
 SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open MPI's
@@ -192,35 +197,87 @@ def launch(
     stdout: int | IO[str] | None = None,
     stderr: int | IO[str] | None = None,
     show_all: bool = False,
-    explain: Explain = lambda rank: None,
+    computes: Callable[[int], list[str]] = lambda rank: [],
 ) -> int:
     """Start `argv` on every rank, pass its output on, and return the exit code.
 
-    mpirun's own paragraphs about a failed rank become one line, unless `show_all`;
-    `explain(rank)` may add a line about a rank that was killed.
-    SIGINT and SIGTERM end the ranks first. `env` adds to the environment; `stdout` and
-    `stderr` are as for `subprocess.Popen`, less PIPE. The exit code is 124 after
-    `timeout` seconds, and 128 + n after signal n.
+    mpirun's own paragraphs about a failed rank become one line, unless `show_all`. If a
+    rank could not say why it ended, what it was doing is added: every rank notes that
+    in a file that outlives it; `computes(rank)` gives lines about the rank's part.
+    Signals that end this process end the ranks first, and if it is killed, mpirun ends
+    them. `env` adds to the environment; `stdout` and `stderr` are as for
+    `subprocess.Popen`, less PIPE. The exit code is 124 after `timeout` seconds, and
+    128 + n after signal n.
     """
+    target = _descriptor(stderr)
     with _scratch_folder(num_ranks) as scratch:
+        notes = _Notes(scratch / "status", num_ranks, computes)
+        notes.folder.mkdir()
         command, environment = mpirun_command(num_ranks, argv, scratch=scratch)
         process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=environment | dict(env or {}),
+            env=environment | {STATUS_VARIABLE: str(notes.folder)} | dict(env or {}),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr if show_all else subprocess.PIPE,
             start_new_session=True,  # a signal for the group goes to mpirun alone
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
         )
-        reader = _start_reader(process, stderr, explain)
+        reader = _start_reader(process, target, notes.of_rank)
         with _forwarded_signals(process) as seen:
             code = _wait(process, timeout)
         if reader is not None:
             reader.join(GRACE_SECONDS)
+        if seen:
+            _write(target, notes.of_all(f"stopped by {_named(seen[0])}"))
+        elif code < 0:
+            _write(target, notes.of_all(f"mpirun was ended by {_named(-code)}"))
     if seen:
         return 128 + seen[0]
     return 128 - code if code < 0 else code
+
+
+def _descriptor(stderr: int | IO[str] | None) -> int:
+    if stderr is None:
+        sys.stderr.flush()
+        return 2
+    return stderr if isinstance(stderr, int) else stderr.fileno()
+
+
+def _named(number: int) -> str:
+    return f"signal {number} ({signal.strsignal(number)})"
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """What the ranks of a job noted in `folder` of what they do."""
+
+    folder: Path
+    num_ranks: int
+    computes: Callable[[int], list[str]]
+
+    def of_rank(self, rank: int, how: str) -> str:
+        """Return the report of a rank that could not say itself how it ended."""
+        doing = read_status(self.folder, rank)
+        if doing is None or self._is_reported:
+            return f"rank {rank} {how}"
+        return "\n".join([f"error: rank {rank} {how} in {doing}", *self.computes(rank)])
+
+    def of_all(self, what: str) -> bytes:
+        """Return the report of a job that was ended from outside."""
+        lines = [f"error: {what}"]
+        for rank in range(self.num_ranks):
+            doing = read_status(self.folder, rank)
+            if doing is not None and not self._is_reported:
+                lines.append(f"note: rank {rank} was in {doing}")
+        if len(lines) > LONGEST_REPORT:
+            lines[LONGEST_REPORT:] = [f"note: and {len(lines) - LONGEST_REPORT} more"]
+        return ("\n".join(lines) + "\n").encode()
+
+    @property
+    def _is_reported(self) -> bool:
+        return (self.folder / REPORTED).exists()
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float | None) -> int:
@@ -243,7 +300,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextlib.contextmanager
 def _forwarded_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on as they come; SIGKILL if mpirun does not end soon.
+    """Pass on what shall end this process; SIGKILL if mpirun does not end soon.
 
     Gives the list of the signals seen. Only the main thread can catch signals.
     """
@@ -254,13 +311,17 @@ def _forwarded_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     def forward(number: int, frame: FrameType | None) -> None:
         if not seen:
             killer.start()
-        seen.append(number)
-        _signal_group(process, number)
+        seen.append(number)  # mpirun does not handle all of them
+        _signal_group(
+            process, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        )
 
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
-    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+    caught = [n for n in ENDING if n is not signal.SIGHUP or not is_kept]
+    before = {n: signal.signal(n, forward) for n in caught}
     try:
         yield seen
     finally:
@@ -270,21 +331,14 @@ def _forwarded_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _start_reader(
-    process: subprocess.Popen[bytes],
-    stderr: int | IO[str] | None,
-    explain: Explain,
+    process: subprocess.Popen[bytes], target: int, tell: Tell
 ) -> threading.Thread | None:
     """Copy the ranks' stderr through the filter, in a thread."""
     pipe = process.stderr
     if pipe is None:
         return None
-    if stderr is None:
-        sys.stderr.flush()
-        target = 2
-    else:
-        target = stderr if isinstance(stderr, int) else stderr.fileno()
     thread = threading.Thread(
-        target=_copy_filtered, args=(pipe, target, explain), daemon=True
+        target=_copy_filtered, args=(pipe, target, tell), daemon=True
     )
     thread.start()
     return thread
@@ -304,20 +358,29 @@ _SIGNAL = re.compile(
     rb"exited\s+on\s+signal (\d+ \([^)]*\))"
 )
 _EXIT_CODE = re.compile(rb"Process name: \[[^\]]*,(\d+)\]\s+Exit code: +(\d+)")
+_LEFT = re.compile(
+    rb"process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly"
+)
 
 
-def summarize(paragraph: bytes, explain: Explain = lambda rank: None) -> bytes:
-    """Return the line that stands for a paragraph of mpirun's; may be empty.
+def summarize(paragraph: bytes, tell: Tell) -> bytes:
+    """Return the report that stands for a paragraph of mpirun's; may be empty.
 
-    A rank that was killed could not say what it did: `explain` may know.
+    `tell` adds to what has become of a rank what is known of it.
     """
-    if match := _SIGNAL.search(paragraph):
-        more = (explain(int(match[1])) or "").encode()
-        line = b"rank %b was ended by signal %b\n" % match.groups()
-        return line + (more + b"\n" if more else b"")
-    if match := _EXIT_CODE.search(paragraph):
-        return b"rank %b ended with exit code %b\n" % match.groups()
+    for pattern, how in (
+        (_SIGNAL, "was ended by signal {}"),
+        (_EXIT_CODE, "ended with exit code {}"),
+        (_LEFT, "left before the others had ended"),
+    ):
+        if match := pattern.search(paragraph):
+            rank, *rest = (group.decode() for group in match.groups())
+            return f"{tell(int(rank), how.format(*rest))}\n".encode()
     return b""
+
+
+def _tell_no_more(rank: int, how: str) -> str:
+    return f"rank {rank} {how}"
 
 
 class ParagraphFilter:
@@ -328,8 +391,8 @@ class ParagraphFilter:
     known text > kept until the closing rule, then summarized
     """
 
-    def __init__(self, explain: Explain = lambda rank: None) -> None:
-        self._explain = explain
+    def __init__(self, tell: Tell = _tell_no_more) -> None:
+        self._tell = tell
         self._held = b""
         self._inside = False
         self._after = False
@@ -342,7 +405,7 @@ class ParagraphFilter:
                 return b""
             paragraph, self._held = self._held, b""
             self._inside, self._after = False, True
-            return summarize(paragraph, self._explain)
+            return summarize(paragraph, self._tell)
         if self._held:
             if _KNOWN.match(line):
                 self._inside = True
@@ -370,9 +433,9 @@ class ParagraphFilter:
         return held
 
 
-def _copy_filtered(pipe: IO[bytes], target: int, explain: Explain) -> None:
+def _copy_filtered(pipe: IO[bytes], target: int, tell: Tell) -> None:
     """Copy as it comes; only a line that starts with a dash waits for its end."""
-    paragraphs = ParagraphFilter(explain)
+    paragraphs = ParagraphFilter(tell)
     line = b""  # the start of a line, not printed yet
     mid_line = False  # the start of the line was printed
     while data := os.read(pipe.fileno(), 65536):
@@ -389,5 +452,6 @@ def _copy_filtered(pipe: IO[bytes], target: int, explain: Explain) -> None:
 
 
 def _write(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
+    with contextlib.suppress(OSError):  # nobody reads any more: a terminal was closed
+        while data:
+            data = data[os.write(target, data) :]

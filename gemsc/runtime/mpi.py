@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.doorbell import SENT, TAKEN, Doorbell, hearing_range
+from gemsc.runtime.lifeline import end_with_launcher
 from gemsc.runtime.mpi_messages import MessageRequest, Route, StandingMessage
 from gemsc.runtime.transport import (
     Request,
@@ -146,6 +147,7 @@ class MpiTransport:
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        end_with_launcher()
         self._mpi = _import_mpi()
         world: MPI.Intracomm = comm if comm is not None else self._mpi.COMM_WORLD
         self.rank = world.Get_rank()

@@ -19,9 +19,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["STATUS_VARIABLE", "ProgressBar", "Status", "read_status"]
+from gemsc.runtime.lifeline import is_started_by_mpirun
+
+__all__ = ["REPORTED", "STATUS_VARIABLE", "ProgressBar", "Status", "read_status"]
 
 STATUS_VARIABLE = "GEMSC_STATUS_FOLDER"
+REPORTED = "reported"  # file in that folder: a rank has said why all end
 BAR_VARIABLE = "GEMSC_PROGRESS_BAR"
 STATUS_BYTES = 256
 
@@ -133,8 +136,7 @@ def wants_bar(stream: TextIO) -> bool:
 
     mpirun gives ranks a terminal of its own even where its output goes to a file.
     """
-    by_mpirun = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"} & os.environ.keys()
-    if by_mpirun:
+    if is_started_by_mpirun():
         return os.environ.get(BAR_VARIABLE) == "1"
     return stream.isatty()
 

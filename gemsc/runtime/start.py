@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from gemsc.runtime.failure import computed_lines
 from gemsc.runtime.launch import launch
 from gemsc.runtime.manifest import check_checkpoint
 from gemsc.runtime.program_directory import check_program
-from gemsc.runtime.progress import BAR_VARIABLE, STATUS_VARIABLE, read_status
+from gemsc.runtime.progress import BAR_VARIABLE
 
 __all__ = ["start"]
 
@@ -24,9 +23,6 @@ def start(
 ) -> int:
     """Run the program under mpirun and return the exit code.
 
-    If a rank is killed, what it was doing is added to the report: every rank notes that
-    in a file that outlives it.
-
     Raises:
         GemscError: the program cannot run; nothing has been started.
     """
@@ -34,24 +30,18 @@ def start(
     options = parse_arguments(arguments)
     if options.resume is not None:
         check_checkpoint(options.resume, plan.ranks)
-    with tempfile.TemporaryDirectory(prefix="gemsc-status-") as name:
-        folder = Path(name)
+    environment = {}
+    if sys.stdout.isatty():
+        environment[BAR_VARIABLE] = "1"
+        environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
 
-        def explain(rank: int) -> str | None:
-            doing = read_status(folder, rank)
-            if doing is None or (folder / "reported").exists():
-                return None
-            lines = computed_lines(directory / f"rank{rank % plan.copy_ranks}.py")
-            return "\n".join([f"error: rank {rank} was killed in {doing}", *lines])
+    def computes(rank: int) -> list[str]:
+        return computed_lines(directory / f"rank{rank % plan.copy_ranks}.py")
 
-        environment = {STATUS_VARIABLE: name}
-        if sys.stdout.isatty():
-            environment[BAR_VARIABLE] = "1"
-            environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
-        return launch(
-            plan.ranks,
-            [sys.executable, str(directory), *arguments],
-            env=environment,
-            timeout=timeout,
-            explain=explain,
-        )
+    return launch(
+        plan.ranks,
+        [sys.executable, str(directory), *arguments],
+        env=environment,
+        timeout=timeout,
+        computes=computes,
+    )

@@ -1,0 +1,36 @@
+"""A process ends with the one that started it: no rank trains on alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["end_with_launcher", "end_with_parent", "is_started_by_mpirun"]
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Let the system send this process a signal as soon as its parent has ended.
+
+    `parent` is the parent's number: it may have ended before this call. Nothing
+    happens on other systems than Linux.
+    """
+    if _libc is not None:
+        _libc.prctl(_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(128 + number)
+
+
+def end_with_launcher() -> None:
+    """Let this rank be killed as soon as its mpirun has ended, however that ended."""
+    if is_started_by_mpirun():
+        end_with_parent(os.getppid(), signal.SIGKILL)
+
+
+def is_started_by_mpirun() -> bool:
+    """Whether a launcher of MPI, of any kind, started this process."""
+    return not {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}.isdisjoint(os.environ)
