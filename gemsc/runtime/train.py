@@ -233,9 +233,9 @@ class _Training:
         """
         named = self.trainer.worker.named_parameters().items()
         wrong = [n for n, p in named if p.requires_grad and not p.isfinite().all()]
-        for theirs in self.transport.all_gather_object(wrong):
-            for name in cast("list[str]", theirs):
-                raise self._diverged(f"'{name}' is not finite", epoch)
+        everyone: list[Any] = self.transport.all_gather_object(wrong)
+        if names := [name for theirs in everyone for name in theirs]:
+            raise self._diverged(f"'{names[0]}' is not finite", epoch)
 
     def _diverged(self, what: str, epoch: int) -> GemscError:
         """Return what says that training has failed; all ranks raise it."""
