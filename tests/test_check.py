@@ -83,9 +83,9 @@ def test_the_report_holds_the_figures() -> None:
         ("0F0 0F1 0B0 0B1 0F2", "1F0 1B0 1F1 1B1", "unknown action: 0F2"),
         ("0F0 0F1 0B0 0B1 0W0", "1F0 1B0 1F1 1B1", "leaves out an action: 0W1"),
         ("0F0 0F1 0B0 0B1 1F0", "1B0 1F1 1B1", "an action of rank 1: 1F0"),
-        ("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1", "stands before its 1F0: 1B0"),
-        ("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0", "is of micro-batch 0, but"),
-        ("0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1", "is of micro-batch 0, but"),
+        ("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1", "before its 1F0: 1B0"),
+        ("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0", "takes for another what"),
+        ("0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1", "takes for another what"),
     ],
 )
 def test_a_broken_order_is_found(rank0: str, rank1: str, message: str) -> None:
@@ -134,7 +134,7 @@ X = Message(1, 0, ("x",))
     [
         (change(0, "F", 0, sends=()), "rank 1 receives what rank 0 does not send"),
         (change(1, "F", 1, receives=()), "rank 0 sends what rank 1 does not receive"),
-        (change(0, "F", 0, sends=(X, X)), "sends what is of micro-batch 0, but"),
+        (change(0, "F", 0, sends=(X, X)), "takes for another what rank 0 sends"),
         (change(0, "F", 0, sends=(replace(X, tag=9),)), "not send, x, tag 0: 1F0"),
         (change(0, "F", 0, sends=(replace(X, peer=0),)), "not receive, x, tag 0: 0F0"),
         (change(0, "F", 0, sends=(replace(X, values=("y",)),)), "rank 1 receives x"),

@@ -40,7 +40,10 @@ __all__ = ["read_ranks"]
 
 CLASSES = (Exchange, GridMessage, Message, Tiles, TileValue, Value)
 NAMES = {each.__name__: each for each in (*CLASSES, torch, tile_boxes, float, range)}
-NUMBERS = ("NUM_MICRO_BATCHES", "NUM_REPLICAS", "REDUCTIONS", "SPLITS_BACKWARD")
+SIMPLE = (
+    *("NUM_MICRO_BATCHES", "NUM_REPLICAS", "REDUCTIONS"),
+    *("SPLITS_BACKWARD", "HEAD_STARTS"),
+)
 KINDS = {
     "run": Kind.FORWARD,
     "evaluate": Kind.FORWARD,
@@ -78,6 +81,7 @@ class _Function:
     sends: list[rank_step.Message] = field(default_factory=list)
     calls: list[GridCall] = field(default_factory=list)
     lines: str = ""
+    adds_weights: bool = False
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -128,7 +132,7 @@ class _File:
             ):
                 if name == "STAGES":
                     self.constants[name] = self._value(value, self.classes)
-                elif name in NUMBERS or _called(value) in NAMES:
+                elif name in SIMPLE or _called(value) in NAMES:
                     last = value.end_lineno
                     key = "\n".join(self.text[statement.lineno - 1 : last])
                     if key not in self.known:
@@ -144,10 +148,11 @@ class _File:
         place = node.lineno  # type: ignore[attr-defined]
         around = [f for f in self.functions.values() if f.lineno <= place]
         name = around[-1].name if around else ""
-        stage = stage_of(name.partition("_")[2])
-        lines = self.method(stage).lines if stage in self.constants["STAGES"] else ""
-        stage = f": {stage} ({lines}), every micro-batch" if lines else ""
-        line = self.text[place - 1].strip()
+        key = name.partition("_")[2]
+        line, stage = self.text[place - 1].strip(), ""
+        if key in self.constants["STAGES"]:
+            number = stage_of(key).removeprefix("stage")
+            stage = f": stage {number} ({self.method(key).lines}), every micro-batch"
         return InternalError(
             f"wrong program: rank {self.rank} {text}: {line}, in {name}{stage}"
         )
@@ -228,6 +233,11 @@ class _File:
                     self._read_call(read, call, [_name(name)])
                 case _:
                     raise self.wrong(statement, UNKNOWN)
+        if not read.key:
+            raise self.wrong(function, "runs no stage")
+        ahead = read.key in self.constants.get("HEAD_STARTS", ())
+        if read.kind is Kind.BACKWARD and read.adds_weights != ahead:
+            raise self.wrong(function, "adds weight gradients, or HEAD_STARTS, alone")
         return read
 
     def _read_call(self, read: _Function, call: ast.Call, targets: list[str]) -> None:
@@ -279,6 +289,7 @@ class _File:
             raise self.wrong(call, "runs two stages in one action")
         self._is_current(call, micro_batch)
         if verb == "weights":
+            read.adds_weights = True
             return None
         if verb == "backward":
             wanted, given = len(method.gives), None

@@ -188,9 +188,8 @@ class _Proof:
                 for earlier in self.kinds[: self.kinds.index(action.kind)]:
                     before = replace(action, kind=earlier)
                     if position[before] > position[action]:
-                        raise self.wrong(
-                            action, f"an action stands before its {before}"
-                        )
+                        text = f"rank {rank.rank} does an action before its {before}"
+                        raise self.wrong(action, text)
 
     # -- messages ----------------------------------------------------------------------
 
@@ -244,8 +243,8 @@ class _Proof:
         if made.micro_batch != used.micro_batch:
             raise self.wrong(
                 used,
-                f"rank {source} sends what is of micro-batch {made.micro_batch}, but "
-                f"rank {dest} takes it for another, {here}",
+                f"rank {dest} takes for another what rank {source} sends of "
+                f"micro-batch {made.micro_batch}, {here}",
             )
 
     def tags_tell_messages_apart(self) -> None:
@@ -300,10 +299,9 @@ class _Proof:
             for number in group:
                 rank = self.ranks[number]
                 if rank.tiles != group:
-                    raise InternalError(
-                        f"wrong program: rank {number} is a tile of ranks "
-                        f"{rank.tiles}, but the plan's are {group}"
-                    )
+                    text = f"rank {number} takes itself for a tile of ranks "
+                    text += f"{rank.tiles}, which are {group}"
+                    raise self.wrong(rank.actions[0], text)
                 for here, there in zip(rank.actions, first.actions, strict=True):
                     if here != there:
                         text = f"rank {number} does {here} where the tile on rank "

@@ -44,7 +44,7 @@ class GridCall:
     line: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        at = f" of {self.line}" if self.line else ""
+        at = f" ({self.line})" if self.line else ""
         return f"{self.method}{at}"
 
 
