@@ -13,7 +13,15 @@ from schedule_support import equal_task, random_task, ranks_of, shared_by
 from gemsc.errors import InternalError
 from gemsc.schedules import SCHEDULES, Action, Edge, Kind, StageCost, Task, run
 from gemsc.schedules.check import Report, prove
-from gemsc.schedules.rank_step import AllReduce, End, Message, RankStep, Step
+from gemsc.schedules.rank_step import (
+    AllReduce,
+    End,
+    GridCall,
+    Message,
+    RankStep,
+    Run,
+    Step,
+)
 
 Orders = Sequence[Sequence[Action]]
 Damage = Callable[[list[RankStep]], None]
@@ -203,6 +211,43 @@ def test_a_backward_that_waits_for_what_was_sent_can_block() -> None:
             ),
             task,
         )
+
+
+# -- tiles -----------------------------------------------------------------------------
+
+ALL = GridCall("batch_norm", (0, 1), line="model.py:7")
+UP = GridCall("redistribute", (0, 1), (Message(1, 9, ("[0:1]",)),))
+DOWN = replace(UP, sends=(), receives=(Message(1, 9, ("[0:1]",)),))
+
+
+def tiles(*calls: Sequence[GridCall]) -> None:
+    """Prove one stage whose tiles, on two ranks, make these calls."""
+    task = Task.chain((StageCost(1.0, 2.0),), (1,))
+    (rank,) = ranks_of(
+        task, [[Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]]
+    )
+    ranks = []
+    for number, made in enumerate(calls):
+        runs = {**rank.runs, (Kind.FORWARD, 0, 0): Run(calls=tuple(made))}
+        sums = AllReduce("stage0", (0, 1)), *ENDS
+        steps = (*rank.actions, *sums)
+        ranks.append(RankStep(number, runs, steps, (0, 1)))
+    prove(ranks, task, groups=[(0, 1)], shared=shared_by(task))
+
+
+def test_tiles_make_the_same_calls_in_the_same_order() -> None:
+    down = replace(DOWN, receives=(Message(0, 9, ("[0:1]",)),))
+    tiles([ALL, UP], [ALL, down])
+    alone = replace(ALL, ranks=(1,))
+    for second, message in [
+        ([ALL], "rank 1 does nothing where the tile on rank 0 does redistribute: 0F0"),
+        ([down, ALL], r"rank 1 does redistribute where .* batch_norm \(model.py:7\)"),
+        ([alone, down], r"together with ranks \(0, 1\), rank 1 with others: 0F0"),
+        ([ALL, replace(down, receives=())], "the tile on rank 1 receives nothing"),
+        ([ALL, UP], r"rank 1 sends \[0:1\] with tag 9|rank 1 receives nothing"),
+    ]:
+        with pytest.raises(InternalError, match=message):
+            tiles([ALL, UP], second)
 
 
 # -- memory and all-reduces ------------------------------------------------------------

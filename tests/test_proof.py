@@ -50,10 +50,12 @@ def prove(name: str, files: Files, cap: int | None = None) -> None:
 
 
 def found(name: str, files: Files, cap: int | None = None) -> str:
-    """Return what the proof says of a damaged program."""
-    with pytest.raises(InternalError) as caught:
+    """Return what the proof says of a program, "" if it finds nothing."""
+    try:
         prove(name, files, cap)
-    return str(caught.value)
+    except InternalError as error:
+        return str(error)
+    return ""
 
 
 def edit(rank: int, *changes: tuple[str, str], after: str = "NUM_") -> Damage:
@@ -108,7 +110,7 @@ def both(*damages: Damage) -> Damage:
 STEP = "def train_step"
 E3 = "E3_AND_MAX_POOL2D"
 SUM = "    worker.start_reduction"
-HALO = "        max_pool2d = self.grid.redistribute(max_pool2d, HALO_DOWN3)"
+HALO = re.compile(r"self\.grid\.redistribute\((.*), HALO_DOWN3\)")
 
 UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the second
     "a send is missing": (
@@ -267,7 +269,7 @@ TIED: dict[
 }
 TILES: dict[str, tuple[Damage, str]] = {  # two tiles for the encoder
     "an exchange of one tile is missing": (
-        drop(1, HALO),
+        lambda files: files.update({"rank1.py": HALO.sub(r"\1", files["rank1.py"])}),
         "in redistribute (HALO_DOWN3, networks.py:90) rank 0 sends [0:2, 0:8, 1:2, 0:4",
     ),
     "an exchange of another size": (
@@ -275,7 +277,7 @@ TILES: dict[str, tuple[Damage, str]] = {  # two tiles for the encoder
         "the tile on rank 1 receives [0:2, 0:8, 2:4, 0:8]: 0F0, stage 0",
     ),
     "exchanges in another order": (
-        swap(1, "(max_pool2d, HALO_DOWN2)", "(max_pool2d, HALO_DOWN3)"),
+        swap(1, ", HALO_DOWN2)", ", HALO_DOWN3)"),
         "in redistribute (HALO_DOWN2, networks.py:89) rank 0 sends [0:2, 0:8, 3:4, 0:8",
     ),
     "an exchange with another tag": (
@@ -367,8 +369,6 @@ def test_nothing_that_ranks_say_can_be_left_out(name: str) -> None:
         for each in statements(ast.parse(text)):
             if any(word in ast.unparse(each) for word in COUNTS):
                 rest = [*lines[: each.lineno - 1], *lines[each.end_lineno :]]
-                with pytest.raises(InternalError):
-                    prove(name, {**files, file: "\n".join(rest)})
-                    pytest.fail(f"without {ast.unparse(each)}")
+                assert found(name, {**files, file: "\n".join(rest)}), ast.unparse(each)
                 count += 1
     assert count > 30

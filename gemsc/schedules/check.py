@@ -322,17 +322,20 @@ class _Proof:
         leader, first = next((n, call) for n, call in here.items() if call is not None)
         sent: dict[Way, Message] = {}
         received: dict[Way, Message] = {}
+        ranks: dict[int, tuple[int, ...]] = {}
         for number, call in here.items():
             if call is None or call.method != first.method:
                 text = f"rank {number} does {call or 'nothing'} where the tile on rank "
                 raise self.wrong(action, f"{text}{leader} does {first}")
-            for peer in {number, *call.ranks}:
-                other = here.get(peer)
-                if other is None or other.ranks != call.ranks:
-                    text = f"rank {number} does {call} together with ranks {call.ranks}"
-                    raise self.wrong(action, f"{text}, rank {peer} with others")
             sent |= {(number, each.peer, each.tag): each for each in call.sends}
             received |= {(each.peer, number, each.tag): each for each in call.receives}
+            ranks[number] = call.ranks
+        for number in group:
+            for peer in {number, *ranks[number]}:
+                if ranks.get(peer) != ranks[number]:
+                    text = f"rank {number} does {first} together with ranks "
+                    text += f"{ranks[number]}, rank {peer} with others"
+                    raise self.wrong(action, text)
         for way in sorted(sent.keys() | received.keys()):
             given = ", ".join(sent[way].values) if way in sent else "nothing"
             taken = ", ".join(received[way].values) if way in received else "nothing"
