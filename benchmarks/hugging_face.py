@@ -237,7 +237,7 @@ def diffusers() -> dict[str, Network]:
             lambda n: {
                 "sample": torch.randn(n, 2, 64), "timestep": torch.randint(1000, (n,))
             },
-            "", block_out_channels=(16, 16, 32), sample_size=64, extra_in_channels=16,
+            "", block_out_channels=(16, 16, 32), sample_size=64, extra_in_channels=32,
         ),
         "AutoencoderKL": one("AutoencoderKL", image(3, 32, 32), **kl),
         "AutoencoderTiny": one(

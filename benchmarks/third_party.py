@@ -227,7 +227,7 @@ def monai() -> dict[str, Network]:
         "norm_num_groups": 8,
     }
     diffusion = vae | {"num_head_channels": 8}
-    critic: dict[str, Any] = {"channels": (4, 8), "strides": (2, 2)}
+    critic: dict[str, Any] = {"channels": (4, 8, 8, 8), "strides": (2, 2, 2, 2)}
     vit: dict[str, Any] = {"hidden_size": 48, "mlp_dim": 96, "num_heads": 4}
     found = {
         "UNet": one("UNet", **flat, **steps),
@@ -304,7 +304,8 @@ def monai() -> dict[str, Network]:
             upsample_parameters=((2, 4, 1, 1, 0),) * 2,
         ),
         "PatchDiscriminator": one(
-            "PatchDiscriminator", spatial_dims=2, channels=8, in_channels=1
+            "PatchDiscriminator", spatial_dims=2, channels=8, in_channels=1,
+            num_layers_d=4,
         ),
         "MultiScalePatchDiscriminator": one(
             "MultiScalePatchDiscriminator", num_d=2, num_layers_d=2, spatial_dims=2,
