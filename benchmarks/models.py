@@ -9,8 +9,9 @@ one process over the same micro-batches: loss, gradients, parameters and buffers
 the same for images split into 2 x 2 tiles, in float64. Dropout is off.
 
 A row gives the nodes of the graph, the seconds to compile it, the worst relative error
-in both dtypes ("same bits" if there is none), the error on tiles, and how often a split
-value had to be gathered.
+in both dtypes ("same bits" if there is none; "as 1" if one process in float32 is as far
+from itself in float64; "1 fails" if one process cannot run in float64), the error on
+tiles, and how often a split value had to be gathered.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from gemsc.verify import (
 
 RANKS = 3
 MICRO_BATCHES = 2
+MOST = 0.1  # more is not called rounding
 SAMPLES = 2  # of one micro-batch
 WIDTHS = (34, 7, 7, 11, 11, 11, 8)
 
@@ -135,6 +137,10 @@ def error_of(
     program: CompiledProgram, given: Subject, ranks: int, dtype: torch.dtype
 ) -> str:
     """Return how far a step of the ranks is from that of one process."""
+    try:
+        expected = _one_process(given, dtype)
+    except RuntimeError:  # a cast to float32 before float64 parameters, for instance
+        return "1 fails"
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         write_directory(program.compilation, folder)
@@ -148,11 +154,10 @@ def error_of(
                 timeout=3600,
             )
             actual = read_record(folder, ranks)
-    expected = _one_process(given, dtype)
     found = compare(actual, expected)
     if found.worst > TOLERANCE[dtype] and dtype is not torch.float64:
         rounding = compare(expected, _one_process(given, torch.float64)).worst
-        if found.worst <= ALLOWED * rounding:
+        if found.worst <= min(MOST, ALLOWED * rounding):
             return f"{found.worst:.0e} as 1"
     return _word(found, dtype)
 

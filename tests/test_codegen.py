@@ -796,3 +796,20 @@ def test_long_calls_break_as_a_formatter_breaks_them(tmp_path: Path) -> None:
     command = [find_ruff_bin(), "format", "--diff", "--isolated", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == ""
+
+
+class Grid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", torch.linspace(0, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.grid.to(x.dtype).cos()
+
+
+def test_attributes_of_the_model_may_be_called_grid(tmp_path: Path) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.d(self.warp(self.c(self.b(self.a(x) * self.grid.cos()))))
+
+    model = Net(forward, warp=Grid(), grid=nn.Parameter(torch.ones(4)))
+    assert against_one_process(tmp_path, model).worst < EXACT

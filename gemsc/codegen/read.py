@@ -361,6 +361,7 @@ class _File:
         lines: dict[str, str] = {}  # by variable
         calls: list[GridCall] = []
         gives: tuple[str, ...] = ()
+        split = any(isinstance(each, ast.AnnAssign) for each in stage.body)
 
         def visit(function: ast.FunctionDef) -> None:
             nonlocal gives
@@ -369,7 +370,11 @@ class _File:
                     case ast.Call(func=ast.Name(id="recompute"), args=[block, *_]):
                         assert isinstance(block, ast.Attribute)
                         visit(methods[block.attr])
-                    case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="grid"))):
+                    case ast.Call(
+                        func=ast.Attribute(
+                            value=ast.Attribute(value=ast.Name(id="self"), attr="grid")
+                        )
+                    ) if split:  # else it is an attribute of the user's
                         calls.append(self._grid_call(node))
                     case ast.Assign(targets=[target]):
                         for each in ast.walk(target):
