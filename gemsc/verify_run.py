@@ -25,10 +25,18 @@ from gemsc.runtime.run_record import Figures, RunRecord
 from gemsc.runtime.start import start
 from gemsc.runtime.weights import read_tensors
 from gemsc.user_model import UserModel
-from gemsc.verify import TOLERANCE, StepRecord, compare, initial_model, user_model_of
+from gemsc.verify import (
+    ALLOWED,
+    TOLERANCE,
+    StepRecord,
+    compare,
+    initial_model,
+    user_model_of,
+)
 
 __all__ = ["OPTIONS", "RunComparison", "verify_run"]
 
+MOST = 0.1  # what is further off is never called exact
 # what the plain loop knows of, besides the number of steps
 OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm")
 
@@ -54,6 +62,13 @@ class RunComparison:
     def worst(self) -> float:
         """The worst of all."""
         return max(self.loss, self.evaluation[0], self.model[0])
+
+    def judge(self, dtype: torch.dtype) -> str:
+        """Return "exact", "NOT EXACT", or "not decided" where rounding hides it."""
+        allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding)
+        if self.worst <= min(allowed, MOST):
+            return "exact"
+        return "not decided" if allowed > MOST else "NOT EXACT"
 
 
 def verify_run(
