@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
+from gemsc.runtime.arguments import parse_arguments
 from gemsc.runtime.trainer import Trainer
 
 BATCH = batch_of((X, X), 2)
@@ -128,6 +129,8 @@ def test_a_folder_holds_one_checkpoint_and_two_links(
     shutil.copytree(tmp_path / "moved", tmp_path / "copied")  # without links
     for folder in ("moved", "moved/step-000002", "copied"):
         assert same(resumed(program, tmp_path / folder), state)
+    with pytest.raises(GemscError, match="latest is a folder, not a link"):
+        parse_arguments(["--save", str(tmp_path / "copied")])
 
 
 def test_all_is_on_the_disk_before_the_link_is_switched(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gemsc.errors import GemscError
+from gemsc.runtime.manifest import LATEST
 
 __all__ = ["parse_arguments"]
 
@@ -63,6 +64,8 @@ def _why_not_in(folder: Path) -> str:
     """Return why no files can be made in a folder, which may be made itself; or ""."""
     if folder.exists() and not folder.is_dir():
         return f"{folder} is a file, not a folder"
+    if (link := folder / LATEST).is_dir() and not link.is_symlink():
+        return f"{link} is a folder, not a link: {folder} was copied without its links"
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     try:
         tempfile.TemporaryDirectory(dir=place).cleanup()
