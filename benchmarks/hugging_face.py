@@ -232,13 +232,6 @@ def diffusers() -> dict[str, Network]:
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
             up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         ),
-        "UNet1DModel": one(
-            "UNet1DModel",
-            lambda n: {
-                "sample": torch.randn(n, 2, 64), "timestep": torch.randint(1000, (n,))
-            },
-            "", block_out_channels=(16, 16, 32), sample_size=64, extra_in_channels=32,
-        ),
         "AutoencoderKL": one("AutoencoderKL", image(3, 32, 32), **kl),
         "AutoencoderTiny": one(
             "AutoencoderTiny", image(3, 32, 32), encoder_block_out_channels=(8,) * 4,

@@ -85,7 +85,7 @@ def torchvision() -> dict[str, Network]:
         "alexnet": one("alexnet", 96),
         "vgg11_bn": one("vgg11_bn"),
         "googlenet": one("googlenet", 96, init_weights=False),
-        "inception_v3": one("inception_v3", 128, init_weights=False),
+        "inception_v3": one("inception_v3", 128, init_weights=False, aux_logits=False),
         "vit_b_16": one("vit_b_16", image_size=64),
         "fcn_resnet50": one("fcn_resnet50", **aside),
         "deeplabv3_resnet50": one("deeplabv3_resnet50", **aside, aux_loss=True),
