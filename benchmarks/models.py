@@ -10,8 +10,8 @@ the same for images split into 2 x 2 tiles, in float64. Dropout is off.
 
 A row gives the nodes of the graph, the seconds to compile it, the worst relative error
 in both dtypes ("same bits" if there is none; "as 1" if one process in float32 is as far
-from itself in float64, "?" if it is not; "1 fails" if one process cannot run in float64), the error on
-tiles, and how often a split value had to be gathered.
+from itself in float64, "?" if it is not; "1 fails" if one process cannot run in
+float64), the error on tiles, and how often a split value had to be gathered.
 """
 
 from __future__ import annotations
