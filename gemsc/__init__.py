@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gemsc.options import CompileOptions
     from gemsc.runtime.load import load
     from gemsc.runtime.trainer import Trainer
+    from gemsc.verify import verify_compiled
 
 __all__ = [
     "CompileOptions",
@@ -24,6 +25,7 @@ __all__ = [
     "Trainer",
     "compile",
     "load",
+    "verify_compiled",
 ]
 
 __getattr__ = loads(
@@ -35,5 +37,6 @@ __getattr__ = loads(
         "Trainer": "gemsc.runtime.trainer",
         "compile": "gemsc.compiler",
         "load": "gemsc.runtime.load",
+        "verify_compiled": "gemsc.verify",
     },
 )

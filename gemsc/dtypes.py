@@ -16,6 +16,7 @@ __all__ = [
     "cast_module",
     "default_dtype",
     "is_real",
+    "model_dtype",
     "other_dtype",
     "within",
 ]
@@ -42,6 +43,13 @@ def other_dtype(tensors: Iterator[Tensor]) -> torch.dtype:
     """Return float64, or float32 for a model that is in float64 already."""
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
     return torch.float32 if wide else torch.float64
+
+
+def model_dtype(parameters: Iterator[Tensor]) -> torch.dtype:
+    """Return the dtype of the first parameter that has a floating-point one."""
+    dtypes = (tensor.dtype for tensor in parameters)
+    floating = (dtype for dtype in dtypes if dtype.is_floating_point)
+    return next(floating, torch.get_default_dtype())
 
 
 def cast(nest: Any, dtype: torch.dtype) -> Any:

@@ -113,7 +113,9 @@ class Plan:
 
     The ranks of a grid do the same: with `groups`, peaks and orders are those of each
     group of ranks. `barriers` are values of split stages that had to be gathered,
-    `opaque` the modules that stay whole because their forward depends on data. `notes`
+    `opaque` the modules that stay whole because their forward depends on data. `dtype`
+    is that of the parameters as traced; `only_dtype` says why the program can run in no
+    other, "" if it can. `notes`
     tell what is done otherwise than the model says.
     """
 
@@ -145,6 +147,8 @@ class Plan:
     barriers: list[dict[str, Any]] = field(default_factory=list)
     opaque: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    dtype: str = "float32"
+    only_dtype: str = ""
     skips: list[dict[str, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.cores import num_cores
-from gemsc.dropout import dropout_off
+from gemsc.draws import same_draws
 from gemsc.dtypes import as_real, cast, cast_module, default_dtype
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.recomputed import checkpoints_off
 from gemsc.runtime.data import Batches, repeated
 from gemsc.runtime.launch import launch
-from gemsc.runtime.program_directory import check_program
+from gemsc.runtime.program_directory import check_dtype, check_program
 from gemsc.runtime.trainer import OptimizerFactory, as_structure
 from gemsc.runtime.weights import read_tensors
 from gemsc.user_model import UserModel, load_user_model
@@ -39,6 +39,7 @@ __all__ = [
     "read_record",
     "reference_steps",
     "user_model_of",
+    "verify_compiled",
     "verify_program",
 ]
 
@@ -47,9 +48,9 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 # error worth the name: errors are taken relative to at least this share of the largest.
 NEGLIGIBLE = 1e-3
 NUDGES = 6  # other roundings of one process that are tried
-ALLOWED = (
-    2.0  # both runs round: they may be so much further apart than rounding carries
-)
+ALLOWED = 2.0  # both runs round: they may be so much further apart than one is
+# What is further off is never called exact, however much rounding alone would explain.
+LIMIT = {torch.float64: 1e-6, torch.float32: 0.1}
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Comparison:
     """The worst relative errors; each with the name of the tensor that has it.
 
     `equal` counts the tensors that are bit for bit equal, of `total`.
-    `activation_bytes` is the measured peak of each rank. `rounding` is how far rounding
-    alone carries one process, where that was looked at: from itself in float64, or from
+    `activation_bytes` is the measured peak of each rank. `errors` are those of each
+    tensor by itself ("gradient of conv.weight"), `rounding` how far rounding alone
+    carries it in one process, where that was looked at: from itself in float64, or from
     itself with weights changed in their last bit. Sums in another order cannot be
     expected to be closer.
     """
@@ -81,7 +83,25 @@ class Comparison:
     equal: int
     total: int
     activation_bytes: tuple[int, ...] = ()
-    rounding: float = 0.0
+    errors: Mapping[str, float] = field(default_factory=dict)
+    rounding: Mapping[str, float] = field(default_factory=dict)
+
+    def judge(self, dtype: torch.dtype) -> tuple[str, str]:
+        """Return "exact", "wrong" or "undecided", and the tensor that it is about.
+
+        Each tensor may be off by twice what rounding alone does to it. Where that is
+        more than `LIMIT`, and the tensor is as far off, nothing is decided.
+        """
+        found: dict[str, str] = {}
+        for name, error in self.errors.items():
+            allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding.get(name, 0.0))
+            if not error <= min(allowed, LIMIT[dtype]):
+                kind = "undecided" if allowed > LIMIT[dtype] else "wrong"
+                found.setdefault(kind, name)
+        for kind in ("wrong", "undecided"):
+            if kind in found:
+                return kind, found[kind]
+        return "exact", max(self.errors, key=lambda name: self.errors[name])
 
     @property
     def worst(self) -> float:
@@ -155,42 +175,48 @@ def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
     """Return the worst errors of what N ranks did against what one process did."""
     pairs = zip(actual.losses, expected.losses, strict=True)
     loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    loss = loss if loss == loss else float("inf")
     parameters = {n for n, t in expected.state.items() if n in expected.gradients}
-    others = {n for n in expected.state if n not in parameters}
-    known = {n: t for n, t in actual.state.items()}
-    equal = total = 0
-    for mine, theirs in (
-        (actual.gradients, expected.gradients),
-        (known, expected.state),
-    ):
-        for name, tensor in theirs.items():
-            total += 1
-            equal += name in mine and torch.equal(mine[name], tensor)
+    known = actual.state
+    groups = {
+        "gradient of ": (actual.gradients, expected.gradients, expected.gradients),
+        "parameter ": (known, expected.state, parameters),
+        "buffer ": (known, expected.state, expected.state.keys() - parameters),
+    }
+    errors, equal = {"loss": loss}, 0
+    worst: dict[str, tuple[float, str]] = {}
+    for kind, (mine, theirs, names) in groups.items():
+        found = _errors(mine, theirs, names)
+        worst[kind] = max(((e, n) for n, e in found.items() if e), default=(0.0, ""))
+        errors |= {f"{kind}{name}": error for name, error in found.items()}
+        equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
     return Comparison(
         loss,
-        _worst(actual.gradients, expected.gradients, set(expected.gradients)),
-        _worst(known, expected.state, parameters),
-        _worst(known, expected.state, others),
+        worst["gradient of "],
+        worst["parameter "],
+        worst["buffer "],
         equal,
-        total,
-        tuple(actual.activation_bytes),
+        total=len(expected.gradients) + len(expected.state),
+        activation_bytes=tuple(actual.activation_bytes),
+        errors=errors,
     )
 
 
-def _worst(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: set[str]
-) -> tuple[float, str]:
-    largest = max((_size(expected[name]) for name in names), default=0.0)
-    worst = (0.0, "")
-    for name in sorted(names):
-        if name not in actual or actual[name].shape != expected[name].shape:
-            return float("inf"), name
-        difference = _size(actual[name].double() - expected[name].double())
-        scale = max(_size(expected[name]), NEGLIGIBLE * largest)
-        error = difference / scale if difference else 0.0
-        if error > worst[0] or difference != difference:
-            worst = (error if error == error else float("inf"), name)
-    return worst
+def _errors(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Iterable[str]
+) -> dict[str, float]:
+    """Return the relative error of each tensor, infinite where it is not there."""
+    names = sorted(names)
+    least = NEGLIGIBLE * max((_size(expected[name]) for name in names), default=0.0)
+    errors = {}
+    for name in names:
+        error = float("inf")
+        if name in actual and actual[name].shape == expected[name].shape:
+            difference = _size(actual[name].double() - expected[name].double())
+            scale = max(_size(expected[name]), least)
+            error = difference / scale if difference else 0.0
+        errors[name] = error if error == error else float("inf")
+    return errors
 
 
 def _size(tensor: Tensor) -> float:
@@ -213,22 +239,85 @@ def _micro_batch(value: Any, m: int, count: int, batch: int) -> Any:
     return pytree.tree_map(cut, value)
 
 
+def verify_compiled(
+    directory: str | Path,
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Tensor],
+    example_target: Any = None,
+    dtype: torch.dtype = torch.float64,
+    num_steps: int = 2,
+) -> Comparison:
+    """Compare a program that was compiled from Python with its model.
+
+    Takes what `gemsc.compile` took, and does what `gemsc verify` does, with plain SGD.
+
+    Raises:
+        GemscError: they differ, or the program cannot run.
+    """
+    user = UserModel(
+        path=Path(directory),
+        module=sys.modules["__main__"],
+        name="model",
+        model=copy.deepcopy(model),
+        example_inputs=example_inputs,
+        loss=loss,
+        example_target=example_target,
+    )
+    found = verify_program(Path(directory), dtype=dtype, num_steps=num_steps, user=user)
+    kind, name = found.judge(dtype)
+    if kind != "exact":
+        raise GemscError(
+            f"{directory} is {kind} in {dtype}: {name} is off by "
+            f"{found.errors[name]:.1e}, rounding alone by "
+            f"{found.rounding.get(name, 0.0):.1e}",
+            help="compile again; if it stays so, report it with the model",
+        )
+    return found
+
+
 def verify_program(
-    directory: Path, *, dtype: torch.dtype, num_steps: int = 2, seed: int = 0
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    num_steps: int = 2,
+    seed: int = 0,
+    user: UserModel | None = None,
 ) -> Comparison:
     """Run a program under mpirun and the user's model here, on the same batches.
 
-    Both start from the program's weights, with dropout off. A float32 run that is
-    further off than the tolerance is also compared with what rounding alone does.
+    Both start from the program's weights and draw the same random numbers. A run that
+    is further off than the tolerance is also compared with what rounding alone does.
+    `user` is the model of a program that is in no file.
 
     Raises:
         GemscError: the program is stale, has no source or no loss, or a rank fails.
     """
     plan = Plan.read(directory / "plan.toml")
     check_program(directory, plan.ranks)
-    user = user_model_of(directory, plan)
+    check_dtype(plan, dtype)
+    user = user or user_model_of(directory, plan)
     model = initial_model(user, directory)
     batches = _batches(user, plan, num_steps, seed)
+    expected = _one_process(user, model, batches, plan, dtype)
+    found = compare(_ranks(directory, plan, batches, dtype), expected)
+    if found.judge(dtype)[0] == "exact":
+        return found
+    for other in _other_roundings(user, model, batches, plan, dtype):
+        once = compare(other, expected).errors
+        known = found.rounding
+        rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.items()}
+        found = replace(found, rounding=rounding)
+        if found.judge(dtype)[0] == "exact":
+            break
+    return found
+
+
+def _ranks(
+    directory: Path, plan: Plan, batches: list[tuple[Any, Any]], dtype: torch.dtype
+) -> StepRecord:
+    """Train in the ranks, under mpirun."""
     with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
         folder = Path(name)
         torch.save(batches, folder / "batches.pt")
@@ -239,34 +328,37 @@ def verify_program(
                 f"the ranks ended with exit code {code} in {dtype}",
                 help="see the report above",
             )
-        actual = read_record(folder, plan.ranks)
-    expected = _one_process(user, model, batches, plan, dtype)
-    found = compare(actual, expected)
-    if found.worst > TOLERANCE[dtype] and dtype is not torch.float64:
-        exact = _one_process(user, model, batches, plan, torch.float64)
-        rounding = compare(expected, exact).worst
-        for number in range(NUDGES):
-            if found.worst <= ALLOWED * rounding:
-                break
-            nudged = _nudged(model, number)
-            other = _one_process(user, nudged, batches, plan, dtype)
-            rounding = max(rounding, compare(other, expected).worst)
-        found = replace(found, rounding=rounding)
-    return found
+        return read_record(folder, plan.ranks)
 
 
-def _nudged(model: nn.Module, seed: int) -> nn.Module:
-    """Return the model with float32 weights that differ in their last bit.
+def _other_roundings(
+    user: UserModel,
+    model: nn.Module,
+    batches: list[tuple[Any, Any]],
+    plan: Plan,
+    dtype: torch.dtype,
+) -> Iterator[StepRecord]:
+    """Yield what one process does where it rounds otherwise."""
+    if dtype is not torch.float64 and not plan.only_dtype:
+        yield _one_process(user, model, batches, plan, torch.float64)
+    for number in range(NUDGES):
+        nudged = _nudged(model, number, dtype)
+        yield _one_process(user, nudged, batches, plan, dtype)
+
+
+def _nudged(model: nn.Module, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Return the model in a dtype, with weights that differ in their last bit.
 
     What a ReLU or a pool decides may change with it, as with sums in another order.
     """
     model = copy.deepcopy(model)
+    cast_module(model, dtype)
+    last_bit = torch.finfo(dtype).eps
     generator = torch.Generator().manual_seed(seed)
-    last_bit = torch.finfo(torch.float32).eps
     with torch.no_grad():
         for parameter in model.parameters():
             signs = torch.rand(parameter.shape, generator=generator).sub_(0.5).sign_()
-            parameter.mul_(1.0 + last_bit * signs.to(parameter.dtype))
+            parameter.mul_(1.0 + last_bit * signs.to(dtype))
     return model
 
 
@@ -277,11 +369,11 @@ def _one_process(
     plan: Plan,
     dtype: torch.dtype,
 ) -> StepRecord:
-    """Train in this process, with the threads of one rank and dropout off."""
+    """Train in this process, with the threads of one rank and the same draws."""
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, num_cores() // plan.ranks))
     try:
-        with dropout_off():
+        with same_draws():
             return reference_steps(
                 model,
                 user.make_loss(),
@@ -290,6 +382,12 @@ def _one_process(
                 dtype,
                 user.optimizer,
             )
+    except (RuntimeError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise GemscError(
+            f"the model itself does not run in {dtype}: {text}",
+            help="take dtypes from tensors (x.dtype), or verify in another --dtype",
+        ) from error
     finally:
         torch.set_num_threads(threads)
 
@@ -303,7 +401,8 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
     if not plan.spec:
         raise GemscError(
             f"{directory} was compiled from Python: its model is in no file",
-            help="compile it from a file with model() to verify it",
+            help="call gemsc.verify_compiled(directory, model, example_inputs, "
+            "loss=...) in the script that compiles it",
         )
     user = load_user_model(plan.spec)
     if user.loss is None:

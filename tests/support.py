@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from gemsc.runtime.local import run_local
 from gemsc.runtime.trainer import OptimizerFactory
+from gemsc.runtime.transport import Transport
 from gemsc.runtime.verification import record_steps
 from gemsc.verify import StepRecord, read_record
 
@@ -21,14 +24,13 @@ def run_on_threads(
     dtype: torch.dtype = torch.float64,
     optimizer: OptimizerFactory | None = None,
     measure: bool = True,
+    draws: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepRecord:
-    """Run training steps on threads; every rank has the same loss."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        all_losses = run_local(
-            num_ranks,
-            lambda transport: record_steps(
+    """Run training steps on threads, each in `draws()`; all have the same loss."""
+
+    def steps(transport: Transport) -> list[float]:
+        with draws():
+            return record_steps(
                 directory,
                 transport,
                 directory,
@@ -36,9 +38,12 @@ def run_on_threads(
                 dtype,
                 optimizer,
                 measure=measure,
-            ),
-            timeout=120,
-        )
+            )
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        all_losses = run_local(num_ranks, steps, timeout=120)
     finally:
         torch.set_default_dtype(before)
     assert all(losses == all_losses[0] for losses in all_losses)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gemsc.dtypes import model_dtype
 from gemsc.fingerprint import fingerprint, source_fingerprints
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
@@ -343,6 +344,8 @@ def make_plan(
             for path, opaque in opaques(program.module).items()
         ],
         notes=list(program.notes),
+        dtype=str(model_dtype(program.module.parameters())).removeprefix("torch."),
+        only_dtype=program.only_dtype,
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from gemsc.errors import GemscError
 from gemsc.fingerprint import changed_definitions
 from gemsc.plan import Plan
 
-__all__ = ["check_program"]
+__all__ = ["check_dtype", "check_program"]
+
+
+def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
+    """Make sure that a program can run in a dtype; None is the one it was traced in.
+
+    Raises:
+        GemscError: it cannot; says why.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and plan.only_dtype and name != plan.dtype:
+        raise GemscError(
+            f"{plan.model} can run in {plan.dtype} only: {plan.only_dtype}",
+            help=f"use --dtype {plan.dtype}, or take dtypes from tensors: x.dtype",
+        )
 
 
 def check_program(directory: Path, num_ranks: int) -> Plan:

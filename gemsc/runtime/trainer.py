@@ -20,6 +20,7 @@ from gemsc.plan import Plan
 from gemsc.runtime import checkpoint
 from gemsc.runtime.device import choose_device
 from gemsc.runtime.link import Link
+from gemsc.runtime.program_directory import check_dtype
 from gemsc.runtime.progress import Status
 from gemsc.runtime.streams import streams_for
 from gemsc.runtime.tiled_data import Window
@@ -84,7 +85,9 @@ class Trainer:
         self.directory = directory
         self.transport = transport
         self.device = choose_device(transport, device)
-        ranks = Plan.read(directory / "plan.toml").copy_ranks
+        plan = Plan.read(directory / "plan.toml")
+        check_dtype(plan, dtype)
+        ranks = plan.copy_ranks
         self.module = load_rank_module(directory, transport.rank % ranks)
         stages = {key: self._build(key, dtype) for key in self.module.STAGES}
         _tie(stages)

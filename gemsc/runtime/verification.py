@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gemsc.dropout import dropout_off
+from gemsc.draws import same_draws
 from gemsc.dtypes import as_real
 from gemsc.plan import Plan
 from gemsc.runtime.memory import ActivationMeter
@@ -27,7 +27,7 @@ def run_recorded_steps(
     plan = Plan.read(directory / "plan.toml")
     optimizer = load_user_model(plan.spec).optimizer if plan.spec else None
     torch.set_default_dtype(dtype)  # also of what forward makes
-    with dropout_off():
+    with same_draws():
         record_steps(directory, transport, folder, batches, dtype, optimizer)
 
 
