@@ -31,6 +31,7 @@ from gemsc.user_model import UserModel, load_user_model
 
 __all__ = [
     "ALLOWED",
+    "LIMIT",
     "TOLERANCE",
     "Comparison",
     "StepRecord",
@@ -86,6 +87,10 @@ class Comparison:
     errors: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
 
+    def allowed(self, name: str, dtype: torch.dtype) -> float:
+        """Return how far a tensor may be off if nothing but rounding differs."""
+        return max(TOLERANCE[dtype], ALLOWED * self.rounding.get(name, 0.0))
+
     def judge(self, dtype: torch.dtype) -> tuple[str, str]:
         """Return "exact", "wrong" or "undecided", and the tensor that it is about.
 
@@ -94,7 +99,7 @@ class Comparison:
         """
         found: dict[str, str] = {}
         for name, error in self.errors.items():
-            allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding.get(name, 0.0))
+            allowed = self.allowed(name, dtype)
             if not error <= min(allowed, LIMIT[dtype]):
                 kind = "undecided" if allowed > LIMIT[dtype] else "wrong"
                 found.setdefault(kind, name)

@@ -12,7 +12,7 @@ from rich.table import Table
 from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.verify import ALLOWED, TOLERANCE, Comparison, verify_program
+from gemsc.verify import ALLOWED, LIMIT, TOLERANCE, Comparison, verify_program
 from gemsc.verify_run import OPTIONS, verify_run
 from gemsc.viz.tables import show_activations
 
@@ -107,15 +107,19 @@ def _verify_run(
 def _verdict(
     dtype: str, kind: str, tensor: str, found: Comparison, exact_in_float64: bool
 ) -> str:
-    """Return the line that says whether the ranks compute what one process does."""
-    error, rounding = found.errors[tensor], found.rounding.get(tensor)
-    line = f"{dtype}: {tensor} is off by {error:.1e}"
-    if rounding is not None:
-        line += f", one process that rounds otherwise by {rounding:.1e}"
-    if kind == "undecided":
-        line += f": not decided in {dtype}"
-        return f"{line}; exact in float64" if exact_in_float64 else line
-    return f"{line}: {'exact' if kind == 'exact' else 'NOT EXACT'}"
+    """Return what to say of whether the ranks compute what one process does."""
+    allowed, limit = found.allowed(tensor, DTYPES[dtype]), LIMIT[DTYPES[dtype]]
+    words = {"exact": "exact", "wrong": "NOT EXACT"}.get(
+        kind, f"not decided in {dtype}" + "; exact in float64" * exact_in_float64
+    )
+    error = found.errors[tensor]
+    line = f"{dtype}: worst {error:.1e}, allowed {min(allowed, limit):.0e}: {words}"
+    if tensor in found.rounding:
+        line += (
+            f"\n{dtype}: that is {tensor}; rounding alone carries it "
+            f"{found.rounding[tensor]:.1e} in one process"
+        )
+    return line
 
 
 def _row(found: Comparison) -> list[str]:
