@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from gemsc.errors import GemscError
 from gemsc.fingerprint import changed_definitions
 from gemsc.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["check_dtype", "check_program"]
 
