@@ -83,7 +83,8 @@ class PlannedTransfer:
     """Values that travel from one stage to another for each micro-batch.
 
     They take `seconds` if the stages are on different ranks. `num_bytes` are those of
-    all tiles, `most_bytes` those of the busiest.
+    all tiles, `most_bytes` those of the busiest. The fullest rank receives messages of
+    `value_bytes`, and on the way back of `gradient_bytes`.
     """
 
     index: int
@@ -94,6 +95,8 @@ class PlannedTransfer:
     most_bytes: int
     seconds: float
     gradient: bool
+    value_bytes: int
+    gradient_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,8 @@ def made_up_plan(
                 num_bytes=edge.num_bytes,
                 seconds=edge.seconds,
                 gradient=True,
+                value_bytes=edge.num_bytes,
+                gradient_bytes=edge.num_bytes,
             )
             for index, edge in enumerate(edges)
         ],

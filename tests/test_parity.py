@@ -146,7 +146,15 @@ def test_the_peak_of_live_activations_is_the_predicted_one(
         tmp_path / "program", plan.ranks, batches, dtype=torch.float32
     )
     predicted = plan.activation_bytes * plan.data
-    assert record.activation_bytes == pytest.approx(predicted, rel=0.02)
+    if name != "unet":
+        assert record.activation_bytes == pytest.approx(predicted, rel=0.02)
+        return
+    assert record.activation_bytes == predicted
+    peaks: object = plan.peak_bytes * plan.data
+    if plan.replicas > 1 and plan.copy_ranks % 2:
+        # the middle stage has two replicas on one rank, each with its buffers
+        peaks = pytest.approx(plan.peak_bytes * plan.data, rel=0.005)
+    assert record.peak_bytes == peaks
 
 
 @pytest.mark.parametrize("name", MODELS)

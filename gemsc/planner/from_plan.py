@@ -63,7 +63,15 @@ def task_of(plan: Plan) -> Task:
             for stage in plan.stages
         ),
         edges=tuple(
-            Edge(t.source, t.dest, t.seconds, t.most_bytes, t.gradient)
+            Edge(
+                t.source,
+                t.dest,
+                t.seconds,
+                t.most_bytes,
+                t.gradient,
+                t.value_bytes,
+                t.gradient_bytes,
+            )
             for t in plan.transfers
         ),
         placement=tuple(

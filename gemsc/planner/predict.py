@@ -40,7 +40,7 @@ from gemsc.planner.tiles import (
     moved_bytes,
     waiting,
 )
-from gemsc.planner.traffic import step_traffic
+from gemsc.planner.traffic import received_bytes, step_traffic
 from gemsc.schedules import Edge, StageCost, Task, Timeline
 
 __all__ = [
@@ -82,6 +82,8 @@ def schedule_task(
             seconds=_transfer_seconds(first, t, network),
             num_bytes=most_bytes(first, t),
             gradient=has_gradient(t),
+            value_bytes=received_bytes(first, t)[0],
+            gradient_bytes=received_bytes(first, t)[1],
         )
         for t in first.transfers or ()
     )
@@ -298,6 +300,8 @@ def make_plan(
             most_bytes=most_bytes(first, t),
             seconds=_transfer_seconds(first, t, hardware.network),
             gradient=has_gradient(t),
+            value_bytes=received_bytes(first, t)[0],
+            gradient_bytes=received_bytes(first, t)[1],
         )
         for t in first.transfers or ()
     ]

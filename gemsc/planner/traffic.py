@@ -20,7 +20,7 @@ from gemsc.runtime.grid_message import GridMessage, TileValue
 from gemsc.runtime.message import Message, Value
 from gemsc.schedules import Task
 
-__all__ = ["StepTraffic", "step_traffic"]
+__all__ = ["StepTraffic", "received_bytes", "step_traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,18 @@ def _between(program: Program, transfer: Transfer) -> StepTraffic:
     """Return what one stage sends another for one micro-batch, and gets back."""
     sizes = [_size(message) for message in _messages(program, transfer)]
     return StepTraffic(len(sizes), sum(sizes))
+
+
+def received_bytes(program: Program, transfer: Transfer) -> tuple[int, int]:
+    """Return what the fullest rank receives: of values, and back of gradients."""
+    received: Counter[tuple[bool, int]] = Counter()
+    for message in _messages(program, transfer):
+        received[message.is_gradient, message.dest] += _size(message)
+    values, gradients = (
+        max((n for (back, _), n in received.items() if back is way), default=0)
+        for way in (False, True)
+    )
+    return values, gradients
 
 
 def _messages(program: Program, transfer: Transfer) -> Iterator[Message]:

@@ -131,13 +131,28 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Stage `dest` uses values of stage `source`; `seconds` if their ranks differ."""
+    """Stage `dest` uses values of stage `source`; `seconds` if their ranks differ.
+
+    `num_bytes` travel from or to the busiest rank. The fullest rank receives the
+    `value_bytes` and, on the way back, the `gradient_bytes`; None if they are as many.
+    """
 
     source: int
     dest: int
     seconds: float = 0.0
     num_bytes: int = 0
     gradient: bool = True
+    value_bytes: int | None = None
+    gradient_bytes: int | None = None
+
+    @property
+    def received(self) -> tuple[int, int]:
+        """The bytes that the fullest rank receives: of values, and of gradients."""
+        values, gradients = self.value_bytes, self.gradient_bytes
+        return (
+            self.num_bytes if values is None else values,
+            (self.num_bytes if gradients is None else gradients) * self.gradient,
+        )
 
 
 @dataclass(frozen=True)
@@ -280,14 +295,14 @@ class Task:
         ranks = self.placement[replica]
         return (
             sum(
-                edge.num_bytes
+                edge.received[0]
                 for edge in self.inputs[stage]
                 if ranks[edge.source] != ranks[stage]
             ),
             sum(
-                edge.num_bytes
+                edge.received[1]
                 for edge in self.outputs[stage]
-                if ranks[edge.dest] != ranks[stage] and edge.gradient
+                if ranks[edge.dest] != ranks[stage]
             ),
         )
 
