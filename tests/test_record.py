@@ -425,7 +425,8 @@ def test_a_table_made_in_the_first_call_is_accepted() -> None:
     def forward(self: Any, x: Any) -> Any:
         if self.cache is None:
             self.cache = torch.arange(4.0) * 2
-        return self.fc(x) + self.cache
+            self.cache[1] = torch.ones(())
+        return self.fc(x) + self.cache.expand(3, -1).cos()
 
     model = Model(forward, cache=None)
     checked(model)

@@ -207,7 +207,7 @@ class GraphWriter:
                 "forward uses a tensor that an earlier call of forward made",
                 help="keep it with register_buffer, or pass it as an input",
             )
-        node = self._get_attr(source.name, tensor)
+        node = self._get_attr(f"{CONSTANTS}.{source.name}", tensor)
         self.kept[node] = source
         return node
 
