@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         help="how many more random networks the tests of tiles try",
     )
+    parser.addoption(
+        "--all-streams",
+        action="store_true",
+        help="try every schedule on the simulated CUDA device, in eight orders",
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

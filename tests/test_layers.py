@@ -92,7 +92,8 @@ EXCEPTIONS = {
     ("gemsc.planner.traffic", "gemsc.runtime.grid_message"),
     ("gemsc.planner.traffic", "gemsc.runtime.message"),
 }
-# To import mpi4py.MPI starts MPI: only a rank may do so.
+# To import mpi4py.MPI starts MPI: only a rank may do so. PyTorch takes a second to
+# load: what starts ranks does so only to ask for a GPU.
 IN_FUNCTIONS = {
     ("gemsc.runtime.mpi", "mpi4py"),
     ("gemsc.runtime.arguments", "gemsc.runtime.device"),

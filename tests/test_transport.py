@@ -16,7 +16,7 @@ from gemsc.runtime import mpi
 from gemsc.runtime.launch import find_mpirun, launch
 from gemsc.runtime.link import Link
 from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.streams import CudaStreams, HostCopy, NullStreams
+from gemsc.runtime.streams import CudaStreams, NullStreams, Pending
 from gemsc.runtime.total import total
 from gemsc.runtime.transport import wait_politely
 
@@ -262,7 +262,7 @@ class SlowStreams(NullStreams):
 
     def to_host(self, tensor):
         self.num_copies += 1
-        return HostCopy(tensor.clone(), Turns(5 if self.num_copies % 2 else 1))
+        return Pending(tensor.clone(), Turns(5 if self.num_copies % 2 else 1))
 
 
 class Turns(Countdown):

@@ -243,6 +243,27 @@ def test_nothing_of_a_micro_batch_is_kept_after_its_backward() -> None:
     alone(work, nn.Linear(4, 4))
 
 
+def test_backward_runs_in_the_callers_thread_on_every_device() -> None:
+    """Autograd has threads of its own for devices, unless it is told not to."""
+    seen: list[bool] = []
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            y.register_hook(
+                lambda _: seen.append(torch._C._is_multithreading_enabled())
+            )
+            return y
+
+    def work(worker: Worker) -> None:
+        worker.begin({}, training=True)
+        worker.run("stage0", 0, torch.ones(2, 4, requires_grad=True))
+        worker.backward("stage0", 0, torch.ones(2, 4))
+
+    alone(work, Watched())
+    assert seen == [False]
+
+
 def test_each_micro_batch_weighs_the_same_in_the_mean() -> None:
     def work(worker: Worker) -> tuple[float, float]:
         worker.begin({}, training=True)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gemsc.runtime.streams import HostCopy, Streams
+from gemsc.runtime.streams import Pending, Streams
 from gemsc.runtime.transport import Group, Request, Transport, wait_politely
 
 __all__ = ["Incoming", "Link"]
+
+MOST_DEFERRED = 4  # how far the host may be ahead of the device
 
 
 class _Deferred:
@@ -22,7 +24,7 @@ class _Deferred:
     def __init__(
         self,
         link: Link,
-        copy: HostCopy,
+        copy: Pending,
         start: Callable[[], Request],
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -49,32 +51,37 @@ class _Deferred:
             self._finish = None
 
 
-class _Begun:
-    """True once nothing is deferred any more, or all that is waited for is done."""
+class _Fewer:
+    """True once at most so many are deferred, or all `requests` are done, if given."""
 
-    __slots__ = ("_link", "_requests")
+    __slots__ = ("_link", "_most", "_requests")
 
-    def __init__(self, link: Link, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, link: Link, most: int, requests: Sequence[Request] | None = None
+    ) -> None:
         self._link = link
+        self._most = most
         self._requests = requests
 
     def done(self) -> bool:
         """Start what is ready, whatever is waited for: other ranks may need it."""
         self._link.progress()
-        return not self._link._deferred or all(r.done() for r in self._requests)
+        if len(self._link._deferred) <= self._most:
+            return True
+        return self._requests is not None and all(r.done() for r in self._requests)
 
 
 class Incoming:
-    """A message on its way to this rank."""
+    """A message on its way to this rank, perhaps through a buffer of the host."""
 
-    __slots__ = ("_buffer", "_link", "_staged", "request")
+    __slots__ = ("_link", "_room", "_staged", "request")
 
     def __init__(
-        self, link: Link, request: Request, buffer: Tensor, *, staged: bool
+        self, link: Link, request: Request, room: Pending, staged: Tensor | None = None
     ) -> None:
         self._link = link
         self.request = request
-        self._buffer = buffer
+        self._room = room
         self._staged = staged
 
     def done(self) -> bool:
@@ -85,7 +92,7 @@ class Incoming:
     @property
     def buffer(self) -> Tensor:
         """The memory that the message comes into."""
-        return self._buffer
+        return self._room.tensor
 
     def take(self) -> Tensor:
         """Wait politely; return the tensor on the device. Call it once.
@@ -94,23 +101,24 @@ class Incoming:
         the copy where it must.
         """
         self._link.wait(self)
-        streams = self._link.streams
-        if self._staged:
-            return streams.to_device(self._buffer)
-        return streams.use(self._buffer)
+        if self._staged is None:
+            return self._room.tensor
+        return self._link.streams.to_device(self._staged, self._room)
 
 
 class Link:
     """What a rank sends and receives with: tensors of its device, on any transport.
 
     Where the library cannot read the device, or the device is not done with a tensor, a
-    send is deferred: it starts at a later call of this link, in order.
+    message is deferred: it starts at a later call of this link, in order. All that is
+    deferred holds memory: with more of it than MOST_DEFERRED, the host waits for the
+    device, and for nobody else.
     """
 
     def __init__(self, transport: Transport, streams: Streams) -> None:
         self.transport = transport
         self.streams = streams
-        self._direct = streams.device.type == "cpu" or transport.cuda_aware
+        self._direct = streams.in_order or transport.cuda_aware
         self._deferred: deque[_Deferred] = deque()
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
@@ -120,18 +128,25 @@ class Link:
             return self.transport.send(tensor, dest, tag)
         streams = self.streams
         copy = streams.in_place(tensor) if self._direct else streams.to_host(tensor)
-        return self._defer(copy, lambda: self.transport.send(copy.buffer, dest, tag))
+        return self._defer(copy, lambda: self.transport.send(copy.tensor, dest, tag))
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
     ) -> Incoming:
         """Start to receive into a new buffer."""
-        if self._direct:
-            buffer = self.streams.device_buffer(shape, dtype)
-        else:
+        room = self.streams.device_buffer(shape, dtype)
+        if not self._direct:
             buffer = self.streams.host_buffer(shape, dtype)
-        request = self.transport.receive(buffer, source, tag)
-        return Incoming(self, request, buffer, staged=not self._direct)
+            request = self.transport.receive(buffer, source, tag)
+            return Incoming(self, request, room, buffer)
+        if self.streams.in_order:
+            return Incoming(
+                self, self.transport.receive(room.tensor, source, tag), room
+            )
+        request = self._defer(
+            room, lambda: self.transport.receive(room.tensor, source, tag)
+        )
+        return Incoming(self, request, room)
 
     def all_reduce(self, group: Group, tensor: Tensor) -> Request:
         """Start the sum over a group, in place; on CUDA it goes through the host.
@@ -144,19 +159,21 @@ class Link:
         copy = self.streams.to_host(tensor)
         return self._defer(
             copy,
-            lambda: group.all_reduce(copy.buffer),
-            lambda: self.streams.copy_back(copy.buffer, tensor),
+            lambda: group.all_reduce(copy.tensor),
+            lambda: self.streams.copy_back(copy.tensor, tensor),
         )
 
     def _defer(
         self,
-        copy: HostCopy,
+        copy: Pending,
         start: Callable[[], Request],
         finish: Callable[[], None] | None = None,
     ) -> Request:
         deferred = _Deferred(self, copy, start, finish)
         self._deferred.append(deferred)
         self.advance()
+        if len(self._deferred) > MOST_DEFERRED:
+            wait_politely([_Fewer(self, MOST_DEFERRED)])
         return deferred
 
     def advance(self) -> None:
@@ -167,7 +184,7 @@ class Link:
     def wait(self, *requests: Request) -> None:
         """Return when all are complete; what was deferred starts meanwhile."""
         if self._deferred:
-            wait_politely([_Begun(self, requests)])
+            wait_politely([_Fewer(self, 0, requests)])
         self.transport.wait(*map(_plain, requests))
         for request in requests:
             if isinstance(request, _Deferred):

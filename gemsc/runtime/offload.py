@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory import active_meter
-from gemsc.runtime.streams import Arrival, HostCopy, Streams
+from gemsc.runtime.streams import Arrival, Pending, Streams
 from gemsc.runtime.tile_saving import Apart, taken_apart
 
 __all__ = [
@@ -95,7 +95,7 @@ class PinnedStore:
 @dataclass(frozen=True)
 class _Pinned:
     streams: Streams
-    copy: HostCopy
+    copy: Pending
 
     def fetch(self) -> Arrival:
         return self.streams.fetch(self.copy)
@@ -145,7 +145,7 @@ class _InFile:
 
 def store_for(streams: Streams) -> Store:
     """Return the store for the streams of a CPU or CUDA device."""
-    return PinnedStore(streams) if streams.device.type == "cuda" else FileStore()
+    return FileStore() if streams.in_order else PinnedStore(streams)
 
 
 class _Moved:

@@ -12,7 +12,10 @@ Nothing ever synchronizes the device. On the CPU there is nothing to do: NullStr
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,14 +24,13 @@ from torch import Tensor
 __all__ = [
     "Arrival",
     "CudaStreams",
-    "HostCopy",
     "NullStreams",
+    "Pending",
     "Streams",
     "streams_for",
 ]
 
-
-_cuda: Any = torch.cuda  # its streams and events have no types
+MOST_LEAVING = 2  # tensors on their way to the host before the computation waits
 
 
 class Event(Protocol):
@@ -40,14 +42,14 @@ class Event(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HostCopy:
-    """A tensor that the library may read once it is ready."""
+class Pending:
+    """A tensor that the library may read, or write, once it is ready."""
 
-    buffer: Tensor
+    tensor: Tensor
     event: Event | None = None
 
     def ready(self) -> bool:
-        """Whether the data is there; never blocks."""
+        """Whether the device is done with it; never blocks."""
         return self.event is None or self.event.query()
 
 
@@ -56,14 +58,12 @@ class Arrival:
     """A tensor that is on its way to the device."""
 
     tensor: Tensor
-    event: Any = None
+    wait: Callable[[], None] | None = None
 
     def take(self) -> Tensor:
         """Return it; what is computed next waits for it."""
-        if self.event is not None:
-            stream = torch.cuda.current_stream(self.tensor.device)
-            stream.wait_event(self.event)
-            self.tensor.record_stream(stream)
+        if self.wait is not None:
+            self.wait()
         return self.tensor
 
 
@@ -80,32 +80,28 @@ class Streams(Protocol):
         """Whether every tensor is ready as soon as Python has it."""
         ...
 
-    def to_host(self, tensor: Tensor) -> HostCopy:
+    def to_host(self, tensor: Tensor) -> Pending:
         """Start to copy a tensor of the device to the host."""
         ...
 
-    def in_place(self, tensor: Tensor) -> HostCopy:
-        """Return the tensor itself, ready once its computation is."""
+    def in_place(self, tensor: Tensor) -> Pending:
+        """Return the tensor itself, ready once the computation so far is done."""
         ...
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that `to_device` copies quickly from."""
         ...
 
-    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory of the device that no computation uses: free at once."""
+    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+        """Return memory of the device, ready once nothing that was there is in use."""
         ...
 
-    def to_device(self, buffer: Tensor) -> Tensor:
-        """Start to copy to the device; what is computed next waits for it."""
+    def to_device(self, buffer: Tensor, room: Pending) -> Tensor:
+        """Start to copy into a device buffer; what is computed next waits for it."""
         ...
 
-    def fetch(self, copy: HostCopy) -> Arrival:
+    def fetch(self, copy: Pending) -> Arrival:
         """Start to copy back what `to_host` copied; nothing waits for it yet."""
-        ...
-
-    def use(self, tensor: Tensor) -> Tensor:
-        """Return a device buffer that has been filled, known to the computation."""
         ...
 
     def copy_back(self, buffer: Tensor, tensor: Tensor) -> None:
@@ -119,33 +115,29 @@ class NullStreams:
     device = torch.device("cpu")
     in_order = True
 
-    def to_host(self, tensor: Tensor) -> HostCopy:
+    def to_host(self, tensor: Tensor) -> Pending:
         """Return the tensor itself."""
-        return HostCopy(tensor)
+        return Pending(tensor)
 
-    def in_place(self, tensor: Tensor) -> HostCopy:
+    def in_place(self, tensor: Tensor) -> Pending:
         """Return the tensor itself."""
-        return HostCopy(tensor)
+        return Pending(tensor)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return plain memory."""
         return torch.empty(shape, dtype=dtype)
 
-    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Return plain memory."""
-        return torch.empty(shape, dtype=dtype)
+        return Pending(torch.empty(shape, dtype=dtype))
 
-    def to_device(self, buffer: Tensor) -> Tensor:
+    def to_device(self, buffer: Tensor, room: Pending) -> Tensor:
         """Return the buffer itself."""
         return buffer
 
-    def fetch(self, copy: HostCopy) -> Arrival:
+    def fetch(self, copy: Pending) -> Arrival:
         """Return the tensor itself."""
-        return Arrival(copy.buffer)
-
-    def use(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself."""
-        return tensor
+        return Arrival(copy.tensor)
 
     def copy_back(self, buffer: Tensor, tensor: Tensor) -> None:
         """Copy, unless they are one."""
@@ -156,72 +148,94 @@ class NullStreams:
 class CudaStreams:
     """One CUDA device. The compute stream is the one that is current at each call.
 
-    Memory is safe without synchronization because PyTorch's allocators are told who
-    uses it: `record_stream` for device memory on another stream than its own, and the
-    pinned allocator keeps a buffer until the copies from or to it are done.
+    All device memory belongs to the compute stream: what Python drops is used again
+    there, in order, and so the peak does not depend on how far the host is ahead.
+    Others who use such memory follow two rules:
+
+        before   they wait until the compute stream has come to where it was allotted
+        after    the tensor is kept until the compute stream waits for their copy
+
+    Of copies outward, MOST_LEAVING are kept: the next one lets the compute stream wait
+    for the oldest. Copies inward are kept until they, or later ones, are taken.
     """
 
     in_order = False
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", device.index or 0)
-        self._outward = _cuda.Stream(self.device)
-        self._inward = _cuda.Stream(self.device)
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """Use a device, with the streams and events of `cuda`."""
+        self.device = device
+        self._cuda = cuda
+        self._outward = cuda.Stream(device)
+        self._inward = cuda.Stream(device)
+        self._leaving: deque[tuple[Tensor, Event]] = deque()
+        self._coming: deque[tuple[Tensor, Event]] = deque()
 
-    def to_host(self, tensor: Tensor) -> HostCopy:
+    def to_host(self, tensor: Tensor) -> Pending:
         """Copy to pinned memory on the outward stream, after the computation so far."""
         buffer = self.host_buffer(tuple(tensor.shape), tensor.dtype)
-        self._outward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._outward):
+        self._outward.wait_event(self.in_place(tensor).event)
+        with self._cuda.stream(self._outward):
             buffer.copy_(tensor, non_blocking=True)
-            event = _cuda.Event()
-            event.record(self._outward)
-        tensor.record_stream(self._outward)
-        return HostCopy(buffer, event)
+        event = self._mark(self._outward)
+        self._leaving.append((tensor, event))
+        if len(self._leaving) > MOST_LEAVING:
+            _, oldest = self._leaving.popleft()
+            self._compute.wait_event(oldest)
+        return Pending(buffer, event)
 
-    def in_place(self, tensor: Tensor) -> HostCopy:
+    def in_place(self, tensor: Tensor) -> Pending:
         """Mark the end of the computation so far."""
-        event = _cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return HostCopy(tensor, event)
+        return Pending(tensor, self._mark(self._compute))
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return pinned memory; PyTorch keeps what is freed for the next time."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate on a stream where nothing runs, and so without what is to come.
+    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+        """Return memory that work which is queued on the compute stream may still use.
 
-        Memory of the compute stream may be in use by work that is queued there.
+        It is ready once that is done.
         """
-        with torch.cuda.stream(self._inward):
-            return torch.empty(shape, dtype=dtype, device=self.device)
+        return self.in_place(torch.empty(shape, dtype=dtype, device=self.device))
 
-    def to_device(self, buffer: Tensor) -> Tensor:
+    def to_device(self, buffer: Tensor, room: Pending) -> Tensor:
         """Copy on the inward stream; the compute stream waits for this copy alone."""
-        with torch.cuda.stream(self._inward):
-            tensor = buffer.to(self.device, non_blocking=True)
-        torch.cuda.current_stream(self.device).wait_stream(self._inward)
-        return self.use(tensor)
+        return self._bring(buffer, room).take()
 
-    def fetch(self, copy: HostCopy) -> Arrival:
+    def fetch(self, copy: Pending) -> Arrival:
         """Copy on the inward stream, once the copy outward is done."""
-        with torch.cuda.stream(self._inward):
-            if copy.event is not None:
-                self._inward.wait_event(copy.event)
-            tensor = copy.buffer.to(self.device, non_blocking=True)
-            event = _cuda.Event()
-            event.record(self._inward)
-        return Arrival(tensor, event)
-
-    def use(self, tensor: Tensor) -> Tensor:
-        """Keep the memory from its own stream until the compute stream is done."""
-        tensor.record_stream(torch.cuda.current_stream(self.device))
-        return tensor
+        room = self.device_buffer(tuple(copy.tensor.shape), copy.tensor.dtype)
+        self._inward.wait_event(copy.event)
+        return self._bring(copy.tensor, room)
 
     def copy_back(self, buffer: Tensor, tensor: Tensor) -> None:
         """Copy on the compute stream, where the next user of the tensor comes after."""
         tensor.copy_(buffer, non_blocking=True)
+
+    @property
+    def _compute(self) -> Any:
+        return self._cuda.current_stream(self.device)
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._cuda.Event()
+        event.record(stream)
+        return event
+
+    def _bring(self, buffer: Tensor, room: Pending) -> Arrival:
+        self._inward.wait_event(room.event)
+        with self._cuda.stream(self._inward):
+            room.tensor.copy_(buffer, non_blocking=True)
+        event = self._mark(self._inward)
+        self._coming.append((room.tensor, event))
+        return Arrival(room.tensor, partial(self._take, event))
+
+    def _take(self, event: Event) -> None:
+        """Let what is computed next wait for a copy, and so for those before it."""
+        if all(event is not each for _, each in self._coming):
+            return  # it has waited for this one, or for a later one
+        self._compute.wait_event(event)
+        while self._coming.popleft()[1] is not event:
+            pass
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -22,7 +22,7 @@ from gemsc.runtime.device import choose_device
 from gemsc.runtime.link import Link
 from gemsc.runtime.program_directory import check_dtype
 from gemsc.runtime.progress import Status
-from gemsc.runtime.streams import streams_for
+from gemsc.runtime.streams import Streams, streams_for
 from gemsc.runtime.tiled_data import Window
 from gemsc.runtime.total import total
 from gemsc.runtime.transport import Transport
@@ -73,6 +73,7 @@ class Trainer:
         scheduler: SchedulerFactory | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Load this rank's module and its weights.
 
@@ -80,11 +81,13 @@ class Trainer:
         learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
         learning rate after each update. Gradients of `accumulate` steps are averaged
         for one update; `clip_norm` bounds their norm over all ranks. `dtype` runs the
-        program in another floating-point type.
+        program in another floating-point type. `streams` are those of the device, if
+        they are not the usual ones.
         """
         self.directory = directory
         self.transport = transport
-        self.device = choose_device(transport, device)
+        streams = streams or streams_for(choose_device(transport, device))
+        self.device = streams.device
         plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
         ranks = plan.copy_ranks
@@ -92,7 +95,7 @@ class Trainer:
         stages = {key: self._build(key, dtype) for key in self.module.STAGES}
         _tie(stages)
         self.worker = Worker(
-            Link(transport, streams_for(self.device)),
+            Link(transport, streams),
             stages,
             self.module.INPUTS,
             self.module.NUM_MICRO_BATCHES,
