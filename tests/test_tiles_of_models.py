@@ -202,6 +202,22 @@ def test_a_transposed_convolution_may_be_told_its_size(grid: tuple[int, ...]) ->
     assert not check(OfGivenSize(), torch.randn(2, 2, 12, 15), grid).barriers
 
 
+def test_norms_and_poolings_may_be_called_more_than_once() -> None:
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    layers = [
+        nn.MaxPool2d(3, 1, 1),
+        nn.AvgPool2d(3, 1, 1),
+        nn.GroupNorm(2, 2),
+        nn.InstanceNorm2d(2, affine=True),
+        nn.InstanceNorm2d(2),
+        nn.LayerNorm((12, 15)),
+    ]
+    net = nn.Sequential(*layers, conv, nn.Softplus(), *layers)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    assert not check(net, torch.randn(2, 2, 12, 15), (2, 2)).barriers
+
+
 class Embedded(nn.Module):
     """A position table that meets tiles, and a norm over pixels with weights."""
 

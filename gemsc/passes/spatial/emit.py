@@ -67,6 +67,14 @@ def call_again(
 _AS_FUNCTION: dict[str, tuple[str, ...]] = {
     "conv": ("stride", "padding", "dilation", "groups"),
     "conv_transpose": ("stride", "padding", "output_padding", "groups", "dilation"),
+    "max_pool": (
+        *("kernel_size", "stride", "padding"),
+        *("dilation", "ceil_mode", "return_indices"),
+    ),
+    "avg_pool": (
+        *("kernel_size", "stride", "padding"),
+        *("ceil_mode", "count_include_pad", "divisor_override"),
+    ),
 }
 
 
@@ -80,7 +88,11 @@ def _as_function(
     partial: bool,
 ) -> Local:
     """Add the function of a layer that is called elsewhere with other settings."""
-    parameters = [low.parameter(call.node, name) for name in ("weight", "bias")]
+    parameters = [
+        low.parameter(call.node, name)
+        for name in ("weight", "bias")
+        if hasattr(call.layer, name)
+    ]
     kwargs = {
         name: changed.get(name, call[name])
         for name in _AS_FUNCTION[call.kind]

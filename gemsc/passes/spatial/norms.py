@@ -36,6 +36,9 @@ def _channels_whole(low: Lowering, call: Call) -> Axes:
     return axes
 
 
+_WITHOUT_STATE = ("group_norm", "instance_norm", "layer_norm")
+
+
 def _with_all_tiles(
     low: Lowering,
     call: Call,
@@ -47,11 +50,19 @@ def _with_all_tiles(
 ) -> Local:
     """Add the call as one that works with all tiles.
 
-    A layer becomes a TileLayer; a function one of `tile_ops`, with the arguments that
-    were given under `names`.
+    A layer becomes a TileLayer; a function, and a layer that is called elsewhere too,
+    one of `tile_ops`, with the arguments that were given under `names`.
     """
     axes, node = _axes(low, call), call.node
     part = alike(low, call, call.input, axes)
+    is_shared = call.layer is not None and low.layers.is_shared(str(node.target))
+    if is_shared and call.kind in _WITHOUT_STATE:
+        settings = {name: call[name] for name in names if name in call.arguments}
+        for name in ("weight", "bias"):
+            if (parameter := low.parameter(node, name)) is not None:
+                settings[name] = parameter
+        kwargs = {**settings, **(keywords or {})}
+        return low.create(node, "call_function", function, (part,), kwargs, axes)
     if call.layer is not None:
         low.layers.with_all_tiles(node, layer_method, *extra)
         return low.create(node, "call_module", node.target, (part,), {}, axes)
