@@ -228,6 +228,7 @@ class Worker:
         None where none flows back.
         """
         self.status.enter("backward", stage, m)
+        self._mail.let_go()  # what the forward sent has arrived
         kept = self._in_flight.pop((stage, m))
         if self.meter is not None:
             self.meter.sample()
