@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gemsc.errors import GemscError
-from gemsc.runtime import link, streams
+from gemsc.runtime import streams
 from gemsc.runtime.local import LocalTransport, run_local
 from gemsc.runtime.streams import CudaStreams
 from gemsc.runtime.trainer import Trainer
@@ -325,12 +325,3 @@ def test_offload_frees_the_predicted_memory_however_far_the_host_is_ahead(
     assert excess(gpipe("offload", 12)) <= cap
     monkeypatch.setattr(streams, "MOST_LEAVING", 1000)  # until the copies are done
     assert excess(gpipe("offload", 12)) > 3 * cap
-
-
-def test_the_host_waits_when_many_messages_wait_for_the_device(
-    gpipe: Callable[[str, int], Program], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CUDA-aware library holds the memory of the device until then."""
-    bounded = excess(gpipe("offload", 12), cuda_aware=True)
-    monkeypatch.setattr(link, "MOST_DEFERRED", 1000)
-    assert excess(gpipe("offload", 12), cuda_aware=True) > bounded

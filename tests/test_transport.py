@@ -14,7 +14,7 @@ from mpi_transport_program import CASES
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime import mpi
 from gemsc.runtime.launch import find_mpirun, launch
-from gemsc.runtime.link import Link
+from gemsc.runtime.link import MOST_DEFERRED, Link
 from gemsc.runtime.local import LocalTransport, run_local
 from gemsc.runtime.streams import CudaStreams, NullStreams, Pending
 from gemsc.runtime.total import total
@@ -307,6 +307,24 @@ def test_a_deferred_message_starts_whatever_its_sender_waits_for(wait):
         wait(link)
 
     run_local(2, main, timeout=10)
+
+
+def test_a_host_that_is_far_ahead_waits_for_the_device():
+    """What is deferred holds memory."""
+
+    def main(transport: LocalTransport) -> int:
+        link = Link(transport, SlowStreams())
+        most = 0
+        for number in range(20):
+            if transport.rank == 0:
+                link.send(torch.full((3,), float(number)), 1, 1)
+                most = max(most, len(link._deferred))
+            else:
+                assert link.receive((3,), torch.float32, 0, 1).take()[0] == number
+        link.wait(transport.group((0, 1)).all_reduce(torch.ones(1)))
+        return most
+
+    assert run_local(2, main, timeout=10)[0] == MOST_DEFERRED
 
 
 # CUDA
