@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from gemsc.boxes import Box
 from gemsc.digest import digest
+from gemsc.draws import same_draws
 from gemsc.dtypes import cast, cast_module
 from gemsc.user_model import UserModel
 
@@ -158,7 +159,8 @@ class PlainRun:
         micro_batches = list(self._micro_batches(samples))
         total = 0.0
         for input, target in micro_batches:
-            loss = self.loss(self._forward(input), target)
+            with same_draws():
+                loss = self.loss(self._forward(input), target)
             (loss / len(micro_batches) / self.settings.accumulate).backward()
             total += float(loss.detach().double())
         return total / len(micro_batches)
@@ -188,8 +190,9 @@ class PlainRun:
             full = samples + samples[-1:] * (size - len(samples))
             outputs, losses = [], []
             for input, target in self._micro_batches(full):
-                outputs.append(self._forward(input))
-                losses.append(float(self.loss(outputs[-1], target).double()))
+                with same_draws():
+                    outputs.append(self._forward(input))
+                    losses.append(float(self.loss(outputs[-1], target).double()))
             if len(samples) == size:
                 found.append((size, {"loss": sum(losses) / len(losses)}))
             found += self._figures(samples, outputs)

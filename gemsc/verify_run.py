@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.boxes import Box
-from gemsc.dropout import dropout_off
 from gemsc.dtypes import as_real, default_dtype
 from gemsc.errors import GemscError
 from gemsc.plain_run import PlainRun, RunSettings, Samples
@@ -146,7 +145,7 @@ def _plain(
 ) -> PlainRun:
     """Train in a plain loop; with a record, make sure that it has the same data."""
     with default_dtype(settings.dtype):
-        with dropout_off(), checkpoints_off():
+        with checkpoints_off():
             plain = PlainRun(user, model, settings)
             plain.train()
         if record is not None:

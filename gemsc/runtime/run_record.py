@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gemsc.boxes import Box
+from gemsc.draws import same_draws
 from gemsc.runtime.shared_data import Digests
 
 __all__ = ["RunRecord"]
@@ -27,6 +29,10 @@ class RunRecord:
     samples: list[Digests] = field(default_factory=list)
     figures: list[Figures] = field(default_factory=list)
     eval_samples: list[Digests] = field(default_factory=list)
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Let a run that is verified draw the numbers that the plain loop draws."""
+        return same_draws() if self.is_kept else nullcontext()
 
     def add_step(self, loss: float, samples: Digests) -> None:
         """Note the loss of a step, and what all ranks read for it."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from gemsc.cores import SLICE_SECONDS, num_cores, set_time_slice
-from gemsc.dropout import dropout_off
 from gemsc.dtypes import cast
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -72,9 +71,6 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             record_timed_steps(
                 directory, transport, options.record_into, options.steps or 1
             )
-        elif options.record_run is not None:
-            with dropout_off():  # the ranks draw other numbers than one process
-                train(directory, transport, options)
         else:
             train(directory, transport, options)
         transport.close()
@@ -218,7 +214,8 @@ class _Training:
         source = self.data.epoch(epoch, first, reads=reads)
         for batch, seen in itertools.islice(source, end - first):
             input, target = batch.data
-            loss = self.trainer.step(input, target, window=batches.window)
+            with self.record.draws():
+                loss = self.trainer.step(input, target, window=batches.window)
             self.record.add_step(loss, seen)
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss is {loss}", epoch)
@@ -278,7 +275,8 @@ class _Training:
         for batch, seen in data.epoch(0):
             self.record.add_evaluated(seen)
             input, target = batch.data
-            result = self.trainer.evaluate(input, target, window=window)
+            with self.record.draws():
+                result = self.trainer.evaluate(input, target, window=window)
             if result.loss is not None and batch.is_full and self.talks:
                 sums["loss"] += result.loss * size
                 counts["loss"] += size
