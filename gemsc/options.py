@@ -151,7 +151,7 @@ class CompileOptions:
         if needed > self.ranks:
             raise GemscError(
                 f"--tiles {','.join(self.tiles)} needs {needed} ranks, "
-                f"--ranks gives {self.ranks}",
+                f"--ranks is {self.ranks}",
                 help=f"use --ranks {needed} or more, or fewer tiles",
             )
         if self.local_batchnorm and not self.tiles:
@@ -174,12 +174,12 @@ class CompileOptions:
             )
         if self.fuse_halos not in ("auto", "off") and not self.fuse_halos.isdecimal():
             raise GemscError(
-                f"--fuse-halos {self.fuse_halos} is neither auto, off nor a number",
+                f"--fuse-halos {self.fuse_halos} is not auto, off or a number",
                 help="give the most layers that share one halo, or auto or off",
             )
         if self.overlap_halos not in ("auto", "off", "on"):
             raise GemscError(
-                f"--overlap-halos {self.overlap_halos} is neither auto, off nor on",
+                f"--overlap-halos {self.overlap_halos} is not auto, off or on",
                 help="give auto, off or on",
             )
 

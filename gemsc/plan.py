@@ -230,7 +230,7 @@ class Plan:
 
 def plan_file(path: Path) -> TomlFile:
     """Read a plan's text; an error names the line."""
-    return TomlFile.read(path, what="plan", advice="compile again to write it anew")
+    return TomlFile.read(path, what="plan", advice="compile again to rewrite it")
 
 
 _ENTRIES = {  # of the tables in these lists

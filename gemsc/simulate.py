@@ -139,7 +139,7 @@ def options_of(directory: Path) -> tuple[UserModel, CompileOptions]:
     plan = Plan.read(directory / "plan.toml")
     if not plan.spec:
         raise GemscError(
-            f"{directory} was compiled from Python, and does not know its model's file",
+            f"{directory} was compiled from Python: its model is not in a file",
             help="give the file that defines the model: gemsc simulate model.py",
         )
     known = CompileOptions(ranks=plan.copy_ranks, data=plan.data)

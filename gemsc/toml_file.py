@@ -191,7 +191,7 @@ class _Builder:
             keys,
             f"{_dotted(keys)} is {value!r}, which is not a "
             f"{_WORDS.get(origin, 'table')}",
-            help=f"mend the entry, or {self.file.advice}",
+            help=f"correct the entry, or {self.file.advice}",
         )
 
 

@@ -172,7 +172,7 @@ class UserModel:
             raise _failure("dataset fails", error, self.path, at, advice) from error
         if not isinstance(collated, (tuple, list)) or len(collated) != 2:
             raise GemscError(
-                "dataset does not give (input, target) pairs",
+                "dataset does not return (input, target) pairs",
                 at=at,
                 help="return a pair from __getitem__, or add example_target()",
             )

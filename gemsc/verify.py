@@ -277,7 +277,7 @@ def verify_compiled(
             f"{directory} is {kind} in {dtype}: {name} is off by "
             f"{found.errors[name]:.1e}, rounding alone by "
             f"{found.rounding.get(name, 0.0):.1e}",
-            help="compile again; if it stays so, report it with the model",
+            help="compile again; if it persists, report it with the model",
         )
     return found
 
@@ -405,7 +405,7 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
     """
     if not plan.spec:
         raise GemscError(
-            f"{directory} was compiled from Python: its model is in no file",
+            f"{directory} was compiled from Python: its model is not in a file",
             help="call gemsc.verify_compiled(directory, model, example_inputs, "
             "loss=...) in the script that compiles it",
         )

@@ -79,7 +79,7 @@ def verify_run(
 ) -> RunComparison:
     """Train with `gemsc run` and in a plain loop in this process; compare the two.
 
-    `arguments` are those of `gemsc run`. Dropout is off in both.
+    `arguments` are those of `gemsc run`. Both make the same random draws.
 
     Raises:
         GemscError: the program cannot run, or the two have seen other data.
@@ -160,7 +160,8 @@ def _check_data(plain: PlainRun, record: RunRecord) -> None:
         _check_samples("dataset", plain.samples, epoch, digests, plain.user)
         if {index for index, _ in digests} != set(plain.rows[step]):
             raise GemscError(
-                f"in step {step + 1}, the ranks and the plain loop take other samples",
+                f"in step {step + 1}, the ranks and the plain loop take different "
+                "samples",
                 at=plain.user.line_of("dataset"),
                 help="give a dataset whose length does not change",
             )
@@ -178,8 +179,8 @@ def _check_samples(
     for (index, box), found in digests.items():
         if found != samples.digest_of(epoch, index, box):
             raise GemscError(
-                f"{name} gives the ranks and the plain loop different data: sample "
-                f"{index}, in epoch {epoch + 1}",
+                f"{name} returns different data to the ranks and the plain loop: "
+                f"sample {index}, in epoch {epoch + 1}",
                 at=user.line_of(name),
                 help="a sample may depend on its index and on torch's, numpy's and "
                 "Python's own random generators only",

@@ -140,7 +140,7 @@ FILES = {
         advises="detach",
     ),
     "dataset of no pairs": Mistake(
-        ("does not give (input, target) pairs",),
+        ("does not return (input, target) pairs",),
         MODEL + f"def dataset():{HERE}\n    return [torch.zeros(8)] * 9\n",
         advises="return a pair",
     ),
@@ -716,8 +716,8 @@ def test_a_batch_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("samples", "says"),
     [
-        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be joined to a batch"),
-        ([torch.zeros(2), torch.zeros(2)], "does not give .input, target. pairs"),
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be collated into a batch"),
+        ([torch.zeros(2), torch.zeros(2)], "does not return .input, target. pairs"),
         (iter([]), "which has no len"),
     ],
 )

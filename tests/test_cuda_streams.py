@@ -181,7 +181,7 @@ def test_a_device_gives_the_numbers_of_the_cpu(
     if not thorough and (schedule, use) not in FEW:
         pytest.skip("only with --all-streams")
     if schedule == "zb-h1" and use not in ("plain", "data 2"):
-        with pytest.raises(GemscError, match="does not go with"):
+        with pytest.raises(GemscError, match="cannot be used with"):
             compiled(tmp_path, schedule, use)
         return
     program = compiled(tmp_path, schedule, use)

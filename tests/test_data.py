@@ -113,9 +113,9 @@ def test_a_dataset_without_a_length_is_refused() -> None:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([torch.zeros(2), torch.zeros(2)], "does not give .input, target. pairs"),
-        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be joined"),
-        ([(object(), 0), (object(), 0)], "cannot be joined"),
+        ([torch.zeros(2), torch.zeros(2)], "does not return .input, target. pairs"),
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be collated"),
+        ([(object(), 0), (object(), 0)], "cannot be collated"),
     ],
 )
 def test_samples_that_make_no_batch_are_refused(samples: Any, message: str) -> None:

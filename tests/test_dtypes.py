@@ -130,5 +130,5 @@ def test_a_model_that_cannot_run_in_another_dtype_says_why() -> None:
     for forward in (bits, branch):
         why = record(Net(forward), (X,)).only_dtype
         assert why.startswith("test_dtypes.py:")
-        assert why.endswith("forward does something else in float64")
+        assert why.endswith("forward behaves differently in float64")
     assert record(Net(dtype_of_a_tensor), (X,)).only_dtype == ""

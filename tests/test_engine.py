@@ -107,7 +107,7 @@ def test_a_cap_that_nothing_fits_names_rank_bytes_and_a_way_out() -> None:
     with pytest.raises(GemscError) as caught:
         run(task, GPIPE)
     assert caught.value.message == (
-        "rank 1 needs 2,000 bytes for one micro-batch, and may have 100 bytes"
+        "rank 1 needs 2,000 bytes for one micro-batch, but the limit is 100 bytes"
     )
     assert "--device-memory" in (caught.value.help or "")
 

@@ -188,13 +188,13 @@ def test_the_memory_of_small_messages_is_predicted_to_the_byte(
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ({"ranks": 2, "tiles": "2x2"}, "--tiles 2x2 needs 4 ranks, --ranks gives 2"),
+        ({"ranks": 2, "tiles": "2x2"}, "--tiles 2x2 needs 4 ranks, --ranks is 2"),
         ({"ranks": 5, "tiles": "2x2,2x1"}, "--tiles 2x2,2x1 needs 6 ranks"),
         ({"ranks": 4, "tiles": "2x"}, "'2x' is not a grid"),
         ({"ranks": 4, "tiles": "2x2x2"}, "needs 8 ranks"),
         ({"ranks": 4, "local_batchnorm": True}, "has no effect without --tiles"),
-        ({"ranks": 2, "overlap_halos": "on"}, "--overlap-halos on means nothing"),
-        ({"ranks": 2, "fuse_halos": "3"}, "--fuse-halos 3 means nothing"),
+        ({"ranks": 2, "overlap_halos": "on"}, "--overlap-halos on has no effect"),
+        ({"ranks": 2, "fuse_halos": "3"}, "--fuse-halos 3 has no effect"),
         ({"ranks": 4, "tiles": "2x2", "fuse_halos": "no"}, "--fuse-halos no"),
         ({"ranks": 4, "tiles": "2x2", "overlap_halos": "1"}, "--overlap-halos 1"),
     ],

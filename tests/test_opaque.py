@@ -505,7 +505,7 @@ def test_a_size_that_depends_on_data_at_the_top_is_refused() -> None:
         record(Model(), (X,))
     assert caught.value.at is not None
     assert caught.value.at.line == line_of("# the router")
-    text = r"'router' cannot stay whole: it gives int64\[\d+, 2\] for one batch and"
+    text = r"'router' cannot stay whole: it returns int64\[\d+, 2\] for one batch and"
     assert re.search(text, str(caught.value))
 
 

@@ -258,7 +258,7 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
         (
             lambda t: t.replace('overlap_halos = "auto"', 'overlap_halos = "maybe"'),
             'overlap_halos = "maybe"',
-            "--overlap-halos maybe is neither auto, off nor on",
+            "--overlap-halos maybe is not auto, off or on",
         ),
         (
             lambda t: t.replace('placement = "linear"', 'placement = "sidewise"'),
@@ -306,7 +306,7 @@ def test_options_beside_a_plan_are_refused(command: Gemsc, tmp_path: Path) -> No
         words = ("compile", "model.py", "--plan", str(path), *typed.split())
         outcome = command(*words)
         assert outcome.code == 1
-        assert f"beside --plan, which decides everything\nhelp: change {path}" in (
+        assert f"with --plan, which decides everything\nhelp: change {path}" in (
             outcome.err
         )
 
@@ -323,6 +323,6 @@ def test_a_tie_names_no_difference_of_memory() -> None:
         return Candidate(options, seconds=1.0, samples=4, peak_bytes=peak)
 
     tied = reason([candidate("1f1b", 1024), candidate("gpipe", 1024)])
-    assert tied == "as fast as gpipe, M=4, and as lean"
+    assert tied == "as fast as gpipe, M=4, with the same peak memory"
     leaner = reason([candidate("1f1b", 1024), candidate("gpipe", 2048)])
     assert leaner == "as fast as gpipe, M=4 with 1.0 KiB instead of 2.0 KiB"

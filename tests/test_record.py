@@ -496,7 +496,7 @@ def test_a_table_that_changes_at_each_call_is_refused() -> None:
         self.scale = self.scale * 0.9
         return self.fc(x) * self.scale
 
-    with pytest.raises(GemscError, match="does something else when it is called again"):
+    with pytest.raises(GemscError, match="behaves differently when it is called again"):
         record(Model(forward, scale=torch.ones(4)), (X,), loss=mean)
 
 

@@ -78,14 +78,16 @@ def test_the_sample_and_the_ranks_that_differ_are_named() -> None:
         with pytest.raises(GemscError) as caught:
             on_ranks(Table(), None, Table(changed), compare_all=True, number=2)
         message = (
-            "model.py:7: error: dataset gives ranks 0 and 2 different data: "
+            "model.py:7: error: dataset returns different data on ranks 0 and 2: "
             f"sample {changed}, in epoch 3\n"
         )
         assert str(caught.value).startswith(message)
 
 
 def test_samples_for_evaluation_are_compared() -> None:
-    with pytest.raises(GemscError, match=r"ranks 0 and 1 different data: sample 2\n"):
+    with pytest.raises(
+        GemscError, match=r"different data on ranks 0 and 1: sample 2\n"
+    ):
         on_ranks(Table(), Table(2), shuffle=False)
 
 
@@ -98,7 +100,7 @@ def test_replicas_have_one_sample_in_common() -> None:
     first = on_ranks(Table(), Table(), num_parts=2)[1][0]
     assert len(first) == 4
     wrong = Table(*range(12))
-    with pytest.raises(GemscError, match="ranks 0 and 1 different data"):
+    with pytest.raises(GemscError, match="different data on ranks 0 and 1"):
         on_ranks(Table(), wrong, num_parts=2)
 
 
@@ -106,7 +108,7 @@ def test_ranks_compare_the_same_part_of_an_image() -> None:
     halves = [(0, 2), (2, 4)]
     assert on_ranks(Table(), Table(), boxes=halves)
     assert on_ranks(Table(), Table(*range(12)), boxes=halves)  # nothing in common
-    with pytest.raises(GemscError, match="ranks 0 and 2 different data"):
+    with pytest.raises(GemscError, match="different data on ranks 0 and 2"):
         on_ranks(Table(), Table(), Table(*range(12)), boxes=[*halves, halves[0]])
 
 
@@ -196,7 +198,9 @@ def test_a_generator_without_a_seed_stops_the_run(name: str, tmp_path: Path) -> 
     assert outcome.code == 1
     line = line_of(f"def {name}()", text)
     assert outcome.err.count("error: ") == 1
-    message = f"noisy.py:{line}: error: {name} gives ranks 0 and 1 different data: "
+    message = (
+        f"noisy.py:{line}: error: {name} returns different data on ranks 0 and 1: "
+    )
     assert message in outcome.err
     assert "seed other generators" in outcome.err
     assert not (tmp_path / "checkpoint").exists()

@@ -303,19 +303,19 @@ def test_other_data_are_told(user: UserModel) -> None:
     record = record_of(run)
     index = run.rows[4][2]
     record.samples[4][index, None] = "other"
-    message = f"dataset gives .* different data: sample {index}, in epoch 2"
+    message = f"dataset returns different data .*: sample {index}, in epoch 2"
     with pytest.raises(GemscError, match=message) as caught:
         _check_data(run, record)
     assert caught.value.at == user.line_of("dataset")
 
     record = record_of(run)
     del record.samples[1][run.rows[1][0], None]
-    with pytest.raises(GemscError, match=r"in step 2, .* take other samples"):
+    with pytest.raises(GemscError, match=r"in step 2, .* take different samples"):
         _check_data(run, record)
 
     record = record_of(run)
     record.eval_samples[12] = {(12, None): "other"}
-    with pytest.raises(GemscError, match=r"eval_dataset gives .* sample 12"):
+    with pytest.raises(GemscError, match=r"eval_dataset returns .* sample 12"):
         _check_data(run, record)
 
 

@@ -47,7 +47,10 @@ def _options(
     shown: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print it.", is_eager=True, callback=_show_version
+            "--version",
+            help="Print the version.",
+            is_eager=True,
+            callback=_show_version,
         ),
     ] = False,
 ) -> None:

@@ -54,7 +54,7 @@ def compile_command(
     model: Model,
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("build/program"),
     plan: Annotated[
-        Path | None, typer.Option(help="an edited plan.toml, in place of options")
+        Path | None, typer.Option(help="an edited plan.toml, instead of options")
     ] = None,
     options: CompileOptions = DEFAULTS,
     print_after: Annotated[
@@ -84,12 +84,12 @@ def compile_command(
 def plan_command(
     model: Model,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="write plan.toml: edit it")
+        Path | None, typer.Option("-o", "--output", help="write an editable plan.toml")
     ] = None,
     options: CompileOptions = DEFAULTS,
     most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
 ) -> None:
-    """Compare ways to train on so many ranks; write no program."""
+    """Compare ways to train on these ranks, without writing a program."""
     candidates, found = _plan(load_user_model(model), options)
     _report(candidates, found, most=most)
     show_plan(found, console)
@@ -135,7 +135,7 @@ class _Watch:
 def _report(
     candidates: Sequence[Candidate], plan: Plan, where: str = "", most: int = 8
 ) -> None:
-    """Print what was chosen, and why where there was a choice."""
+    """Print what was chosen, and why, where there was a choice."""
     if candidates:
         show_candidates(candidates, console, most)
     console.print(f"{plan.summary}{where}", highlight=False)
@@ -210,7 +210,7 @@ def _say_nothing(what: str, share: float = 1.0) -> None:
 def _read_edited(path: Path, typed: Sequence[str]) -> EditedPlan:
     if typed:
         raise GemscError(
-            f"{' '.join(typed)} beside --plan, which decides everything",
+            f"{' '.join(typed)} cannot be given with --plan, which decides everything",
             help=f"change {path} instead",
         )
     if not path.is_file():

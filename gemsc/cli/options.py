@@ -136,7 +136,7 @@ FLAGS = {
     ),
     "schedule": _Flag(help=", ".join(("auto", *SCHEDULES)), default=DEFAULTS.schedule),
     "micro_batches": _Flag(
-        help="example_inputs() in one step, or auto",
+        help="micro-batches (of example_inputs()) in one step, or auto",
         default=str(DEFAULTS.micro_batches),
         read=functools.partial(_count, flag="--micro-batches"),
     ),
@@ -153,7 +153,9 @@ FLAGS = {
         help="explicit: blocks of each stage, 3,4,4,5", default="", read=_numbers
     ),
     "cuts": _Flag(
-        help="explicit: modules that later stages begin with", default="", read=_names
+        help="explicit: modules at which the later stages begin",
+        default="",
+        read=_names,
     ),
     "placement": _Flag(
         help=", ".join(("natural", "auto", *PLACEMENTS)), default=DEFAULTS.placement
@@ -161,7 +163,7 @@ FLAGS = {
     "frontend": _Flag(help=", ".join(FRONTENDS), default=DEFAULTS.frontend),
     "device_memory": _Flag(
         kind=str | None,
-        help="cap of a rank, for example 16GiB",
+        help="memory limit of each rank, for example 16GiB",
         default=None,
         read=_bytes,
     ),
@@ -175,12 +177,12 @@ FLAGS = {
         default=DEFAULTS.profile,
     ),
     "recompute": _Flag(
-        help="off, all, auto or blocks to run again in the backward",
+        help="off, all, auto or blocks to recompute in the backward",
         default="off",
         read=_names,
     ),
     "offload": _Flag(
-        help="off, auto or blocks that keep activations on the host",
+        help="off, auto or blocks whose activations wait on the host",
         default="off",
         read=_names,
     ),

@@ -33,7 +33,8 @@ def profile_command(
     ] = False,
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("hardware.toml"),
     hardware: Annotated[
-        str, typer.Option(help="where the figures that are not measured come from")
+        str,
+        typer.Option(help="machine or file to take figures from that are not measured"),
     ] = "",
     ranks: Annotated[int, typer.Option(help="network: processes to start", min=2)] = 2,
     device: Annotated[
@@ -43,7 +44,7 @@ def profile_command(
         int, typer.Option(help="calibrate: threads of one rank", min=1)
     ] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="calibrate: seconds, and less exact")
+        bool, typer.Option("--quick", help="calibrate: takes seconds, less exact")
     ] = False,
 ) -> None:
     """Measure this machine and write a hardware file for `compile --hardware`."""

@@ -19,5 +19,5 @@ def run_command(
         typer.Argument(help="--epochs, --steps, --save, ...; --help lists all"),
     ] = None,
 ) -> None:
-    """Train: mpirun with the right flags for this machine."""
+    """Train under mpirun, with the right flags for this machine."""
     raise typer.Exit(start(directory, arguments or []))

@@ -29,10 +29,10 @@ __all__ = ["graph_command", "show_command", "timeline_command"]
 def show_command(
     directory: Directory,
     html: Annotated[
-        bool, typer.Option("--html", help="write report.html anew instead")
+        bool, typer.Option("--html", help="rewrite report.html instead")
     ] = False,
 ) -> None:
-    """Print why it is cut so, stages, skips, transfers, memory and the order."""
+    """Explain the split; print stages, skips, transfers, memory and the order."""
     plan = Plan.read(directory / "plan.toml")
     if html:
         console.print(f"wrote {write_report(plan, directory)}", highlight=False)
@@ -46,7 +46,7 @@ def graph_command(
     output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
     options: CompileOptions = DEFAULTS,
 ) -> None:
-    """Draw the graph: stages as clusters of blocks, skips apart."""
+    """Draw the graph: stages as clusters of blocks, with transfers and skips."""
     if Path(target).is_dir():
         Plan.read(Path(target) / "plan.toml")
         path = output or Path(target) / "graph.svg"
@@ -66,13 +66,15 @@ def graph_command(
 def timeline_command(
     directory: Directory,
     output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
-    text: Annotated[bool, typer.Option("--text", help="print it instead")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="print the timeline instead")
+    ] = False,
     measured: Annotated[
         bool, typer.Option("--measured", help="run some steps and draw them below")
     ] = False,
     steps: Annotated[int, typer.Option(help="training steps to measure", min=1)] = 9,
 ) -> None:
-    """Draw who does what when in one step, as predicted and as measured."""
+    """Draw the timeline of one step, as predicted and, with --measured, as run."""
     plan = Plan.read(directory / "plan.toml")
     if text:
         typer.echo(grid(plan))

@@ -31,7 +31,7 @@ __all__ = ["simulate_command"]
 def simulate_command(
     target: Annotated[str, typer.Argument(help="a model, or a program directory")],
     ranks: Annotated[
-        int | None, typer.Option(help="processes in all, over all replicas", min=1)
+        int | None, typer.Option(help="processes of all replicas together", min=1)
     ] = None,
     data: Annotated[
         int | None, typer.Option(help="data-parallel replicas", min=1)
@@ -55,7 +55,7 @@ def simulate_command(
         Path | None, typer.Option("-o", "--output", help="draw the curve: curve.svg")
     ] = None,
 ) -> None:
-    """Simulate training on many ranks: real schedule, predicted times, a network."""
+    """Simulate training on many ranks: the real schedule, a modelled network."""
     if output is not None and output.suffix != ".svg":
         raise GemscError(
             f"cannot draw {output}", help="give -o a name that ends in .svg"

@@ -28,8 +28,8 @@ def verify_command(
     run: Annotated[
         int | None,
         typer.Option(
-            help="compare so many steps of `gemsc run`, with data, order, evaluation "
-            "and saved model, with a plain PyTorch loop",
+            help="compare this many steps of `gemsc run` (data, order, evaluation, "
+            "saved model) with a plain PyTorch loop",
             min=1,
         ),
     ] = None,
@@ -44,7 +44,7 @@ def verify_command(
         raise GemscError(f"unknown dtype '{dtype}'", help="float64, float32 or both")
     if arguments and run is None:
         raise GemscError(
-            f"verify does not know {arguments[0]}", help="see gemsc verify --help"
+            f"unknown argument {arguments[0]}", help="see gemsc verify --help"
         )
     if run is not None:
         raise typer.Exit(_verify_run(directory, names, run, arguments or []))
@@ -116,7 +116,7 @@ def _verdict(
     line = f"{dtype}: worst {error:.1e}, allowed {min(allowed, limit):.0e}: {words}"
     if tensor in found.rounding:
         line += (
-            f"\n{dtype}: that is {tensor}; rounding alone carries it "
+            f"\n{dtype}: that is {tensor}; rounding alone changes it by "
             f"{found.rounding[tensor]:.1e} in one process"
         )
     return line

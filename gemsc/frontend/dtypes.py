@@ -43,7 +43,7 @@ def mark_dtypes(graph: fx.Graph, other: fx.Graph, dtype: torch.dtype) -> None:
             found.append((node, *pair.compare(node, like)))
         except _DifferentError:
             raise GemscError(
-                f"forward does something else in {str(dtype).removeprefix('torch.')}",
+                f"forward behaves differently in {str(dtype).removeprefix('torch.')}",
                 at=meta.location(node or like),
             ) from None
     for node, marks, (args, kwargs) in found:

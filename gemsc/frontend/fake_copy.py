@@ -162,7 +162,7 @@ def reject_unsupported(model: nn.Module) -> None:
             )
         if parameter._backward_hooks:
             raise GemscError(
-                f"parameter {name} has a gradient hook, which a program cannot carry",
+                f"parameter {name} has a gradient hook, which gemsc does not support",
                 help="change gradients in a torch.autograd.Function or the optimizer",
             )
 
@@ -181,7 +181,7 @@ _REFUSED: tuple[tuple[_Test, str, str], ...] = (
     ),
     (
         lambda m: m._backward_hooks or m._backward_pre_hooks,
-        "has a backward hook, which a program cannot carry",
+        "has a backward hook, which gemsc does not support",
         "change gradients in a torch.autograd.Function",
     ),
 )

@@ -93,11 +93,11 @@ class Watch:
         with log, torch.autograd.graph.saved_tensors_hooks(log.save, lambda t: t):
             result = self.forward(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
-            raise _UnfitError("it changes what it is given in place")
+            raise _UnfitError("it changes its inputs in place")
         gives = _structure(result, learns)
         outputs = [tensor for _, tensor in tensor_leaves(result)]
         if not outputs:
-            raise _UnfitError("it gives no tensor")
+            raise _UnfitError("it returns no tensor")
         call = log.summary(OpaqueCall(takes=takes, gives=gives), inputs, outputs)
         ends = [tensor for tensor in outputs if tensor.requires_grad]
         if ends:
@@ -122,7 +122,7 @@ class Watch:
         before = [each.spec for each in givens(measured.gives)]
         if now != before:
             one, other = (", ".join(map(str, specs)) for specs in (before, now))
-            raise _UnfitError(f"it gives {one} for one batch and {other} for another")
+            raise _UnfitError(f"it returns {one} for one batch and {other} for another")
 
 
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ def _structure(value: Any, learns: bool) -> Any:
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return named_tuple(value, [_structure(item, learns) for item in value])
     raise _UnfitError(
-        f"it gives a value of type {type(value).__name__}, which may differ from "
+        f"it returns a value of type {type(value).__name__}, which may differ from "
         "step to step"
     )
 

@@ -216,7 +216,7 @@ def _record_assignments(
         )
         if not fits or new is None:
             raise GemscError(
-                f"forward replaces buffer {name} by something of another kind",
+                f"forward replaces buffer {name} with something of another kind",
                 help="keep its shape and dtype",
             )
         writer.assign_buffer(name, old, new)
@@ -318,7 +318,7 @@ def _signature(
 
 def _reject_difference(at: SourceLocation | None) -> None:
     raise GemscError(
-        "forward is not deterministic: it does something else when it is called again",
+        "forward is not deterministic: it behaves differently when it is called again",
         at=at,
         help="use neither Python's random nor attributes that forward changes",
     )
@@ -369,7 +369,7 @@ def _no_random_numbers(request: _Request) -> Iterator[None]:
     _trace(request, _copy(request, fake), fake, on_node=watch)
     raise GemscError(
         "forward is not deterministic: it draws from Python's or NumPy's random "
-        "numbers, before this line or in it",
+        "numbers, on this line or before it",
         at=lines[0] if lines else None,
         help="use torch's random functions, for example torch.rand or nn.Dropout",
     )

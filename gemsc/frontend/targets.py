@@ -102,7 +102,7 @@ def describe_call(
         return _attribute(name, func.__self__.__name__, args)
     if name in _REFUSED and (_is_method(func) or name in ("backward", "grad")):
         raise GemscError(
-            f"forward calls {name}(), which a graph cannot hold",
+            f"forward calls {name}(), which a graph cannot contain",
             help=_REFUSED[name],
         )
     if name in _REVERSED and len(args) == 2:

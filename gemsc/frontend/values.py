@@ -109,7 +109,7 @@ def returned(output: object) -> Returned:
 def output_notes(output: Returned) -> tuple[str, ...]:
     """Return what a user should know of what the model returned."""
     return tuple(
-        f"the model returns {what}, of which gemsc sees no tensors: evaluation gives "
+        f"the model returns {what}, in which gemsc sees no tensors: evaluation returns "
         "None in its place"
         for what in output.left_out
     )

@@ -236,7 +236,7 @@ class GraphWriter:
         if isinstance(value, _LITERALS):
             return value
         raise GemscError(
-            f"an argument of type {type(value).__name__} cannot stand in a graph",
+            f"an argument of type {type(value).__name__} cannot be part of a graph",
             help="pass tensors, numbers and strings to torch functions",
         )
 

@@ -190,7 +190,7 @@ def spec(node: fx.Node) -> TensorSpec:
     """Return shape and dtype of a node whose value is one tensor."""
     fake = value(node)
     if not isinstance(fake, torch.Tensor):
-        raise InternalError(f"node {node.name} is no tensor: {type(fake).__name__}")
+        raise InternalError(f"node {node.name} is not a tensor: {type(fake).__name__}")
     return TensorSpec(tuple(int(size) for size in fake.shape), fake.dtype)
 
 

@@ -251,7 +251,7 @@ class Program:
         (result,) = self.output.args
         loss = result[0]  # type: ignore[index]
         if loss is not None and not isinstance(loss, fx.Node):
-            raise InternalError(f"the loss is no node: {loss!r}")
+            raise InternalError(f"the loss is not a node: {loss!r}")
         return loss
 
     @property

@@ -46,8 +46,8 @@ class CheckStatistics(Pass):
                 changed = _changed(node, program.module)
                 if changed:
                     raise GemscError(
-                        f"forward changes '{changed}', and {self.num_runs} runs of the "
-                        "model would each change it in its own way",
+                        f"forward changes '{changed}', and each of {self.num_runs} "
+                        "replicas of the model would change it differently",
                         at=meta.location(node),
                         help="use a schedule with one replica and --data 1",
                     )

@@ -55,8 +55,8 @@ class CheckTiles(Pass):
         if grid and not pictures:
             shapes = ", ".join(f"{i.name}: {i.spec}" for i in program.inputs)
             raise GemscError(
-                f"--tiles {_show(grid)} splits images, and no input of the model is "
-                f"one ({shapes})",
+                f"--tiles {_show(grid)} splits images, but no input of the model is "
+                f"an image ({shapes})",
                 help="give inputs of [batch, channels, height, width], or leave out "
                 "--tiles",
             )

@@ -18,7 +18,7 @@ Assess = Callable[[CompileOptions], Candidate]
 
 
 def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
-    """Return the error for candidates of which none fits, the leanest at its centre."""
+    """Return the error where no candidate fits; it names that with the lowest peak."""
     built = [candidate for candidate in candidates if not candidate.problem]
     if not built:
         return GemscError(
@@ -33,8 +33,8 @@ def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
         *_smaller_micro_batches(leanest, cap),
     ]
     return GemscError(
-        f"no schedule fits {show_bytes(cap)} on each rank: the leanest, "
-        f"{leanest.name}, needs {show_enough_bytes(leanest.peak_bytes)}",
+        f"no schedule fits {show_bytes(cap)} on each rank: the lowest peak, of "
+        f"{leanest.name}, is {show_enough_bytes(leanest.peak_bytes)}",
         help="; or ".join(ways)
         or "more ranks or smaller micro-batches do not help: raise --device-memory",
     )

@@ -143,7 +143,7 @@ def alternatives(
         raise GemscError(
             f"nothing to choose for --schedule {options.schedule} "
             f"--placement {options.placement}",
-            help="give one of them only",
+            help="give only one of them",
         )
     return found
 
@@ -243,12 +243,12 @@ def reason(candidates: Sequence[Candidate]) -> str:
             memory = f" with {mine} instead of {its}"
             parts.append(
                 f"as fast as {second.name}"
-                + (", and as lean" if mine == its else memory)
+                + (", with the same peak memory" if mine == its else memory)
             )
         else:
             parts.append(
                 f"{gain:.0%} faster than {second.name}: ranks are idle "
-                f"{first.bubble:.0%} of the time, there {second.bubble:.0%}"
+                f"{first.bubble:.0%} of the time instead of {second.bubble:.0%}"
             )
     tight = [c for c in faster if not c.fits() and first.fits()]
     if tight:

@@ -151,7 +151,7 @@ def _placement(plan: Plan, file: TomlFile) -> str:
                 ("stages", index, "ranks"),
                 f"stage {index} is on rank {wrong[0]}, but the ranks of a replica are "
                 f"0 to {plan.copy_ranks - 1}",
-                help="all replicas are placed alike",
+                help="all replicas are placed in the same way",
             )
     if plan.placement != "explicit" and rows == _named_rows(plan):
         return plan.placement
@@ -160,7 +160,7 @@ def _placement(plan: Plan, file: TomlFile) -> str:
         raise file.error(
             ("stages", several[0], "ranks"),
             f"stage {several[0]} is on {len(rows[several[0]])} ranks, which "
-            f"placement {plan.placement} does not give",
+            f"placement {plan.placement} does not allow",
             help="give one rank for each stage, or undo the change",
         )
     idle = set(range(plan.copy_ranks)) - {rank for (rank,) in rows}
@@ -183,7 +183,7 @@ def _placement_of_groups(plan: Plan, file: TomlFile) -> str:
             raise file.error(
                 ("stages", index, "ranks"),
                 f"stage {index} is on ranks {stage.ranks}, which are not whole grids",
-                help=f"the ranks that go together are {plan.groups}",
+                help=f"the grids are ranks {plan.groups}",
             )
     if plan.placement != "explicit":
         return plan.placement

@@ -131,7 +131,7 @@ def _limit(
     if name == "messages":
         return (
             f"messages cost most, {share:.0%} of the step",
-            "larger micro-batches, or cuts where less crosses, may help",
+            "larger micro-batches, or cuts that fewer bytes cross, may help",
         )
     if name == "fill":
         more = "more --micro-batches help"

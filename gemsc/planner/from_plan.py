@@ -19,7 +19,7 @@ from gemsc.schedules import (
 
 __all__ = ["task_of", "timeline_of"]
 
-HELP = "compile again to write it anew"
+HELP = "compile again to rewrite it"
 
 
 def task_of(plan: Plan) -> Task:

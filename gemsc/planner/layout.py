@@ -74,7 +74,7 @@ def layout(options: CompileOptions) -> Layout:
         raise GemscError(
             f"--placement {kind} does not fit --schedule {options.schedule}, which has "
             + ("two mirrored replicas" if two else "one replica"),
-            help="leave --placement out, or say natural",
+            help="leave --placement out, or use natural",
         )
     per_rank = {"folded": 2, "looped": options.chunks}.get(kind, 1)
     num_stages = len(explicit) or per_rank * len(groups)
@@ -182,7 +182,7 @@ def _check_split(options: CompileOptions) -> None:
     for name in ("tiles", "recompute", "offload"):
         if getattr(options, name):
             raise GemscError(
-                f"--schedule {options.schedule} does not go with --{name}: it keeps "
-                "what weight gradients need in a way of its own",
+                f"--schedule {options.schedule} cannot be used with --{name}: it keeps "
+                "what weight gradients need in a different way",
                 help="use 1f1b, interleaved or chimera",
             )

@@ -31,14 +31,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Train a program that gemsc compiled.",
         epilog="Epochs and steps count from the first start, also after --resume.",
     )
-    parser.add_argument(
-        "--epochs", type=_count, default=1, help="times through the data"
-    )
+    parser.add_argument("--epochs", type=_count, default=1, help="passes over the data")
     parser.add_argument("--steps", type=_count, help="stop after this many steps")
-    parser.add_argument("--seed", type=int, default=0, help="order, crops, dropout")
-    parser.add_argument("--save", type=Path, help="folder for checkpoints, each epoch")
     parser.add_argument(
-        "--resume", type=Path, help="folder of a checkpoint to go on from"
+        "--seed", type=int, default=0, help="of sample order, crops and dropout"
+    )
+    parser.add_argument("--save", type=Path, help="folder for a checkpoint each epoch")
+    parser.add_argument(
+        "--resume", type=Path, help="folder of the checkpoint to continue from"
     )
     parser.add_argument("--workers", type=int, default=0, help="data loader processes")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -46,7 +46,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--accumulate", type=_count, default=1, help="steps averaged for one update"
     )
-    parser.add_argument("--clip-norm", type=float, help="bound of the gradients' norm")
+    parser.add_argument(
+        "--clip-norm", type=float, help="upper bound of the norm of all gradients"
+    )
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)

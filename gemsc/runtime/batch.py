@@ -110,5 +110,5 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
     except (RuntimeError, TypeError, ValueError):
         raise GemscError(
             f"{item.name} is of type {type(value).__name__}, which is not a tensor",
-            help="give a tensor, or numbers that make one",
+            help="pass a tensor or numbers",
         ) from None

@@ -69,8 +69,8 @@ def _told(directory: Path, step: int) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise GemscError(
             f"the checkpoint of step {step} cannot be written to {directory}: {error}",
-            help="make room there, or --save elsewhere; an older checkpoint in it "
-            "is still whole",
+            help="free space there, or --save elsewhere; an older checkpoint there "
+            "is still complete",
         ) from error
 
 
@@ -220,16 +220,16 @@ def _read_progress(trainer: Trainer, folder: Path, step: int) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         found = str(error).split("\n")[0]
     if not isinstance(found, dict) or found.keys() != NEEDED:
-        raise GemscError(f"{path} is damaged: {found}", help="take another checkpoint")
+        raise GemscError(f"{path} is damaged: {found}", help="use another checkpoint")
     if found["steps"] != step:
         raise GemscError(
             f"{path} is of step {found['steps']}, the checkpoint of step {step}",
-            help="take another checkpoint",
+            help="use another checkpoint",
         )
     if found["parameters"] != list(trainer.worker.named_parameters()):
         raise GemscError(
-            f"{folder} was saved by ranks that share the model otherwise",
-            help=f"compile with the split of that time, {WEIGHTS_ALONE}",
+            f"{folder} was saved with another split of the model",
+            help=f"compile with that split, {WEIGHTS_ALONE}",
         )
     for key, part in _stateful(trainer).items():
         before, now = found["kinds"].get(key), type(part).__name__
@@ -257,5 +257,5 @@ def _take_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
         except (ValueError, KeyError, TypeError) as error:
             raise GemscError(
                 f"the state of the {key} does not fit {type(part).__name__}: {error}",
-                help=f"make it as it was made when the run was saved, {WEIGHTS_ALONE}",
+                help=f"create it as in the run that was saved, {WEIGHTS_ALONE}",
             ) from error

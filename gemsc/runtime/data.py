@@ -157,12 +157,12 @@ def _collate(read: list[tuple[Any, str]]) -> tuple[tuple[Any, Any], list[str]]:
         batch = default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:
         raise GemscError(
-            f"samples of the dataset cannot be joined to a batch: {error}",
-            help="give samples of the same structure, shapes and dtypes",
+            f"samples of the dataset cannot be collated into a batch: {error}",
+            help="return samples of the same structure, shapes and dtypes",
         ) from error
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise GemscError(
-            "the dataset does not give (input, target) pairs",
+            "the dataset does not return (input, target) pairs",
             help="return a pair from __getitem__",
         )
     return (batch[0], batch[1]), [text for _, text in read]

@@ -160,5 +160,5 @@ def _misfit(value: Value, tensor: Tensor) -> GemscError:
     return GemscError(
         f"'{value.name}' has shape {list(tensor.shape)} for this micro-batch, but the "
         f"program was compiled for {list(value.shape)}",
-        help="let forward give the same shapes whatever the data are",
+        help="make forward return the same shapes for all data",
     )

@@ -31,7 +31,7 @@ def measure(directory: Path, num_steps: int) -> list[list[Mark]]:
         )
     if not plan.spec:
         raise GemscError(
-            f"{directory} was compiled from Python: its example inputs are in no file",
+            f"{directory} was compiled from Python: its inputs are not in a file",
             help="compile it from a file with model() and example_inputs()",
         )
     with tempfile.TemporaryDirectory(prefix="gemsc-times-") as name:

@@ -21,7 +21,7 @@ NOTHING = Batch((None, None), real=0, is_full=False)
 ADVICE = (
     "on every rank, torch's, numpy's and Python's own random generators are seeded "
     "alike for each sample; seed other generators (random.Random(), "
-    "np.random.default_rng()) by yourself, sort files and sets, and let no sample "
+    "np.random.default_rng()) yourself, sort files and sets, and let no sample "
     "depend on the time"
 )
 
@@ -76,7 +76,7 @@ class SharedData:
                 if found != wanted:
                     when = f", in epoch {epoch + 1}" if self.batches.shuffle else ""
                     raise self._differs(
-                        f"gives ranks {first} and {rank} different data: sample "
+                        f"returns different data on ranks {first} and {rank}: sample "
                         f"{index}{when}"
                     )
         return {key: found for key, (_, found) in known.items()}

@@ -188,7 +188,7 @@ class _Training:
         done = self.trainer.worker.steps_done
         if done >= total:
             raise GemscError(
-                f"{self.options.resume} has done {done} steps already, of {total}",
+                f"{self.options.resume} has already done {done} of {total} steps",
                 help="give more --epochs or --steps: they count from the first start",
             )
         while done < total:

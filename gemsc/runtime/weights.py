@@ -47,11 +47,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except FileNotFoundError:
         raise GemscError(
-            f"{path} is missing", help="compile again to write it anew"
+            f"{path} is missing", help="compile again to rewrite it"
         ) from None
     except (SafetensorError, OSError) as error:
         raise GemscError(
-            f"{path} is damaged: {error}", help="compile again to write it anew"
+            f"{path} is damaged: {error}", help="compile again to rewrite it"
         ) from None
 
 
@@ -75,7 +75,7 @@ def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) 
             raise GemscError(
                 f"weights '{name}' have shape {list(tensor.shape)}, the program needs "
                 f"{list(empty.shape)}",
-                help="take weights of this model, or compile again",
+                help="use weights of this model, or compile again",
             )
         value: Any = tensor.to(device)
         if isinstance(empty, nn.Parameter):

@@ -60,7 +60,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "interleaved": Schedule(
         policy=INTERLEAVED,
-        description="several stages on each rank: shorter idle times, more messages",
+        description="several stages on each rank: less idle time, more messages",
         placement="looped",
     ),
     "mast": Schedule(
@@ -71,7 +71,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "master": Schedule(
         policy=MASTER,
-        description="several such pairs of runs, their gradients added up",
+        description="several such pairs of runs, whose gradients accumulate",
         placement="mirrored",
         num_replicas=2,
     ),
@@ -89,6 +89,6 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "zb-h1": Schedule(
         policy=ZB_H1,
-        description="1f1b that fills idle time with the gradients of the weights",
+        description="1f1b with deferred weight gradients, which fill idle time",
     ),
 }

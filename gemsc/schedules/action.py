@@ -63,7 +63,7 @@ class Action:
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"'{text}' is no action; one looks like 2F0")
+            raise ValueError(f"'{text}' is not an action; an action looks like 2F0")
         stage, kind, micro_batch, marks = match.groups()
         return cls(Kind(kind), int(stage), int(micro_batch), len(marks))
 

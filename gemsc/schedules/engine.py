@@ -165,7 +165,7 @@ def _orders(task: Task, policy: Policy) -> Orders:
         orders = _Scheduler(task, attempt).run()
         if orders is not None:
             return orders
-    raise InternalError("the schedule policy leaves no action to go on with")
+    raise InternalError("the schedule policy allows no further action")
 
 
 def _require_memory(task: Task) -> None:
@@ -179,7 +179,7 @@ def _require_memory(task: Task) -> None:
             short.append(f"rank {rank} needs {need:,} bytes")
     if short:
         raise GemscError(
-            f"{', '.join(short)} for one micro-batch, and may have "
+            f"{', '.join(short)} for one micro-batch, but the limit is "
             f"{task.memory_cap:,} bytes",
             help="use more ranks, --balance memory, smaller micro-batches "
             "or a larger --device-memory",

@@ -80,8 +80,8 @@ def _page(plan: Plan, graph: str, candidates: Sequence[Candidate]) -> str:
             *kept,
             f"<footer>Predicted by gemsc {escape(plan.gemsc)} with torch "
             f"{escape(plan.torch)}; seconds: {escape(plan.times)}. "
-            "<code>gemsc timeline --measured</code> runs some steps and draws them "
-            "beside.</footer>",
+            "<code>gemsc timeline --measured</code> runs some steps and adds them to "
+            "the timeline.</footer>",
             f"</main><script>{SCRIPT}</script></body></html>\n",
         ]
     )
@@ -238,7 +238,7 @@ def _memory(plan: Plan, panel: Panel) -> str:
     parts = [f'<div class="picture">{curves}</div>']
     if len(chosen) < len(panel.rows):
         parts = [
-            "<h3>All ranks: median, quarters, least and most</h3>",
+            "<h3>All ranks: median, quartiles, minimum and maximum</h3>",
             f'<div class="picture">{memory_quantiles(panel)}</div>',
             f"<h3>{len(chosen)} of {len(panel.rows)} ranks</h3>",
             *parts,

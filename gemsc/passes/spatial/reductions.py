@@ -148,7 +148,7 @@ def _over_tiles(
         share = low.share(shape, reduced)
         return weighted_sum(low, call, local, share, result, among)
     if not meta.spec(source).dtype.is_floating_point:
-        raise Refused("it is not of floating point numbers")
+        raise Refused("it is not floating point")
     if call.kind in ("var", "std"):
         options["correction"] = _correction(call)
     if among:

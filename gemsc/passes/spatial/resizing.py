@@ -46,7 +46,7 @@ def interpolation(low: Lowering, call: Call) -> Local:
         return _pool(low, call, axes, "avg", low.shape(node)[2:])
     axes = result_axes(low, call, axes)
     if call.get("antialias") and low.shape(node)[-1] == 1:
-        raise Refused("PyTorch smooths otherwise where a single column is left")
+        raise Refused("PyTorch smooths differently where a single column is left")
     factors = _whole_factors(low, call)
     if factors is None:
         return _weighted_rows(low, call, axes, mode)

@@ -95,7 +95,7 @@ def lower(low: Lowering, node: fx.Node) -> Local:
             return local
     if call.kind in RULES:
         if not _has_tensor_input(call):
-            raise Refused("its input is no tensor")
+            raise Refused("its input is not a tensor")
         return RULES[call.kind](low, call)
     return _by_operators(low, node)
 

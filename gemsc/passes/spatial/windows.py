@@ -283,7 +283,7 @@ def max_pooling(low: Lowering, call: Call) -> Local:
     """
     has_indices = not isinstance(meta.value(call.node), Tensor)
     if not meta.spec(call.input).dtype.is_floating_point:
-        raise Refused("it is not of floating point numbers")
+        raise Refused("it is not floating point")
     window = _pooling_window(call)
     if not has_indices and _covers_everything(low, call, window):
         return largest_of_everything(low, call)
@@ -308,7 +308,7 @@ def max_unpooling(low: Lowering, call: Call) -> Local:
     pooling = _pooling_of(low, call["indices"])
     size = low.shape(pooling.input)[-rank:]
     if low.shape(call.node)[-rank:] != size:
-        raise Refused("its result has another size than what was pooled")
+        raise Refused("its result differs in size from what was pooled")
     axes = result_axes(low, call, spatial_axes(low, source, rank))
     window, pooled = _pooling_window(pooling), low.shape(source)[-rank:]
 
