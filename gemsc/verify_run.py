@@ -26,6 +26,7 @@ from gemsc.runtime.weights import read_tensors
 from gemsc.user_model import UserModel
 from gemsc.verify import (
     ALLOWED,
+    LIMIT,
     TOLERANCE,
     StepRecord,
     compare,
@@ -35,7 +36,6 @@ from gemsc.verify import (
 
 __all__ = ["OPTIONS", "RunComparison", "verify_run"]
 
-MOST = 0.1  # what is further off is never called exact
 # what the plain loop knows of, besides the number of steps
 OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm")
 
@@ -65,9 +65,9 @@ class RunComparison:
     def judge(self, dtype: torch.dtype) -> str:
         """Return "exact", "NOT EXACT", or "not decided" where rounding hides it."""
         allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding)
-        if self.worst <= min(allowed, MOST):
+        if self.worst <= min(allowed, LIMIT[dtype]):
             return "exact"
-        return "not decided" if allowed > MOST else "NOT EXACT"
+        return "not decided" if allowed > LIMIT[dtype] else "NOT EXACT"
 
 
 def verify_run(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from program_support import Net, X, mse, written
 
 import gemsc
+from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
 from gemsc.verify import Comparison, StepRecord, compare
 
@@ -55,6 +59,46 @@ def test_errors_are_those_of_single_tensors() -> None:
     assert errors["gradient of a"] == 0.5
     assert errors["parameter a"] == float("inf")
     assert errors["loss"] == 0
+
+
+def test_a_mask_hides_no_error_in_another_buffer() -> None:
+    masks = {"huge": torch.tensor([0.0, -3e38]), "mask": torch.tensor([0.0, -math.inf])}
+    expected = StepRecord([1.0], {}, {"mean": torch.tensor([0.5]), **masks})
+    actual = StepRecord([1.0], {}, {"mean": torch.tensor([0.6]), **masks})
+    errors = compare(actual, expected).errors
+    assert errors["buffer mean"] == pytest.approx(0.2)
+    assert errors["buffer mask"] == errors["buffer huge"] == 0
+    actual.state["mask"] = torch.zeros(2)
+    assert compare(actual, expected).errors["buffer mask"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("float64", "float32", "code"),
+    [
+        ("exact", "exact", 0),
+        ("exact", "undecided", 0),
+        ("exact", "wrong", 1),
+        ("undecided", "exact", 1),
+        ("wrong", "exact", 1),
+    ],
+)
+def test_the_exit_code_asks_float64_to_be_exact(
+    float64: str, float32: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = {WIDE: float64, NARROW: float32}
+    errors = {
+        "exact": found({"x": 0.0}, {}),
+        "wrong": found({"x": 1.0}, {}),
+        "undecided": found({"x": 1.0}, {"x": 1.0}),
+    }
+    monkeypatch.setattr(
+        cli, "verify_program", lambda directory, dtype, num_steps: errors[kinds[dtype]]
+    )
+    monkeypatch.setattr(cli.Plan, "read", lambda path: SimpleNamespace(only_dtype=""))
+    monkeypatch.setattr(cli, "show_activations", lambda *given: None)
+    with pytest.raises(typer.Exit) as ended:
+        cli.verify_command(Path("program"))
+    assert ended.value.exit_code == code
 
 
 @pytest.mark.mpi
