@@ -48,9 +48,10 @@ __all__ = ["CompiledProgram", "Traced", "compile", "lower", "plan", "trace"]
 
 @dataclass(frozen=True, repr=False)
 class CompiledProgram:
-    """What `compile` returns: look at it, then write it.
+    """The result of `compile`: inspect it, then write it.
 
-    `candidates` are what was compared where something was `auto`, best first.
+    `candidates` are the options that were compared where something was `auto`, the best
+    first.
     """
 
     compilation: Compilation
@@ -70,11 +71,11 @@ class CompiledProgram:
         return dict(self.compilation.files)
 
     def graph(self) -> str:
-        """Return the picture of the stages as DOT text."""
+        """Return the graph of the stages as DOT text."""
         return draw(self.compilation.program, self.plan)
 
     def write(self, directory: str | Path) -> str | None:
-        """Write the program directory; return why there is no graph.svg, if so."""
+        """Write the program directory; return why graph.svg is missing, if it is."""
         folder = Path(directory)
         write_directory(self.compilation, folder)
         write_timeline(self.plan, folder / "timeline.svg")
@@ -100,16 +101,16 @@ def compile(
     """Compile a model for several ranks.
 
     `example_inputs` is one micro-batch: a tuple of positional or a dict of keyword
-    inputs. `example_target` is what `loss(output, target)` takes with them. `optimizer`
+    inputs. `example_target` is a target of `loss(output, target)` for them. `optimizer`
     takes (name, parameter) pairs; its state counts towards the memory. Choices are
     the fields of `CompileOptions`: `ranks=4, schedule="1f1b", micro_batches=8`. An
-    `edited` plan decides them all. `progress(block, share)` is told how far
-    `profile=True` has come.
+    `edited` plan replaces them all. `progress(block, share)` is called while
+    `profile=True` measures blocks.
 
-    The model's parameters, buffers and the random generators stay as they are.
+    The model's parameters and buffers and the random generators are left unchanged.
 
     Raises:
-        GemscError: the model or an option cannot be compiled; says where and why.
+        GemscError: the model or an option cannot be compiled; it says where and why.
     """
     options = replace(options or CompileOptions(), **choices)
     with edited.lines() if edited else nullcontext():

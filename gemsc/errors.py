@@ -37,7 +37,7 @@ class SourceLocation:
 
 
 class GemscError(Exception):
-    """A mistake that the user can mend. The command line exits with 1.
+    """A mistake that the user can correct. The command line exits with 1.
 
     `message` starts in lower case and names values; `help` says what to do;
     `notes` are (location, text) pairs that point at other lines involved.
@@ -75,4 +75,4 @@ class GemscError(Exception):
 
 
 class InternalError(Exception):
-    """A fault of gemsc itself. The command line exits with 70."""
+    """A bug in gemsc itself. The command line exits with 70."""

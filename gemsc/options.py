@@ -22,38 +22,38 @@ GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
-    """What the user wishes: the same names on the command line and in Python.
+    """The user's choices: the same names on the command line and in Python.
 
     `balance` is "compute" (least time of the slowest stage), "memory" (least memory of
-    the fullest rank) or "explicit", in which case either `blocks` gives the number of
-    blocks of each stage or `cuts` the module path that each later stage begins with;
-    to give one of them is enough.
+    the rank with the highest peak) or "explicit", in which case either `blocks` is the
+    number of blocks of each stage, or `cuts` the module path at which each later stage
+    begins; one of the two is enough.
 
-    `ranks` share one copy of the model, `data` copies share the batch. `micro_batches`
-    counts those of one copy in one step; schedules with two replicas give each half of
-    them. `times` is the number of pairs of runs of `master`: 2 x times micro-batches.
-    `placement` "natural" is the one that the schedule is made for; `chunks` is the
-    number of stages on each rank under `looped` placement; "0,1,1,0" lists the rank of
-    each stage. `schedule`, `placement` and `balance` may be "auto", `micro_batches` and
-    `data` AUTO: the compiler takes what is fastest as predicted and fits
-    `device_memory`. With `data` AUTO, `ranks` and `micro_batches` are those of all
-    copies together.
+    `ranks` share one data-parallel replica of the model; `data` such replicas share the
+    batch. `micro_batches` counts those of one data-parallel replica in one step; in
+    schedules with two mirrored replicas each gets half of them. `times` is the number
+    of pairs of runs of `master`: 2 x times micro-batches. `placement` "natural" is the
+    one that the schedule is made for; `chunks` is the number of stages on each rank
+    under `looped` placement; "0,1,1,0" lists the rank of each stage. `schedule`,
+    `placement` and `balance` may be "auto", `micro_batches` and `data` AUTO: the
+    compiler takes what is predicted to be fastest and fits `device_memory`. With `data`
+    AUTO, `ranks` and `micro_batches` are those of all data-parallel replicas together.
 
     `hardware` names a shipped machine or a hardware file; "" is one core of a CPU.
     `profile` times the model's blocks on this machine instead of predicting them.
     `recompute` and `offload` name blocks or modules whose saved activations are
-    computed again in the backward, or wait for it in host memory. "auto" takes as few
-    as `device_memory` demands, "all" every block where that frees anything.
-    `tiles` splits the picture of the leading groups of ranks: "2x2" gives the first
-    stage four ranks, a tile of 2 x 2 each; "2x2,2x1" gives the second stage two. The
-    ranks that are left have one stage each, as without tiles. One number for each
-    spatial axis. "auto" takes the grid that is fastest as predicted, or none.
-    `local_batchnorm` lets each tile normalise by its own statistics,
-    which is not what the model does on one rank. `fuse_halos` ("auto", "off" or a
-    number of layers) sends one wider halo for several layers; "auto" where the link
-    costs more than the layers that compute the rows again. `overlap_halos` ("auto",
-    "off" or "on") computes the inner part of a layer while its halo is on its way;
-    "auto" where the link takes longer than the layer loses in parts.
+    recomputed in the backward, or wait for it in host memory. "auto" takes as few as
+    `device_memory` requires, "all" every block where that frees anything.
+    `tiles` splits the images of the leading groups of ranks: with "2x2" the first stage
+    runs on four ranks, with a tile of 2 x 2 each; with "2x2,2x1" the second stage runs
+    on two. Each of the remaining ranks has one stage, as without tiles. There is one
+    number for each spatial axis. "auto" takes the grid that is predicted to be fastest,
+    or none. `local_batchnorm` lets each tile normalise by its own statistics, which is
+    not what the model does on one rank. `fuse_halos` ("auto", "off" or a number of
+    layers) sends one wider halo for several layers; "auto" does so where the link costs
+    more than recomputing the rows. `overlap_halos` ("auto", "off" or "on") computes the
+    inner part of a layer while its halo is on its way; "auto" does so where the link
+    takes longer than computing the layer in parts costs.
     """
 
     ranks: int = 2
@@ -228,7 +228,7 @@ def choose(what: str, name: str, table: Mapping[str, Choice]) -> Choice:
     """Return the entry of a table that an option names.
 
     Raises:
-        GemscError: there is none of that name.
+        GemscError: there is no entry of that name.
     """
     if name not in table:
         raise GemscError(

@@ -72,10 +72,10 @@ class Comparison:
     """The worst relative errors; each with the name of the tensor that has it.
 
     `equal` counts the tensors that are bit for bit equal, of `total`.
-    `activation_bytes` is the measured peak of each rank. `errors` are those of each
+    `activation_bytes` is the measured peak of each rank. `errors` has the error of each
     tensor by itself ("gradient of conv.weight"), `rounding` how far rounding alone
-    carries it in one process, where that was looked at: from itself in float64, or from
-    itself with weights changed in their last bit. Sums in another order cannot be
+    changes it in one process, where that was measured: compared with itself in float64,
+    or with weights changed in their last bit. Sums in a different order cannot be
     expected to be closer.
     """
 
@@ -179,7 +179,7 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
 
 
 def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
-    """Return the worst errors of what N ranks did against what one process did."""
+    """Return the largest errors of N ranks, compared with one process."""
     pairs = zip(actual.losses, expected.losses, strict=True)
     loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
     loss = loss if loss == loss else float("inf")
@@ -275,7 +275,7 @@ def verify_compiled(
 ) -> Comparison:
     """Compare a program that was compiled from Python with its model.
 
-    Takes what `gemsc.compile` took, and does what `gemsc verify` does, with plain SGD.
+    Takes what `gemsc.compile` took and does what `gemsc verify` does, with plain SGD.
 
     Raises:
         GemscError: they differ, or the program cannot run.
@@ -313,7 +313,7 @@ def verify_program(
 
     Both start from the program's weights and draw the same random numbers. A run that
     is further off than the tolerance is also compared with what rounding alone does.
-    `user` is the model of a program that is in no file.
+    `user` is the model of a program that was not compiled from a file.
 
     Raises:
         GemscError: the program is stale, has no source or no loss, or a rank fails.
@@ -420,7 +420,7 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
     """Return what a program was compiled from.
 
     Raises:
-        GemscError: it is in no file, or has no loss.
+        GemscError: it was not compiled from a file, or has no loss.
     """
     if not plan.spec:
         raise GemscError(

@@ -46,7 +46,7 @@ class RunComparison:
 
     `equal` counts the tensors of the saved model that are bit for bit equal, of
     `total`. `rounding` is how far the plain loop is from itself in float64, where
-    that was looked at.
+    that was measured.
     """
 
     loss: float
@@ -82,7 +82,7 @@ def verify_run(
     `arguments` are those of `gemsc run`. Both make the same random draws.
 
     Raises:
-        GemscError: the program cannot run, or the two have seen other data.
+        GemscError: the program cannot run, or the two have seen different data.
     """
     for word in arguments:
         if word.startswith("--") and word.split("=")[0] not in OPTIONS:

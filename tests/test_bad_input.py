@@ -452,7 +452,7 @@ def test_a_fault_of_ours_is_not_the_users(
     outcome = gemsc("compile", "model.py")
     assert outcome.code == 70
     assert "RuntimeError: ours" in outcome.err
-    assert outcome.err.endswith("help: this is a fault of gemsc; please report it\n")
+    assert outcome.err.endswith("help: this is a bug in gemsc; please report it\n")
 
 
 def test_an_interruption_says_nothing(

@@ -94,12 +94,12 @@ def main() -> None:
     except InternalError as error:
         notes = "".join(f"\nnote: {note}" for note in getattr(error, "__notes__", ()))
         say(f"internal error: {error}{notes}")
-        say("help: this is a fault of gemsc; please report it")
+        say("help: this is a bug in gemsc; please report it")
         sys.exit(70)
     except Exception:
         say(traceback.format_exc().rstrip())
         say("internal error: see above")
-        say("help: this is a fault of gemsc; please report it")
+        say("help: this is a bug in gemsc; please report it")
         sys.exit(70)
 
 

@@ -77,9 +77,7 @@ class Constants:
         if self.text.splits_backward:
             line("SPLITS_BACKWARD = True  # weight gradients wait for `weights_...`")
         if self.text.head_starts:
-            line(
-                "# The last backward sends before it computes so many weight gradients."
-            )
+            line("# Number of layers whose weight gradients the last backward defers.")
             pairs = [f"{quoted(k)}: {n}" for k, n in self.text.head_starts.items()]
             self.writer.call("HEAD_STARTS = {", pairs, "}")
         if opaques(self.text.program.module):

@@ -72,7 +72,7 @@ def note_of(node: fx.Node, tile: int | None) -> str:
         return ""
     if node.target is all_reduce:
         among = node.args[1:]
-        return f"sum over tiles {among[0]}" if among else "sum over the tiles"
+        return f"all-reduce over {f'tiles {among[0]}' if among else 'the tiles'}"
     if not is_exchange(node):
         return ""
     if is_overlapped(node):

@@ -215,8 +215,8 @@ def _docstring(
             lines.append(f"{show_bytes(stage.saved_bytes)} kept for each micro-batch.")
             continue
         lines.append(
-            f"{show_bytes(stage.saved_bytes)} kept for each micro-batch by the fullest "
-            "tile;"
+            f"{show_bytes(stage.saved_bytes)} kept for each micro-batch by the tile "
+            "that keeps most;"
         )
         lines.append(f"{show_bytes(stage.halo_bytes)} from tile to tile in forward.")
     return lines

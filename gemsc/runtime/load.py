@@ -1,4 +1,4 @@
-"""Load a program under mpirun, for people who keep their own training loop."""
+"""Load a program under mpirun, for users who keep their own training loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def load(
     """Return this rank's trainer; call it on every rank, started with mpirun.
 
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
-    learning rate of 0.01. From here on an uncaught exception on any rank, or
-    `sys.exit` with an error, ends all.
+    learning rate of 0.01. From then on, an uncaught exception on any rank, or
+    `sys.exit` with an error, ends all ranks.
 
     Raises:
-        GemscError: no program directory, another number of ranks, or stale sources.
+        GemscError: the directory holds no program, or one for another number of ranks,
+            or its sources have changed.
     """
     folder = Path(directory)
     claim_device(device)

@@ -1,4 +1,4 @@
-"""Parts of pictures in tiled TIFF files, without ever reading the whole."""
+"""Parts of images in tiled TIFF files, without ever reading the whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["TiffPicture"]
 
 
 class TiffPicture:
-    """A picture in a tiled TIFF file: what lies under a box is read, tile by tile.
+    """An image in a tiled TIFF file: what lies in a box is read, tile by tile.
 
     `shape` is (height, width). The file holds [height, width] or [height, width,
     channels], in tiles that tifffile can decode:

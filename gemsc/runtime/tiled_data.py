@@ -1,10 +1,10 @@
-"""Pictures that never exist whole: each rank reads the part that its tile needs.
+"""Images that never exist whole: each rank reads the part that its tile needs.
 
 class Slides(Dataset):                       # a TiledDataset
 shape = (16384, 16384)
 def __len__(self): ...
 def read(self, index, box):              # ((0, 8195), (0, 8195)) on tile 0
-return picture_part, mask_part
+return image_part, mask_part
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["TiledDataset", "Window", "window_of"]
 class TiledDataset(Protocol):
     """A dataset whose samples can be read in part.
 
-    `shape` is that of the pictures: (height, width), or three numbers for volumes.
+    `shape` is that of the images: (height, width), or three numbers for volumes.
     """
 
     shape: tuple[int, ...]
@@ -35,22 +35,22 @@ class TiledDataset(Protocol):
     def read(self, index: int, box: Box) -> tuple[Any, Any]:
         """Return (input, target) of one sample.
 
-        Tensors whose last dimensions are the picture's hold the `box` of it only, a
+        Tensors whose last dimensions are those of the image hold only its `box`, a
         half-open interval of rows, of columns, ...; others, such as labels, are whole.
-        The box is empty for a rank that needs none of the picture.
+        The box is empty for a rank that needs no part of the image.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of each picture that a rank has read; `shape` is the whole one's."""
+    """The part of each image that a rank has read; `shape` is that of the whole one."""
 
     shape: tuple[int, ...]
     box: Box
 
     def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape is cut: it ends in the picture's shape."""
+        """Whether a tensor of this shape is cut: it ends in the image's shape."""
         return shape[-len(self.shape) :] == self.shape and len(shape) > len(self.shape)
 
     @property
@@ -77,7 +77,7 @@ class Window:
 
 
 def window_of(inputs: Iterable[Input], shape: tuple[int, ...]) -> Window:
-    """Return the least window that has all that a rank reads of a picture."""
+    """Return the smallest window with all that a rank reads of an image."""
     num_axes = len(shape)
     everything = tuple((0, size) for size in shape)
     boxes = [

@@ -1,4 +1,4 @@
-"""Trainer: one rank of a program, for the generated main loop and for people's own."""
+"""Trainer: one rank of a program, for the generated main loop and for users' own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation step gives.
+    """The result of an evaluation step.
 
     loss: mean over the batch, on every rank; None for a program without a loss.
     output: what the model returns for the whole batch, in the host's memory, on the
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 class Trainer:
-    """One rank of a compiled program."""
+    """One rank of a compiled program: it trains, evaluates, saves and resumes."""
 
     def __init__(
         self,
@@ -139,10 +139,10 @@ class Trainer:
     ) -> float:
         """Train on one batch; return its mean loss, the same on every rank.
 
-        Every rank gives the same batch, or None for what it does not use. `input` is a
-        tensor, a tuple or a dict like `example_inputs()`, `target` what the loss takes.
-        The batch holds all micro-batches, one after the other, in dimension 0. Where
-        pictures are split over ranks, it may hold this rank's `window` of them only.
+        Every rank passes the same batch, or None for what it does not use. `input` is a
+        tensor, a tuple or a dict like `example_inputs()`, `target` what the loss
+        takes. The batch holds all micro-batches, one after the other, in dimension 0.
+        Where images are split over ranks, it may hold only this rank's `window`.
         A loss that is not finite is returned like any other: it is the same on every
         rank, so that all can stop.
 
@@ -184,7 +184,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers under the user's names.
 
-        Without those of the loss and constants, which the user's model does not have.
+        Those of the loss, and constants, are left out: the user's model has none.
         """
         return {
             name: tensor.detach()
@@ -194,7 +194,7 @@ class Trainer:
         }
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """Return also the buffers that are in no state_dict."""
+        """Return all tensors of the stages, non-persistent buffers included."""
         tensors: dict[str, Tensor] = {}
         for stage in self.stages.values():
             tensors.update(stage_tensors(stage))
@@ -205,13 +205,13 @@ class Trainer:
 
         `directory` then holds `model.safetensors`, the whole model under the user's
         names, so that `model.load_state_dict(safetensors.torch.load_file(path))` takes
-        it, and `latest`, all that `resume` needs. An older checkpoint stays there whole
+        it, and `latest`, all that `resume` needs. An older checkpoint stays complete
         until the new one is.
         """
         checkpoint.save(self, directory)
 
     def resume(self, directory: Path) -> None:
-        """Go on from what `save` wrote; a folder of weights alone gives the weights.
+        """Continue from what `save` wrote; a folder of weights alone sets the weights.
 
         Raises:
             GemscError: the folder holds no checkpoint of this program, or a damaged
@@ -225,7 +225,7 @@ class Trainer:
                 stage.train(training)
 
     def _mean_loss(self) -> float:
-        """Return it; sends may still wait for their data, and start meanwhile."""
+        """Return the mean loss; sends that wait for their data start meanwhile."""
         worker = self.worker
         worker.status.enter("sum of the losses")
         loss = total(worker.link, worker.loss_sum())

@@ -15,7 +15,7 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
-# The last backward sends before it computes so many weight gradients.
+# Number of layers whose weight gradients the last backward defers.
 HEAD_STARTS = {"stage1": 2}
 
 # What comes in and goes out, for each micro-batch.

@@ -4,7 +4,7 @@ Written by gemsc; do not edit, compile again:
     gemsc compile Tiled --ranks 4 --tiles 2x2
 
 Stage 0: 673.8 kFLOP forward, 13.5 KiB of parameters,
-23.0 KiB kept for each micro-batch by the fullest tile;
+23.0 KiB kept for each micro-batch by the tile that keeps most;
 5.0 KiB from tile to tile in forward.
 """
 
@@ -65,7 +65,7 @@ class Stage0(nn.Module):
         # networks.py:204  x = F.relu(self.norm(self.first(x)))
         x = F.relu(self.grid.batch_norm(self.first(x), self.norm))
         # networks.py:205  x = x * x.mean(2, keepdim=True).sigmoid()
-        # sum over tiles (0, 2)
+        # all-reduce over tiles (0, 2)
         mean = self.grid.all_reduce(x.mean(2, keepdim=True) * 0.5, (0, 2))
         x = x * mean.sigmoid()
         # networks.py:206  x = self.around(F.max_pool2d(x, 2))
