@@ -36,7 +36,7 @@ def within(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 def as_real(tensor: Tensor) -> Tensor:
     """Return a complex tensor as pairs of numbers: no file can hold complex128."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def other_dtype(tensors: Iterator[Tensor]) -> torch.dtype:

@@ -270,6 +270,18 @@ def a_link_carries_what_has_gaps(transport: Transport) -> None:
         transport.barrier()
 
 
+def a_link_carries_lazy_conjugates_and_negatives(transport: Transport) -> None:
+    before, after = neighbours(transport)
+    link = Link(transport, NullStreams())
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    for value in (conjugate, torch._neg_view(torch.ones(3))):
+        incoming = link.receive(tuple(value.shape), value.dtype, before, 3)
+        sent = link.send(value, after, 3)
+        assert torch.equal(incoming.take(), value)
+        link.wait(sent)
+        transport.barrier()
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -288,6 +300,7 @@ CASES: dict[str, Case] = {
         sums_over_overlapping_groups_are_in_flight_together,
         objects_reach_all_ranks,
         a_link_carries_what_has_gaps,
+        a_link_carries_lazy_conjugates_and_negatives,
     )
 }
 

@@ -14,6 +14,11 @@ from torch import Tensor, nn
 
 from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
+from gemsc.runtime.clip import clip_gradients
+from gemsc.runtime.link import Link
+from gemsc.runtime.local import run_local
+from gemsc.runtime.streams import NullStreams
+from gemsc.runtime.transport import Transport
 from gemsc.verify import compare, reference_steps
 
 record = FRONTENDS["record"]
@@ -79,6 +84,18 @@ def test_complex_parameters_stay_complex(tmp_path: Path) -> None:
     values = torch.randn(4, dtype=torch.complex64)
     model = Net(complex_numbers, filter=nn.Parameter(values))
     assert against_one_process(tmp_path, model, ranks=2).worst < 1e-12
+
+
+def test_clipping_counts_both_parts_of_a_complex_gradient() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    parameter.grad = torch.tensor([3 + 4j])
+
+    def clip(transport: Transport) -> None:
+        link, group = Link(transport, NullStreams()), transport.group((0,), "norm")
+        clip_gradients(1.0, [parameter], [parameter], link, group)
+
+    run_local(1, clip)
+    torch.testing.assert_close(parameter.grad.abs(), torch.ones(1))
 
 
 def test_messages_have_the_dtype_of_what_is_sent(tmp_path: Path) -> None:

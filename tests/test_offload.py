@@ -101,6 +101,22 @@ def test_what_is_written_in_between_is_another_value() -> None:
     assert torch.allclose(x.grad, value + 4 * value)
 
 
+def test_lazy_conjugates_and_negatives_come_back_as_they_were() -> None:
+    x = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+    weight = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+
+    def compute() -> Tensor:
+        h = (x * 2).conj()  # its imaginary part is a lazy negative
+        return (h * weight).sum().abs() + (h.imag * weight.abs()).sum()
+
+    with OffloadedRun(FileStore, nn.Module()), offloaded():
+        y = compute()
+    expected = torch.autograd.grad(compute(), [x, weight])
+    y.backward()
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(weight.grad, expected[1])
+
+
 def test_inputs_that_stay_do_not_move() -> None:
     x = torch.randn(16, requires_grad=True)
     store = CountingStore()

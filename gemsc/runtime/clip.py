@@ -29,7 +29,7 @@ def clip_gradients(
     square = torch.zeros((), dtype=torch.float64)
     gradients = [p.grad for p in own if p.grad is not None]
     if gradients:  # one number goes to the host
-        squares = [gradient.double().square().sum() for gradient in gradients]
+        squares = [each.abs().double().square().sum() for each in gradients]
         square = torch.stack(squares).sum().cpu()
     link.wait(group.all_reduce(square))
     scale = limit / (float(square.sqrt()) + EPSILON)

@@ -123,7 +123,8 @@ class Link:
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send; the tensor must not change in place until that is done."""
-        tensor = tensor.detach().contiguous()
+        # the memory of a lazy conjugate or negative is not its value
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if self.streams.in_order:
             return self.transport.send(tensor, dest, tag)
         streams = self.streams

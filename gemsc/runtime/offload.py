@@ -173,7 +173,10 @@ class _Moved:
 class _Packed:
     """What stands for a saved tensor: a view of a storage that has moved."""
 
-    __slots__ = ("dtype", "moved", "offset", "part", "size", "stride")
+    __slots__ = (
+        *("dtype", "moved", "offset", "part", "size", "stride"),
+        *("is_conjugate", "is_negative"),
+    )
 
     def __init__(self, part: _Part, moved: _Moved, tensor: Tensor) -> None:
         self.part = part
@@ -182,12 +185,16 @@ class _Packed:
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
+        self.is_conjugate = tensor.is_conj()  # lazily: the storage is not
+        self.is_negative = tensor.is_neg()
 
     def view(self) -> Tensor:
         """Return the tensor, in the storage that has come back."""
         storage = self.moved.bytes().untyped_storage()
         tensor = torch.empty(0, dtype=self.dtype, device=self.moved.device)
-        return tensor.set_(storage, self.offset, self.size, self.stride)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.is_conjugate else tensor
+        return torch._neg_view(tensor) if self.is_negative else tensor
 
 
 @dataclass(frozen=True, slots=True)

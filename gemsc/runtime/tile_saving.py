@@ -101,6 +101,8 @@ def _gone(origin: _Origin) -> bool:
 
 
 def _origin(tensor: Tensor) -> _Origin | None:
+    if tensor.is_conj() or tensor.is_neg():  # lazily: the storage is not
+        return None
     origin = _known.origins.get(tensor.untyped_storage()._cdata)
     return None if origin is None or _gone(origin) else origin
 
