@@ -124,7 +124,7 @@ class Batches:
             for i, part in enumerate(parts)
         ]
         # part 0 reads this one anyway: so those of all copies can be compared
-        common = [[(number, order[0], True)]] if self._start and keys else []
+        common = [[(number, rows[0][0], True)]] if self._start and rows else []
         loader = DataLoader(
             self._dataset,
             batch_sampler=common + keys,
