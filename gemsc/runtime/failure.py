@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import re
 import socket
@@ -143,8 +144,8 @@ def _is_first() -> bool:
             name = socket.socket(socket.AF_UNIX)
             name.bind(f"\0gemsc-report-{os.getppid()}")
             _kept.append(name)
-    except OSError:
-        return False
+    except OSError as error:  # another one: better two reports than none
+        return error.errno not in (errno.EEXIST, errno.EADDRINUSE)
     return True
 
 

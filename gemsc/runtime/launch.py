@@ -157,8 +157,10 @@ def _scratch_folder(num_ranks: int) -> Iterator[Path]:
         parent = SHARED_MEMORY
     _remove_stale_folders(parent)
     folder = Path(tempfile.mkdtemp(prefix="gemsc-", dir=parent))
-    with (folder / LOCK).open("w") as lock:
+    unlocked = folder / f".{LOCK}"
+    with unlocked.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        unlocked.rename(folder / LOCK)  # nobody finds it before it is locked
         try:
             yield folder
         finally:

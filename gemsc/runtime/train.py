@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections import defaultdict
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,18 +210,17 @@ class _Training:
 
     def _train_epoch(self, title: str, epoch: int, first: int, end: int) -> None:
         assert self.data is not None
-        bar = ProgressBar(end - first, title, silent=not self.talks)
         batches, reads = self.data.batches, bool(self.trainer.worker.inputs)
         source = self.data.epoch(epoch, first, reads=reads)
-        for batch, seen in itertools.islice(source, end - first):
-            input, target = batch.data
-            with self.record.draws():
-                loss = self.trainer.step(input, target, window=batches.window)
-            self.record.add_step(loss, seen)
-            if not math.isfinite(loss):
-                raise self._diverged(f"the loss is {loss}", epoch)
-            bar.step(loss, batches.size)
-        bar.close()
+        with closing(ProgressBar(end - first, title, silent=not self.talks)) as bar:
+            for batch, seen in itertools.islice(source, end - first):
+                input, target = batch.data
+                with self.record.draws():
+                    loss = self.trainer.step(input, target, window=batches.window)
+                self.record.add_step(loss, seen)
+                if not math.isfinite(loss):
+                    raise self._diverged(f"the loss is {loss}", epoch)
+                bar.step(loss, batches.size)
 
     def _check_weights(self, epoch: int) -> None:
         """Make sure that a checkpoint is worth to be kept: no loss has seen its update.
