@@ -27,7 +27,7 @@ from itertools import zip_longest
 
 from gemsc.errors import InternalError
 from gemsc.schedules.action import Action, Kind, Task
-from gemsc.schedules.events import events_of
+from gemsc.schedules.events import Way, events_of
 from gemsc.schedules.rank_step import (
     AllReduce,
     End,
@@ -41,7 +41,6 @@ __all__ = ["Report", "prove"]
 
 LARGEST_TAG = 32767  # MPI guarantees tags up to this one
 
-Way = tuple[int, int, int]  # from a rank to a rank, with a tag
 Posted = tuple[Action, Message]
 
 

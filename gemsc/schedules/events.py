@@ -9,7 +9,7 @@ from dataclasses import replace
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import AllReduce, RankStep
 
-__all__ = ["Event", "Events", "events_of"]
+__all__ = ["Event", "Events", "Way", "events_of"]
 
 Event = tuple[str, Hashable]
 Way = tuple[int, int, int]  # from a rank to a rank, with a tag
