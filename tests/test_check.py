@@ -92,8 +92,8 @@ def test_the_report_holds_the_figures() -> None:
         ("0F0 0F1 0B0 0B1 0W0", "1F0 1B0 1F1 1B1", "leaves out an action: 0W1"),
         ("0F0 0F1 0B0 0B1 1F0", "1B0 1F1 1B1", "an action of rank 1: 1F0"),
         ("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1", "before its 1F0: 1B0"),
-        ("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0", "takes for another what"),
-        ("0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1", "takes for another what"),
+        ("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0", "uses in another micro-batch what"),
+        ("0F0 0F1 0B1 0B0", "1F0 1B0 1F1 1B1", "uses in another micro-batch what"),
     ],
 )
 def test_a_broken_order_is_found(rank0: str, rank1: str, message: str) -> None:
@@ -122,13 +122,15 @@ def test_what_is_handed_over_on_a_rank_must_be_made_first_and_not_yet_freed() ->
     together = Task.chain((StageCost(1.0, 2.0),) * 2, (1,), placement=((0, 0),))
     proved([["0F0", "1F0", "1B0", "0B0"]], together)
     for order, message in [
-        ("1F0 0F0 1B0 0B0", "uses before 0F0 gives it, x, tag 0: 1F0"),
-        ("0F0 1F0 0B0 1B0", "uses before 1B0 gives it, x, tag 1: 0B0"),
+        ("1F0 0F0 1B0 0B0", "uses a value before 0F0 computes it, x, tag 0: 1F0"),
+        ("0F0 1F0 0B0 1B0", "uses a value before 1B0 computes it, x, tag 1: 0B0"),
     ]:
         with pytest.raises(InternalError, match=message):
             proved([order.split()], together)
     mask = replace(together, edges=(Edge(0, 1, gradient=False),))
-    with pytest.raises(InternalError, match="what 0B0 has freed, x, tag 0: 1F0"):
+    with pytest.raises(
+        InternalError, match="a value that 0B0 has freed, x, tag 0: 1F0"
+    ):
         proved([["0F0", "0B0", "1F0", "1B0"]], mask)
 
 
@@ -142,7 +144,10 @@ X = Message(1, 0, ("x",))
     [
         (change(0, "F", 0, sends=()), "rank 1 receives what rank 0 does not send"),
         (change(1, "F", 1, receives=()), "rank 0 sends what rank 1 does not receive"),
-        (change(0, "F", 0, sends=(X, X)), "takes for another what rank 0 sends"),
+        (
+            change(0, "F", 0, sends=(X, X)),
+            "uses in another micro-batch what rank 0 sends",
+        ),
         (change(0, "F", 0, sends=(replace(X, tag=9),)), "not send, x, tag 0: 1F0"),
         (change(0, "F", 0, sends=(replace(X, peer=0),)), "not receive, x, tag 0: 0F0"),
         (change(0, "F", 0, sends=(replace(X, values=("y",)),)), "rank 1 receives x"),

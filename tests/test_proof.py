@@ -119,7 +119,7 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
     ),
     "a receive is missing": (
         drop(1, "    grad_d3 = worker.receive(D3.gradient, m)  # from rank 2"),
-        "rank 1 uses 'grad_d3', which nothing gave it",
+        "rank 1 uses 'grad_d3', which has no value yet",
     ),
     "a gradient is not received": (
         both(
@@ -130,7 +130,7 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
     ),
     "a message is sent twice": (
         double(1, "    worker.send(D3, m, d3)  # to rank 2"),
-        "rank 2 takes for another what rank 1 sends of micro-batch 0, d3 float32[2, 8",
+        "rank 2 uses in another micro-batch what rank 1 sends of micro-batch 0, d3 ",
     ),
     "two values are swapped": (
         swap(
@@ -146,7 +146,7 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
     ),
     "micro-batches in another order": (
         edit(2, ("range(NUM_MICRO_BATCHES)", "(1, 0, 2, 3)"), after=STEP),
-        "rank 2 takes for another what rank 0 sends of micro-batch 0, e1 float32",
+        "rank 2 uses in another micro-batch what rank 0 sends of micro-batch 0, e1 ",
     ),
     "another tag": (
         edit(2, ("tag=4", "tag=6")),
@@ -199,7 +199,7 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
     ),
     "a call that the proof does not know": (
         edit(0, ("worker.send(", "worker.post(")),
-        "rank 0 does what the proof does not know: worker.post(",
+        "rank 0 does something that the proof does not know: worker.post(",
     ),
 }
 INTERLEAVED: dict[str, tuple[Damage, str]] = {  # rank 0 hands a skip to itself
@@ -210,7 +210,7 @@ INTERLEAVED: dict[str, tuple[Damage, str]] = {  # rank 0 hands a skip to itself
             "for m in range(2):\n        forward_stage2",
             after=STEP,
         ),
-        "rank 0 uses before 0F0 gives it, e2 float32[2, 8, 8, 8] of networks.py:",
+        "rank 0 uses a value before 0F0 computes it, e2 float32[2, 8, 8, 8] of ",
     ),
     "a value is used after it was freed": (
         steps(
@@ -221,7 +221,7 @@ INTERLEAVED: dict[str, tuple[Damage, str]] = {  # rank 0 hands a skip to itself
             *(f"backward_stage2(worker, {m})" for m in range(4)),
             "worker.update()",
         ),
-        "rank 0 uses what 0B0 has freed, e2 float32[2, 8, 8, 8] of networks.py:",
+        "rank 0 uses a value that 0B0 has freed, e2 float32[2, 8, 8, 8] of networks.py",
     ),
 }
 MAST: dict[str, tuple[Damage, str]] = {  # two mirrored copies add their gradients up
@@ -286,7 +286,7 @@ TILES: dict[str, tuple[Damage, str]] = {  # two tiles for the encoder
     ),
     "an exchange with another rank": (
         edit(1, ("ranks=(0, 1), tile=1", "ranks=(2, 1), tile=1")),
-        "rank 1 takes itself for a tile of ranks (2, 1), which are (0, 1): 0F0, stage",
+        "rank 1 is a tile of ranks (0, 1), not of (2, 1): 0F0, stage",
     ),
     "an exchange as another tile": (
         edit(1, ("tile=1", "tile=0")),

@@ -51,7 +51,7 @@ KINDS = {
     "backward": Kind.BACKWARD,
     "weights": Kind.WEIGHT,
 }
-UNKNOWN = "does what the proof does not know"
+UNKNOWN = "does something that the proof does not know"
 USERS_LINE = re.compile(r"\s*# ([^:]+:\d+)(?: in \S+)?(?:  .*)?$")
 
 
@@ -237,7 +237,9 @@ class _File:
             raise self.wrong(function, "runs no stage")
         ahead = read.key in self.constants.get("HEAD_STARTS", ())
         if read.kind is Kind.BACKWARD and read.adds_weights != ahead:
-            raise self.wrong(function, "adds weight gradients, or HEAD_STARTS, alone")
+            raise self.wrong(
+                function, "has only one of weight gradients and HEAD_STARTS"
+            )
         return read
 
     def _read_call(self, read: _Function, call: ast.Call, targets: list[str]) -> None:
@@ -271,7 +273,7 @@ class _File:
             names = [name for name in names if name != "worker"]
             for name in names:
                 if name not in read.variables:
-                    raise self.wrong(value, f"uses '{name}', which nothing gave it")
+                    raise self.wrong(value, f"uses '{name}', which has no value yet")
             lines.append(_joined([read.variables[name] for name in names]))
         return lines
 
@@ -297,7 +299,7 @@ class _File:
             wanted, given = method.num_taken, method.gives
             read.calls += method.calls
         if len(used) != wanted:
-            raise self.wrong(call, f"gives {len(used)} of {wanted} values")
+            raise self.wrong(call, f"passes {len(used)} of {wanted} values")
         return given
 
     def _is_current(self, call: ast.Call, micro_batch: ast.expr) -> None:

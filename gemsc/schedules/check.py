@@ -242,7 +242,7 @@ class _Proof:
         if made.micro_batch != used.micro_batch:
             raise self.wrong(
                 used,
-                f"rank {dest} takes for another what rank {source} sends of "
+                f"rank {dest} uses in another micro-batch what rank {source} sends of "
                 f"micro-batch {made.micro_batch}, {here}",
             )
 
@@ -281,12 +281,12 @@ class _Proof:
             pairs = zip(_by_micro_batch(sent), received, strict=True)
             for (made, message), (used, _) in pairs:
                 if place[made] > place[used]:
-                    text = f"rank {way[0]} uses before {made} gives it, {message}"
-                    raise self.wrong(used, text)
+                    text = f"uses a value before {made} computes it, {message}"
+                    raise self.wrong(used, f"rank {way[0]} {text}")
                 end = replace(made, kind=Kind.BACKWARD)
                 freed = made.kind is Kind.FORWARD and end in place
                 if freed and place[end] < place[used]:
-                    text = f"rank {way[0]} uses what {end} has freed, {message}"
+                    text = f"rank {way[0]} uses a value that {end} has freed, {message}"
                     raise self.wrong(used, text)
 
     # -- tiles -------------------------------------------------------------------------
@@ -298,8 +298,8 @@ class _Proof:
             for number in group:
                 rank = self.ranks[number]
                 if rank.tiles != group:
-                    text = f"rank {number} takes itself for a tile of ranks "
-                    text += f"{rank.tiles}, which are {group}"
+                    text = f"rank {number} is a tile of ranks {group}, "
+                    text += f"not of {rank.tiles}"
                     raise self.wrong(rank.actions[0], text)
                 for here, there in zip(rank.actions, first.actions, strict=True):
                     if here != there:
