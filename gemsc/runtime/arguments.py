@@ -34,7 +34,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=_count, default=1, help="passes over the data")
     parser.add_argument("--steps", type=_count, help="stop after this many steps")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of sample order, crops and dropout"
+        "--seed", type=int, default=0, help="seed of sample order, crops, dropout"
     )
     parser.add_argument("--save", type=Path, help="folder for a checkpoint each epoch")
     parser.add_argument(
