@@ -9,7 +9,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["preserve_rng", "seeded"]
+__all__ = ["may_draw", "preserve_rng", "seeded"]
+
+_DRAWS = (
+    *("rand", "dropout", "bernoulli", "binomial", "normal", "uniform", "exponential"),
+    *("multinomial", "poisson", "cauchy", "geometric"),
+)
 
 
 @contextmanager
@@ -37,3 +42,9 @@ def seeded(seed: int) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
+
+
+def may_draw(name: str) -> bool:
+    """Whether a function or a layer of this name may draw random numbers."""
+    name = name.lower()
+    return "normalize" not in name and any(word in name for word in _DRAWS)

@@ -480,6 +480,25 @@ def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
         record(Model(forward, cache=None), (X,), loss=mean)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4),
+        lambda: torch.empty(4).normal_(),
+        lambda: torch.bernoulli(torch.ones(4) / 2),
+        lambda: torch.nn.init.uniform_(torch.empty(4)),
+    ],
+)
+def test_random_numbers_that_forward_keeps_are_refused(make: Any) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = make()
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(Model(forward, cache=None), (X,), loss=mean)
+
+
 def test_a_table_that_takes_in_the_first_batch_is_refused() -> None:
     def forward(self: Any, x: Any) -> Any:
         if self.cache is None:

@@ -20,6 +20,7 @@ from gemsc.ir import meta
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
 from gemsc.nests import Path, named_tuple, tensor_leaves
+from gemsc.rng import may_draw
 
 __all__ = ["CONSTANTS", "GraphWriter", "fixed_nodes"]
 
@@ -288,7 +289,7 @@ def _varies(node: fx.Node, training: bool) -> bool:
     name = str(getattr(node.target, "__name__", node.target))
     if node.op == "get_attr":
         return training and not name.startswith(CONSTANTS)
-    if node.op == "call_module" or "rand" in name or "dropout" in name:
+    if node.op == "call_module" or may_draw(name):
         return True
     return node.op in ("placeholder", "output")
 

@@ -19,10 +19,9 @@ from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
+from gemsc.rng import may_draw
 
 __all__ = ["Canonicalize"]
-
-_RANDOM = ("rand", "dropout", "bernoulli", "normal", "uniform", "multinomial")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _has_effect(node: fx.Node, module: nn.Module) -> bool:
         name = type(layer).__name__
         if opaque_of(layer) or any(True for _ in layer.buffers()):
             return True
-    return any(word in name.lower() for word in _RANDOM)
+    return may_draw(name)
 
 
 @dataclass
