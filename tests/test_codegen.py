@@ -7,6 +7,7 @@ import importlib.util
 import operator
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -402,6 +403,9 @@ def test_a_layer_with_the_name_of_what_a_stage_says_of_itself_is_refused(
     assert "self.grid(x)" in (tmp_path / "rank0.py").read_text()
     with pytest.raises(GemscError, match="rename grid"):
         written(tmp_path, Grid(), inputs, target=inputs[0], ranks=2, tiles="2x1")
+    model = nn.Sequential(OrderedDict(keeps_dtype=nn.Conv2d(1, 1, 3, padding=1)))
+    with pytest.raises(GemscError, match="rename keeps_dtype"):
+        written(tmp_path, model, inputs, target=inputs[0], ranks=1)
 
 
 @pytest.mark.parametrize("name", ODD)

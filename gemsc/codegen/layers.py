@@ -127,7 +127,7 @@ def containers(stage: StageText) -> dict[str, str]:
 
 def _own_attributes(stage: StageText) -> Sequence[str]:
     """Return what a stage's class says of itself, for the worker."""
-    always = ("depends_on_data", "draws_random_numbers")
+    always = ("draws_random_numbers", "keeps_dtype")
     return always if stage.tile is None else (*always, "grid")
 
 
