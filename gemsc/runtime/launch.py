@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -216,19 +216,23 @@ def launch(
         notes = _Notes(scratch / "status", num_ranks, computes)
         notes.folder.mkdir()
         command, environment = mpirun_command(num_ranks, argv, scratch=scratch)
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment | {STATUS_VARIABLE: str(notes.folder)} | dict(env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr if show_all else subprocess.PIPE,
-            start_new_session=True,  # a signal for the group goes to mpirun alone
-            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
-        )
-        reader = _start_reader(process, target, notes.of_rank)
-        with _forwarded_signals(process) as seen:
+        with _forwarded_signals() as signals:
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment
+                | {STATUS_VARIABLE: str(notes.folder)}
+                | dict(env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr if show_all else subprocess.PIPE,
+                start_new_session=True,  # a signal for the group goes to mpirun alone
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+            )
+            signals.pass_on_to(process)
+            reader = _start_reader(process, target, notes.of_rank)
             code = _wait(process, timeout)
+        seen = signals.seen
         if reader is not None:
             reader.join(GRACE_SECONDS)
         if seen:
@@ -300,34 +304,54 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-@contextlib.contextmanager
-def _forwarded_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass on what shall end this process; SIGKILL if mpirun does not end soon.
+@dataclass
+class _Signals:
+    """What shall end this process, and the mpirun that it is passed on to.
 
-    Gives the list of the signals seen. Only the main thread can catch signals.
+    What is `seen` before mpirun runs is passed on once it does.
     """
-    seen: list[int] = []
-    killer = threading.Timer(GRACE_SECONDS, _signal_group, (process, signal.SIGKILL))
-    killer.daemon = True
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        if not seen:
-            killer.start()
-        seen.append(number)  # mpirun does not handle all of them
-        _signal_group(
-            process, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        )
+    seen: list[int] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+    killer: threading.Timer | None = None
 
+    def pass_on_to(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        if self.seen:
+            self._pass_on(self.seen[0])
+
+    def catch(self, number: int, frame: FrameType | None) -> None:
+        self.seen.append(number)
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        """End mpirun, which does not handle all signals; kill it if it goes on."""
+        if self.process is None:
+            return
+        if self.killer is None:
+            ends = (self.process, signal.SIGKILL)
+            self.killer = threading.Timer(GRACE_SECONDS, _signal_group, ends)
+            self.killer.daemon = True
+            self.killer.start()
+        ends_by = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        _signal_group(self.process, ends_by)
+
+
+@contextlib.contextmanager
+def _forwarded_signals() -> Iterator[_Signals]:
+    """Catch what shall end this process: only the main thread can."""
+    signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield seen
+        yield signals
         return
     is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
     caught = [n for n in ENDING if n is not signal.SIGHUP or not is_kept]
-    before = {n: signal.signal(n, forward) for n in caught}
+    before = {n: signal.signal(n, signals.catch) for n in caught}
     try:
-        yield seen
+        yield signals
     finally:
-        killer.cancel()
+        if signals.killer is not None:
+            signals.killer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
