@@ -254,6 +254,13 @@ def _check_rows(plan: Plan, file: TomlFile) -> None:
     Raises:
         GemscError: names the line.
     """
+    if plan.ranks % plan.data:
+        raise file.error(
+            ("data",),
+            f"{plan.ranks} ranks cannot be divided into {plan.data} data-parallel "
+            "replicas",
+            help="ranks counts the ranks of all replicas",
+        )
     ranks = len(plan.members)
     for name in ("memory", "peak_bytes", "activation_bytes", "order"):
         if len(found := getattr(plan, name)) != ranks:

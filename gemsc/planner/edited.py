@@ -92,13 +92,6 @@ def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
             f"unknown schedule '{plan.schedule}'",
             help=f"choose one of {', '.join(SCHEDULES)}",
         )
-    if plan.ranks % plan.data:
-        raise file.error(
-            ("data",),
-            f"{plan.ranks} ranks cannot be divided into {plan.data} data-parallel "
-            "replicas",
-            help="ranks counts the ranks of all replicas",
-        )
     changed = {
         "ranks": plan.copy_ranks,
         "data": plan.data,
