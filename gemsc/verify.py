@@ -228,8 +228,8 @@ def _errors(
         error = float("inf")
         if name in actual and actual[name].shape == expected[name].shape:
             difference = _difference(actual[name], expected[name])
-            scale = max(_size(expected[name]), least)
-            error = difference / scale if difference else 0.0
+            scale = max(_size(expected[name]), least, sys.float_info.min)
+            error = difference / scale
         errors[name] = error if error == error else float("inf")
     return errors
 

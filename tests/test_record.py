@@ -674,7 +674,7 @@ def remembers(self: Any, x: Any) -> Any:
         (misfits, "the model fails on example_inputs", "# wrong shapes"),
         (hooks, "register_hook", "# a gradient hook"),
         (draws, "not deterministic: it draws", "# python random"),
-        (counts, "not deterministic: it does", "# a counter"),
+        (counts, "not deterministic: it behaves", "# a counter"),
         (remembers, "earlier call of forward", "# a tensor kept from before"),
     ],
 )

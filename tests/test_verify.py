@@ -72,6 +72,15 @@ def test_a_mask_hides_no_error_in_another_buffer() -> None:
     assert compare(actual, expected).errors["buffer mask"] == math.inf
 
 
+def test_what_is_nan_or_should_be_zero_is_wrong() -> None:
+    nan, zero = torch.full((2,), math.nan), torch.zeros(2)
+    expected = StepRecord([1.0], {"a": nan, "b": zero}, {})
+    actual = StepRecord([1.0], {"a": nan, "b": zero + 1}, {})
+    errors = compare(actual, expected).errors
+    assert errors["gradient of a"] == math.inf
+    assert errors["gradient of b"] > 1
+
+
 @pytest.mark.parametrize(
     ("float64", "float32", "code"),
     [
