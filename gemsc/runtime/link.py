@@ -154,9 +154,11 @@ class Link:
 
         On CUDA the sum is in the tensor for what is computed after `done()` was True.
         """
+        tensor = tensor.detach()
+        if tensor.is_complex():  # the same memory, in a dtype that MPI can add
+            tensor = torch.view_as_real(tensor)
         if self.streams.in_order:
             return group.all_reduce(tensor)
-        tensor = tensor.detach()
         copy = self.streams.to_host(tensor)
         return self._defer(
             copy,
