@@ -62,7 +62,11 @@ def _drawn(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         given = kwargs | {"dtype": within(kwargs["dtype"], torch.float64)}
     elif not _tensors(args) and name in ("rand", "randn", "normal"):
         given = kwargs | {"dtype": torch.float64}
-    result = func(*pytree.tree_map(_widened, args), **given)
+    wide = pytree.tree_map(_widened, args)
+    result = func(*wide, **given)
+    for argument, own, other in zip(func._schema.arguments, args, wide, strict=False):
+        if argument.is_write and own is not other:  # the noise of rrelu, for instance
+            own.copy_(other)
     return pytree.tree_map(lambda leaf: _narrowed(leaf, args, kwargs), result)
 
 

@@ -67,3 +67,12 @@ def test_a_program_draws_what_the_model_draws(tmp_path: Path) -> None:
     assert found.equal == found.total
     record = run_on_threads(tmp_path, 3, batches)
     assert compare(record, expected).worst > 1e-3  # which is why
+
+
+def test_what_a_draw_keeps_for_the_backward_is_there() -> None:
+    x = torch.randn(64, requires_grad=True)
+    with same_draws():
+        result = torch.nn.functional.rrelu(x, training=True)
+    result.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, result.detach() / x.detach())
