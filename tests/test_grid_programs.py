@@ -215,7 +215,7 @@ def test_options_that_no_model_could_have(
         (
             "mlp",
             {"ranks": 2, "tiles": "2x1"},
-            "splits pictures, and the model has none",
+            "splits images, but no input of the model is an image",
         ),
         ("unet", {"ranks": 5, "tiles": "2x2", "placement": "0,1,5"}, "groups of ranks"),
     ],

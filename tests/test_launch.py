@@ -260,7 +260,8 @@ MPI.COMM_WORLD.Barrier()
 pids = MPI.COMM_WORLD.gather(os.getpid())
 if MPI.COMM_WORLD.rank == 0:
     folder = os.environ["OMPI_MCA_orte_tmpdir_base"]
-    print(folder, os.getppid(), *pids, file=sys.stderr)
+    print(folder, os.getppid(), *pids, file=sys.stderr, flush=True)
+MPI.COMM_WORLD.Barrier()  # nobody leaves before it is printed
 time.sleep(60)
 """
 

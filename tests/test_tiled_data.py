@@ -62,12 +62,12 @@ def test_of_a_large_file_only_a_part_is_in_memory(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read_in_parts(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "strips.tif", np.zeros((64, 64), np.uint8))
-    with pytest.raises(GemscError, match="holds no picture in tiles"):
+    with pytest.raises(GemscError, match="holds no tiled image"):
         TiffPicture(tmp_path / "strips.tif")
     (tmp_path / "text.tif").write_text("no picture")
-    with pytest.raises(GemscError, match="no TIFF file that can be read"):
+    with pytest.raises(GemscError, match="not a TIFF file that can be read"):
         TiffPicture(tmp_path / "text.tif")
-    with pytest.raises(GemscError, match="no TIFF file that can be read"):
+    with pytest.raises(GemscError, match="not a TIFF file that can be read"):
         TiffPicture(tmp_path / "nowhere.tif")
 
 

@@ -331,23 +331,23 @@ class _File:
                 values = tuple(_show(value, ()) for value in message.given)
                 yield rank_step.Message(self.rank, message.tag, values, line)
                 return
+            ranks = (*message.sources, *message.dests)
             parts = [
                 (part.message, tuple(piece.box for _, piece in part.pieces))
                 for part in message.parts
             ]
         else:
+            ranks = (message.source if sends else message.dest,)
             parts = [(message, ((),) * len(message.values))]
-        mine = 0
+        if self.rank not in ranks:  # a tile of the grid may have nothing to send
+            raise self.wrong(call, "has no part in the message")
         for part, boxes in parts:
             here, peer = part.source, part.dest
             if not sends:
                 here, peer = peer, here
             if here == self.rank:
-                mine += 1
                 values = tuple(map(_show, part.values, boxes))
                 yield rank_step.Message(peer, part.tag, values, line)
-        if not mine:
-            raise self.wrong(call, "has no part in the message")
 
     # ------------------------------------------------------------ grids
 
