@@ -37,7 +37,7 @@ def test_what_an_action_writes_it_can_read(
 
 @pytest.mark.parametrize("text", ["", "2F", "F2", "2X0", "2F0 1F0", "-1F0"])
 def test_other_text_is_no_action(text: str) -> None:
-    with pytest.raises(ValueError, match="no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         Action.parse(text)
 
 

@@ -453,7 +453,8 @@ def test_what_has_no_text_is_refused_by_name(inner: Any, message: str) -> None:
 def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> None:
     model = Around(Growing())
     assert compiled(model).plan.ranks == 2
-    with pytest.raises(GemscError, match=r"forward changes 'inner\.total', and 2 runs"):
+    says = r"forward changes 'inner\.total', and each of 2 replicas"
+    with pytest.raises(GemscError, match=says):
         compiled(model, data=2)
     with pytest.raises(GemscError, match="changes a tensor that it does not own"):
         compiled(model, recompute=("inner",))
