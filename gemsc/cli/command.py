@@ -110,7 +110,7 @@ def _check_words(words: Iterable[str]) -> None:
         GemscError: names the first such argument.
     """
     for word in words:
-        if not word.isprintable() and any("\ud800" <= c <= "\udfff" for c in word):
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise GemscError(
                 f"the argument {word!a} is not UTF-8 text",
                 help="rename the file, or type the name again",

@@ -195,22 +195,21 @@ class _Proof:
     @cached_property
     def sent(self) -> dict[Way, list[Posted]]:
         """What is sent each way, in order; from a stage to another of its rank, too."""
-        found: dict[Way, list[Posted]] = defaultdict(list)
-        for rank in self.ranks:
-            for action in rank.actions:
-                for message in rank.run(action).sends:
-                    way = rank.rank, message.peer, message.tag
-                    found[way].append((action, message))
-        return found
+        return self._messages(sends=True)
 
     @cached_property
     def received(self) -> dict[Way, list[Posted]]:
         """What is received each way, in order."""
+        return self._messages(sends=False)
+
+    def _messages(self, *, sends: bool) -> dict[Way, list[Posted]]:
         found: dict[Way, list[Posted]] = defaultdict(list)
         for rank in self.ranks:
             for action in rank.actions:
-                for message in rank.run(action).receives:
-                    way = message.peer, rank.rank, message.tag
+                run = rank.run(action)
+                for message in run.sends if sends else run.receives:
+                    ends = rank.rank, message.peer
+                    way = (*(ends if sends else ends[::-1]), message.tag)
                     found[way].append((action, message))
         return found
 
