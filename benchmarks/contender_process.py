@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gemsc
-from gemsc.runtime.message import Input, Message
-from gemsc.runtime.trainer import load_rank_module
-from gemsc.runtime.weights import fill, read_tensors
+from gemsc.base.weights import fill, read_tensors
+from gemsc.messages.message import Input, Message
+from gemsc.runtime.training.trainer import load_rank_module
 
 __all__ = ["Job"]
 

@@ -31,7 +31,7 @@ from cases import CASES
 from contender_process import Job
 
 import gemsc
-from gemsc.runtime.launch import launch, mpirun_command
+from gemsc.launch.launch import launch, mpirun_command
 
 __all__ = [
     "Contender",

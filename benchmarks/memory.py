@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from unet_histology import model as unet
 
 from gemsc.compiler import Traced, lower, trace
+from gemsc.costs.optimizer_state import Factory
 from gemsc.options import CompileOptions
-from gemsc.planner.optimizer_state import Factory
-from gemsc.runtime.local import run_local
-from gemsc.runtime.memory import ActivationMeter
-from gemsc.runtime.trainer import Trainer
-from gemsc.runtime.transport import Transport
+from gemsc.runtime.memory.meter import ActivationMeter
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
 
 RANKS = (2, 4)
 SCHEDULES = ("gpipe", "1f1b", "master")

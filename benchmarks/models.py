@@ -38,14 +38,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gemsc
+from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram
-from gemsc.draws import same_draws
 from gemsc.errors import GemscError
-from gemsc.runtime.local import run_local
-from gemsc.runtime.transport import Transport
-from gemsc.runtime.verification import record_steps
-from gemsc.verify import TOLERANCE, compare, read_record, reference_steps
+from gemsc.runtime.training.verification import record_steps
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
+from gemsc.verify.steps import TOLERANCE, compare, read_record, reference_steps
 
 RANKS = 3
 MICRO_BATCHES = 2

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gemsc
-from gemsc.runtime import tile_messages
-from gemsc.runtime.mpi import MpiTransport
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.tiles import messages as tile_messages
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.mpi import MpiTransport
 
 LAYERS = 12
 CHANNELS = 8

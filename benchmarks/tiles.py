@@ -27,10 +27,10 @@ from unet_histology import model as unet
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower, trace
 from gemsc.options import CompileOptions
-from gemsc.runtime.local import run_local
-from gemsc.runtime.memory import ActivationMeter
-from gemsc.runtime.trainer import Trainer
-from gemsc.runtime.transport import Transport
+from gemsc.runtime.memory.meter import ActivationMeter
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
 
 TILES = {1: "", 2: "2x1", 4: "2x2"}
 

@@ -31,13 +31,13 @@ from resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
 from gemsc.compiler import trace
+from gemsc.costs.hardware import read_hardware
+from gemsc.costs.profile import BlockTimes, time_nodes
 from gemsc.ir.program import Program, Stage
+from gemsc.launch.launch import restart_like_a_rank
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.manager import run_passes
 from gemsc.passes.time_blocks import TimeBlocks
-from gemsc.planner.hardware import read_hardware
-from gemsc.planner.profile import BlockTimes, time_nodes
-from gemsc.runtime.launch import restart_like_a_rank
 
 MOMENTS = 3  # in which each case is measured
 BUSY = 0.1  # cores that others may take while something is measured

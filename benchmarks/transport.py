@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gemsc.runtime.launch import launch
-from gemsc.runtime.mpi import MpiTransport
-from gemsc.runtime.transport import Request
+from gemsc.launch.launch import launch
+from gemsc.runtime.transport.mpi import MpiTransport
+from gemsc.runtime.transport.transport import Request
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 Wait = Callable[..., None]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gemsc.lazy import loads
+from gemsc.base.lazy import loads
 
 if TYPE_CHECKING:
     from gemsc.compiler import CompiledProgram, compile
     from gemsc.errors import GemscError
     from gemsc.options import CompileOptions
-    from gemsc.runtime.load import load
-    from gemsc.runtime.trainer import Trainer
-    from gemsc.verify import verify_compiled
+    from gemsc.runtime.training.load import load
+    from gemsc.runtime.training.trainer import Trainer
+    from gemsc.verify.steps import verify_compiled
 
 __all__ = [
     "CompileOptions",
@@ -34,9 +34,9 @@ __getattr__ = loads(
         "CompileOptions": "gemsc.options",
         "CompiledProgram": "gemsc.compiler",
         "GemscError": "gemsc.errors",
-        "Trainer": "gemsc.runtime.trainer",
+        "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",
-        "load": "gemsc.runtime.load",
-        "verify_compiled": "gemsc.verify",
+        "load": "gemsc.runtime.training.load",
+        "verify_compiled": "gemsc.verify.steps",
     },
 )

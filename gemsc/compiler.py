@@ -14,6 +14,9 @@ from torch import nn
 from gemsc.codegen.package import rank_modules, write_directory
 from gemsc.codegen.read import read_ranks
 from gemsc.compilation import Compilation, Traced
+from gemsc.costs.hardware import Hardware, read_hardware
+from gemsc.costs.optimizer_state import Factory, optimizer_bytes
+from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
@@ -28,17 +31,14 @@ from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.pipeline import graph_passes
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
-from gemsc.planner.candidates import Candidate
 from gemsc.planner.edited import EditedPlan
-from gemsc.planner.hardware import Hardware, read_hardware
-from gemsc.planner.optimizer_state import Factory, optimizer_bytes
 from gemsc.planner.predict import make_plan
-from gemsc.planner.profile import Progress
 from gemsc.schedules import Task
 from gemsc.schedules.check import Report, prove
 from gemsc.schedules.loops import find_loops
-from gemsc.search import settled
-from gemsc.staging import Scheduled, schedule_stages, with_evaluation
+from gemsc.search.auto import settled
+from gemsc.search.candidates import Candidate
+from gemsc.search.staging import Scheduled, schedule_stages, with_evaluation
 from gemsc.viz.graph import draw, render
 from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import tomli_w
 
+from gemsc.base.toml_file import Keys, TomlFile
+from gemsc.base.units import show_micro_batches
 from gemsc.errors import GemscError
-from gemsc.toml_file import Keys, TomlFile
-from gemsc.units import show_micro_batches
 
 __all__ = ["Plan", "PlannedStage", "PlannedTransfer", "plan_file"]
 

@@ -19,9 +19,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
+from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
+from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.nests import Inputs, normalize_inputs, tensor_leaves
-from gemsc.rng import seeded
 
 __all__ = ["UserModel", "load_user_model"]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gemsc.errors import GemscError
-from gemsc.runtime.launch import find_mpirun
+from gemsc.launch.launch import find_mpirun
 
 torch.set_num_threads(1)
 

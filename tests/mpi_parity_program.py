@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from gemsc.runtime.failure import stop_all
-from gemsc.runtime.mpi import MpiTransport
-from gemsc.runtime.verification import run_recorded_steps
+from gemsc.runtime.process.failure import stop_all
+from gemsc.runtime.training.verification import run_recorded_steps
+from gemsc.runtime.transport.mpi import MpiTransport
 
 for name, dtype in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     transport = MpiTransport()

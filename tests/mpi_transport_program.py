@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
-from gemsc.runtime import mpi
-from gemsc.runtime.link import Link
-from gemsc.runtime.streams import NullStreams
-from gemsc.runtime.transport import Request, Transport
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.transport import Request, Transport, mpi
 
 Case = Callable[[Transport], None]
 

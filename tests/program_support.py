@@ -20,9 +20,9 @@ from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.manager import run_passes
 from gemsc.passes.place_stages import PlaceStages
-from gemsc.runtime.local import run_local
-from gemsc.runtime.trainer import OptimizerFactory, Trainer
-from gemsc.verify import Comparison, compare, reference_steps
+from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.transport.local import run_local
+from gemsc.verify.steps import Comparison, compare, reference_steps
 
 T = TypeVar("T")
 WIDTH = 4

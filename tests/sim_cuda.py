@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemsc.runtime.local import LocalTransport
+from gemsc.runtime.transport.local import LocalTransport
 
 __all__ = ["DEVICE", "POLICIES", "DirectTransport", "SimDevice", "on_device"]
 

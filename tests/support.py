@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from gemsc.runtime.local import run_local
-from gemsc.runtime.trainer import OptimizerFactory
-from gemsc.runtime.transport import Transport
-from gemsc.runtime.verification import record_steps
-from gemsc.verify import StepRecord, read_record
+from gemsc.runtime.training.trainer import OptimizerFactory
+from gemsc.runtime.training.verification import record_steps
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
+from gemsc.verify.steps import StepRecord, read_record
 
 
 def run_on_threads(

@@ -16,10 +16,10 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
-from gemsc.planner.candidates import alternatives
-from gemsc.planner.grids import grids
-from gemsc.search import assess, search
-from gemsc.staging import Known
+from gemsc.search.auto import assess, search
+from gemsc.search.candidates import alternatives
+from gemsc.search.grids import grids
+from gemsc.search.staging import Known
 
 
 def options(**choices: object) -> CompileOptions:

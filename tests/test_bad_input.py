@@ -23,14 +23,14 @@ from command_line import (
 )
 from torch import nn
 
+from gemsc.base.weights import fill
 from gemsc.compiler import compile as gemsc_compile
 from gemsc.errors import GemscError
-from gemsc.runtime import launch
-from gemsc.runtime.data import Batches
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.program_directory import check_program
-from gemsc.runtime.trainer import Trainer
-from gemsc.runtime.weights import fill
+from gemsc.launch import launch
+from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.training.program_directory import check_program
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 
 # what a case changes is at the end of the file: the last definition of a name counts
 HERE = "  # <-- here"

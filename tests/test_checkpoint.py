@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
-from gemsc.runtime.arguments import parse_arguments
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.trainer import Trainer
 
 BATCH = batch_of((X, X), 2)
 State = dict[str, Tensor]

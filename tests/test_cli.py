@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from gemsc.cli.command import COMMANDS
 from gemsc.user_model import load_user_model
-from gemsc.verify import _nudged
+from gemsc.verify.steps import _nudged
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from gemsc.codegen.writer import Names, Writer, comment, split_arguments
 from gemsc.compiler import Traced, compile, lower, trace
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.verify import TOLERANCE
+from gemsc.verify.steps import TOLERANCE
 
 EXACT = TOLERANCE[torch.float64]
 

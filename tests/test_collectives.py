@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from gemsc.planner.collectives import BUCKET_BYTES, ROUNDS, allreduce, nic
-from gemsc.planner.hardware import Allreduce, Link, Network
-from gemsc.runtime import reduction
+from gemsc.costs.collectives import BUCKET_BYTES, ROUNDS, allreduce, nic
+from gemsc.costs.hardware import Allreduce, Link, Network
+from gemsc.runtime.worker import reduction
 
 LATENCY, BANDWIDTH, ADDING = 3e-6, 2e9, 5e9
 LINK = Link(latency=LATENCY, bandwidth=BANDWIDTH)

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from gemsc.cores import num_cores
+from gemsc.base.cores import num_cores
 
 LINUX = tuple(map(int, platform.release().split("-")[0].split(".")[:2]))
 GRANTS = sys.platform == "linux" and LINUX >= (6, 12)
 
 PROGRAM = """
 import os
-from gemsc.cores import set_time_slice
+from gemsc.base.cores import set_time_slice
 {before}
 print(set_time_slice(0.05), os.nice(0), os.sched_getscheduler(0))
 """

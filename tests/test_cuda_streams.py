@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gemsc.errors import GemscError
-from gemsc.runtime import streams
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.streams import CudaStreams
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport import streams
+from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.streams import CudaStreams
 from gemsc.schedules import SCHEDULES
 
 SIZE = 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gemsc.errors import GemscError
-from gemsc.runtime.data import Batches, seed_of
+from gemsc.runtime.data.batches import Batches, seed_of
 
 
 class Noisy:

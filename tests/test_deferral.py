@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gemsc import CompileOptions
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
-from gemsc.runtime.deferral import Deferred
+from gemsc.runtime.worker.deferral import Deferred
 
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (3, 6)),

@@ -10,9 +10,9 @@ from command_line import Gemsc, gemsc_here
 from program_support import Net, written
 
 from gemsc.errors import GemscError
-from gemsc.runtime import device as module
-from gemsc.runtime.device import choose_device, claim_device
-from gemsc.runtime.local import LocalTransport, run_local
+from gemsc.runtime.process import device as module
+from gemsc.runtime.process.device import choose_device, claim_device
+from gemsc.runtime.transport.local import LocalTransport, run_local
 
 gemsc = pytest.fixture(gemsc_here)
 

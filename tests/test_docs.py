@@ -17,8 +17,8 @@ from typer.main import get_command
 from gemsc.cli import make_app
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.ir.dump import dump
-from gemsc.runtime.arguments import parse_arguments
-from gemsc.runtime.launch import launch
+from gemsc.launch.launch import launch
+from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.schedules import SCHEDULES
 from gemsc.user_model import UserModel, load_user_model
 

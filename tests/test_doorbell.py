@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gemsc.runtime.doorbell import SENT, TAKEN, Doorbell
-from gemsc.runtime.link import Link
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.streams import NullStreams
-from gemsc.runtime.total import total
+from gemsc.runtime.transport.doorbell import SENT, TAKEN, Doorbell
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.total import total
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bells are for Linux")
 

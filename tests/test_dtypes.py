@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
-from gemsc.runtime.clip import clip_gradients
-from gemsc.runtime.link import Link
-from gemsc.runtime.local import run_local
-from gemsc.runtime.streams import NullStreams
-from gemsc.runtime.transport import Transport
-from gemsc.verify import compare, reference_steps
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.verify.steps import compare, reference_steps
 
 record = FRONTENDS["record"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from program_support import on_ranks, written
 from torch import Tensor, nn
 
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

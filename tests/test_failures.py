@@ -16,8 +16,8 @@ import pytest
 import torch
 from command_line import GEMSC, MODEL, is_alive, start
 
-from gemsc.runtime import launch
-from gemsc.runtime.manifest import check_checkpoint, check_digests
+from gemsc.launch import launch
+from gemsc.runtime.training.manifest import check_checkpoint, check_digests
 
 pytestmark = pytest.mark.mpi
 
@@ -287,7 +287,7 @@ def test_an_own_loop_that_fails_on_one_rank_ends_all(
 ) -> None:
     loop = program.parent / "loop.py"
     script = (
-        "import sys; from gemsc.runtime.launch import launch; "
+        "import sys; from gemsc.launch.launch import launch; "
         "sys.exit(launch(2, sys.argv[1:]))"
     )
     job = run(trip, sys.executable, "-c", script, sys.executable, loop, program)

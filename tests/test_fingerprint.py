@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gemsc.fingerprint import changed_definitions, fingerprint, source_fingerprints
+from gemsc.base.fingerprint import changed_definitions, fingerprint, source_fingerprints
 
 MODEL = '''"""A model."""
 import torch

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
-from gemsc.boxes import everything
+from gemsc.base.boxes import everything
 from gemsc.ir import meta
-from gemsc.runtime.grid import Grid
-from gemsc.runtime.link import Link
-from gemsc.runtime.local import run_local
-from gemsc.runtime.streams import NullStreams
+from gemsc.runtime.tiles.grid import Grid
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.streams import NullStreams
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemsc.boxes import Box, everything, shape_of
+from gemsc.base.boxes import Box, everything, shape_of
 from gemsc.errors import InternalError
-from gemsc.runtime.exchange import Exchange
-from gemsc.runtime.grid import Grid, ShapeGrid
-from gemsc.runtime.link import Link
-from gemsc.runtime.local import run_local
-from gemsc.runtime.streams import NullStreams
+from gemsc.messages.exchange import Exchange
+from gemsc.runtime.tiles.grid import Grid, ShapeGrid
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.streams import NullStreams
 
 T = TypeVar("T")
 

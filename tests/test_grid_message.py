@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from test_worker import worker_of
 from torch import Tensor
 
-from gemsc.boxes import Box, everything, intersection, shape_of
+from gemsc.base.boxes import Box, everything, intersection, shape_of
+from gemsc.messages.grid_message import GridMessage, TileValue
+from gemsc.messages.message import Input, Message, Tiles
 from gemsc.passes.spatial.cuts import boxes
-from gemsc.runtime.grid_message import GridMessage, TileValue
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.message import Input, Message, Tiles
-from gemsc.runtime.tiled_data import Window, window_of
+from gemsc.runtime.data.tiled import Window, window_of
+from gemsc.runtime.transport.local import LocalTransport, run_local
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)]
 NUM_MICRO_BATCHES = 3

@@ -16,11 +16,11 @@ from test_parity import _default_dtype, lowered, worst_error  # noqa: F401
 from torch import Tensor
 
 from gemsc.codegen.package import write_directory
+from gemsc.costs.hardware import Link, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.planner.hardware import Link, read_hardware
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.trainer import Trainer
 
 
 def programs(name: str, directory: Path, **choices: object) -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from command_line import Gemsc, gemsc_here, start
 
+from gemsc.launch.launch import launch
 from gemsc.plan import Plan
-from gemsc.runtime.launch import launch
 
 pytestmark = pytest.mark.mpi
 gemsc = pytest.fixture(gemsc_here)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gemsc.costs.hardware import Hardware, Link, read_hardware, shipped_hardware
 from gemsc.errors import GemscError
-from gemsc.planner.hardware import Hardware, Link, read_hardware, shipped_hardware
 
 TEXT = """\
 name = "mine"

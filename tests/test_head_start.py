@@ -21,7 +21,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.planner.head_start import with_head_starts
-from gemsc.runtime.deferral import Deferred
+from gemsc.runtime.worker.deferral import Deferred
 from gemsc.schedules import SCHEDULES, HeadStart, StageCost, Task, run
 from gemsc.viz.tables import show
 

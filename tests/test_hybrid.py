@@ -14,8 +14,8 @@ from test_parity import lowered
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 
 DOUBLE = torch.float64
 

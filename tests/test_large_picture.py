@@ -17,13 +17,13 @@ from skimage import data
 from test_parity import lowered
 from torch import Tensor
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
-from gemsc.runtime.data import Batches
-from gemsc.runtime.tiff import TiffPicture
-from gemsc.runtime.tiled_data import window_of
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.tiff import TiffPicture
+from gemsc.runtime.data.tiled import window_of
+from gemsc.runtime.training.trainer import Trainer
 
 SIZE, PART, HALO = 16384, 512, 3
 

@@ -13,8 +13,8 @@ import pytest
 from command_line import is_alive
 
 from gemsc.errors import GemscError
-from gemsc.runtime import launch as launching
-from gemsc.runtime.launch import (
+from gemsc.launch import launch as launching
+from gemsc.launch.launch import (
     TIMED_OUT,
     ParagraphFilter,
     find_mpirun,
@@ -225,7 +225,7 @@ def test_the_scratch_folder_is_gone_after_the_job(shell_mpirun, tmp_path):
 KILLED_JOB = """
 import os, sys
 from pathlib import Path
-from gemsc.runtime import launch
+from gemsc.launch import launch
 launch.SHARED_MEMORY = Path(sys.argv[1])
 with launch._scratch_folder(2) as folder:
     print(folder, flush=True)
@@ -252,8 +252,8 @@ def test_the_folder_of_a_killed_job_is_removed_by_the_next(
 SLEEPER = """
 import os, sys, time
 from mpi4py import MPI
-from gemsc.runtime.lifeline import end_with_launcher
-from gemsc.runtime.progress import Status
+from gemsc.base.lifeline import end_with_launcher
+from gemsc.runtime.process.progress import Status
 end_with_launcher()
 Status(MPI.COMM_WORLD.rank).enter("backward", "stage1", 3)
 MPI.COMM_WORLD.Barrier()
@@ -267,7 +267,7 @@ time.sleep(60)
 
 STARTER = """
 import sys
-from gemsc.runtime.launch import launch
+from gemsc.launch.launch import launch
 sys.exit(launch(2, [sys.executable, "-c", sys.argv[1]]))
 """
 

@@ -7,6 +7,7 @@ import functools
 import graphlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,90 +17,78 @@ import gemsc
 
 ROOT = Path(__file__).parents[1]
 
-# cli -> compiler -> {codegen passes frontend viz} -> planner -> {schedules ir} ->
-# errors, and runtime apart. A part imports what stands in its row, and nothing else.
-ERRORS = {"errors"}
-HELPERS = {
-    *ERRORS,
-    "boxes",
-    "cores",
-    "digest",
-    "draws",
-    "dropout",
-    "dtypes",
-    "fingerprint",
-    "lazy",
-    "nests",
-    "options",
-    "plan",
-    "recomputed",
-    "rng",
-    "toml_file",
-    "units",
-    "weighted",
-}
-IR = {*HELPERS, "ir"}
-PLANNER = {*IR, "schedules", "planner"}
-MAY_IMPORT = {
-    "errors": set(),
-    "": {"lazy"},
-    **dict.fromkeys(HELPERS - ERRORS, ERRORS),
-    "draws": {*ERRORS, "dtypes", "rng"},
-    "unfilled": set(),
-    "plan": {*ERRORS, "toml_file", "units"},
-    "user_model": {*ERRORS, "nests", "rng"},
-    "schedules": ERRORS,
-    "ir": HELPERS,
+# The rooms of the house, each a folder or a module at the top: the lowest floor first,
+# with what it may import. A room imports only rooms that stand above it in this list.
+RUNTIME = tuple(f"runtime.{room}" for room in ("transport", "process", "tiles"))
+IR = ("errors", "base", "ir")
+COSTS = (*IR, "costs")
+PLANNER = (*COSTS, "messages", "options", "plan", "schedules", "planner")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "base": ("errors",),
+    "options": ("errors",),
+    "plan": ("errors", "base"),
+    "user_model": ("errors", "base"),
+    "schedules": ("errors", "base"),
+    "messages": ("errors", "base"),
+    "runtime.transport": ("errors", "base", "messages"),
+    "runtime.process": ("errors", "base", "runtime.transport"),
+    "runtime.tiles": ("errors", "base", "messages", "runtime.transport"),
+    "runtime.memory": ("errors", "base", *RUNTIME),
+    "runtime.data": ("errors", "base", "messages", "plan", "runtime.transport"),
+    "runtime.worker": (
+        *("errors", "base", "messages", "plan"),
+        *(*RUNTIME, "runtime.memory", "runtime.data"),
+    ),
+    "runtime.training": (
+        *("errors", "base", "messages", "plan", "user_model"),
+        *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),
+    ),
+    # what generated files import: names out of the rooms above
+    "runtime": (
+        *("base", "messages", "runtime.tiles", "runtime.memory", "runtime.data"),
+        *("runtime.worker", "runtime.training"),
+    ),
+    # an operation on tiles is one function for the graph and for a rank
+    "ir": ("errors", "base", "runtime.tiles"),
+    "costs": IR,
+    "frontend": COSTS,
     "planner": PLANNER,
-    "compilation": PLANNER,
-    **dict.fromkeys(("frontend", "passes", "viz"), PLANNER),
-    "codegen": {*PLANNER, "compilation"},
-    "runtime": {*HELPERS - {"options"}, "user_model"},
-    "verify": {*HELPERS, "user_model", "runtime"},
-    # a run is compared with what knows nothing of the runtime
-    "plain_run": {*HELPERS, "user_model"},
-    "verify_run": {*HELPERS, "user_model", "runtime", "verify", "plain_run"},
-    "profiling": {*PLANNER, "runtime"},
-    "staging": {*PLANNER, "compilation", "passes"},
-    "search": {*PLANNER, "compilation", "passes", "staging"},
-    "compiler": {
-        *PLANNER,
-        "compilation",
-        "frontend",
-        "passes",
-        "staging",
-        "search",
-        "codegen",
-        "viz",
-        "user_model",
-    },
-}
-MAY_IMPORT["simulate"] = {*MAY_IMPORT["compiler"], "compiler", "unfilled"}
-# the command may look at everything
-MAY_IMPORT["cli"] = {*MAY_IMPORT}
-# Single modules that may do more, each for a reason.
-EXCEPTIONS = {
-    # weights are written by the code that reads them
-    ("gemsc.codegen.package", "gemsc.runtime.weights"),
+    "compilation": ("errors", "base", "ir", "plan", "schedules"),
+    "passes.spatial": COSTS,
+    "passes": (*PLANNER, "passes.spatial"),
+    "search": (*PLANNER, "compilation", "passes", "passes.spatial"),
     # what is proved of a file is what a rank reads in it
-    ("gemsc.codegen.read", "gemsc.runtime"),
-    ("gemsc.codegen.read", "gemsc.runtime.exchange"),
-    ("gemsc.codegen.read", "gemsc.runtime.tile_messages"),
-    ("gemsc.codegen.read", "gemsc.runtime.worker"),
-    # what a graph says of tiles is what a rank does with them
-    ("gemsc.ir.tile_ops", "gemsc.runtime.grid"),
-    # what is predicted of messages is counted on the messages that will be sent
-    ("gemsc.planner.traffic", "gemsc.runtime.grid_message"),
-    ("gemsc.planner.traffic", "gemsc.runtime.message"),
+    "codegen": (*PLANNER, "compilation", "runtime", "runtime.tiles", "runtime.worker"),
+    "viz": (*PLANNER, "search"),
+    "compiler": (
+        *(*PLANNER, "compilation", "frontend", "passes", "search", "codegen"),
+        *("user_model", "viz"),
+    ),
+    "launch": ("errors", "base", "plan", "runtime.process", "runtime.training"),
+    "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
+    "verify": (
+        *("errors", "base", "plan", "user_model", "launch"),
+        *("runtime.data", "runtime.training"),
+    ),
+    "simulate": (
+        *(*PLANNER, "compilation", "frontend", "passes", "search", "compiler"),
+        *("user_model", "viz"),
+    ),
+    # users' names
+    "": ("errors", "base", "options", "compiler", "runtime.training", "verify"),
 }
+# the command may look at everything
+MAY_IMPORT["cli"] = tuple(MAY_IMPORT)
 # To import mpi4py.MPI starts MPI: only a rank may do so. PyTorch takes a second to
 # load: what starts ranks does so only to ask for a GPU.
 IN_FUNCTIONS = {
-    ("gemsc.runtime.mpi", "mpi4py"),
-    ("gemsc.runtime.arguments", "gemsc.runtime.device"),
+    ("gemsc.runtime.transport.mpi", "mpi4py"),
+    ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
 }
 
-OF_A_RANK = MAY_IMPORT["runtime"] | {"", "runtime"}
+OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"], "", "runtime"}
+LARGEST_ROOM, MOST_LOOSE_MODULES = 24, 8
 
 
 def names_of(node: ast.AST) -> tuple[str, ...]:
@@ -116,15 +105,15 @@ def is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def imports(node: ast.AST, *, deep: bool) -> Iterator[str]:
-    """Yield what is imported, not counting what only type checkers see."""
+def imports(node: ast.AST, *, deep: bool, for_types: bool = False) -> Iterator[str]:
+    """Yield what is imported; with `deep` in functions, too."""
     for child in ast.iter_child_nodes(node):
-        if is_for_types(child):
+        if is_for_types(child) and not for_types:
             continue
         yield from names_of(child)
         is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
         if deep or not is_function:
-            yield from imports(child, deep=deep)
+            yield from imports(child, deep=deep, for_types=for_types)
 
 
 @functools.cache
@@ -147,26 +136,46 @@ def own_imports(module: str) -> set[str]:
     return {name for name in found if name.split(".")[0] == "gemsc"}
 
 
-def part(module: str) -> str:
-    """Return the first word after `gemsc.`: a package, or a module on its own."""
-    return [*module.split("."), ""][1]
+def room(module: str) -> str:
+    """Return the folder of a module, or a module at the top, without `gemsc.`."""
+    words = module.split(".")[1:]
+    if modules()[module].name != "__init__.py" and len(words) > 1:
+        words.pop()
+    return ".".join(words)
 
 
-def test_each_part_imports_only_what_lies_below_it():
+def arrows(*, for_types: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield which module imports which of another room, in functions too."""
+    for module in modules():
+        found = imports(tree(module), deep=True, for_types=for_types)
+        for name in set(found) & modules().keys():
+            if name != "gemsc" and room(name) != room(module):
+                yield module, name
+
+
+def test_each_room_imports_only_its_own_list():
     wrong = [
-        f"{module} imports {name}"
-        for module in modules()
-        for name in own_imports(module)
-        if part(name)  # `import gemsc` loads nothing
-        and part(name) != part(module)
-        and part(name) not in MAY_IMPORT[part(module)]
-        and (module, name) not in EXCEPTIONS
+        f"{a} imports {b}" for a, b in arrows() if room(b) not in MAY_IMPORT[room(a)]
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_exception_is_needed():
-    assert {(m, n) for m, n in EXCEPTIONS if n in own_imports(m)} == EXCEPTIONS
+def test_no_arrow_runs_up():
+    floors = list(MAY_IMPORT)
+    for upper, lowers in MAY_IMPORT.items():
+        if upper != "cli":
+            for lower in lowers:
+                at = floors.index(lower) - floors.index(upper)
+                assert at < 0 or lower == upper, f"{upper} may not import {lower}"
+
+
+def test_rooms_are_small():
+    loose = [m for m in modules() if m.count(".") == 1 and room(m) == m[6:]]
+    loose = [m for m in loose if modules()[m].name != "__init__.py"]
+    assert len(loose) <= MOST_LOOSE_MODULES, loose
+    sizes = Counter(path.parent for path in modules().values())
+    large = {str(path): size for path, size in sizes.items() if size > LARGEST_ROOM}
+    assert not large
 
 
 def test_no_two_modules_import_each_other():
@@ -192,11 +201,17 @@ def test_no_import_is_relative():
         for node in ast.walk(tree(module))
         if isinstance(node, ast.ImportFrom) and node.level
     ]
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
-    "module", ["gemsc", "gemsc.runtime", "gemsc.runtime.train", "gemsc.runtime.load"]
+    "module",
+    [
+        "gemsc",
+        "gemsc.runtime",
+        "gemsc.runtime.training.train",
+        "gemsc.runtime.training.load",
+    ],
 )
 def test_a_rank_loads_nothing_of_the_compiler(module):
     program = f"import sys, {module}; print(*sys.modules)"
@@ -205,7 +220,7 @@ def test_a_rank_loads_nothing_of_the_compiler(module):
     ).stdout.split()
     own = [name for name in loaded if name.split(".")[0] == "gemsc"]
     assert module in own
-    assert not [name for name in own if part(name) not in OF_A_RANK]
+    assert not [name for name in own if room(name) not in OF_A_RANK]
 
 
 def test_what_starts_ranks_loads_no_torch():

@@ -18,7 +18,7 @@ from test_recompute import trained
 import gemsc
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.verify import compare
+from gemsc.verify.steps import compare
 
 PLANS = (
     options(ranks=2, tiles="2x1", micro_batches=3),

@@ -18,17 +18,17 @@ from torch import nn
 import gemsc
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
+from gemsc.costs.hardware import read_hardware
+from gemsc.costs.optimizer_state import optimizer_bytes
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.planner.hardware import read_hardware
 from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
-from gemsc.planner.optimizer_state import optimizer_bytes
 from gemsc.planner.savings import Saving, cheapest
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
-from gemsc.verify import compare
+from gemsc.verify.steps import compare
 
 
 def adamw(parameters):

@@ -11,9 +11,9 @@ from models import MODELS
 from test_parity import FLOAT32, FLOAT64, lowered, reference
 
 from gemsc.codegen.package import write_directory
+from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
-from gemsc.runtime.launch import launch
-from gemsc.verify import compare, read_record
+from gemsc.verify.steps import compare, read_record
 
 PROGRAM = Path(__file__).with_name("mpi_parity_program.py")
 SAMPLE = [

@@ -24,7 +24,7 @@ from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.ir import meta
 from gemsc.ir.opaque import opaques
-from gemsc.verify import TOLERANCE, compare, reference_steps
+from gemsc.verify.steps import TOLERANCE, compare, reference_steps
 
 EXACT = TOLERANCE[torch.float64]
 D = 6

@@ -16,20 +16,20 @@ from test_parity import lowered, worst_error
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, nn
 
-from gemsc.boxes import everything
+from gemsc.base.boxes import everything
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower, trace
+from gemsc.costs.hardware import Link, read_hardware
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_overlapped
 from gemsc.ir.program import Program
+from gemsc.messages.exchange import Exchange
 from gemsc.passes.annotate import annotate
 from gemsc.passes.overlap_halos import overlapped_layers
-from gemsc.planner.hardware import Link, read_hardware
-from gemsc.runtime.exchange import Exchange
-from gemsc.runtime.memory import ActivationMeter
-from gemsc.runtime.tile_convolution import reach
-from gemsc.runtime.tile_overlap import split
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.memory.meter import ActivationMeter
+from gemsc.runtime.tiles.convolution import reach
+from gemsc.runtime.tiles.overlap import split
+from gemsc.runtime.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

@@ -13,7 +13,7 @@ from test_opaque import worst
 from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
-from gemsc.verify import TOLERANCE
+from gemsc.verify.steps import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("in_double")
 EXACT = TOLERANCE[torch.float64]

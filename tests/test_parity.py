@@ -15,7 +15,7 @@ from support import run_on_threads
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, Traced, lower, trace
 from gemsc.options import CompileOptions
-from gemsc.verify import StepRecord, compare, reference_steps
+from gemsc.verify.steps import StepRecord, compare, reference_steps
 
 FLOAT64 = 1e-9
 FLOAT32 = 1e-4

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from gemsc.compiler import compile
 from gemsc.plan import Plan
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.trainer import Trainer
 from gemsc.schedules import SCHEDULES
-from gemsc.verify import TOLERANCE, compare, reference_steps
+from gemsc.verify.steps import TOLERANCE, compare, reference_steps
 
 EXACT = TOLERANCE[torch.float64]
 RUNNABLE = [n for n, s in SCHEDULES.items() if not s.policy.split_backward]

@@ -13,12 +13,12 @@ from torch import nn
 
 import gemsc
 from gemsc.compiler import trace
+from gemsc.costs.hardware import Link, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
-from gemsc.planner.candidates import Candidate, alternatives, reason
-from gemsc.planner.hardware import Link, read_hardware
-from gemsc.search import assess, search
+from gemsc.search.auto import assess, search
+from gemsc.search.candidates import Candidate, alternatives, reason
 
 
 @pytest.fixture

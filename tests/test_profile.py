@@ -11,13 +11,13 @@ from command_line import MODEL, Gemsc, gemsc_here, start
 from program_support import Net, mean
 from torch import Tensor, nn
 
+from gemsc.calibrate.machine import check_output
+from gemsc.calibrate.network import fit_link, measured_network
 from gemsc.compiler import compile, trace
+from gemsc.costs.hardware import Link, read_hardware
+from gemsc.costs.profile import time_nodes
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.planner.hardware import Link, read_hardware
-from gemsc.planner.measured_network import fit_link, measured_network
-from gemsc.planner.profile import time_nodes
-from gemsc.profiling import check_output
 
 gemsc = pytest.fixture(gemsc_here)
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from gemsc.codegen import package
 from gemsc.errors import GemscError
+from gemsc.launch.launch import launch
 from gemsc.plan import Plan
-from gemsc.runtime.launch import launch
-from gemsc.runtime.program_directory import check_program
+from gemsc.runtime.training.program_directory import check_program
 from gemsc.user_model import load_user_model
 
 

@@ -24,7 +24,7 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.edited import EditedPlan
 from gemsc.runtime import recompute
-from gemsc.verify import StepRecord, compare
+from gemsc.verify.steps import StepRecord, compare
 
 gemsc = pytest.fixture(gemsc_here)
 CHOICES = (

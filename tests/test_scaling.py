@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from gemsc.costs.hardware import Hardware, Link, read_hardware
 from gemsc.planner.ending import PACKING, UPDATE
-from gemsc.planner.hardware import Hardware, Link, read_hardware
-from gemsc.planner.scaling import Simulator
 from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, place, run
+from gemsc.simulate.scaling import Simulator
 
 MIB = 2**20
 MACHINE = read_hardware("v100")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from command_line import MODEL, line_of, start
 
-from gemsc.digest import digest
+from gemsc.base.digest import digest
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.runtime.data import Batches
-from gemsc.runtime.local import run_local
-from gemsc.runtime.shared_data import Digests, SharedData
-from gemsc.runtime.tiled_data import Window
-from gemsc.runtime.transport import Transport
+from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.shared import Digests, SharedData
+from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
 
 PLACE = SourceLocation("model.py", 7)

@@ -10,9 +10,9 @@ import pytest
 from plan_support import made_up_plan
 from rich.console import Console
 
+from gemsc.base.units import show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import timeline_of
-from gemsc.units import show_seconds
 from gemsc.viz.columns import column, fitted, sample
 from gemsc.viz.strip import strips
 from gemsc.viz.tables import show

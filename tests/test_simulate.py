@@ -15,14 +15,19 @@ from command_line import MODEL, Gemsc, gemsc_here
 from rich.console import Console
 from torch import nn
 
+from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.planner.hardware import read_hardware
 from gemsc.schedules import SCHEDULES
-from gemsc.simulate import powers_of_two, read_counts, simulate, trace_unfilled
-from gemsc.unfilled import unfilled
+from gemsc.simulate.curve import draw_curve
+from gemsc.simulate.simulation import (
+    powers_of_two,
+    read_counts,
+    simulate,
+    trace_unfilled,
+)
+from gemsc.simulate.unfilled import unfilled
 from gemsc.user_model import load_user_model
-from gemsc.viz.curve import draw_curve
 
 SCENARIOS = Path(__file__).parents[1] / "examples" / "simulate"
 

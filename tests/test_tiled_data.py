@@ -15,14 +15,14 @@ from skimage import data
 from test_parity import lowered
 from torch import Tensor
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 from gemsc.codegen.package import write_directory
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.runtime.data import Batches
-from gemsc.runtime.tiff import TiffPicture
-from gemsc.runtime.tiled_data import TiledDataset, Window, window_of
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.tiff import TiffPicture
+from gemsc.runtime.data.tiled import TiledDataset, Window, window_of
+from gemsc.runtime.training.trainer import Trainer
 
 BOXES = [
     ((0, 10), (0, 10)),

@@ -12,13 +12,13 @@ from models import MODELS, AmoebaNet, ResNetV2
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, nn
 
-from gemsc.boxes import everything
+from gemsc.base.boxes import everything
 from gemsc.ir import meta
 from gemsc.passes.spatial.need import mirrored, support, transposed, window
-from gemsc.runtime.grid import Grid, ShapeGrid
-from gemsc.runtime.link import Link
-from gemsc.runtime.local import run_local
-from gemsc.runtime.streams import NullStreams
+from gemsc.runtime.tiles.grid import Grid, ShapeGrid
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.streams import NullStreams
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

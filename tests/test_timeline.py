@@ -14,18 +14,18 @@ from command_line import gemsc_here
 from models import MODELS
 from schedule_support import equal_task, random_task
 
+from gemsc.base.units import show_bytes
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, compile, lower, trace
 from gemsc.errors import GemscError
+from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.runtime.local import run_local
-from gemsc.runtime.measure import measure
-from gemsc.runtime.recording import CALLS, Recorder
-from gemsc.runtime.trainer import Trainer
+from gemsc.runtime.training.recording import CALLS, Recorder
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.schedules import SCHEDULES, Action, Kind, Task, Timeline, run
-from gemsc.units import show_bytes
 from gemsc.viz.panel import Panel, measured_panel, predicted_panel
 from gemsc.viz.timeline import MOST_ARROWS, draw, grid, panels_of, write_timeline
 from gemsc.viz.trace import trace_text

@@ -10,16 +10,16 @@ import torch
 from program_support import mean
 from torch import Tensor, nn
 
+from gemsc.calibrate.fit import fit_seconds, least_squares
+from gemsc.calibrate.samples import FAMILIES, Draw
+from gemsc.costs.hardware import read_hardware, shipped_hardware
+from gemsc.costs.operators import describe
+from gemsc.costs.times import roofline, seconds
 from gemsc.frontend import record
 from gemsc.ir import meta
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
-from gemsc.planner.fit import fit_seconds, least_squares
-from gemsc.planner.hardware import read_hardware, shipped_hardware
-from gemsc.planner.operators import describe
-from gemsc.planner.samples import FAMILIES, Draw
-from gemsc.planner.times import roofline, seconds
 
 ATEN = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch import Tensor, device
 
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
-from gemsc.runtime.total import TAG
+from gemsc.runtime.transport.total import TAG
 
 
 class Counting:

@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
-from gemsc.runtime.trainer import Trainer
-from gemsc.verify import TOLERANCE, Comparison
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.steps import TOLERANCE, Comparison
 
 EXACT = TOLERANCE[torch.float64]
 

@@ -12,13 +12,13 @@ import torch
 from mpi_transport_program import CASES
 
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime import mpi
-from gemsc.runtime.launch import find_mpirun, launch
-from gemsc.runtime.link import MOST_DEFERRED, Link
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.streams import CudaStreams, NullStreams, Pending
-from gemsc.runtime.total import total
-from gemsc.runtime.transport import wait_politely
+from gemsc.launch.launch import find_mpirun, launch
+from gemsc.runtime.transport import mpi
+from gemsc.runtime.transport.link import MOST_DEFERRED, Link
+from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.streams import CudaStreams, NullStreams, Pending
+from gemsc.runtime.transport.total import total
+from gemsc.runtime.transport.transport import wait_politely
 
 PROGRAM = str(Path(__file__).parent / "mpi_transport_program.py")
 

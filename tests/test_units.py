@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemsc.errors import GemscError
-from gemsc.units import (
+from gemsc.base.units import (
     parse_bytes,
     show_bytes,
     show_enough_bytes,
     show_flops,
     show_seconds,
 )
+from gemsc.errors import GemscError
 
 
 @pytest.mark.parametrize(

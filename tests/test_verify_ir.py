@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from gemsc.errors import InternalError
 from gemsc.frontend import record
 from gemsc.ir.holder import with_graph
+from gemsc.ir.invariants import verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
-from gemsc.ir.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from command_line import Gemsc, gemsc_here
 
-from gemsc.digest import digest
+from gemsc.base.digest import digest
 from gemsc.errors import GemscError
-from gemsc.plain_run import PlainRun, RunSettings
-from gemsc.runtime.data import Batches, seed_of
-from gemsc.runtime.run_record import RunRecord
+from gemsc.runtime.data.batches import Batches, seed_of
+from gemsc.runtime.training.run_record import RunRecord
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.verify_run import RunComparison, _check_data, _compare, _Result
+from gemsc.verify.plain_run import PlainRun, RunSettings
+from gemsc.verify.runs import RunComparison, _check_data, _compare, _Result
 
 # Data drawn at random, noise and flips of each sample, buffers, dropout, a schedule of
 # the learning rate, metrics that are no means over samples.

@@ -17,8 +17,8 @@ from program_support import blocks_of, cut
 from torch import nn
 
 import gemsc
+from gemsc.base.units import show_bytes
 from gemsc.ir.program import Program
-from gemsc.units import show_bytes
 from gemsc.viz.graph import draw, render
 
 

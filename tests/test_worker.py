@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
-from gemsc.runtime.link import Link
-from gemsc.runtime.local import LocalTransport, run_local
-from gemsc.runtime.message import Input, Message, Value
-from gemsc.runtime.streams import streams_for
-from gemsc.runtime.worker import Worker
+from gemsc.messages.message import Input, Message, Value
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.local import LocalTransport, run_local
+from gemsc.runtime.transport.streams import streams_for
+from gemsc.runtime.worker.worker import Worker
 
 T = TypeVar("T")
 H = Value("h", (2, 4), torch.float32, gradient=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tile_support import assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
-from gemsc.runtime.exchange import Exchange
+from gemsc.messages.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

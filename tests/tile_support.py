@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.boxes import everything
+from gemsc.base.boxes import everything
 from gemsc.frontend.record import record
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
@@ -24,10 +24,10 @@ from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import overlap
 from gemsc.passes.spatial.fusing import Limit
 from gemsc.passes.split_tiles import SplitTiles, find_halos
-from gemsc.runtime.grid import Grid, saved_in_parts
-from gemsc.runtime.link import Link
-from gemsc.runtime.local import run_local
-from gemsc.runtime.streams import NullStreams
+from gemsc.runtime.tiles.grid import Grid, saved_in_parts
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.local import run_local
+from gemsc.runtime.transport.streams import NullStreams
 
 TOLERANCE = 1e-9
 SMALL = 1e-3  # inputs are drawn of size 1: a smaller output may be rounding alone

@@ -7,6 +7,7 @@ from math import prod
 
 from torch import fx
 
+from gemsc.costs.hardware import Device
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layout import Layout
@@ -15,7 +16,6 @@ from gemsc.ir.tile_ops import Exchange, redistribute
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.halos import Halos
-from gemsc.planner.hardware import Device
 
 __all__ = ["WholeTiles"]
 

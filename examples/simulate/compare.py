@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gemsc.base.units import show_bytes, show_seconds
+from gemsc.costs.hardware import read_hardware
 from gemsc.options import CompileOptions
-from gemsc.planner.hardware import read_hardware
-from gemsc.simulate import Simulation, simulate, trace_unfilled
-from gemsc.units import show_bytes, show_seconds
+from gemsc.simulate.simulation import Simulation, simulate, trace_unfilled
 from gemsc.user_model import load_user_model
 
 KNOWN = ("schedule", "micro_batches", "times")

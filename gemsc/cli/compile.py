@@ -10,22 +10,22 @@ from typing import Annotated, Any
 
 import typer
 
+from gemsc.base.fingerprint import source_fingerprints
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
 from gemsc.cli.terminal import console, pass_line, progress_bar, say
 from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile, plan, trace
+from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError
-from gemsc.fingerprint import source_fingerprints
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
+from gemsc.launch.launch import restart_like_a_rank
 from gemsc.options import CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.passes.manager import Observer
 from gemsc.plan import Plan
-from gemsc.planner.candidates import Candidate
 from gemsc.planner.edited import EditedPlan
-from gemsc.planner.hardware import read_hardware
-from gemsc.runtime.launch import restart_like_a_rank
+from gemsc.search.candidates import Candidate
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.tables import notes, show_candidates
 from gemsc.viz.tables import show as show_plan

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from gemsc.base.units import parse_bytes
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.options import AUTO, BALANCES, CompileOptions
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
-from gemsc.units import parse_bytes
 
 __all__ = ["DEFAULTS", "Model", "takes_options", "typed_flags"]
 

@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from gemsc.cli.terminal import console, progress_bar
-from gemsc.errors import GemscError
-from gemsc.profiling import (
+from gemsc.calibrate.machine import (
     calibrate_machine,
     check_device,
     check_output,
     measure_on_ranks,
     write_network,
 )
-from gemsc.runtime.launch import restart_like_a_rank
-from gemsc.runtime.network import is_rank
-from gemsc.runtime.network import main as measure_on_this_rank
+from gemsc.calibrate.network_rank import is_rank
+from gemsc.calibrate.network_rank import main as measure_on_this_rank
+from gemsc.cli.terminal import console, progress_bar
+from gemsc.errors import GemscError
+from gemsc.launch.launch import restart_like_a_rank
 
 __all__ = ["profile_command"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gemsc.cli.terminal import Directory
-from gemsc.runtime.start import start
+from gemsc.launch.start import start
 
 __all__ = ["run_command"]
 

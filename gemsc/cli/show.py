@@ -12,9 +12,9 @@ from gemsc.cli.compile import compiled
 from gemsc.cli.options import DEFAULTS, takes_options
 from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
+from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
-from gemsc.runtime.measure import measure
 from gemsc.user_model import load_user_model
 from gemsc.viz.graph import render
 from gemsc.viz.report import write_report

@@ -8,22 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
+from gemsc.base.units import show_bytes, show_seconds
 from gemsc.cli.terminal import console
+from gemsc.costs.collectives import ROUNDS
+from gemsc.costs.hardware import Hardware, Link, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.planner.collectives import ROUNDS
-from gemsc.planner.hardware import Hardware, Link, read_hardware
-from gemsc.simulate import (
+from gemsc.simulate.curve import draw_curve
+from gemsc.simulate.simulation import (
     Simulation,
     options_of,
     read_counts,
     simulate,
     trace_unfilled,
 )
-from gemsc.units import show_bytes, show_seconds
+from gemsc.simulate.table import show_points
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.viz.curve import draw_curve
-from gemsc.viz.simulation import show_points
 
 __all__ = ["simulate_command"]
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.verify import LIMIT, Comparison, verify_program
-from gemsc.verify_run import OPTIONS, verify_run
+from gemsc.verify.runs import OPTIONS, verify_run
+from gemsc.verify.steps import LIMIT, Comparison, verify_program
 from gemsc.viz.tables import show_activations
 
 __all__ = ["verify_command"]

@@ -7,7 +7,7 @@ from itertools import product
 
 from torch import fx
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import as_tuple, literal, quoted
 from gemsc.codegen.rank_text import RankText, Run

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.boxes import Box, everything, shape_of
+from gemsc.base.boxes import Box, everything, shape_of
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name, exchange_of, is_exchange, is_overlapped
 from gemsc.ir.program import Program

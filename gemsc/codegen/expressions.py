@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from gemsc.dtypes import is_real
+from gemsc.base.dtypes import is_real
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 from gemsc.ir.tile_ops import (

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from gemsc.base.units import show_bytes, show_flops
+from gemsc.base.weights import write_tensors
 from gemsc.codegen.expressions import literal
 from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import RankText, Run
@@ -16,8 +18,6 @@ from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.ir.flow import reductions, segments_of, value_names
 from gemsc.ir.program import DataclassValue, Slot
-from gemsc.runtime.weights import write_tensors
-from gemsc.units import show_bytes, show_flops
 
 __all__ = ["check_target", "rank_modules", "write_directory"]
 
@@ -27,7 +27,7 @@ MAIN = '''"""Start one rank: mpirun -n {ranks} python {name}, or gemsc run {name
 import sys
 from pathlib import Path
 
-from gemsc.runtime.train import main
+from gemsc.runtime import main
 
 if __name__ == "__main__":
     sys.exit(main(Path(__file__).parent))
@@ -102,7 +102,7 @@ def _is_program(directory: Path) -> bool:
         text = (directory / "__main__.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return "from gemsc.runtime.train import main" in text
+    return "from gemsc.runtime" in text and "import main" in text
 
 
 def _write_weights(compilation: Compilation, folder: Path) -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 from gemsc.errors import InternalError
+from gemsc.messages.exchange import Piece
 from gemsc.runtime import (
     Exchange,
     Grid,
@@ -29,9 +30,8 @@ from gemsc.runtime import (
     Value,
     tile_boxes,
 )
-from gemsc.runtime.exchange import Piece
-from gemsc.runtime.tile_messages import tag_of
-from gemsc.runtime.worker import replica_of, stage_of
+from gemsc.runtime.tiles.messages import tag_of
+from gemsc.runtime.worker.worker import replica_of, stage_of
 from gemsc.schedules import rank_step
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import AllReduce, End, GridCall, RankStep, Run, Step

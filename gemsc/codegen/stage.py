@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.base.dtypes import is_real
 from gemsc.codegen.exchanges import note_of
 from gemsc.codegen.expressions import Named, access, as_tuple, expression, quoted
 from gemsc.codegen.layers import (
@@ -21,7 +22,6 @@ from gemsc.codegen.layers import (
 from gemsc.codegen.parts import Part, split_parts
 from gemsc.codegen.stage_text import StageText
 from gemsc.codegen.writer import Names, Writer, comment, split_arguments
-from gemsc.dtypes import is_real
 from gemsc.errors import SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, has_random, inner_flow

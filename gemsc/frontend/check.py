@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from gemsc.base.nests import map_tensors, normalize_inputs, tensor_leaves
+from gemsc.base.recomputed import checkpoints_off
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
@@ -17,9 +20,6 @@ from gemsc.frontend.values import returned
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import location
 from gemsc.ir.program import Program
-from gemsc.nests import map_tensors, normalize_inputs, tensor_leaves
-from gemsc.recomputed import checkpoints_off
-from gemsc.rng import preserve_rng
 
 __all__ = ["check_against_eager"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gemsc.dtypes import is_real, within
+from gemsc.base.dtypes import is_real, within
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.meta import Dtypes, TypedNumber

@@ -14,6 +14,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import LOSS, fake_like, reject_unsupported
 from gemsc.frontend.root import make_root
@@ -26,8 +28,6 @@ from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region, TensorSpec
 from gemsc.ir.opaque import Opaque
 from gemsc.ir.program import Input, Program
-from gemsc.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
-from gemsc.rng import preserve_rng
 
 __all__ = ["export"]
 

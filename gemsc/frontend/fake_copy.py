@@ -12,11 +12,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from gemsc.dtypes import within
+from gemsc.base.dtypes import within
+from gemsc.base.nests import Path, tensor_leaves
 from gemsc.errors import GemscError
 from gemsc.ir.fake import fake_parameters
 from gemsc.ir.layers import layer_source
-from gemsc.nests import Path, tensor_leaves
 
 __all__ = [
     "LOSS",

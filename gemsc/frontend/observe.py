@@ -13,10 +13,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemsc.base.nests import map_tensors, named_tuple, tensor_leaves
+from gemsc.costs.operators import describe, draws, runs_a_kernel
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
-from gemsc.nests import map_tensors, named_tuple, tensor_leaves
-from gemsc.planner.operators import Work, describe, draws, runs_a_kernel
+from gemsc.ir.work import Work
 
 __all__ = ["Watch", "fresh"]
 

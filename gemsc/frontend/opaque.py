@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemsc.dtypes import cast, cast_module, default_dtype
+from gemsc.base.dtypes import cast, cast_module, default_dtype
+from gemsc.base.nests import Inputs
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.observe import Watch, fresh
 from gemsc.ir.opaque import Opaque
-from gemsc.nests import Inputs
 
 __all__ = ["DependsOnDataError", "Leaves"]
 

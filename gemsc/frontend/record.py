@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from gemsc.dtypes import default_dtype, other_dtype, within
+from gemsc.base.dtypes import default_dtype, other_dtype, within
+from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.dtypes import mark_dtypes
 from gemsc.frontend.fake_copy import (
@@ -32,8 +34,6 @@ from gemsc.ir.holder import put_layer
 from gemsc.ir.meta import TensorSpec, location, region
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
 from gemsc.ir.program import Input, Program
-from gemsc.nests import Inputs, Path, map_tensors, normalize_inputs
-from gemsc.rng import preserve_rng
 
 __all__ = ["record"]
 

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import (
 from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 
+from gemsc.base.nests import tensor_leaves
+from gemsc.base.recomputed import checkpoints_off
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.opaque import DependsOnDataError
@@ -26,8 +28,6 @@ from gemsc.frontend.user_code import UserLine, failing_line, user_line
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
-from gemsc.nests import tensor_leaves
-from gemsc.recomputed import checkpoints_off
 
 __all__ = ["Tracer", "TracerFakeMode"]
 

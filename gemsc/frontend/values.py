@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from gemsc.base.nests import Inputs, Path, named_tuple
 from gemsc.errors import GemscError
 from gemsc.ir.program import DataclassValue, Slot
-from gemsc.nests import Inputs, Path, named_tuple
 
 __all__ = ["Returned", "input_names", "output_notes", "returned"]
 

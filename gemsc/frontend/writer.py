@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from gemsc.base.nests import Path, named_tuple, tensor_leaves
+from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.targets import Call
@@ -19,8 +21,6 @@ from gemsc.frontend.user_code import UserLine
 from gemsc.ir import meta
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
-from gemsc.nests import Path, named_tuple, tensor_leaves
-from gemsc.rng import may_draw
 
 __all__ = ["CONSTANTS", "GraphWriter", "fixed_nodes"]
 

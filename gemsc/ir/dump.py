@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from gemsc.base.units import show_bytes, show_flops, show_seconds
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Stage
-from gemsc.units import show_bytes, show_flops, show_seconds
 
 __all__ = ["dump", "target_name"]
 

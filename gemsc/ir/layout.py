@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemsc.boxes import Box, everything, shape_of
+from gemsc.base.boxes import Box, everything, shape_of
 
 __all__ = ["Box", "Layout"]
 

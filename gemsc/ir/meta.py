@@ -127,7 +127,7 @@ class Facts:
     `weight_seconds` are the part of the backward's that gives weight gradients and can
     wait, `weight_bytes` the bytes of these gradients, `num_weighted` the calls that
     have such; `waits` are the storages of the gradient that the node itself gets, which
-    must wait with them (see gemsc.weighted).
+    must wait with them (see gemsc.base.weighted).
     """
 
     flops: int = 0

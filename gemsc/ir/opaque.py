@@ -6,19 +6,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from gemsc.base.nests import map_tensors, tensor_leaves
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.meta import TensorSpec
-from gemsc.nests import map_tensors, tensor_leaves
-
-if TYPE_CHECKING:
-    from gemsc.planner.operators import Work
+from gemsc.ir.work import Work
 
 __all__ = [
     "Given",

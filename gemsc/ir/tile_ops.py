@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from gemsc.runtime.grid import (
+from gemsc.runtime.tiles.grid import (
     LARGEST_STANDING,
     AxisWindows,
     Exchange,

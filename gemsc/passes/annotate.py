@@ -20,6 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemsc.base.weighted import WeightedCall, WeightedCalls
+from gemsc.costs.hardware import Device, read_hardware
+from gemsc.costs.operators import describe, draws, runs_a_kernel
+from gemsc.costs.times import seconds
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
 from gemsc.ir.holder import copied_graph, with_graph
@@ -27,11 +31,8 @@ from gemsc.ir.interpret import run_nodes
 from gemsc.ir.opaque import OpaqueCall, told_of_calls
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import kept_of, told_of_sums
+from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
-from gemsc.planner.hardware import Device, read_hardware
-from gemsc.planner.operators import Work, describe, draws, runs_a_kernel
-from gemsc.planner.times import seconds
-from gemsc.weighted import WeightedCall, WeightedCalls
 
 __all__ = ["Annotate", "annotate"]
 

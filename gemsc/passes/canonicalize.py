@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy, with_graph
@@ -19,7 +20,6 @@ from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
-from gemsc.rng import may_draw
 
 __all__ = ["Canonicalize"]
 

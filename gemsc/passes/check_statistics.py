@@ -26,8 +26,8 @@ class CheckStatistics(Pass):
     """Refuse tensors that forward changes and that no rule joins, if there are runs.
 
     `num_runs` is replicas times data-parallel copies. The statistics of BatchNorm join
-    (see gemsc.runtime.reduction); nothing else is known to, nor do they in a module
-    that depends on data, where some runs may update them more often than others.
+    (see gemsc.runtime.worker.reduction); nothing else is known to, nor do they in a
+    module that depends on data, where some runs may update them more often.
     """
 
     name: ClassVar[str] = "check-statistics"

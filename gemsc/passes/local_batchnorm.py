@@ -13,6 +13,7 @@ from typing import ClassVar, cast
 from torch import fx, nn
 from torch.nn import functional as F
 
+from gemsc.costs.hardware import Device
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
@@ -20,7 +21,6 @@ from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, functional_batch_norm
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
-from gemsc.planner.hardware import Device
 
 __all__ = ["LocalBatchnorm"]
 

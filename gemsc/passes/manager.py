@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from gemsc.errors import GemscError, InternalError
+from gemsc.ir.invariants import verify
 from gemsc.ir.program import Program
-from gemsc.ir.verify import verify
 from gemsc.passes.base import Pass
 
 __all__ = ["Observer", "run_passes"]

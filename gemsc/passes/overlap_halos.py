@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import fx, nn
 
+from gemsc.costs.hardware import Device, Link, read_hardware
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange, is_overlapped
 from gemsc.ir.holder import put_layer
@@ -23,7 +24,6 @@ from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, reach, split
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
-from gemsc.planner.hardware import Device, Link, read_hardware
 from gemsc.planner.tiles import inner_share, traffic_of
 
 __all__ = ["OverlapHalos", "overlap", "overlapped_layers"]

@@ -9,6 +9,7 @@ from itertools import combinations
 
 from torch import fx
 
+from gemsc.costs.hardware import Device, Link, read_hardware
 from gemsc.errors import InternalError
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
@@ -31,7 +32,6 @@ from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.spatial.fusing import Limit
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.split_tiles import SplitTiles, find_halos
-from gemsc.planner.hardware import Device, Link, read_hardware
 from gemsc.planner.layout import Layout
 
 __all__ = [

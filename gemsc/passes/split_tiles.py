@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gemsc.costs.hardware import Device
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
@@ -26,7 +27,6 @@ from gemsc.passes.spatial.fusing import Limit, choose
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower
-from gemsc.planner.hardware import Device
 from gemsc.planner.tiles import exchanges
 
 __all__ = ["SplitTiles", "find_halos"]

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from gemsc.costs.profile import BlockTimes, Progress, time_nodes
 from gemsc.ir import meta
 from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.program import Block, Program
 from gemsc.passes.base import Pass
-from gemsc.planner.profile import BlockTimes, Progress, time_nodes
 
 __all__ = ["TimeBlocks"]
 

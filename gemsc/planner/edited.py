@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from gemsc.base.toml_file import TomlFile
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.program import Block
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, plan_file
 from gemsc.schedules import SCHEDULES, place
-from gemsc.toml_file import TomlFile
 
 __all__ = ["EditedPlan"]
 

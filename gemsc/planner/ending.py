@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from gemsc.costs.collectives import Sum, allreduce
+from gemsc.costs.hardware import Device, Hardware, Network
 from gemsc.ir.program import Program
-from gemsc.planner.collectives import Sum, allreduce
-from gemsc.planner.hardware import Device, Hardware, Network
 from gemsc.schedules import Task, Timeline
 
 __all__ = ["after_backward", "ends_of_sums", "gradient_sums", "update_seconds"]

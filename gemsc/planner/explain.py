@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gemsc.base.units import show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Task, Timeline, replay
-from gemsc.units import show_seconds
 
 __all__ = ["Explanation", "explain", "shared_seconds"]
 

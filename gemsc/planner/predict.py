@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from gemsc.dtypes import model_dtype
-from gemsc.fingerprint import fingerprint, source_fingerprints
+from gemsc.base.dtypes import model_dtype
+from gemsc.base.fingerprint import fingerprint, source_fingerprints
+from gemsc.costs.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.ir import meta
 from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
@@ -29,7 +30,6 @@ from gemsc.planner.activations import (
     waiting_gradient_bytes,
 )
 from gemsc.planner.ending import after_backward
-from gemsc.planner.hardware import DEFAULT_HARDWARE, Hardware, Network
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
 from gemsc.planner.tiles import (

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gemsc.costs.hardware import Device
 from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
 from gemsc.ir.program import Block, Program, Segment, Stage
 from gemsc.ir.segments import frees_anything, may_recompute, segment_name
 from gemsc.planner.activations import seconds_again
-from gemsc.planner.hardware import Device
 from gemsc.schedules import Timeline
 
 __all__ = ["Fit", "Saving", "cheapest", "fit_memory"]

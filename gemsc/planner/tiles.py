@@ -9,13 +9,13 @@ from math import prod
 
 from torch import fx
 
-from gemsc.boxes import everything, shape_of
+from gemsc.base.boxes import everything, shape_of
+from gemsc.costs.hardware import Link
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, exchanged, is_exchange, is_overlapped, joins
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.ir.tile_ops import LARGEST_STANDING, Exchange
-from gemsc.planner.hardware import Link
 
 __all__ = [
     "Traffic",
@@ -118,7 +118,7 @@ def buffer_bytes(program: Program, stage: Stage) -> int:
     """Return the bytes of the memory through which a tile's small messages travel.
 
     All that goes to one tile shares a buffer, and so does all that comes from it:
-    see `gemsc.runtime.tile_messages`.
+    see `gemsc.runtime.tiles.messages`.
     """
     largest: dict[tuple[int, bool], int] = {}
     for node in exchanging(program, stage):

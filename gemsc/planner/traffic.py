@@ -15,9 +15,9 @@ from gemsc.ir.flow import exchange_of, exchanged, flow
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.segments import recomputed_nodes
+from gemsc.messages.grid_message import GridMessage, TileValue
+from gemsc.messages.message import Message, Value
 from gemsc.planner.tiles import ends, exchanging, traffic_of
-from gemsc.runtime.grid_message import GridMessage, TileValue
-from gemsc.runtime.message import Message, Value
 from gemsc.schedules import Task
 
 __all__ = ["StepTraffic", "received_bytes", "step_traffic"]

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gemsc.lazy import loads
+from gemsc.base.lazy import loads
 
 if TYPE_CHECKING:
-    from gemsc.boxes import tile_boxes
-    from gemsc.runtime.grid import AxisWindows, Exchange, Grid, Resize
-    from gemsc.runtime.grid_message import GridMessage, TileValue
-    from gemsc.runtime.message import Input, Message, Tiles, Value
-    from gemsc.runtime.offload import offloaded
-    from gemsc.runtime.recomputation import recompute
-    from gemsc.runtime.user_objects import user_module, user_object
-    from gemsc.runtime.worker import Worker
+    from gemsc.base.boxes import tile_boxes
+    from gemsc.messages.grid_message import GridMessage, TileValue
+    from gemsc.messages.message import Input, Message, Tiles, Value
+    from gemsc.runtime.data.tiled import TiledDataset
+    from gemsc.runtime.memory.offload import offloaded
+    from gemsc.runtime.memory.recomputation import recompute
+    from gemsc.runtime.tiles.grid import AxisWindows, Exchange, Grid, Resize
+    from gemsc.runtime.training.train import main
+    from gemsc.runtime.worker.user_objects import user_module, user_object
+    from gemsc.runtime.worker.worker import Worker
 
 __all__ = [
     "AxisWindows",
@@ -28,9 +30,11 @@ __all__ = [
     "Message",
     "Resize",
     "TileValue",
+    "TiledDataset",
     "Tiles",
     "Value",
     "Worker",
+    "main",
     "offloaded",
     "recompute",
     "tile_boxes",
@@ -41,21 +45,23 @@ __all__ = [
 __getattr__ = loads(
     __name__,
     {
-        "AxisWindows": "gemsc.runtime.grid",
-        "Exchange": "gemsc.runtime.grid",
-        "Grid": "gemsc.runtime.grid",
-        "GridMessage": "gemsc.runtime.grid_message",
-        "Input": "gemsc.runtime.message",
-        "Message": "gemsc.runtime.message",
-        "Resize": "gemsc.runtime.grid",
-        "TileValue": "gemsc.runtime.grid_message",
-        "Tiles": "gemsc.runtime.message",
-        "Value": "gemsc.runtime.message",
-        "Worker": "gemsc.runtime.worker",
-        "offloaded": "gemsc.runtime.offload",
-        "recompute": "gemsc.runtime.recomputation",
-        "tile_boxes": "gemsc.boxes",
-        "user_module": "gemsc.runtime.user_objects",
-        "user_object": "gemsc.runtime.user_objects",
+        "AxisWindows": "gemsc.runtime.tiles.grid",
+        "Exchange": "gemsc.runtime.tiles.grid",
+        "Grid": "gemsc.runtime.tiles.grid",
+        "GridMessage": "gemsc.messages.grid_message",
+        "Input": "gemsc.messages.message",
+        "Message": "gemsc.messages.message",
+        "Resize": "gemsc.runtime.tiles.grid",
+        "TileValue": "gemsc.messages.grid_message",
+        "TiledDataset": "gemsc.runtime.data.tiled",
+        "Tiles": "gemsc.messages.message",
+        "Value": "gemsc.messages.message",
+        "Worker": "gemsc.runtime.worker.worker",
+        "main": "gemsc.runtime.training.train",
+        "offloaded": "gemsc.runtime.memory.offload",
+        "recompute": "gemsc.runtime.memory.recomputation",
+        "tile_boxes": "gemsc.base.boxes",
+        "user_module": "gemsc.runtime.worker.user_objects",
+        "user_object": "gemsc.runtime.worker.user_objects",
     },
 )

@@ -10,10 +10,10 @@ from pathlib import Path
 import graphviz
 from torch import fx
 
+from gemsc.base.units import show_bytes, show_flops
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program
 from gemsc.plan import Plan, PlannedStage
-from gemsc.units import show_bytes, show_flops
 
 __all__ = ["draw", "render"]
 

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from gemsc.units import show_bytes, show_seconds
+from gemsc.base.units import show_bytes, show_seconds
 from gemsc.viz.columns import sample
 from gemsc.viz.panel import Panel, Row
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from gemsc.base.units import show_bytes, show_flops, show_micro_batches, show_seconds
 from gemsc.plan import Plan, PlannedStage
-from gemsc.planner.candidates import Candidate, reason
 from gemsc.planner.explain import explain
-from gemsc.units import show_bytes, show_flops, show_micro_batches, show_seconds
+from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import sample
 from gemsc.viz.html import Cell, bar, card, cell, link, section, table
 from gemsc.viz.panel import Panel

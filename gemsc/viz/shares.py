@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from gemsc.cores import num_cores
-from gemsc.units import show_seconds
+from gemsc.base.cores import num_cores
+from gemsc.base.units import show_seconds
 from gemsc.viz.panel import Panel
 
 __all__ = ["show_shares"]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from gemsc.base.units import show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import timeline_of
 from gemsc.schedules import Action, Kind, Timed
-from gemsc.units import show_seconds
 from gemsc.viz.columns import sample
 
 __all__ = ["strips"]

@@ -9,12 +9,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gemsc.cores import num_cores
+from gemsc.base.cores import num_cores
+from gemsc.base.units import show_bytes, show_flops, show_micro_batches, show_seconds
+from gemsc.costs.hardware import DEFAULT_HARDWARE
 from gemsc.plan import Plan, PlannedStage
-from gemsc.planner.candidates import Candidate, reason
 from gemsc.planner.explain import explain, shared_seconds
-from gemsc.planner.hardware import DEFAULT_HARDWARE
-from gemsc.units import show_bytes, show_flops, show_micro_batches, show_seconds
+from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import Column, column, fitted, sample
 from gemsc.viz.strip import strips
 

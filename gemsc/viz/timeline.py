@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.viz.panel import (
     Arrow,
     Mark,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from gemsc.boxes import Box, Interval
+from gemsc.base.boxes import Box, Interval
 
 __all__ = ["Axes", "boxes", "coordinates", "cut", "fits", "num_tiles"]
 

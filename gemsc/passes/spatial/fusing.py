@@ -20,7 +20,8 @@ from operator import getitem
 
 from torch import Tensor, fx
 
-from gemsc.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.costs.hardware import Link
 from gemsc.ir import meta
 from gemsc.ir.program import Stage
 from gemsc.passes.spatial.calls import describe
@@ -28,7 +29,6 @@ from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import RULES
 from gemsc.passes.spatial.values import covers
-from gemsc.planner.hardware import Link
 
 __all__ = ["Limit", "choose"]
 

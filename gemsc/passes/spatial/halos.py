@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 
 __all__ = ["Halos", "Need", "Wide"]
 

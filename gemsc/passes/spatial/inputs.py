@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from gemsc.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import Input, Program

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from gemsc.boxes import Box, everything, is_inside
+from gemsc.base.boxes import Box, everything, is_inside
 from gemsc.errors import InternalError
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.holder import with_graph

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemsc.boxes import Interval
+from gemsc.base.boxes import Interval
 
 __all__ = [
     "Transposed",

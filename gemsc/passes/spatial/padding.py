@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes, fits

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.boxes import Box, shape_of
+from gemsc.base.boxes import Box, shape_of
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.layout import Layout
 from gemsc.ir.tile_ops import Exchange

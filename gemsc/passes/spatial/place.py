@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 from gemsc.passes.spatial.cuts import Axes, coordinates, cut, num_tiles
 from gemsc.passes.spatial.refused import Refused
 from gemsc.passes.spatial.values import held_boxes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemsc.boxes import Interval
+from gemsc.base.boxes import Interval
 from gemsc.ir import tile_ops
 from gemsc.ir.tile_ops import Resize
 from gemsc.passes.spatial import need

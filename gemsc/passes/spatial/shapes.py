@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from gemsc.boxes import Box
+from gemsc.base.boxes import Box
 from gemsc.ir import meta
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call

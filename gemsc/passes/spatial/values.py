@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from gemsc.boxes import Box, everything, intersection, is_inside
+from gemsc.base.boxes import Box, everything, intersection, is_inside
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles

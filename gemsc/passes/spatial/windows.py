@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from gemsc.boxes import Box, Interval, everything, hull, intersection
+from gemsc.base.boxes import Box, Interval, everything, hull, intersection
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.tile_ops import AxisWindows
 from gemsc.passes.spatial import need

@@ -1,0 +1,1 @@
+"""What every part uses: boxes, nests, units, files, random numbers, threads."""

@@ -1,0 +1,284 @@
+"""Measure this machine: time operators of many shapes, and fit what they take."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.base.rng import seeded
+from gemsc.calibrate.fit import fit_seconds
+from gemsc.calibrate.samples import FAMILIES, Call, Draw
+from gemsc.costs.hardware import Device
+from gemsc.costs.operators import describe
+from gemsc.costs.stopwatch import clock_of
+from gemsc.ir.work import Work
+
+__all__ = ["Effort", "Sample", "calibrate", "fit_all", "measure_operators"]
+
+Progress = Callable[[str, float], None]
+SWEEPS = 2  # over all operators
+CHUNK_BYTES = 2**28  # operators measured in turn; together far more than any cache
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    share: of the samples of each family; rounds: how often a sweep times each; largest:
+    operations of the largest; seconds: a limit, of which each family has its part.
+    """
+
+    share: float = 1.0
+    rounds: int = 2
+    largest: float = 1.5e9
+    seconds: float = 120.0
+
+
+QUICK = Effort(share=0.15, rounds=1, largest=3e7, seconds=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One operator, as described and as timed."""
+
+    work: Work
+    seconds: float
+
+
+def calibrate(
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    progress: Progress = lambda name, share: None,
+) -> Device:
+    """Return what this machine does with its present number of threads.
+
+    `progress(what, share)` is told what comes next, and the share of all that is done.
+    """
+    with seeded(0), torch.no_grad():
+        samples = measure_operators(effort, device=device, progress=progress)
+        progress("peaks", 0.95)
+        peaks = _peaks(device, 256 if effort.rounds <= QUICK.rounds else 1024)
+        bandwidth = _bandwidth(device)
+        progress("overheads", 0.98)
+        forward, backward = _overheads(device)
+    progress("fit", 0.99)
+    return Device(
+        name=_name(device),
+        memory_bytes=_memory(device),
+        memory_bandwidth=rounded(bandwidth),
+        peak_flops={dtype: rounded(peak) for dtype, peak in peaks.items()},
+        forward_overhead=rounded(forward),
+        backward_overhead=rounded(backward),
+        fit=fit_all(samples),
+    )
+
+
+def fit_all(samples: list[Sample]) -> dict[str, dict[str, float]]:
+    """Return the coefficients of each kind; "other" is all that only moves data."""
+    by_kind: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_kind[sample.work.kind].append(sample)
+        if sample.work.kind.startswith(("pointwise", "copy")):
+            by_kind["other"].append(sample)
+    return {
+        kind: fit_seconds([s.work.features for s in found], [s.seconds for s in found])
+        for kind, found in sorted(by_kind.items())
+    }
+
+
+def measure_operators(
+    effort: Effort,
+    *,
+    device: str = "cpu",
+    progress: Progress = lambda name, share: None,
+) -> list[Sample]:
+    """Time all families twice, each until its samples or its seconds are used up.
+
+    What slows the machine for a minute then meets half of the times of an operator, and
+    never all those of a family.
+    """
+    timed: dict[tuple[str, int], tuple[Work, list[float]]] = {}
+    weights = [count for _, _, count in FAMILIES]
+    for sweep in range(SWEEPS):
+        for index, (name, source, count) in enumerate(FAMILIES):
+            done = sweep + sum(weights[:index]) / sum(weights)
+            progress(name, 0.95 * done / SWEEPS)
+            seconds = effort.seconds * count / sum(weights) / SWEEPS
+            calls = _measure(name, source, count, effort, seconds, device)
+            for number, (work, found) in enumerate(calls):
+                timed.setdefault((name, number), (work, []))[1].extend(found)
+    return [Sample(work, lower_quartile(found)) for work, found in timed.values()]
+
+
+def _measure(
+    name: str,
+    source: Callable[[Draw], Iterator[Call]],
+    count: int,
+    effort: Effort,
+    seconds: float,
+    device: str,
+) -> Iterator[tuple[Work, list[float]]]:
+    """Yield the operators of a family, always the same ones, with their times."""
+    draw = Draw(random.Random(name), effort.largest, device)
+    ends = time.perf_counter() + seconds
+    for chunk in _chunks(draw, source, max(4, round(effort.share * count))):
+        yield from _time_in_turn(chunk, effort.rounds, device)
+        if time.perf_counter() > ends:
+            break
+
+
+def _chunks(
+    draw: Draw, source: Callable[[Draw], Iterator[Call]], count: int
+) -> Iterator[list[Call]]:
+    """Yield calls in lists that are small enough to be kept all at once."""
+    calls: list[Call] = []
+    for _ in range(count):
+        calls += source(draw)
+        if sum(_size(call) for call in calls) > CHUNK_BYTES:
+            yield calls
+            calls = []
+    if calls:
+        yield calls
+
+
+def _size(call: Call) -> int:
+    leaves = pytree.tree_leaves(call.args)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _time_in_turn(
+    calls: list[Call], rounds: int, device: str
+) -> Iterator[tuple[Work, list[float]]]:
+    """Time each call once a round, after all the others.
+
+    So its weights are cold, as in a model; its input is warm, as if the operator before
+    had just written it.
+    """
+    works = [_describe(call) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, found in zip(calls, times, strict=True):
+            for tensor in call.warm:
+                tensor.mul_(1.0)
+            found.append(_seconds(call.run, device))
+    return zip(works, times, strict=True)
+
+
+def _describe(call: Call) -> Work:
+    result = call.run()
+    _, works = describe(call.operator, call.args, {}, result)
+    (work,) = works
+    return work
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    if device != "cpu":
+        return _seconds_on_gpu(run)
+    clock = clock_of(device)
+    started = clock()
+    run()
+    return clock() - started
+
+
+def _seconds_on_gpu(run: Callable[[], object]) -> float:
+    """Return the time between two events, before and after what `run` starts."""
+    cuda: Any = torch.cuda  # its events have no types
+    before, after = (cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def rounded(value: float) -> float:
+    """Return the number to four digits: a measurement has no more."""
+    return float(f"{value:.4g}")
+
+
+def lower_quartile(times: list[float]) -> float:
+    """Return what a quarter is below: others who use the machine only add to it."""
+    return sorted(times)[len(times) // 4]
+
+
+def _peaks(device: str, size: int) -> dict[str, float]:
+    """Return the operations per second of large square products, by dtype."""
+    peaks = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        torch.mm(a, b)
+        product = partial(torch.mm, a, b)
+        times = [_seconds(product, device) for _ in range(5)]
+        peaks[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / min(times)
+    return peaks
+
+
+def _bandwidth(device: str) -> float:
+    """Return the bytes per second of a large copy, read and written."""
+    source = torch.randn(2**24, device=device)
+    dest = torch.empty_like(source)
+    dest.copy_(source)
+    times = [_seconds(lambda: dest.copy_(source), device) for _ in range(5)]
+    return 2.0 * source.nbytes / min(times)
+
+
+def _overheads(device: str) -> tuple[float, float]:
+    """Return what layers in Python and autograd add to an operator's own call.
+
+    A chain of small activations, each a module, against the same operators alone.
+    """
+    length = 100
+    x = torch.randn(8, device=device, requires_grad=True)
+    gradient = torch.ones_like(x)
+    chain = nn.Sequential(*[nn.ReLU() for _ in range(length)])
+    relu, mask = torch.ops.aten.relu.default, torch.ops.aten.threshold_backward.default
+    outputs: list[Tensor] = []
+    rounds: list[list[float]] = []
+    for _ in range(9):
+        with torch.enable_grad():
+            forward = _seconds(lambda: outputs.append(chain(x)), device)
+            run = partial(torch.autograd.backward, outputs, gradient)
+            backward = _seconds(run, device)
+            outputs.clear()
+        alone = _seconds(lambda: [relu(x) for _ in range(length)], device)
+        alone_back = _seconds(
+            lambda: [mask(gradient, x, 0) for _ in range(length)], device
+        )
+        rounds.append([forward - alone, backward - alone_back])
+    extra = [statistics.median(column) / length for column in zip(*rounds, strict=True)]
+    return max(0.0, extra[0]), max(0.0, extra[1])
+
+
+def _name(device: str) -> str:
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    model = "CPU"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            lines = [line for line in info if line.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
+    except OSError:
+        pass
+    return f"{model}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _memory(device: str) -> int:
+    """Return the bytes of a GPU; on a CPU, of one core's part of the memory."""
+    if device != "cpu":
+        return torch.cuda.get_device_properties(0).total_memory
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole // (os.cpu_count() or 1)

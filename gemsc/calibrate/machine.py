@@ -1,0 +1,158 @@
+"""What `gemsc profile` does: measure this machine, write a hardware file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemsc.calibrate.kernels import QUICK, Effort, Progress, calibrate, rounded
+from gemsc.calibrate.network import measured_network
+from gemsc.costs.hardware import Hardware, read_hardware
+from gemsc.costs.stopwatch import clock_of
+from gemsc.errors import GemscError
+from gemsc.launch.launch import launch
+from gemsc.runtime.memory.offload import store_for
+from gemsc.runtime.process.device import require_gpu
+from gemsc.runtime.transport.streams import streams_for
+
+__all__ = [
+    "calibrate_machine",
+    "check_device",
+    "check_output",
+    "measure_on_ranks",
+    "write_network",
+]
+
+
+DEVICES = ("cpu", "cuda")
+HOST_BYTES = 2**26  # more than caches hold
+
+
+def check_device(kind: str) -> None:
+    """Refuse to measure what is not there.
+
+    Raises:
+        GemscError: it is neither a CPU nor a GPU, or there is no GPU.
+    """
+    if kind not in DEVICES:
+        raise GemscError(f"unknown device '{kind}'", help="choose cpu or cuda")
+    if kind == "cuda":
+        require_gpu()
+
+
+def check_output(path: Path) -> None:
+    """Refuse a name that no hardware file can have, before anything is measured.
+
+    Raises:
+        GemscError: it does not end in .toml, or its folder cannot be.
+    """
+    if path.suffix != ".toml":
+        raise GemscError(
+            f"cannot write {path}", help="give -o a name that ends in .toml"
+        )
+    if path.is_dir() or (path.parent.exists() and not path.parent.is_dir()):
+        raise GemscError(f"cannot write {path}", help="give -o the name of a file")
+
+
+def calibrate_machine(
+    output: Path,
+    hardware: str,
+    threads: int,
+    *,
+    kind: str = "cpu",
+    quick: bool = False,
+    progress: Progress = lambda name, share: None,
+) -> Hardware:
+    """Measure a device; the network stays that of `hardware`, or of `output`.
+
+    `kind` is "cpu" or "cuda", `threads` the number of a CPU's.
+    """
+    base = _base(output, hardware)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        effort = QUICK if quick else Effort()
+        device = calibrate(effort, device=kind, progress=progress)
+        progress("host", 0.99)
+        device = replace(device, host_bandwidth=_host_bandwidth(kind))
+    finally:
+        torch.set_num_threads(before)
+    found = Hardware(
+        name=device.name,
+        source=f"gemsc profile --calibrate, {date.today()}, torch {torch.__version__}",
+        notes=[
+            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+            f"{threads} for each rank",
+            "the network is not measured: `gemsc profile --network` does that",
+        ],
+        device=device,
+        network=base.network,
+    )
+    found.write(output)
+    return found
+
+
+def _host_bandwidth(kind: str) -> float:
+    """Return the bytes per second, one way, to where offloaded activations wait."""
+    store = store_for(streams_for(torch.device(kind)))
+    data = torch.zeros(HOST_BYTES, dtype=torch.uint8, device=kind)
+    clock = clock_of(kind)
+    times = []
+    for _ in range(5):
+        started = clock()
+        kept = store.put(data)
+        kept.fetch().take()
+        if kind != "cpu":
+            torch.cuda.synchronize()
+        times.append(clock() - started)
+        kept.free()
+    return rounded(2 * HOST_BYTES / min(times))
+
+
+def measure_on_ranks(ranks: int) -> dict[str, Any]:
+    """Start ranks on this machine and return what they measure.
+
+    Raises:
+        GemscError: mpirun is missing, or a rank failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="gemsc-network-") as name:
+        path = Path(name) / "network.json"
+        words = [sys.executable, "-m", "gemsc.calibrate.network_rank", str(path)]
+        code = launch(ranks, words)
+        if code != 0:
+            raise GemscError(
+                f"the ranks ended with exit code {code}", help="see the report above"
+            )
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def write_network(found: dict[str, Any], output: Path, hardware: str) -> Hardware:
+    """Put measured links into `output`; the rest is that of `hardware` or `output`."""
+    base = _base(output, hardware)
+    nodes = "one node" if found["nodes"] == 1 else f"{found['nodes']} nodes"
+    note = (
+        f"network: gemsc profile --network, {date.today()}, {found['ranks']} ranks on "
+        f"{nodes}"
+    )
+    notes = [text for text in base.notes if "network" not in text]
+    network = measured_network(found, base.network)
+    written = replace(base, network=network, notes=[*notes, note])
+    written.write(output)
+    return written
+
+
+def _base(output: Path, hardware: str) -> Hardware:
+    """Return what the figures that are not measured come from."""
+    if not hardware and output.is_file():
+        return read_hardware(str(output))
+    return read_hardware(hardware)

@@ -1,0 +1,1 @@
+"""What operators and messages take on a machine: seconds and bytes."""

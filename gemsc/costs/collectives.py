@@ -1,0 +1,205 @@
+"""How long sums over ranks take: rounds of messages over nodes that share their links.
+
+An algorithm is written down as its rounds: who sends which share of the buffer to whom.
+Each round takes as long as its slowest message. On links that are all alike this gives
+the published formulas; p ranks, n bytes, latency a, seconds per byte b, seconds per
+byte added g:
+
+    ring              2 (p - 1) a      + 2 (p - 1)/p n b  + (p - 1)/p n g
+    tree              2 ceil(lg p) (a + n b)              + ceil(lg p) n g
+    halving-doubling  2 lg p a         + 2 (p - 1)/p n b  + (p - 1)/p n g
+
+Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+workstations, 2009 (ring); Thakur, Rabenseifner and Gropp, Optimization of collective
+communication operations in MPICH, 2005 (binomial tree: reduce, then broadcast;
+Rabenseifner's vector halving with distance doubling, and back).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from gemsc.costs.hardware import Network
+
+__all__ = ["ROUNDS", "Round", "Sum", "allreduce"]
+
+BUCKET_BYTES = 32 * 2**20  # the most that the runtime sums at once
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Messages of one moment: each pair is (sender, receiver) among a group's members.
+
+    Each carries `share` of the buffer; what arrives is added up if `adds`. The same
+    happens `repeats` times.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    share: float
+    adds: bool
+    repeats: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """How long one group's sum takes, and by which algorithm."""
+
+    seconds: float
+    algorithm: str
+
+
+@cache
+def ring(size: int) -> tuple[Round, ...]:
+    """Pass parts around a ring: once to add them up, once to hand them out."""
+    pairs = tuple((member, (member + 1) % size) for member in range(size))
+    return tuple(Round(pairs, 1 / size, adds, size - 1) for adds in (True, False))
+
+
+@cache
+def tree(size: int) -> tuple[Round, ...]:
+    """Add up along a binomial tree, then send the sum back down."""
+    up = []
+    step = 1
+    while step < size:
+        senders = range(step, size, 2 * step)
+        up.append(Round(tuple((s, s - step) for s in senders), 1.0, adds=True))
+        step *= 2
+    down = [
+        Round(tuple((parent, child) for child, parent in each.pairs), 1.0, adds=False)
+        for each in reversed(up)
+    ]
+    return (*up, *down)
+
+
+@cache
+def halving_doubling(size: int) -> tuple[Round, ...]:
+    """Swap halves, quarters, ... with ever more distant members, then back.
+
+    Where the size is no power of two, the members beyond the largest one hand their
+    buffers to others first and get the sum at the end.
+    """
+    power = 1 << (size.bit_length() - 1)
+    extra = tuple((member, member - power) for member in range(power, size))
+    inner = []
+    step, share = 1, 0.5
+    while step < power:
+        pairs = tuple((member, member ^ step) for member in range(power))
+        inner.append(Round(pairs, share, adds=True))
+        step, share = 2 * step, share / 2
+    back = [Round(each.pairs, each.share, adds=False) for each in reversed(inner)]
+    if not extra:
+        return (*inner, *back)
+    returned = tuple((parent, member) for member, parent in extra)
+    first, last = Round(extra, 1.0, adds=True), Round(returned, 1.0, adds=False)
+    return (first, *inner, *back, last)
+
+
+ROUNDS = {"ring": ring, "tree": tree, "halving-doubling": halving_doubling}
+
+
+def allreduce(
+    network: Network, groups: Sequence[Sequence[int]], num_bytes: Sequence[int]
+) -> list[Sum]:
+    """Return what the sums of some groups take that all go on at once.
+
+    `groups` holds the ranks of each group, which fill the nodes in order; `num_bytes`
+    what each sums up. Buffers travel in buckets, one after the other. A network
+    interface is shared by all messages that pass it in one round of any group.
+    """
+    wanted = network.allreduce.algorithm
+    names = list(ROUNDS) if wanted == "auto" else [wanted]
+    found: list[list[Sum]] = []
+    for name in names:
+        rounds = [ROUNDS[name](len(group)) for group in groups]
+        crowds = _crowds(network, groups, rounds)
+        found.append(
+            [
+                Sum(_in_buckets(network, group, of_group, crowds, size), name)
+                for group, of_group, size in zip(groups, rounds, num_bytes, strict=True)
+            ]
+        )
+    return [min(sums, key=lambda s: s.seconds) for sums in zip(*found, strict=True)]
+
+
+def _in_buckets(
+    network: Network,
+    ranks: Sequence[int],
+    rounds: tuple[Round, ...],
+    crowds: list[Counter[tuple[str, int]]],
+    num_bytes: int,
+) -> float:
+    """Return the seconds of one group's sum."""
+    whole, rest = divmod(num_bytes, BUCKET_BYTES)
+    total = 0.0
+    for count, size in ((whole, BUCKET_BYTES), (1, rest)):
+        if count and size:
+            each = sum(
+                of_round.repeats * _seconds(network, ranks, of_round, crowd, size)
+                for of_round, crowd in zip(rounds, crowds, strict=False)
+            )
+            total += count * each
+    return total
+
+
+def _seconds(
+    network: Network,
+    ranks: Sequence[int],
+    of_round: Round,
+    crowd: Counter[tuple[str, int]],
+    num_bytes: int,
+) -> float:
+    """Return the seconds of one round: those of its slowest message."""
+    size = of_round.share * num_bytes
+    slowest = 0.0
+    for sender, receiver in of_round.pairs:
+        source, dest = ranks[sender], ranks[receiver]
+        link = network.link(source, dest)
+        sharing = 1
+        if node(network, source) != node(network, dest):
+            ways = ("out", nic(network, source)), ("in", nic(network, dest))
+            sharing = max(crowd[way] for way in ways)
+        bandwidth = network.allreduce.efficiency * link.bandwidth / sharing
+        slowest = max(slowest, link.latency + size / bandwidth)
+    if of_round.adds:
+        slowest += size / network.allreduce.reduce_bandwidth
+    return slowest
+
+
+def _crowds(
+    network: Network,
+    groups: Sequence[Sequence[int]],
+    rounds: Sequence[tuple[Round, ...]],
+) -> list[Counter[tuple[str, int]]]:
+    """Count, for each round, the messages that pass each network interface."""
+    crowds: list[Counter[tuple[str, int]]] = [
+        Counter() for _ in range(max(map(len, rounds), default=0))
+    ]
+    for ranks, of_group in zip(groups, rounds, strict=True):
+        for crowd, of_round in zip(crowds, of_group, strict=False):
+            for sender, receiver in of_round.pairs:
+                count(crowd, network, ranks[sender], ranks[receiver])
+    return crowds
+
+
+def count(
+    crowd: Counter[tuple[str, int]], network: Network, source: int, dest: int
+) -> None:
+    """Count a message at the interfaces that it passes, none inside a node."""
+    if node(network, source) != node(network, dest):
+        crowd["out", nic(network, source)] += 1
+        crowd["in", nic(network, dest)] += 1
+
+
+def node(network: Network, rank: int) -> int:
+    """Return the node of a rank."""
+    return rank // network.ranks_per_node
+
+
+def nic(network: Network, rank: int) -> int:
+    """Return the number of the network interface that a rank uses, over all nodes."""
+    per_node = -(-network.ranks_per_node // network.nic_ranks)
+    inside = rank % network.ranks_per_node // network.nic_ranks
+    return node(network, rank) * per_node + inside

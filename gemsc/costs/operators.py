@@ -1,0 +1,377 @@
+"""What one ATen operator has to do: its kind, and the quantities that take time.
+
+The same description is used when a machine is calibrated and when a model is
+predicted, forward and backward, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from gemsc.ir.work import Work
+
+__all__ = ["describe", "draws", "family", "runs_a_kernel"]
+
+_ATEN = torch.ops.aten
+_FREE = frozenset(
+    {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided}
+)
+# torch.utils.flop_counter knows the attention of CUDA only
+_SAME_FORMULA = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: (
+        _ATEN._scaled_dot_product_efficient_attention
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _ATEN._scaled_dot_product_efficient_attention_backward
+    ),
+}
+CACHE_BYTES = 2**20  # an operator with less to move finds it in a core's own cache
+ALIAS_BYTES = 2**11  # addresses so far apart use the same lines of a core's own cache
+LANES = 16  # numbers in float32 that a core or a warp works on at once
+FRESH_BYTES = 2**25  # allocations of so much come from the system, page by page
+
+
+def runs_a_kernel(func: Any, result: Any) -> bool:
+    """Whether an operator computes: views, allocations and queries do not."""
+    has_tensors = any(isinstance(t, Tensor) for t in pytree.tree_leaves(result))
+    return has_tensors and not func.is_view and func._overloadpacket not in _FREE
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
+
+
+def family(kind: str) -> str:
+    """Return the first word of a kind: `convolution` for `convolution-2d-input`."""
+    return kind.split("-", 1)[0]
+
+
+def describe(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[Work]]:
+    """Return the operations of an ATen operator, and the kernels that it runs."""
+    name = func._schema.name.removeprefix("aten::")
+    packet = func._overloadpacket
+    formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
+    flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    if name == "convolution":
+        return flops, [_convolution(args, given, results)]
+    if name == "convolution_backward":
+        return flops, _convolution_backward(args)
+    kind, extra = _KINDS.get(name, ("other", _nothing))
+    kind += _form(kind, given, results)
+    features = {**_moved(given, results), "flops": float(flops)}
+    if name.endswith("_"):  # in place
+        features["fresh"] = 0.0
+    features |= extra(given, results, args)
+    return flops, [Work(kind, _dtype(results), features)]
+
+
+def _form(kind: str, given: list[Tensor], results: list[Tensor]) -> str:
+    """Return how tensors lie, for kinds that it matters to.
+
+    Matrices: rows first (n) or transposed (t). Sums: of whole rows or of columns.
+    """
+    if kind == "matmul":
+        if results[0].dim() > 2:
+            return "-batched"
+        return "-" + "".join("n" if _has_rows(t) else "t" for t in given[-2:])
+    if kind == "pointwise-sum" and given[0].dim() and results[0].dim():
+        return "-columns" if results[0].shape[-1] == given[0].shape[-1] else ""
+    return ""
+
+
+def _dtype(results: list[Tensor]) -> str:
+    return str(results[0].dtype).removeprefix("torch.")
+
+
+def _moved(given: list[Tensor], results: list[Tensor]) -> dict[str, float]:
+    """Return the features that all kinds have."""
+    read = sum(t.nbytes for t in given)
+    written = sum(t.nbytes for t in results)
+    return {
+        "calls": 1.0,
+        "read": float(read),
+        "written": float(written),
+        "far": float(max(0, read + written - CACHE_BYTES)),
+        "fresh": float(sum(t.nbytes for t in results if t.nbytes >= FRESH_BYTES)),
+        "strided": float(sum(t.nbytes for t in given if not _has_rows(t))),
+    }
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+
+
+# Convolutions. What is written for forward holds for the two gradients as well: each of
+# them multiplies as much, and reads and writes the same three tensors in other roles.
+
+
+def _convolution(args: Any, given: list[Tensor], results: list[Tensor]) -> Work:
+    x, weight, bias, *shape = args
+    stride, _, _, transposed, _, groups = shape
+    features = _moved(given, results)
+    features |= _filters(x, weight, results[0], stride, transposed, groups)
+    kind = _variant(x, weight, bias, shape)
+    return Work(f"convolution-{kind}", _dtype(results), features)
+
+
+def _convolution_backward(args: Any) -> list[Work]:
+    """Return one kernel for each gradient that is asked for.
+
+    That of the bias is a by-product of that of the weight.
+    """
+    gradient, x, weight, _, *shape, wanted = args
+    stride, _, _, transposed, _, groups = shape
+    own = _filters(x, weight, gradient, stride, transposed, groups)
+    kind = _variant(x, weight, None, shape)
+    works = []
+    for is_wanted, name, read, written in (
+        (wanted[0], "input", [gradient, weight], x),
+        (wanted[1], "weight", [gradient, x], weight),
+    ):
+        if is_wanted:
+            features = _moved(read, [written]) | own
+            name = f"convolution-{kind}-{name}"
+            works.append(Work(name, _dtype([gradient]), features))
+    return works
+
+
+def _variant(x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[Any]) -> str:
+    """Return the kind of a convolution, by its form and by who computes it.
+
+    PyTorch computes some on a CPU by itself, as a product of matrices with the input
+    unfolded: small ones of one picture, 1 x 1 with one thread, transposed, float64.
+    """
+    *_, transposed, _, groups = shape
+    backend = torch._C._select_conv_backend(x, weight, bias, *shape)
+    unfolded = "-unfolded" if backend.name.startswith("Slow") else ""
+    if transposed:
+        return f"transposed{unfolded}"
+    if groups > 1 and groups == x.shape[1]:
+        return f"depthwise{unfolded}"
+    if math.prod(weight.shape[2:]) == 1:
+        return f"1x1{unfolded}"
+    return f"{'3d' if x.dim() == 5 else '2d'}{unfolded}"
+
+
+def _filters(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    stride: Any,
+    transposed: bool,
+    groups: int,
+) -> dict[str, float]:
+    """Return the features of a convolution.
+
+    flops: 2 x batch x positions x kernel x channels in x channels out / groups,
+        positions being those of the output (of the input if transposed)
+    flops_per_in, flops_per_out: the same, divided by the channels in and out of one
+        group: few channels leave vector lanes empty
+    flops_per_row: divided by the positions of one row, which is worked on at a time
+    flops_thin: only if a picture has few positions, 2 to 15: vectors stay half empty
+    flops_strided: only if the stride is not 1: inputs are gathered
+    flops_padded: with channels rounded up to whole vectors of 16
+    flops_ragged_in, flops_ragged_out: only if the channels are no multiple of 16
+    unfolded, unfolded_fresh: bytes of the input with each position's neighbourhood
+        written out; only if that memory is new each time
+    weights: bytes of the weight, which is packed anew at each call
+    weights_each: the same for each picture of the batch
+    weights_far: what of these a core's own cache cannot keep from one to the next
+    weights_thin, weights_far_thin: both only if a picture has few positions, as above:
+        then one pass over the weights takes as long for 2 positions as for 9
+    weights_aliased, weights_aliased_thin: weights_each, only if rows of the weight are
+        multiples of 2 KiB: their beginnings compete for the same lines of a cache
+    """
+    narrow, wide = (x, y) if transposed else (y, x)
+    kernel = math.prod(weight.shape[2:])
+    channels_in = wide.shape[1] // groups
+    channels_out = narrow.shape[1] // groups
+    in_picture = math.prod(narrow.shape[2:])
+    positions = narrow.shape[0] * in_picture
+    flops = 2.0 * positions * kernel * channels_in * channels_out * groups
+    rounded = _rounded(channels_in) * _rounded(channels_out)
+    is_strided = any(step != 1 for step in stride)
+    thin = 1.0 if 1 < in_picture < LANES else 0.0
+    each = float(weight.nbytes * x.shape[0])
+    far = float(max(0, weight.nbytes - CACHE_BYTES) * x.shape[0])
+    row = math.prod(weight.shape[1:]) * weight.element_size()
+    aliased = 0.0 if row % ALIAS_BYTES else 1.0
+    unfolded = float(positions * kernel * wide.shape[1] * x.element_size())
+    return {
+        "flops": flops,
+        "flops_per_in": flops / channels_in,
+        "flops_per_out": flops / channels_out,
+        "flops_per_row": flops / narrow.shape[-1],
+        "flops_thin": flops * thin,
+        "flops_strided": flops if is_strided else 0.0,
+        "flops_padded": flops * rounded / (channels_in * channels_out),
+        "flops_ragged_in": flops if channels_in % LANES else 0.0,
+        "flops_ragged_out": flops if channels_out % LANES else 0.0,
+        "unfolded": unfolded,
+        "unfolded_fresh": unfolded if unfolded >= FRESH_BYTES else 0.0,
+        "weights": float(weight.nbytes),
+        "weights_each": each,
+        "weights_far": far,
+        "weights_thin": each * thin,
+        "weights_far_thin": far * thin,
+        "weights_aliased": each * aliased,
+        "weights_aliased_thin": each * aliased * thin,
+    }
+
+
+def _rounded(channels: int) -> int:
+    return LANES * math.ceil(channels / LANES)
+
+
+# The other kinds. Each function returns what its kind adds to the features of all.
+
+_Extra = Callable[[list[Tensor], list[Tensor], Any], dict[str, float]]
+
+
+def _nothing(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
+    return {}
+
+
+def _product(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
+    """Matrices: `flops_per_row` and the like say how long and thin they are."""
+    a, b = given[-2:]
+    rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+    batch = math.prod(a.shape[:-2])
+    flops = 2.0 * batch * rows * inner * columns
+    return {
+        "flops": flops,
+        "flops_per_row": flops / rows,
+        "flops_per_inner": flops / inner,
+        "flops_per_column": flops / columns,
+        "matrices": float(batch),
+    }
+
+
+def _scores(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
+    """Attention: one score for each head and pair of positions, an exponential each."""
+    query, key = given[0], given[1]
+    return {"scores": float(math.prod(query.shape[:-1]) * key.shape[-2])}
+
+
+def _rows(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
+    """Softmax and layer norm go row by row."""
+    largest = max(given, key=lambda t: t.numel())
+    return {"rows": largest.numel() / max(1, largest.shape[-1] if largest.dim() else 1)}
+
+
+def _planes(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
+    """Batch and group norm go plane by plane: one for each sample and channel."""
+    largest = max(given, key=lambda t: t.numel())
+    return {"planes": float(math.prod(largest.shape[:2]))}
+
+
+def _windows(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str, float]:
+    """Pooling: values looked at, one for each output and position of its window."""
+    sizes = next((a for a in args if isinstance(a, (list, tuple))), [1])
+    window = math.prod(sizes)
+    tensors = [t for t in (*given, *results) if t.is_floating_point()]
+    outputs = min(t.numel() for t in tensors)
+    return {"looked_at": float(outputs * window), "outputs": float(outputs)}
+
+
+def _positions(
+    given: list[Tensor], results: list[Tensor], args: Any
+) -> dict[str, float]:
+    """Interpolation and tables: outputs are gathered one by one."""
+    tensors = [t for t in (*given, *results) if t.is_floating_point()]
+    return {"outputs": float(max(t.numel() for t in tensors))}
+
+
+_KINDS: dict[str, tuple[str, _Extra]] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), ("matmul", _product)),
+    "_scaled_dot_product_flash_attention_for_cpu": ("attention", _scores),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "attention-backward",
+        _scores,
+    ),
+    "native_batch_norm": ("norm-batch", _planes),
+    "_native_batch_norm_legit": ("norm-batch", _planes),
+    "_native_batch_norm_legit_no_training": ("norm-batch", _planes),
+    "cudnn_batch_norm": ("norm-batch", _planes),
+    "native_batch_norm_backward": ("norm-batch-backward", _planes),
+    "cudnn_batch_norm_backward": ("norm-batch-backward", _planes),
+    "native_group_norm": ("norm-group", _planes),
+    "native_group_norm_backward": ("norm-group-backward", _planes),
+    "native_layer_norm": ("norm-layer", _rows),
+    "native_layer_norm_backward": ("norm-layer-backward", _rows),
+    "_softmax": ("softmax", _rows),
+    "_log_softmax": ("softmax", _rows),
+    "_softmax_backward_data": ("softmax-backward", _rows),
+    "_log_softmax_backward_data": ("softmax-backward", _rows),
+    "max_pool2d_with_indices": ("pool-max", _windows),
+    "max_pool2d_with_indices_backward": ("pool-max-backward", _windows),
+    "max_pool3d_with_indices": ("pool-max", _windows),
+    "max_pool3d_with_indices_backward": ("pool-max-backward", _windows),
+    "avg_pool2d": ("pool-average", _windows),
+    "avg_pool2d_backward": ("pool-average-backward", _windows),
+    "avg_pool3d": ("pool-average", _windows),
+    "avg_pool3d_backward": ("pool-average-backward", _windows),
+    "_adaptive_avg_pool2d": ("pool-average", _windows),
+    "_adaptive_avg_pool2d_backward": ("pool-average-backward", _windows),
+    **dict.fromkeys(
+        ("upsample_nearest2d", "upsample_nearest3d"),
+        ("interpolate-nearest", _positions),
+    ),
+    **dict.fromkeys(
+        ("upsample_nearest2d_backward", "upsample_nearest3d_backward"),
+        ("interpolate-nearest-backward", _positions),
+    ),
+    **dict.fromkeys(
+        ("upsample_bilinear2d", "upsample_trilinear3d"),
+        ("interpolate-linear", _positions),
+    ),
+    **dict.fromkeys(
+        ("upsample_bilinear2d_backward", "upsample_trilinear3d_backward"),
+        ("interpolate-linear-backward", _positions),
+    ),
+    "embedding": ("embedding", _nothing),
+    "embedding_dense_backward": ("embedding-backward", _positions),
+    **dict.fromkeys(
+        ("cat", "clone", "copy_", "_to_copy", "constant_pad_nd", "slice_backward"),
+        ("copy", _nothing),
+    ),
+    **dict.fromkeys(("sum", "mean", "amax", "var_mean"), ("pointwise-sum", _nothing)),
+    **dict.fromkeys(("gelu",), ("pointwise-gelu", _nothing)),
+    **dict.fromkeys(("gelu_backward",), ("pointwise-gelu-backward", _nothing)),
+    **dict.fromkeys(
+        ("exp", "log", "sigmoid", "tanh", "silu", "softplus", "sin", "cos", "pow"),
+        ("pointwise-exp", _nothing),
+    ),
+    **dict.fromkeys(
+        ("silu_backward", "softplus_backward", "log_sigmoid_backward"),
+        ("pointwise-exp", _nothing),
+    ),
+    **dict.fromkeys(
+        ("bernoulli", "native_dropout", "bernoulli_", "rand_like"),
+        ("pointwise-random", _nothing),
+    ),
+    **dict.fromkeys(
+        (
+            *("add", "sub", "mul", "div", "neg", "relu", "threshold_backward", "where"),
+            *("add_", "mul_", "div_", "hardtanh", "hardtanh_backward", "leaky_relu"),
+            *("leaky_relu_backward", "native_dropout_backward", "masked_fill", "rsub"),
+            *("sigmoid_backward", "tanh_backward", "clamp", "maximum", "minimum"),
+            *("zeros_like", "ones_like", "fill_", "zero_", "full", "zeros", "abs"),
+        ),
+        ("pointwise", _nothing),
+    ),
+}

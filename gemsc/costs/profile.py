@@ -1,0 +1,182 @@
+"""Measured seconds of a model's blocks, forward and backward, on this machine."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.base.nests import normalize_inputs, tensor_leaves
+from gemsc.base.rng import seeded
+from gemsc.costs.stopwatch import clock_of
+from gemsc.ir import meta
+from gemsc.ir.interpret import run_nodes
+from gemsc.ir.program import Block, Program
+
+__all__ = ["BlockTimes", "Progress", "time_nodes"]
+
+Values = dict[fx.Node, Any]
+Progress = Callable[[str, float], None]
+PATIENCE = 3  # times as many runs at most, until memory stops growing
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """Median seconds of one group of nodes."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a group: its seconds, the pages it was first to use, its values."""
+
+    forward: float
+    backward: float
+    new_pages: int
+    values: Values
+
+
+def time_nodes(
+    program: Program,
+    groups: Sequence[Block | Any],
+    inputs: Any,
+    target: Any = None,
+    *,
+    rounds: int = 5,
+    progress: Progress = lambda name, share: None,
+) -> list[BlockTimes]:
+    """Run each block (or stage) of a program some times, one after the other.
+
+    Layers, parameters and buffers are copies, on the device of the user's; the random
+    generators are put back. What a block takes from earlier ones is what they computed
+    from the example inputs; gradients of what it gives are random. Gradients of
+    parameters are added up, as in a step of several micro-batches. The first run of
+    each is not counted, nor are those that wait for new memory from the system, which
+    the steps of a training soon have all of.
+    """
+    holder = nn.Module()
+    holder._modules.update(program.module._modules)
+    holder._parameters.update(program.module._parameters)
+    holder._buffers.update(program.module._buffers)
+    module = copy.deepcopy(holder).train(program.loss is not None)
+    for path in program.frozen:
+        module.get_submodule(path).eval()
+    values = _feed(program, module, inputs, target)
+    times = []
+    with seeded(0), torch.enable_grad():
+        for index, group in enumerate(groups):
+            progress(getattr(group, "name", f"stage {index}"), index / len(groups))
+            runs = _steady(partial(_run, group.nodes, values, module), rounds)
+            values |= runs[0].values
+            times.append(
+                BlockTimes(
+                    statistics.median(run.forward for run in runs),
+                    statistics.median(run.backward for run in runs),
+                )
+            )
+    return times
+
+
+def _steady(run: Callable[[], _Run], rounds: int) -> list[_Run]:
+    """Return as many runs, the first one apart, that had no new pages, or fewest."""
+    run()
+    runs: list[_Run] = []
+    steady = 0
+    while steady < rounds and len(runs) < PATIENCE * rounds:
+        runs.append(run())
+        steady += not runs[-1].new_pages
+    return sorted(runs, key=lambda each: each.new_pages)[:rounds]
+
+
+def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Values:
+    """Return the values of placeholders and of what is read from the module."""
+    given = dict(tensor_leaves({"input": normalize_inputs(inputs), "target": target}))
+    names = {item.name: given[item.path] for item in program.inputs}
+    values: Values = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = names[node.name].detach()
+    constants = [node for node in program.graph.nodes if node.op == "get_attr"]
+    run_nodes(constants, values, module)
+    return values
+
+
+def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _Run:
+    """Run nodes forward and backward, once; the values are detached."""
+    pages = _pages_used()
+    own = list(nodes)
+    inside = set(own)
+    taken = {n for node in own for n in node.all_input_nodes if n not in inside}
+    values = {node: _leaf(node, known[node]) for node in taken}
+    clock = _clock(values)
+    started = clock()
+    run_nodes(own, values, module)
+    _wait(values)
+    forward = clock() - started
+    given = [node for node in own if any(user not in inside for user in node.users)]
+    ends = [
+        tensor
+        for node in given
+        for tensor in pytree.tree_leaves(values[node])
+        if isinstance(tensor, Tensor) and tensor.requires_grad
+    ]
+    if not (ends and any(meta.needs_gradient(node) for node in own)):
+        return _Run(forward, 0.0, _pages_used() - pages, _detached(given, values))
+    gradients = [torch.randn_like(tensor) for tensor in ends]
+    detached = _detached(given, values)
+    started = clock()
+    torch.autograd.backward(ends, gradients)
+    _wait(values)
+    backward = clock() - started
+    return _Run(forward, backward, _pages_used() - pages, detached)
+
+
+def _pages_used() -> int:
+    """Return how many pages of memory this process has been first to use."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _leaf(node: fx.Node, value: Any) -> Any:
+    """Return what a stage receives: a tensor of its own whose gradient is sent back."""
+    if node.op in ("get_attr", "placeholder"):
+        return value
+    wanted = meta.needs_gradient(node)
+
+    def fresh(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        floats = leaf.is_floating_point() or leaf.is_complex()
+        return leaf.detach().requires_grad_(wanted and floats)
+
+    return pytree.tree_map(fresh, value)
+
+
+def _detached(nodes: Iterable[fx.Node], values: Values) -> Values:
+    def detach(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+    return {node: pytree.tree_map(detach, values[node]) for node in nodes}
+
+
+def _clock(values: Values) -> Callable[[], float]:
+    return clock_of("cuda" if _on_gpu(values) else "cpu")
+
+
+def _wait(values: Values) -> None:
+    if _on_gpu(values):
+        torch.cuda.synchronize()
+
+
+def _on_gpu(values: Values) -> bool:
+    leaves = pytree.tree_leaves(list(values.values()))
+    return any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)

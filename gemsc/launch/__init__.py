@@ -1,0 +1,1 @@
+"""Start ranks from a process that is no rank: `gemsc run`."""

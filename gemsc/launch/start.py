@@ -1,0 +1,47 @@
+"""Start a program's ranks on this machine: what `gemsc run` does."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gemsc.launch.launch import launch
+from gemsc.plan import Plan
+from gemsc.runtime.process.failure import computed_lines
+from gemsc.runtime.process.progress import BAR_VARIABLE
+from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.manifest import check_checkpoint
+from gemsc.runtime.training.program_directory import check_program
+
+__all__ = ["start"]
+
+
+def start(
+    directory: Path, arguments: Sequence[str], *, timeout: float | None = None
+) -> int:
+    """Run the program under mpirun and return the exit code.
+
+    Raises:
+        GemscError: the program cannot run; nothing has been started.
+    """
+    plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
+    options = parse_arguments(arguments)
+    if options.resume is not None:
+        check_checkpoint(options.resume, plan.ranks)
+    environment = {}
+    if sys.stdout.isatty():
+        environment[BAR_VARIABLE] = "1"
+        environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
+
+    def computes(rank: int) -> list[str]:
+        return computed_lines(directory / f"rank{rank % plan.copy_ranks}.py")
+
+    return launch(
+        plan.ranks,
+        [sys.executable, str(directory), *arguments],
+        env=environment,
+        timeout=timeout,
+        computes=computes,
+    )

@@ -1,0 +1,148 @@
+"""What a generated rank file says of the tensors that come in and go out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gemsc.base.boxes import Box
+from gemsc.base.dtypes import within
+
+__all__ = ["Input", "Message", "Tiles", "Value"]
+
+ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of a message; `gradient` says whether its gradient travels back.
+
+    Where the program runs in another floating-point type than the one it was traced in,
+    its values are of that type, less those that keep their own (`x.float()`).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool = False
+    keeps_dtype: bool = False
+
+    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype that it has where the program runs in `dtype`."""
+        return self.dtype if self.keeps_dtype else within(self.dtype, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Values that travel together, once for each micro-batch.
+
+    `source` and `dest` are ranks of one copy of the model. Several values travel packed
+    in one buffer of bytes, each aligned to 64 bytes.
+    """
+
+    tag: int
+    source: int
+    dest: int
+    values: tuple[Value, ...]
+    is_gradient: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both stages are on the same rank: nothing travels."""
+        return self.source == self.dest
+
+    @property
+    def gradients(self) -> tuple[bool, ...]:
+        """For each value, whether its gradient travels back."""
+        return tuple(value.gradient for value in self.values)
+
+    @cached_property
+    def gradient(self) -> Message:
+        """The message with which the gradients of these values travel back."""
+        values = tuple(value for value in self.values if value.gradient)
+        return Message(self.tag + 1, self.dest, self.source, values, is_gradient=True)
+
+    def pack(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return one tensor that holds all: the tensor itself if it is alone."""
+        if len(tensors) == 1:
+            return tensors[0]
+        sizes = [tensor.nbytes for tensor in tensors]
+        starts, total = _offsets(sizes)
+        packed = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
+        for tensor, start, size in zip(tensors, starts, sizes, strict=True):
+            target = packed[start : start + size].view(tensor.dtype)
+            target.copy_(tensor.detach().reshape(-1))
+        return packed
+
+    def unpack(self, buffer: Tensor, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+        """Return the values in a received buffer, without a copy."""
+        if len(self.values) == 1:
+            return [buffer]
+        sizes = self._sizes(dtypes)
+        starts, _ = _offsets(sizes)
+        return [
+            buffer[start : start + size].view(dtype).view(value.shape)
+            for value, dtype, start, size in zip(
+                self.values, dtypes, starts, sizes, strict=True
+            )
+        ]
+
+    def buffer(
+        self, dtypes: tuple[torch.dtype, ...]
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of the buffer that holds the values."""
+        if len(self.values) == 1:
+            return self.values[0].shape, dtypes[0]
+        return (_offsets(self._sizes(dtypes))[1],), torch.uint8
+
+    def _sizes(self, dtypes: tuple[torch.dtype, ...]) -> list[int]:
+        return [
+            torch.Size(value.shape).numel() * dtype.itemsize
+            for value, dtype in zip(self.values, dtypes, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of the batch: where it is in what the user feeds, and one micro-batch.
+
+    `path` is ("input", 0), ("input", "mask"), ("target",), ("target", "boxes", 1), ...
+    All micro-batches share an input that is not `batched`. `box` is the part that this
+    rank reads where it computes one tile, () for all of it.
+    """
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batched: bool = True
+    box: Box = ()
+
+    @property
+    def name(self) -> str:
+        """How a message to the user calls it."""
+        first, *rest = self.path
+        return str(first) + "".join(f"[{part!r}]" for part in rest)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The grid that a rank belongs to: its form, its ranks row by row, and its tile.
+
+    The ranks are those of one copy of the model.
+    """
+
+    grid: tuple[int, ...]
+    ranks: tuple[int, ...]
+    tile: int
+
+
+def _offsets(sizes: list[int]) -> tuple[list[int], int]:
+    """Return where each value starts and the bytes of all."""
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, total

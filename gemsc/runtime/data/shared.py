@@ -1,0 +1,85 @@
+"""A dataset that every rank reads by itself, and a comparison of what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+from gemsc.base.boxes import Box
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.runtime.data.batches import Batch, Batches
+from gemsc.runtime.transport.transport import Transport
+
+__all__ = ["Digests", "SharedData"]
+
+# by index and, where a rank reads only a part of each image, the box of it
+Digests = dict[tuple[int, Box | None], str]
+
+NOTHING = Batch((None, None), real=0, is_full=False)
+ADVICE = (
+    "on every rank, torch's, numpy's and Python's own random generators are seeded "
+    "alike for each sample; seed other generators (random.Random(), "
+    "np.random.default_rng()) yourself, sort files and sets, and let no sample "
+    "depend on the time"
+)
+
+
+@dataclass(frozen=True)
+class SharedData:
+    """The batches of one dataset on this rank.
+
+    `name` is that of the dataset in the user's file, `at` the line.
+    """
+
+    batches: Batches
+    transport: Transport
+    name: str
+    at: SourceLocation | None
+
+    def __post_init__(self) -> None:
+        """Make sure that the dataset has as many samples on every rank."""
+        lengths = self.transport.all_gather_object(self.batches.num_samples)
+        for rank, length in enumerate(lengths):
+            if length != lengths[0]:
+                raise self._differs(
+                    f"has {lengths[0]} samples on rank 0 and {length} on rank {rank}"
+                )
+
+    def epoch(
+        self, number: int, first: int = 0, *, reads: bool = True
+    ) -> Iterator[tuple[Batch, Digests]]:
+        """Yield each batch, from the `first` one on, and what all ranks read in it.
+
+        Only the first batch is compared, and gives digests, unless `compare_all` of
+        the batches. Every rank iterates; one that does not read gets empty batches.
+
+        Raises:
+            GemscError: two ranks have read the same sample and got different data.
+        """
+        batches = self.batches
+        source = batches.epoch(number, first) if reads else repeat(NOTHING)
+        for i in range(first, len(batches)):
+            batch = next(source)
+            compares = i == first or batches.compare_all
+            yield batch, self._compare(batch.digests, number) if compares else {}
+
+    def _compare(self, digests: Mapping[int, str], epoch: int) -> Digests:
+        known: dict[tuple[int, Box | None], tuple[int, str]] = {}
+        window = self.batches.window
+        box = window.box if window is not None else None
+        everyone: list[Any] = self.transport.all_gather_object((box, digests))
+        for rank, (box, theirs) in enumerate(everyone):
+            for index, found in theirs.items():
+                first, wanted = known.setdefault((index, box), (rank, found))
+                if found != wanted:
+                    when = f", in epoch {epoch + 1}" if self.batches.shuffle else ""
+                    raise self._differs(
+                        f"returns different data on ranks {first} and {rank}: sample "
+                        f"{index}{when}"
+                    )
+        return {key: found for key, (_, found) in known.items()}
+
+    def _differs(self, how: str) -> GemscError:
+        return GemscError(f"{self.name} {how}", at=self.at, help=ADVICE)

@@ -1,0 +1,94 @@
+"""Images that never exist whole: each rank reads the part that its tile needs.
+
+class Slides(Dataset):                       # a TiledDataset
+shape = (16384, 16384)
+def __len__(self): ...
+def read(self, index, box):              # ((0, 8195), (0, 8195)) on tile 0
+return image_part, mask_part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from gemsc.base.boxes import Box
+from gemsc.messages.message import Input
+
+__all__ = ["TiledDataset", "Window", "window_of"]
+
+
+@runtime_checkable
+class TiledDataset(Protocol):
+    """A dataset whose samples can be read in part.
+
+    `shape` is that of the images: (height, width), or three numbers for volumes.
+    """
+
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        ...
+
+    def read(self, index: int, box: Box) -> tuple[Any, Any]:
+        """Return (input, target) of one sample.
+
+        Tensors whose last dimensions are those of the image hold only its `box`, a
+        half-open interval of rows, of columns, ...; others, such as labels, are whole.
+        The box is empty for a rank that needs no part of the image.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of each image that a rank has read; `shape` is that of the whole one."""
+
+    shape: tuple[int, ...]
+    box: Box
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape is cut: it ends in the image's shape."""
+        return shape[-len(self.shape) :] == self.shape and len(shape) > len(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is left out."""
+        return self.box == tuple((0, size) for size in self.shape)
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what is left of a tensor of this shape."""
+        if not self.covers(shape):
+            return shape
+        return (*shape[: -len(self.box)], *(stop - start for start, stop in self.box))
+
+    def inside(self, box: Box, shape: tuple[int, ...]) -> Box:
+        """Return where a box of a tensor of this shape is in what is left of it."""
+        if not self.covers(shape):
+            return box
+        own = box[-len(self.box) :]
+        moved = tuple(
+            (start - origin, stop - origin)
+            for (start, stop), (origin, _) in zip(own, self.box, strict=True)
+        )
+        return (*box[: -len(self.box)], *moved)
+
+
+def window_of(inputs: Iterable[Input], shape: tuple[int, ...]) -> Window:
+    """Return the smallest window with all that a rank reads of an image."""
+    num_axes = len(shape)
+    everything = tuple((0, size) for size in shape)
+    boxes = [
+        item.box[-num_axes:] if item.box else everything
+        for item in inputs
+        if Window(shape, everything).covers(item.shape)
+    ]
+    if not boxes:
+        return Window(shape, ((0, 0),) * num_axes)
+    hull = tuple(
+        (min(start for start, _ in axis), max(stop for _, stop in axis))
+        for axis in zip(*boxes, strict=True)
+    )
+    return Window(shape, hull)

@@ -1,0 +1,1 @@
+"""What a rank keeps from forward to backward: recomputed, offloaded, counted."""

@@ -1,0 +1,335 @@
+"""Keep what autograd saves in host memory from the forward to the backward.
+
+    forward     with offloaded():            # in the generated text
+                    ...                      each storage that is saved here is copied
+                                             outward once, and let go on the device
+    backward    begins                       the last such part is fetched
+                needs a part                 the offloaded part before it is fetched
+
+On CUDA the copies go to pinned memory and back on streams of their own, beside the
+computation. On the CPU, where host and device are one, they go to a file without a
+name: the system removes it when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+from weakref import ReferenceType, finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gemsc.runtime.memory.meter import active_meter
+from gemsc.runtime.tiles.saving import Apart, taken_apart
+from gemsc.runtime.transport.streams import Arrival, Pending, Streams
+
+__all__ = [
+    "FileStore",
+    "OffloadedRun",
+    "PinnedStore",
+    "Store",
+    "offloaded",
+    "store_for",
+]
+
+_active = threading.local()  # the run of the stage that runs forward on this thread
+
+
+@contextmanager
+def offloaded() -> Iterator[None]:
+    """Let what autograd saves meanwhile wait for the backward in host memory.
+
+    Outside of a worker's forward, and in evaluation, it does nothing.
+    """
+    run: OffloadedRun | None = getattr(_active, "run", None)
+    if run is None or not torch.is_grad_enabled():
+        yield
+        return
+    part = run.begin_part()
+    with saved_tensors_hooks(part.pack, _unpack):
+        yield
+
+
+class Kept(Protocol):
+    """Bytes that wait somewhere else."""
+
+    def fetch(self) -> Arrival:
+        """Start to copy them back to the device."""
+        ...
+
+    def free(self) -> None:
+        """Let their room be used again."""
+        ...
+
+
+class Store(Protocol):
+    """Where storages wait."""
+
+    def put(self, data: Tensor) -> Kept:
+        """Start to copy a row of bytes outward."""
+        ...
+
+
+@dataclass(frozen=True)
+class PinnedStore:
+    """Pinned memory of the host, for a CUDA device; PyTorch keeps what is freed."""
+
+    streams: Streams
+
+    def put(self, data: Tensor) -> Kept:
+        """Copy on the outward stream."""
+        return _Pinned(self.streams, self.streams.to_host(data))
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    streams: Streams
+    copy: Pending
+
+    def fetch(self) -> Arrival:
+        return self.streams.fetch(self.copy)
+
+    def free(self) -> None:
+        pass
+
+
+class FileStore:
+    """A file without a name, mapped into memory; freed room is used again."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="gemsc-offload-")  # noqa: SIM115
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+
+    def put(self, data: Tensor) -> Kept:
+        """Copy into the file."""
+        size = max(1, -(-data.nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        free = self._free[size]
+        room = free.pop() if free else self._grow(size)
+        if data.nbytes:
+            torch.frombuffer(room, dtype=torch.uint8, count=data.nbytes).copy_(data)
+        return _InFile(room, data.nbytes, free)
+
+    def _grow(self, size: int) -> mmap.mmap:
+        descriptor = self._file.fileno()
+        start = os.fstat(descriptor).st_size
+        os.ftruncate(descriptor, start + size)
+        return mmap.mmap(descriptor, size, offset=start)
+
+
+@dataclass(frozen=True)
+class _InFile:
+    room: mmap.mmap
+    num_bytes: int
+    free_rooms: list[mmap.mmap]
+
+    def fetch(self) -> Arrival:
+        data = torch.empty(self.num_bytes, dtype=torch.uint8)
+        if self.num_bytes:
+            data.copy_(torch.frombuffer(self.room, dtype=torch.uint8, count=len(data)))
+        return Arrival(data)
+
+    def free(self) -> None:
+        self.free_rooms.append(self.room)
+
+
+def store_for(streams: Streams) -> Store:
+    """Return the store for the streams of a CPU or CUDA device."""
+    return FileStore() if streams.in_order else PinnedStore(streams)
+
+
+class _Moved:
+    """A storage that waits in the store; it comes back once."""
+
+    def __init__(self, storage: torch.UntypedStorage, store: Store) -> None:
+        self.original = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.device = storage.device
+        self._kept = store.put(_as_bytes(storage))
+        self._arrival: Arrival | None = None
+        finalize(self, self._kept.free).atexit = False
+
+    def fetch(self) -> None:
+        """Start to bring it back, if that was not done."""
+        if self._arrival is None:
+            self._arrival = self._kept.fetch()
+
+    def bytes(self) -> Tensor:
+        """Return it as a row of bytes of the device."""
+        self.fetch()
+        assert self._arrival is not None
+        return self._arrival.take()
+
+
+class _Packed:
+    """What stands for a saved tensor: a view of a storage that has moved."""
+
+    __slots__ = (
+        *("dtype", "moved", "offset", "part", "size", "stride"),
+        *("is_conjugate", "is_negative"),
+    )
+
+    def __init__(self, part: _Part, moved: _Moved, tensor: Tensor) -> None:
+        self.part = part
+        self.moved = moved
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.is_conjugate = tensor.is_conj()  # lazily: the storage is not
+        self.is_negative = tensor.is_neg()
+
+    def view(self) -> Tensor:
+        """Return the tensor, in the storage that has come back."""
+        storage = self.moved.bytes().untyped_storage()
+        tensor = torch.empty(0, dtype=self.dtype, device=self.moved.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.is_conjugate else tensor
+        return torch._neg_view(tensor) if self.is_negative else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedParts:
+    """What stands for a redistributed value of a tile: the parts of it, packed."""
+
+    apart: Apart
+    parts: tuple[_Packed | Tensor, ...]
+
+    def view(self) -> Tensor:
+        """Return the value, put together of what has come back."""
+        return self.apart.together([_unpack(part) for part in self.parts])
+
+
+def _unpack(packed: _Packed | _PackedParts | Tensor) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if isinstance(packed, _Packed):
+        packed.part.arrive()
+    return packed.view()
+
+
+class _Part:
+    """One `with offloaded():` of one run, and the part before it."""
+
+    def __init__(self, run: OffloadedRun, before: _Part | None) -> None:
+        self._pack = run.pack
+        self._meter = active_meter()
+        self._before = before
+        self._moved: list[ReferenceType[_Moved]] = []
+        self._arrived = False
+
+    def pack(self, tensor: Tensor) -> _Packed | _PackedParts | Tensor:
+        """Move a tensor's storage, unless it stays; of a tile's halo what it is of."""
+        apart = taken_apart(tensor)
+        if apart is not None:
+            parts = tuple(self._moved_out(part) for part in apart.kept)
+            return _PackedParts(replace(apart, kept=()), parts)
+        return self._moved_out(tensor)
+
+    def _moved_out(self, tensor: Tensor) -> _Packed | Tensor:
+        moved = self._pack(tensor)
+        if moved is None:
+            return tensor.detach()
+        self._moved.append(ref(moved))
+        return _Packed(self, moved, tensor)
+
+    def fetch(self) -> None:
+        """Start to bring all of it back."""
+        alive = [moved for each in self._moved if (moved := each()) is not None]
+        for moved in alive:
+            moved.fetch()
+        if self._meter is not None:
+            self._meter.brings_back = True
+            self._meter.follow(moved.bytes() for moved in alive)
+            self._meter.sample()
+
+    def arrive(self) -> None:
+        """Bring all of it back, and start with the part before it."""
+        if self._arrived:
+            return
+        self._arrived = True
+        self.fetch()
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
+
+
+class OffloadedRun:
+    """One forward of one stage: what has moved, each storage once.
+
+    Parameters, buffers and the stage's inputs that stay until the backward do not move.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], Store],
+        stage: nn.Module,
+        staying: tuple[Tensor, ...] = (),
+    ) -> None:
+        self._make_store = store
+        self._stage = stage
+        self._staying = staying
+        self._known: dict[tuple[int, int], ReferenceType[_Moved]] = {}
+        self._last: _Part | None = None
+
+    def __enter__(self) -> OffloadedRun:
+        """Let `offloaded()` find this run, in its forward."""
+        _active.run = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The forward has ended."""
+        _active.run = None
+        self._known.clear()
+
+    @cached_property
+    def _store(self) -> Store:
+        return self._make_store()
+
+    @cached_property
+    def _own(self) -> set[int]:
+        """The storages that do not move."""
+        stage = self._stage
+        tensors = (*stage.parameters(), *stage.buffers(), *self._staying)
+        return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def begin_part(self) -> _Part:
+        """Begin the next `with offloaded():`."""
+        self._last = _Part(self, self._last)
+        return self._last
+
+    def pack(self, tensor: Tensor) -> _Moved | None:
+        """Return the storage of a tensor, moved; None if it must stay.
+
+        A storage that is saved twice moves once. What has been written in between, as
+        the version tells, is another value.
+        """
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._own:
+            return None
+        key = (storage._cdata, tensor._version)
+        known = self._known[key]() if key in self._known else None
+        if known is not None and not known.original.expired():  # type: ignore[no-untyped-call]
+            return known
+        moved = _Moved(storage, self._store)
+        self._known[key] = ref(moved)
+        return moved
+
+    def prefetch(self) -> None:
+        """Start to bring the last part back: the backward begins."""
+        if self._last is not None:
+            self._last.fetch()
+            self._last = None
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,1 @@
+"""A rank as a process: its device, its progress, its failures."""

@@ -1,0 +1,193 @@
+"""When something goes wrong on a rank: one clear report, and all ranks stop."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import re
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gemsc.errors import GemscError, SourceLocation
+from gemsc.runtime.process.progress import REPORTED, STATUS_VARIABLE, Status
+
+if TYPE_CHECKING:
+    from gemsc.runtime.transport.transport import Transport
+
+__all__ = [
+    "computed_lines",
+    "describe_failure",
+    "install_hooks",
+    "stop_all",
+    "watch_exit",
+]
+
+REPORT_SECONDS = 2.0  # for the first rank that fails, before another one ends it
+RANK_FILE = re.compile(r"rank\d+\.py")
+LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
+
+LOCATION = re.compile(r"^\s*# (\S+\.py:\d+(?: in \S+)?)  (.*)$")
+
+
+def describe_failure(error: BaseException, rank: int, status: Status | None) -> str:
+    """Return the report: rank, stage, micro-batch, the user's line, the traceback."""
+    doing = f" in {status}" if status is not None else ""
+    if isinstance(error, GemscError):
+        error.at = error.at or _user_place(error.__traceback__)
+        return f"{error}\nnote: on rank {rank}{doing}"
+    lines = [f"error: rank {rank} failed{doing}"]
+    lines += _user_lines(error.__traceback__)
+    lines.append("".join(traceback.format_exception(error)).rstrip())
+    return "\n".join(lines)
+
+
+def _user_lines(trace: TracebackType | None) -> list[str]:
+    """Return the innermost line of the user's, and the generated line that ran it.
+
+    A generated file names the user's line above its own.
+    """
+    own: list[str] = []
+    generated: list[str] = []
+    for frame in traceback.extract_tb(trace):
+        path, number = Path(frame.filename), frame.lineno or 0
+        if RANK_FILE.fullmatch(path.name):
+            own, generated = [], _generated_lines(path, number)
+        elif _is_users(path):
+            own = [f"{SourceLocation(frame.filename, number)}: {frame.line}"]
+    return own + [line for line in generated if line not in own]
+
+
+def _user_place(trace: TracebackType | None) -> SourceLocation | None:
+    """Return the innermost line of the user's."""
+    found = None
+    for frame in traceback.extract_tb(trace):
+        if _is_users(Path(frame.filename)) and frame.lineno is not None:
+            found = SourceLocation(frame.filename, frame.lineno)
+    return found
+
+
+def _is_users(path: Path) -> bool:
+    """Whether a file is of neither Python, a package, gemsc nor a program."""
+    file = str(path)
+    if file.startswith(("<", *LIBRARIES)) or "-packages" in file:
+        return False
+    return not (path.parent / "plan.toml").is_file()
+
+
+def _generated_lines(path: Path, number: int) -> list[str]:
+    """Return what a generated file says about one of its lines.
+
+    In backward the line runs a whole stage: then that is the user's first and last line
+    on that rank.
+    """
+    try:
+        source = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    for line in reversed(source[: number - 1]):
+        found = LOCATION.match(line)
+        if found:
+            return [f"{found[1]}: {found[2]}", f"generated: {path}:{number}"]
+        if line.startswith(("class ", "def ")):
+            break
+    return [*computed_lines(path), f"generated: {path}:{number}"]
+
+
+def computed_lines(path: Path) -> list[str]:
+    """Return one line that says which of the user's lines a rank's file computes."""
+    try:
+        source = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    named = [found[1] for found in map(LOCATION.match, source) if found]
+    if not named:
+        return []
+    return ["this rank computes " + " to ".join(dict.fromkeys((named[0], named[-1])))]
+
+
+def stop_all(
+    error: BaseException, transport: Transport, status: Status | None
+) -> NoReturn:
+    """Print the report, unless another rank was first, and end every rank."""
+    text = describe_failure(error, transport.rank, status)
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    _report(text)
+    transport.abort(1)
+
+
+def _report(text: str) -> None:
+    """Print the text if no other rank has printed one; else leave it the time to."""
+    if _is_first():
+        sys.stderr.write(f"{text}\n")  # at once: mpirun's own words may come next
+        sys.stderr.flush()
+    else:
+        time.sleep(REPORT_SECONDS)
+
+
+def _is_first() -> bool:
+    """Whether no other rank of this machine has reported."""
+    try:
+        if folder := os.environ.get(STATUS_VARIABLE):
+            os.close(os.open(Path(folder) / REPORTED, os.O_CREAT | os.O_EXCL))
+        elif sys.platform == "linux":
+            # a plain mpirun has no folder of ours. All ranks are its children, a name
+            # in the abstract namespace has one owner, and goes with it
+            name = socket.socket(socket.AF_UNIX)
+            name.bind(f"\0gemsc-report-{os.getppid()}")
+            _kept.append(name)
+    except OSError as error:  # another one: better two reports than none
+        return error.errno not in (errno.EEXIST, errno.EADDRINUSE)
+    return True
+
+
+_kept: list[socket.socket] = []
+
+
+def watch_exit(transport: Transport) -> None:
+    """Let `sys.exit` with an error end all ranks, as an exception does.
+
+    No hook sees a SystemExit, so its code is noted on the way out. At the end MPI would
+    wait for ranks that wait for this one.
+    """
+    exit_ = sys.exit
+    codes: list[Any] = []
+
+    def noting_exit(code: Any = None) -> NoReturn:
+        codes[:] = [code]
+        exit_(code)
+
+    def at_end() -> None:
+        if codes and codes[0] not in (None, 0):
+            _report(f"error: rank {transport.rank} left with sys.exit({codes[0]!r})")
+            transport.abort(1)
+
+    sys.exit = noting_exit
+    atexit.register(at_end)
+
+
+def install_hooks(transport: Transport) -> None:
+    """Make an uncaught exception in a thread or in the user's own loop stop all ranks.
+
+    Without this, the other ranks wait for ever for a rank that has left.
+    """
+
+    def in_main(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        stop_all(error.with_traceback(trace), transport, Status.current)
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            stop_all(args.exc_value, transport, Status.current)
+
+    sys.excepthook = in_main
+    threading.excepthook = in_thread

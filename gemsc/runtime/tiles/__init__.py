@@ -1,0 +1,1 @@
+"""What the ranks of one grid compute together: halos, norms, losses, windows."""

@@ -1,0 +1,80 @@
+"""Code of the user's whose backward gets the gradients of all tiles, not its tile's.
+
+Of a whole value each tile has a gradient that is an addend of the true one. For what is
+linear in the gradient that is all the same; a user's own backward may clip it. So what
+comes out of the call adds the gradients up in backward, and what goes in hands on those
+of the first tile alone:
+
+    backward:   g0 + g1  -->  the user's backward  -->  the result, on tile 0
+                g0 + g1  -->  the user's backward  -->  zeros,      on tile 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from gemsc.base.nests import Path, map_tensors
+
+__all__ = ["with_whole_gradients"]
+
+
+class _Tiles(Protocol):
+    tile: int
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Put the sum over the tiles into the tensor."""
+
+
+def with_whole_gradients(
+    grid: _Tiles,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return `function(*args, **kwargs)`, the same on every tile."""
+
+    def change(how: Any) -> Callable[[Path, Tensor], Tensor]:
+        return lambda path, t: how.apply(t, grid) if t.requires_grad else t
+
+    once, completed = change(_Once), change(_Completed)
+    args, kwargs = map_tensors((args, kwargs), once)
+    if isinstance(function, nn.Module):
+        own = map_tensors(dict(function.named_parameters()), once)
+        result = functional_call(function, own, args, kwargs)
+    else:
+        result = function(*args, **kwargs)
+    return map_tensors(result, completed)
+
+
+class _Once(torch.autograd.Function):
+    """The true gradient comes in on every tile: the first one hands it on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, grid: _Tiles) -> Tensor:
+        ctx.grid = grid
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.grid.tile == 0 else torch.zeros_like(gradient), None
+
+
+class _Completed(torch.autograd.Function):
+    """The tiles' gradients are added up: the true one goes on to every tile."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, grid: _Tiles) -> Tensor:
+        ctx.grid = grid
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.grid.add_up(gradient.clone().contiguous()), None

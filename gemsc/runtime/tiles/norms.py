@@ -1,0 +1,300 @@
+"""Normalization whose statistics are those of all tiles, forward and backward.
+
+Each tile brings count, mean and sum of squared deviations; they are merged by the
+formula of Chan, Golub and LeVeque (1979), which does not cancel as E[x^2] - E[x]^2
+does. With xhat = (x - mean) * rstd, h = gradient * weight and n elements in all:
+
+    dx = rstd * (h - sum(h) / n - xhat * sum(h * xhat) / n)
+
+whose two sums go over all tiles in one message.
+
+A tile may compute rows beyond its own part again. Statistics count every element once,
+on the tile that owns it; but the copies were normalized by them too, so that the sums
+of the backward go over all that tiles have, and what follows from them is subtracted
+where the statistics came from: on the tile's own elements.
+"""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gemsc.base.boxes import Box
+
+if TYPE_CHECKING:
+    from gemsc.runtime.tiles.layers import LayersOnTiles
+
+__all__ = [
+    "Statistics",
+    "merged",
+    "normalize",
+    "normalize_channels",
+    "update_running",
+    "widened",
+]
+
+Rows = tuple[slice, ...] | EllipsisType  # an index of a tile's own elements
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Statistics:
+    """Mean and biased variance over some dimensions (kept, of size 1) and all tiles."""
+
+    __slots__ = ("count", "mean", "variance")
+
+    def __init__(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        self.mean = mean
+        self.variance = variance
+        self.count = count
+
+
+def normalize(
+    grid: LayersOnTiles,
+    value: Tensor,
+    dims: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    own: Box | None = None,
+) -> tuple[Tensor, Statistics]:
+    """Return the normalized tile, and the statistics of all tiles.
+
+    Statistics go over `dims`; weight and bias have as many dimensions as the value.
+    `own` is where the tile's own elements are, None if it has no others.
+    """
+    result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
+        value, weight, bias, grid, dims, eps, _rows(own)
+    )
+    return result, Statistics(mean, variance, count)
+
+
+def normalize_channels(
+    grid: LayersOnTiles,
+    value: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    own: Box | None = None,
+) -> tuple[Tensor, Statistics]:
+    """Return the tile normalized over all but dimension 1, and its statistics.
+
+    The same as `normalize`, by the kernels that BatchNorm itself uses.
+    """
+    normalized = _NormalizeChannels.apply(  # type: ignore[no-untyped-call]
+        value, weight, bias, grid, eps, _rows(own)
+    )
+    result, mean, variance, count = normalized
+    return result, Statistics(mean, variance, count)
+
+
+def _rows(own: Box | None) -> Rows:
+    return ... if own is None else tuple(slice(start, stop) for start, stop in own)
+
+
+def update_running(
+    statistics: Statistics, mean: Tensor, variance: Tensor, momentum: float
+) -> None:
+    """Let running averages move towards new statistics, as BatchNorm does."""
+    count = statistics.count
+    unbiased = statistics.variance * (count / (count - 1))
+    with torch.no_grad():
+        mean.lerp_(statistics.mean.reshape(-1).to(mean.dtype), momentum)
+        variance.lerp_(unbiased.reshape(-1).to(variance.dtype), momentum)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        eps: float,
+        own: Rows,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _merged_groups(grid, value[own], dims)
+        rstd = (variance + eps).rsqrt()
+        scale = rstd if weight is None else rstd * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        result = torch.addcmul(shift, widened(value), scale).to(value.dtype)
+        ctx.save_for_backward(value, weight, mean, rstd, count)
+        ctx.grid, ctx.dims, ctx.own = grid, dims, own
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
+        value, weight, mean, rstd, count = ctx.saved_tensors
+        gradient = widened(gradient)
+        normal = (widened(value) - mean) * rstd
+        weight_gradient = bias_gradient = None
+        product = gradient * normal
+        if ctx.needs_input_grad[1]:
+            weight_gradient = product.sum_to_size(weight.shape).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            bias_gradient = gradient.sum_to_size(ctx.bias_shape)
+        if weight is not None:
+            gradient, product = gradient * weight, product * weight
+        sums = torch.stack(
+            [gradient.sum(ctx.dims, keepdim=True), product.sum(ctx.dims, keepdim=True)]
+        )
+        sums = ctx.grid.add_up(sums) / count.to(sums.dtype)
+        result = gradient * rstd
+        result[ctx.own] -= (sums[0] + normal[ctx.own] * sums[1]) * rstd
+        result = result.to(value.dtype)
+        return result, weight_gradient, bias_gradient, None, None, None, None
+
+
+class _NormalizeChannels(torch.autograd.Function):
+    """BatchNorm with given statistics, and what these add to the gradient.
+
+    PyTorch's backward with fixed statistics gives h * rstd, and the sums of g and
+    g * xhat as the gradients of bias and weight; the rest is linear in the value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        grid: LayersOnTiles,
+        eps: float,
+        own: Rows,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _merged_channels(grid, value[own])
+        result = torch.native_batch_norm(
+            value, weight, bias, mean, variance, False, 0.0, eps
+        )[0]
+        ctx.save_for_backward(value, weight, mean, variance, count)
+        ctx.grid, ctx.eps, ctx.own = grid, eps, own
+        ctx.mark_non_differentiable(mean, variance, count)
+        return result, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        value, weight, mean, variance, count = ctx.saved_tensors
+        result, product, total = torch.ops.aten.native_batch_norm_backward(
+            gradient.contiguous(),
+            value,
+            weight,
+            mean,
+            variance,
+            None,
+            None,
+            False,
+            ctx.eps,
+            [True, True, True],
+        )
+        rstd = (variance + ctx.eps).rsqrt()
+        sums = torch.stack([total, product]).to(mean.dtype)
+        if weight is not None:
+            sums = sums * weight
+        constant, slope = ctx.grid.add_up(sums) * (-rstd / count.to(mean.dtype))
+        slope = slope * rstd
+        constant = torch.addcmul(constant, slope, mean, value=-1)
+        shape = (1, -1, *(1,) * (value.dim() - 2))
+        slope, constant = slope.to(result.dtype), constant.to(result.dtype)
+        own, its_value = result, value
+        if ctx.own is not ...:
+            own, its_value = result[ctx.own], value[ctx.own]
+        own.addcmul_(its_value, slope.view(shape)).add_(constant.view(shape))
+        weight_gradient = product if ctx.needs_input_grad[1] else None
+        bias_gradient = total if ctx.needs_input_grad[2] else None
+        return result, weight_gradient, bias_gradient, None, None, None
+
+
+def widened(value: Tensor) -> Tensor:
+    """Return half precision as float32: sums must not round to it."""
+    return value.float() if value.dtype in _HALF else value
+
+
+def merged(
+    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and variance over `dims` and all tiles, and the number of elements.
+
+    Where all elements are equal the variance is exactly 0.
+    """
+    value = widened(value.detach())
+    variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
+    return _merge(grid, mean, variance, value.numel() // mean.numel())
+
+
+def _merged_groups(
+    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same, quicker, but for a variance of equal elements: almost 0."""
+    mean, variance = _moments(widened(value), dims)
+    return _merge(grid, mean, variance, value.numel() // mean.numel())
+
+
+def _merged_channels(
+    grid: LayersOnTiles, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return that for BatchNorm: over all dimensions but 1, which are not kept."""
+    value = widened(value)
+    if value.is_cuda:
+        mean, variance = torch.batch_norm_update_stats(value, None, None, 0.0)
+    else:
+        mean, variance = _moments(value, (0, *range(2, value.dim())))
+        mean, variance = mean.reshape(-1), variance.reshape(-1)
+    return _merge(grid, mean, variance, value.numel() // value.shape[1])
+
+
+def _moments(value: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance, dimensions kept.
+
+    On the CPU in two passes, many times as fast as PyTorch's kernels, which divide at
+    every element (Welford). What the first pass rounds in the mean, the second one
+    finds (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
+    """
+    if value.is_cuda:
+        variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
+        return mean, variance
+    mean = value.mean(dims, keepdim=True)
+    off = value - mean
+    more = off.mean(dims, keepdim=True)
+    variance = off.mul_(off).mean(dims, keepdim=True) - more.square()
+    return mean + more, variance.clamp_(min=0)
+
+
+def _merge(
+    grid: LayersOnTiles, mean: Tensor, variance: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put together what the tiles have.
+
+    Each tile writes into its own row of a table that is added up: a gather in one
+    message. The table is in float64: a count in float32 is exact to 2^24 only.
+    """
+    table = grid.rows(_row(mean, variance, count))
+    size = mean.numel()
+    counts, means, variances = torch.split(table, [1, size, size], dim=1)
+    number = counts.sum()
+    share = (counts / number).view(1, -1)
+    first = means[:1]  # where all are equal, the mean is exactly that
+    merged = first + share @ (means - first)
+    off = means - merged
+    spread = share @ torch.addcmul(variances, off, off)
+    merged, spread = torch.cat([merged, spread]).to(mean.dtype)
+    return merged.view_as(mean), spread.view_as(mean), number
+
+
+def _row(mean: Tensor, variance: Tensor, count: int) -> Tensor:
+    """Return (count, mean ..., variance ...) in one row."""
+    number = mean.new_full((1,), count, dtype=torch.float64)
+    return torch.cat([number, mean.reshape(-1), variance.reshape(-1)])

@@ -1,0 +1,202 @@
+"""Extremes, variances and softmax over all tiles, with their gradients.
+
+Each tile brings what it found in one row of a table that is added up: one message.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gemsc.base.boxes import Box
+from gemsc.runtime.tiles.norms import merged, widened
+
+if TYPE_CHECKING:
+    from gemsc.runtime.tiles.layers import LayersOnTiles
+
+__all__ = ["extreme", "global_max", "softmax", "variance"]
+
+
+def extreme(
+    grid: LayersOnTiles,
+    value: Tensor,
+    dims: tuple[int, ...],
+    *,
+    keepdim: bool,
+    largest: bool,
+) -> Tensor:
+    """Return the largest or smallest elements over `dims` and all tiles.
+
+    Those that are equal to it share the gradient evenly, as in `torch.amax`.
+    """
+    result: Tensor = _Extreme.apply(value, grid, dims, largest)  # type: ignore[no-untyped-call]
+    return result if keepdim else result.squeeze(dims)
+
+
+def global_max(
+    grid: LayersOnTiles, value: Tensor, shape: tuple[int, ...], box: Box
+) -> Tensor:
+    """Return the largest element over the last dimensions (kept) and all tiles.
+
+    The whole value has `shape` there, the tile `box` of it. Of equal elements the first
+    in row-major order gets the gradient, as in `F.adaptive_max_pool2d`.
+    """
+    result: Tensor = _GlobalMax.apply(value, grid, shape, box)  # type: ignore[no-untyped-call]
+    return result
+
+
+def variance(
+    grid: LayersOnTiles,
+    value: Tensor,
+    dims: tuple[int, ...],
+    correction: float,
+    *,
+    keepdim: bool,
+    root: bool,
+) -> Tensor:
+    """Return the variance over `dims` and all tiles, or its root.
+
+    The divisor is the number of elements less the correction.
+    """
+    result: Tensor = _Variance.apply(value, grid, dims, correction, root)  # type: ignore[no-untyped-call]
+    return result if keepdim else result.squeeze(dims)
+
+
+def softmax(
+    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...], *, log: bool
+) -> Tensor:
+    """Return exp(value) over its sum over `dims` and all tiles, or the logarithm."""
+    result: Tensor = _Softmax.apply(value, grid, dims, log)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        largest: bool,
+    ) -> Tensor:
+        best_of = torch.amax if largest else torch.amin
+        own = best_of(value, dims, keepdim=True)
+        count = (value == own).sum(dims, keepdim=True)
+        bests, counts = _table(grid, own, count)
+        best = best_of(bests, 0)
+        count = torch.where(bests == best, counts, 0).sum(0)
+        result = best.to(value.dtype)
+        ctx.save_for_backward(value, result, count.to(value.dtype))
+        ctx.grid = grid
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        value, result, count = ctx.saved_tensors
+        gradient = ctx.grid.add_up(gradient.clone().contiguous())
+        return (value == result) * (gradient / count), None, None, None
+
+
+class _GlobalMax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, grid: LayersOnTiles, shape: tuple[int, ...], box: Box
+    ) -> Tensor:
+        own, index = value.flatten(-len(box)).max(-1)
+        rows = tuple(slice(start, stop) for start, stop in box)
+        places = torch.arange(prod(shape), device=value.device).view(shape)[rows]
+        place = places.flatten()[index]
+        bests, firsts = _table(grid, own, place)
+        best = bests.amax(0)
+        first = torch.where(bests == best, firsts, float(prod(shape))).amin(0)
+        ctx.save_for_backward(index, place == first)
+        ctx.grid, ctx.shape = grid, value.shape
+        return best.to(value.dtype).view(*own.shape, *(1,) * len(box))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        index, is_here = ctx.saved_tensors
+        gradient = ctx.grid.add_up(gradient.clone().contiguous()).view(index.shape)
+        result = gradient.new_zeros((*index.shape, prod(ctx.shape[index.dim() :])))
+        mine = torch.where(is_here, gradient, 0)
+        result.scatter_(-1, index.unsqueeze(-1), mine.unsqueeze(-1))
+        return result.view(ctx.shape), None, None, None
+
+
+class _Variance(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        correction: float,
+        root: bool,
+    ) -> Tensor:
+        mean, biased, count = merged(grid, value, dims)
+        freedom = (count - correction).to(mean.dtype)
+        result = biased * (count.to(mean.dtype) / freedom)
+        result = result.sqrt() if root else result
+        ctx.save_for_backward(value, mean, result, freedom)
+        ctx.grid, ctx.root = grid, root
+        return result.to(value.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        value, mean, result, freedom = ctx.saved_tensors
+        gradient = ctx.grid.add_up(gradient.clone().contiguous()).to(mean.dtype)
+        if ctx.root:  # as in torch, where all are equal there is no gradient
+            gradient = (gradient / (2 * result)).masked_fill(result == 0, 0)
+        found = (2 / freedom) * gradient * (value - mean)
+        return found.to(value.dtype), None, None, None, None
+
+
+class _Softmax(torch.autograd.Function):
+    """Each tile brings its largest element m and its sum of exp(value - m)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        grid: LayersOnTiles,
+        dims: tuple[int, ...],
+        log: bool,
+    ) -> Tensor:
+        wide = widened(value)
+        own = wide.amax(dims, keepdim=True)
+        shift = own.masked_fill(own == -torch.inf, 0)  # a tile without any
+        largest, sums = _table(grid, own, (wide - shift).exp().sum(dims, keepdim=True))
+        most = largest.amax(0)
+        total = (sums * (largest - most).exp()).sum(0)
+        if log:
+            result = wide - (most + total.log()).to(wide.dtype)
+        else:
+            result = (wide - most.to(wide.dtype)).exp() / total.to(wide.dtype)
+        result = result.to(value.dtype)
+        ctx.save_for_backward(result)
+        ctx.grid, ctx.dims, ctx.log = grid, dims, log
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (result,) = ctx.saved_tensors
+        part = gradient if ctx.log else gradient * result
+        total = ctx.grid.add_up(part.sum(ctx.dims, keepdim=True).contiguous())
+        if ctx.log:
+            return gradient - result.exp() * total, None, None, None
+        return part - result * total, None, None, None
+
+
+def _table(grid: LayersOnTiles, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two numbers of each tile, by tile, in float64: counts stay exact."""
+    row = torch.stack([first.detach().double(), second.double()])
+    firsts, seconds = grid.rows(row).unbind(1)
+    return firsts, seconds

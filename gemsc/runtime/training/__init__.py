@@ -1,0 +1,1 @@
+"""Steps, evaluation, checkpoints: the main program of a rank."""

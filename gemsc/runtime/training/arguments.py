@@ -1,0 +1,82 @@
+"""The options of a compiled program: `gemsc run PROGRAM --epochs 4 --save folder`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from gemsc.errors import GemscError
+from gemsc.runtime.training.manifest import LATEST
+
+__all__ = ["parse_arguments"]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise GemscError(message, help="`gemsc run PROGRAM --help` lists the options")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options of a program.
+
+    Raises:
+        GemscError: an option is unknown or wrong, or names a folder that cannot be, or
+            a GPU where there is none.
+    """
+    parser = _Parser(
+        prog="gemsc run PROGRAM",
+        description="Train a program that gemsc compiled.",
+        epilog="Epochs and steps count from the first start, also after --resume.",
+    )
+    parser.add_argument("--epochs", type=_count, default=1, help="passes over the data")
+    parser.add_argument("--steps", type=_count, help="stop after this many steps")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of sample order, crops, dropout"
+    )
+    parser.add_argument("--save", type=Path, help="folder for a checkpoint each epoch")
+    parser.add_argument(
+        "--resume", type=Path, help="folder of the checkpoint to continue from"
+    )
+    parser.add_argument("--workers", type=int, default=0, help="data loader processes")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument(
+        "--accumulate", type=_count, default=1, help="steps averaged for one update"
+    )
+    parser.add_argument(
+        "--clip-norm", type=float, help="upper bound of the norm of all gradients"
+    )
+    parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.save is not None and (problem := _why_not_in(options.save)):
+        parser.error(f"argument --save: {problem}")
+    if options.device == "cuda":
+        from gemsc.runtime.process.device import require_gpu  # loads PyTorch: a second
+
+        require_gpu()
+    return options
+
+
+def _why_not_in(folder: Path) -> str:
+    """Return why no files can be made in a folder, which may be made itself; or ""."""
+    if folder.exists() and not folder.is_dir():
+        return f"{folder} is a file, not a folder"
+    if (link := folder / LATEST).is_dir() and not link.is_symlink():
+        return f"{link} is a folder, not a link: {folder} was copied without its links"
+    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=place).cleanup()
+    except OSError as error:
+        return f"nothing can be written in {place}: {error.strerror}"
+    return ""
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
+    return int(text)

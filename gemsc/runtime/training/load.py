@@ -1,0 +1,43 @@
+"""Load a program under mpirun, for users who keep their own training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gemsc.runtime.process.device import claim_device
+from gemsc.runtime.process.failure import install_hooks, watch_exit
+from gemsc.runtime.training.program_directory import check_program
+from gemsc.runtime.training.train import share_cores
+from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.transport.mpi import MpiTransport
+
+__all__ = ["load"]
+
+
+def load(
+    directory: str | Path,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> Trainer:
+    """Return this rank's trainer; call it on every rank, started with mpirun.
+
+    `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
+    learning rate of 0.01. From then on, an uncaught exception on any rank, or
+    `sys.exit` with an error, ends all ranks.
+
+    Raises:
+        GemscError: the directory holds no program, or one for another number of ranks,
+            or its sources have changed.
+    """
+    folder = Path(directory)
+    claim_device(device)
+    transport = MpiTransport()
+    install_hooks(transport)
+    watch_exit(transport)
+    check_program(folder, transport.size)
+    share_cores(transport)
+    return Trainer(folder, transport, optimizer=optimizer, device=device, seed=seed)

@@ -1,0 +1,63 @@
+"""What `gemsc compile` wrote: checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gemsc.base.fingerprint import changed_definitions
+from gemsc.errors import GemscError
+from gemsc.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["check_dtype", "check_program"]
+
+
+def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
+    """Make sure that a program can run in a dtype; None is the one it was traced in.
+
+    Raises:
+        GemscError: it cannot; says why.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and plan.only_dtype and name != plan.dtype:
+        raise GemscError(
+            f"{plan.model} can run in {plan.dtype} only: {plan.only_dtype}",
+            help=f"use --dtype {plan.dtype}, or take dtypes from tensors: x.dtype",
+        )
+
+
+def check_program(directory: Path, num_ranks: int) -> Plan:
+    """Read the plan and make sure that it still fits its sources and the launch.
+
+    Raises:
+        GemscError: another number of ranks, a file of the program is missing, or the
+            model's file was edited since.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    if num_ranks != plan.ranks:
+        ways = f"use mpirun -n {plan.ranks}"
+        if plan.spec:  # else there is no dataset to run with
+            ways += f", or `gemsc run {directory}`"
+        raise GemscError(
+            f"{directory} was compiled for {plan.ranks} ranks, mpirun started "
+            f"{num_ranks}",
+            help=ways,
+        )
+    again = f"compile again: {plan.command} -o {directory}"
+    if not plan.spec:
+        again = f"run your script again that compiles {plan.model} into {directory}"
+    changes = changed_definitions(plan.sources, whole=bool(plan.spec))
+    if changes:
+        raise GemscError(
+            f"{directory} was compiled from other code: " + "; ".join(changes),
+            help=again,
+        )
+    modules = [f"rank{rank}.py" for rank in range(plan.copy_ranks)]
+    weights = [f"weights/stage{stage.index}.safetensors" for stage in plan.stages]
+    for file in (*modules, *weights):
+        if not (directory / file).is_file():
+            raise GemscError(f"{directory} has no {file}", help=again)
+    return plan

@@ -1,0 +1,297 @@
+"""Trainer: one rank of a program, for the generated main loop and for users' own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.base.dtypes import cast_module
+from gemsc.base.weights import (
+    NOT_OF_THE_MODEL,
+    fill,
+    read_tensors,
+    stage_tensors,
+)
+from gemsc.errors import GemscError
+from gemsc.plan import Plan
+from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.process.device import choose_device
+from gemsc.runtime.process.progress import Status
+from gemsc.runtime.training import checkpoint
+from gemsc.runtime.training.program_directory import check_dtype
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.streams import Streams, streams_for
+from gemsc.runtime.transport.total import total
+from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.worker import Worker
+
+__all__ = [
+    "Evaluation",
+    "Trainer",
+    "load_rank_module",
+]
+
+Parameters = Iterable[tuple[str, nn.Parameter]]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation step.
+
+    loss: mean over the batch, on every rank; None for a program without a loss.
+    output: what the model returns for the whole batch, in the host's memory, on the
+        rank that has it (the one of the loss); None elsewhere.
+    """
+
+    loss: float | None
+    output: Any
+
+
+class Trainer:
+    """One rank of a compiled program: it trains, evaluates, saves and resumes."""
+
+    def __init__(
+        self,
+        directory: Path,
+        transport: Transport,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        scheduler: SchedulerFactory | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        """Load this rank's module and its weights.
+
+        `optimizer` gets (name, parameter) pairs of this rank; the default is SGD with a
+        learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
+        learning rate after each update. Gradients of `accumulate` steps are averaged
+        for one update; `clip_norm` bounds their norm over all ranks. `dtype` runs the
+        program in another floating-point type. `streams` are those of the device, if
+        they are not the usual ones.
+        """
+        self.directory = directory
+        self.transport = transport
+        streams = streams or streams_for(choose_device(transport, device))
+        self.device = streams.device
+        plan = Plan.read(directory / "plan.toml")
+        check_dtype(plan, dtype)
+        ranks = plan.copy_ranks
+        self.module = load_rank_module(directory, transport.rank % ranks)
+        stages = {key: self._build(key, dtype) for key in self.module.STAGES}
+        _tie(stages)
+        self.worker = Worker(
+            Link(transport, streams),
+            stages,
+            self.module.INPUTS,
+            self.module.NUM_MICRO_BATCHES,
+            num_replicas=self.module.NUM_REPLICAS,
+            num_copies=transport.size // ranks,
+            copy_ranks=ranks,
+            reductions=self.module.REDUCTIONS,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            seed=seed,
+            float_dtype=dtype,
+            status=Status(transport.rank),
+            tiles=getattr(self.module, "TILES", None),
+            splits_backward=getattr(self.module, "SPLITS_BACKWARD", False),
+            head_starts=getattr(self.module, "HEAD_STARTS", {}),
+            depends_on_data=getattr(self.module, "DEPENDS_ON_DATA", False),
+        )
+        self.has_loss = hasattr(self.module, "train_step")
+        if self.has_loss:
+            self.worker.optimizer = _make_optimizer(optimizer, self.worker)
+            if scheduler is not None and self.worker.optimizer is not None:
+                self.worker.scheduler = scheduler(self.worker.optimizer)
+
+    def _build(self, key: str, dtype: torch.dtype | None) -> nn.Module:
+        with torch.device("meta"):
+            stage: nn.Module = self.module.STAGES[key]()
+        index = key.removeprefix("stage").split("_")[0]
+        path = self.directory / "weights" / f"stage{index}.safetensors"
+        fill(stage, read_tensors(path), self.device)
+        if dtype is not None:
+            cast_module(stage, dtype, getattr(type(stage), "keeps_dtype", ()))
+        return stage
+
+    @property
+    def stages(self) -> dict[str, nn.Module]:
+        """The stages of this rank, by name."""
+        return self.worker.stages
+
+    def step(
+        self, input: Any, target: Any = None, *, window: Window | None = None
+    ) -> float:
+        """Train on one batch; return its mean loss, the same on every rank.
+
+        Every rank passes the same batch, or None for what it does not use. `input` is a
+        tensor, a tuple or a dict like `example_inputs()`, `target` what the loss
+        takes. The batch holds all micro-batches, one after the other, in dimension 0.
+        Where images are split over ranks, it may hold only this rank's `window`.
+        A loss that is not finite is returned like any other: it is the same on every
+        rank, so that all can stop.
+
+        Raises:
+            GemscError: the batch does not fit the program.
+        """
+        if not self.has_loss:
+            raise GemscError(
+                "this program cannot train: it was compiled without a loss",
+                help="add loss(output, target) to the model's file and compile again",
+            )
+        worker = self.worker
+        sources = {"input": as_structure(input), "target": target}
+        worker.begin(worker.bind_batch(sources, window), training=True)
+        self._set_mode(training=True)
+        self.module.train_step(worker)
+        mean = self._mean_loss()
+        worker.end()
+        return mean
+
+    def evaluate(
+        self, input: Any, target: Any = None, *, window: Window | None = None
+    ) -> Evaluation:
+        """Run one batch in evaluation mode; see `step` for the arguments."""
+        worker = self.worker
+        sources = {"input": as_structure(input), "target": target}
+        worker.begin(worker.bind_batch(sources, window), training=False)
+        self._set_mode(training=False)
+        self.module.eval_step(worker)
+        results = worker.results
+        losses = [loss for loss, _ in results if loss is not None]
+        for loss in losses:
+            worker.add_loss(loss)
+        mean = self._mean_loss() if self.has_loss else None
+        worker.end()
+        output = _concatenate([out for _, out in results]) if results else None
+        return Evaluation(mean, output)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and buffers under the user's names.
+
+        Those of the loss, and constants, are left out: the user's model has none.
+        """
+        return {
+            name: tensor.detach()
+            for stage in self.stages.values()
+            for name, tensor in stage.state_dict().items()
+            if not name.startswith(NOT_OF_THE_MODEL)
+        }
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of the stages, non-persistent buffers included."""
+        tensors: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            tensors.update(stage_tensors(stage))
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint; all ranks call this after the same step.
+
+        `directory` then holds `model.safetensors`, the whole model under the user's
+        names, so that `model.load_state_dict(safetensors.torch.load_file(path))` takes
+        it, and `latest`, all that `resume` needs. An older checkpoint stays complete
+        until the new one is.
+        """
+        checkpoint.save(self, directory)
+
+    def resume(self, directory: Path) -> None:
+        """Continue from what `save` wrote; a folder of weights alone sets the weights.
+
+        Raises:
+            GemscError: the folder holds no checkpoint of this program, or a damaged
+                one; nothing was changed.
+        """
+        checkpoint.resume(self, directory)
+
+    def _set_mode(self, *, training: bool) -> None:
+        for stage in self.stages.values():
+            if stage.training != training:
+                stage.train(training)
+
+    def _mean_loss(self) -> float:
+        """Return the mean loss; sends that wait for their data start meanwhile."""
+        worker = self.worker
+        worker.status.enter("sum of the losses")
+        loss = total(worker.link, worker.loss_sum())
+        return float(loss) / (worker.copy_micro_batches * worker.num_copies)
+
+
+def load_rank_module(directory: Path, rank: int) -> ModuleType:
+    """Import `rankN.py` of a program directory."""
+    path = directory / f"rank{rank}.py"
+    if not path.exists():
+        raise GemscError(
+            f"{directory} has no {path.name}",
+            help="start as many ranks as the program has: `gemsc run` does",
+        )
+    name = f"gemsc_program_{abs(hash(str(directory)))}_rank{rank}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _tie(stages: Mapping[str, nn.Module]) -> None:
+    """Let stages of one rank that hold the same parameter share it.
+
+    That is so for tied parameters, and for two replicas of a stage on one rank.
+    """
+    known: dict[str, nn.Parameter] = {}
+    for stage in stages.values():
+        own = {id(p): known.setdefault(n, p) for n, p in stage.named_parameters()}
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = own[id(parameter)]
+
+
+def as_structure(value: Any) -> Any:
+    """Return inputs as a tuple or dict: a lone tensor is the only positional input."""
+    return value if isinstance(value, tuple | list | Mapping) else (value,)
+
+
+def _make_optimizer(
+    factory: OptimizerFactory | None, worker: Worker
+) -> torch.optim.Optimizer | None:
+    named = worker.named_parameters()
+    if not named:
+        return None
+    if factory is None:
+        return torch.optim.SGD(named.items(), lr=0.01)
+    return factory(named.items())
+
+
+def _concatenate(outputs: list[Any]) -> Any:
+    """Join the micro-batches' outputs in dimension 0 (scalars are stacked), on the CPU.
+
+    There the batch's targets are, and the user's metrics.
+    """
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        parts = tuple(part.cpu() for part in parts)
+        if parts[0].dim() == 0:
+            return torch.stack(parts)
+        return torch.cat(parts)
+
+    return pytree.tree_map(join, outputs[0], *outputs[1:])

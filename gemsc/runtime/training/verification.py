@@ -1,0 +1,75 @@
+"""Run given batches and write down losses, gradients, buffers: for `gemsc verify`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from gemsc.base.draws import same_draws
+from gemsc.base.dtypes import as_real
+from gemsc.base.weights import write_tensors
+from gemsc.plan import Plan
+from gemsc.runtime.memory.meter import ActivationMeter
+from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.transport.transport import Transport
+from gemsc.user_model import load_user_model
+
+__all__ = ["record_steps", "run_recorded_steps"]
+
+
+def run_recorded_steps(
+    directory: Path, transport: Transport, folder: Path, dtype: torch.dtype
+) -> None:
+    """Train on the batches in `folder` (batches.pt) and leave this rank's record."""
+    batches = torch.load(folder / "batches.pt", weights_only=True)
+    plan = Plan.read(directory / "plan.toml")
+    optimizer = load_user_model(plan.spec).optimizer if plan.spec else None
+    torch.set_default_dtype(dtype)  # also of what forward makes
+    with same_draws():
+        record_steps(directory, transport, folder, batches, dtype, optimizer)
+
+
+def record_steps(
+    directory: Path,
+    transport: Transport,
+    folder: Path,
+    batches: list[tuple[object, object]],
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory | None = None,
+    *,
+    measure: bool = True,
+) -> list[float]:
+    """Train on `batches`; write gradients of the first step and the last state.
+
+    Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
+    `losses{rank}.json` and `memory{rank}.json`: peak bytes of activations and of all,
+    zero without `measure`, which takes its time.
+    """
+    trainer = Trainer(
+        directory,
+        transport,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        optimizer=optimizer,
+    )
+    rank = transport.rank
+
+    def write_gradients() -> None:
+        named = trainer.worker.named_parameters()
+        gradients = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
+        write_tensors(folder / f"gradients{rank}.safetensors", gradients)
+        trainer.worker.before_update = None
+
+    trainer.worker.before_update = write_gradients
+    meter = ActivationMeter(trainer.worker.own_tensors, trainer.worker.other_tensors)
+    trainer.worker.meter = meter if measure else None
+    losses = [trainer.step(input, target) for input, target in batches]
+    state = {name: as_real(tensor) for name, tensor in trainer.all_tensors().items()}
+    write_tensors(folder / f"state{rank}.safetensors", state)
+    (folder / f"losses{rank}.json").write_text(json.dumps(losses))
+    (folder / f"memory{rank}.json").write_text(
+        json.dumps([meter.peak_bytes, meter.peak_total_bytes])
+    )
+    return losses

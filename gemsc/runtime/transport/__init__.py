@@ -1,0 +1,1 @@
+"""How messages travel between ranks: MPI, threads for tests, devices."""

@@ -1,0 +1,207 @@
+"""Messages between devices: the transport, with the copies that a device needs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gemsc.runtime.transport.streams import Pending, Streams
+from gemsc.runtime.transport.transport import Group, Request, Transport, wait_politely
+
+__all__ = ["Incoming", "Link"]
+
+MOST_DEFERRED = 4  # how far the host may be ahead of the device
+
+
+class _Deferred:
+    """An operation that starts once its data has come to where the library reads it."""
+
+    __slots__ = ("_finish", "_link", "copy", "request", "start")
+
+    def __init__(
+        self,
+        link: Link,
+        copy: Pending,
+        start: Callable[[], Request],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.copy = copy
+        self.start = start
+        self._link = link
+        self._finish = finish
+        self.request: Request | None = None
+
+    def begin(self) -> None:
+        self.request = self.start()
+
+    def done(self) -> bool:
+        self._link.advance()
+        if self.request is None or not self.request.done():
+            return False
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Do what comes after the operation, once."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class _Fewer:
+    """True once at most so many are deferred, or all `requests` are done, if given."""
+
+    __slots__ = ("_link", "_most", "_requests")
+
+    def __init__(
+        self, link: Link, most: int, requests: Sequence[Request] | None = None
+    ) -> None:
+        self._link = link
+        self._most = most
+        self._requests = requests
+
+    def done(self) -> bool:
+        """Start what is ready, whatever is waited for: other ranks may need it."""
+        self._link.progress()
+        if len(self._link._deferred) <= self._most:
+            return True
+        return self._requests is not None and all(r.done() for r in self._requests)
+
+
+class Incoming:
+    """A message on its way to this rank, perhaps through a buffer of the host."""
+
+    __slots__ = ("_link", "_room", "_staged", "request")
+
+    def __init__(
+        self, link: Link, request: Request, room: Pending, staged: Tensor | None = None
+    ) -> None:
+        self._link = link
+        self.request = request
+        self._room = room
+        self._staged = staged
+
+    def done(self) -> bool:
+        """Give the library a turn; True once the message is here."""
+        self._link.advance()
+        return self.request.done()
+
+    @property
+    def buffer(self) -> Tensor:
+        """The memory that the message comes into."""
+        return self._room.tensor
+
+    def take(self) -> Tensor:
+        """Wait politely; return the tensor on the device. Call it once.
+
+        On CUDA the tensor can be used at once on the current stream, which waits for
+        the copy where it must.
+        """
+        self._link.wait(self)
+        if self._staged is None:
+            return self._room.tensor
+        return self._link.streams.to_device(self._staged, self._room)
+
+
+class Link:
+    """What a rank sends and receives with: tensors of its device, on any transport.
+
+    Where the library cannot read the device, or the device is not done with a tensor, a
+    message is deferred: it starts at a later call of this link, in order. All that is
+    deferred holds memory: with more of it than MOST_DEFERRED, the host waits for the
+    device, and for nobody else.
+    """
+
+    def __init__(self, transport: Transport, streams: Streams) -> None:
+        self.transport = transport
+        self.streams = streams
+        self._direct = streams.in_order or transport.cuda_aware
+        self._deferred: deque[_Deferred] = deque()
+
+    def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
+        """Start to send; the tensor must not change in place until that is done."""
+        # the memory of a lazy conjugate or negative is not its value
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if self.streams.in_order:
+            return self.transport.send(tensor, dest, tag)
+        streams = self.streams
+        copy = streams.in_place(tensor) if self._direct else streams.to_host(tensor)
+        return self._defer(copy, lambda: self.transport.send(copy.tensor, dest, tag))
+
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
+    ) -> Incoming:
+        """Start to receive into a new buffer."""
+        room = self.streams.device_buffer(shape, dtype)
+        if not self._direct:
+            buffer = self.streams.host_buffer(shape, dtype)
+            request = self.transport.receive(buffer, source, tag)
+            return Incoming(self, request, room, buffer)
+        if self.streams.in_order:
+            return Incoming(
+                self, self.transport.receive(room.tensor, source, tag), room
+            )
+        request = self._defer(
+            room, lambda: self.transport.receive(room.tensor, source, tag)
+        )
+        return Incoming(self, request, room)
+
+    def all_reduce(self, group: Group, tensor: Tensor) -> Request:
+        """Start the sum over a group, in place; on CUDA it goes through the host.
+
+        On CUDA the sum is in the tensor for what is computed after `done()` was True.
+        """
+        tensor = tensor.detach()
+        if tensor.is_complex():  # the same memory, in a dtype that MPI can add
+            tensor = torch.view_as_real(tensor)
+        if self.streams.in_order:
+            return group.all_reduce(tensor)
+        copy = self.streams.to_host(tensor)
+        return self._defer(
+            copy,
+            lambda: group.all_reduce(copy.tensor),
+            lambda: self.streams.copy_back(copy.tensor, tensor),
+        )
+
+    def _defer(
+        self,
+        copy: Pending,
+        start: Callable[[], Request],
+        finish: Callable[[], None] | None = None,
+    ) -> Request:
+        deferred = _Deferred(self, copy, start, finish)
+        self._deferred.append(deferred)
+        self.advance()
+        if len(self._deferred) > MOST_DEFERRED:
+            wait_politely([_Fewer(self, MOST_DEFERRED)])
+        return deferred
+
+    def advance(self) -> None:
+        """Start what is ready. In order: messages and sums must not overtake."""
+        while self._deferred and self._deferred[0].copy.ready():
+            self._deferred.popleft().begin()
+
+    def wait(self, *requests: Request) -> None:
+        """Return when all are complete; what was deferred starts meanwhile."""
+        if self._deferred:
+            wait_politely([_Fewer(self, 0, requests)])
+        self.transport.wait(*map(_plain, requests))
+        for request in requests:
+            if isinstance(request, _Deferred):
+                request.finish()
+
+    def progress(self) -> None:
+        """Give the library one cheap turn, between two layers for instance."""
+        self.advance()
+        self.transport.progress()
+
+
+def _plain(request: Request | None) -> Request:
+    """Return the transport's own request, which has been started."""
+    while isinstance(request, Incoming | _Deferred):
+        request = request.request
+    assert request is not None
+    return request

@@ -1,0 +1,426 @@
+"""A transport whose ranks are threads of one process: for unit tests.
+
+It is stricter than MPI. A send is complete only when the matching receive was posted;
+ranks that wait for each other are told so at once; messages that nobody received are an
+error at the end.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from gemsc.errors import InternalError
+from gemsc.runtime.transport.transport import (
+    Request,
+    Standing,
+    check_message,
+    check_sum,
+    describe,
+    wait_politely,
+)
+
+__all__ = ["LocalTransport", "RankStoppedError", "run_local"]
+
+T = TypeVar("T")
+Key = tuple[int, int, int]  # source, destination, tag
+Place = tuple[tuple[int, ...], str, int]  # ranks, key of the group, number of the sum
+Combine = Callable[[dict[int, object]], None]
+
+GRACE_SECONDS = 5.0  # for threads to end after a failure
+
+
+class RankStoppedError(Exception):
+    """Another rank failed; this one was woken to end."""
+
+
+class _LocalRequest:
+    """One send, receive or collective of one rank."""
+
+    def __init__(self, world: _World, text: str, tensor: Tensor | None = None) -> None:
+        self.world = world
+        self.text = text
+        self.tensor = tensor
+        self.complete = False
+
+    def done(self) -> bool:
+        with self.world.changed:
+            if not self.complete:
+                self.world.check()
+            return self.complete
+
+
+class _LocalStanding:
+    """A message that one rank starts again and again: a request each time."""
+
+    def __init__(self, post: Callable[[], Request]) -> None:
+        self.request: Request | None = None
+        self._post = post
+
+    def start(self) -> None:
+        if not self.done():
+            raise InternalError("a message was started twice")
+        self.request = self._post()
+
+    def done(self) -> bool:
+        return self.request is None or self.request.done()
+
+    def free(self) -> None:
+        if not self.done():
+            raise InternalError("a message freed while it is on its way")
+
+
+class _Collective:
+    """What the ranks brought so far to one barrier, sum or exchange."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.values: dict[int, object] = {}
+        self.requests: list[_LocalRequest] = []
+
+
+class _World:
+    """All that the threads share; `changed` guards it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.sends: dict[Key, deque[_LocalRequest]] = {}
+        self.receives: dict[Key, deque[_LocalRequest]] = {}
+        self.collectives: dict[Place, _Collective] = {}
+        self.waiting: dict[int, tuple[_LocalRequest, ...]] = {}
+        self.finished: set[int] = set()
+        self.failure: tuple[int | None, BaseException] | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            rank, error = self.failure
+            where = "the job" if rank is None else f"rank {rank}"
+            raise RankStoppedError(f"{where} failed: {error}")
+
+    def fail(self, error: BaseException, rank: int | None = None) -> None:
+        with self.changed:
+            if self.failure is None:
+                self.failure = (rank, error)
+            self.changed.notify_all()
+
+    def finish(self, rank: int) -> None:
+        with self.changed:
+            self.finished.add(rank)
+            self.look_for_deadlock()
+            self.changed.notify_all()
+
+    def post(self, request: _LocalRequest, key: Key, *, is_send: bool) -> None:
+        mine, others = self.sends, self.receives
+        if not is_send:
+            mine, others = others, mine
+        with self.changed:
+            self.check()
+            queue = others.get(key)
+            if not queue:
+                mine.setdefault(key, deque()).append(request)
+                return
+            partner = queue.popleft()
+            send, receive = (request, partner) if is_send else (partner, request)
+            _copy(send, receive)
+            self.changed.notify_all()
+
+    def join(
+        self,
+        key: Place,
+        request: _LocalRequest,
+        contribution: tuple[int, object],
+        kind: str,
+        combine: Combine | None,
+    ) -> None:
+        """Bring one rank's value; the last to come combines them, in rank order."""
+        ranks, *_ = key
+        with self.changed:
+            self.check()
+            operation = self.collectives.setdefault(key, _Collective(kind))
+            if operation.kind != kind:
+                raise InternalError(
+                    f"{kind} here, but {operation.kind} on other ranks of {ranks}"
+                )
+            rank, value = contribution
+            operation.values[rank] = value
+            operation.requests.append(request)
+            if len(operation.values) < len(ranks):
+                return
+            del self.collectives[key]
+            if combine is not None:
+                combine({rank: operation.values[rank] for rank in ranks})
+            for member in operation.requests:
+                member.complete = True
+            self.changed.notify_all()
+
+    def look_for_deadlock(self) -> None:
+        """Fail if every rank that still runs waits for something that cannot come."""
+        if self.failure is not None or len(self.finished) == self.size:
+            return
+        for rank in range(self.size):
+            if rank in self.finished:
+                continue
+            if all(request.complete for request in self.waiting.get(rank, ())):
+                return
+        self.fail(InternalError(f"deadlock: {self.who_waits()}"))
+
+    def who_waits(self) -> str:
+        lines = []
+        for rank in range(self.size):
+            texts = [r.text for r in self.waiting.get(rank, ()) if not r.complete]
+            if rank in self.finished:
+                texts = ["nothing, it has finished"]
+            lines.append(f"rank {rank} waits for {' and '.join(texts) or 'nothing'}")
+        return "; ".join(lines)
+
+    def left_over(self) -> list[str]:
+        queues = [*self.sends.values(), *self.receives.values()]
+        return [request.text for queue in queues for request in queue]
+
+
+def _copy(send: _LocalRequest, receive: _LocalRequest) -> None:
+    source, target = send.tensor, receive.tensor
+    assert source is not None
+    assert target is not None
+    if source.dtype != target.dtype or source.numel() != target.numel():
+        raise InternalError(
+            f"a message does not fit: {send.text}, but {receive.text} at the other end"
+        )
+    with torch.no_grad():
+        target.view(-1).copy_(source.view(-1))
+        if target.is_cuda:
+            torch.cuda.current_stream(target.device).synchronize()
+    send.complete = receive.complete = True
+    send.tensor = receive.tensor = None
+
+
+def _add_up(tensors: dict[int, object]) -> None:
+    """Put the sum into every tensor, added in ascending rank order."""
+    parts = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
+    kinds = {describe(part) for part in parts}
+    if len(kinds) != 1:
+        raise InternalError(
+            f"an all-reduce of different tensors: {', '.join(sorted(kinds))}"
+        )
+    with torch.no_grad():
+        half = parts[0].dtype in (torch.bfloat16, torch.float16)
+        total = parts[0].to(torch.float32) if half else parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        for part in parts:
+            part.copy_(total)
+
+
+class LocalGroup:
+    """Some of the threads."""
+
+    def __init__(
+        self, transport: LocalTransport, ranks: tuple[int, ...], key: str
+    ) -> None:
+        self.ranks = ranks
+        self._key = key
+        self._transport = transport
+
+    def all_reduce(self, tensor: Tensor) -> Request:
+        """Start the sum, added in ascending rank order."""
+        check_sum(tensor)
+        kind = f"all_reduce {self._key}".rstrip()
+        return self._transport.start_collective(
+            kind, self.ranks, tensor.detach(), _add_up, key=self._key
+        )
+
+
+class LocalTransport:
+    """One thread's end of the messages."""
+
+    def __init__(self, world: _World, rank: int, *, cuda_aware: bool) -> None:
+        self.rank = rank
+        self.size = world.size
+        self.local_rank = rank
+        self.local_size = world.size
+        self.cuda_aware = cuda_aware
+        self._world = world
+        self._groups: dict[tuple[tuple[int, ...], str], LocalGroup] = {}
+        self._num_collectives: dict[tuple[tuple[int, ...], str], int] = {}
+
+    def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
+        """Start to send; complete when the receive was posted and the data copied."""
+        text = f"send of {describe(tensor)} to rank {dest} with tag {tag}"
+        return self._post(tensor, dest, (self.rank, dest, tag), text, is_send=True)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
+        """Start to receive into a tensor of the message's size and dtype."""
+        text = f"receive of {describe(tensor)} from rank {source} with tag {tag}"
+        return self._post(tensor, source, (source, self.rank, tag), text, is_send=False)
+
+    def _post(
+        self, tensor: Tensor, peer: int, key: Key, text: str, *, is_send: bool
+    ) -> Request:
+        check_message(tensor, peer, key[2], size=self.size, cuda_aware=self.cuda_aware)
+        request = _LocalRequest(self._world, text, tensor.detach())
+        self._world.post(request, key, is_send=is_send)
+        return request
+
+    def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
+        """Prepare to send what the tensor holds at each start."""
+        return _LocalStanding(lambda: self.send(tensor, dest, tag))
+
+    def standing_receive(self, tensor: Tensor, source: int, tag: int) -> Standing:
+        """Prepare to receive into the tensor again and again."""
+        return _LocalStanding(lambda: self.receive(tensor, source, tag))
+
+    def start(self, messages: Sequence[Standing]) -> None:
+        """Start all of them."""
+        for message in messages:
+            if isinstance(message, _LocalStanding):
+                message.start()
+
+    def wait(self, *requests: Request) -> None:
+        """Sleep until all requests are complete; a deadlock is an InternalError."""
+        world = self._world
+        found = [r.request if isinstance(r, _LocalStanding) else r for r in requests]
+        requests = tuple(request for request in found if request is not None)
+        local = [r for r in requests if isinstance(r, _LocalRequest)]
+        if len(local) < len(requests):
+            wait_politely(requests)
+            return
+        with world.changed:
+            try:
+                while pending := tuple(r for r in local if not r.complete):
+                    world.check()
+                    world.waiting[self.rank] = pending
+                    world.look_for_deadlock()
+                    world.check()
+                    world.changed.wait()
+            finally:
+                world.waiting.pop(self.rank, None)
+
+    def progress(self) -> None:
+        """Do nothing but hear of failures: copies happen as both ends are posted."""
+        with self._world.changed:
+            self._world.check()
+
+    def group(self, ranks: tuple[int, ...], key: str = "") -> LocalGroup:
+        """Return the group of these ranks."""
+        ranks = tuple(sorted(set(ranks)))
+        if self.rank not in ranks:
+            raise InternalError(f"rank {self.rank} is not in the group {ranks}")
+        return self._groups.setdefault((ranks, key), LocalGroup(self, ranks, key))
+
+    def start_collective(
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        value: object,
+        combine: Combine | None,
+        *,
+        key: str = "",
+    ) -> Request:
+        """Start a collective operation of these ranks."""
+        number = self._num_collectives.get((ranks, key), 0)
+        self._num_collectives[ranks, key] = number + 1
+        request = _LocalRequest(self._world, f"{kind} of ranks {ranks}")
+        place = (ranks, key, number)
+        self._world.join(place, request, (self.rank, value), kind, combine)
+        return request
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Return every rank's value, by rank; each rank gets its own copies."""
+        box: list[bytes | None] = [None] * self.size
+        self.wait(self._start_exchange(box, pickle.dumps(value)))
+        return [pickle.loads(data) for data in box if data is not None]
+
+    def _start_exchange(self, box: list[bytes | None], data: bytes) -> Request:
+        def hand_out(values: dict[int, object]) -> None:
+            pairs = [pair for pair in values.values() if isinstance(pair, tuple)]
+            for their_box, _ in pairs:
+                their_box[:] = [their_data for _, their_data in pairs]
+
+        ranks = tuple(range(self.size))
+        return self.start_collective(
+            "exchange of objects", ranks, (box, data), hand_out
+        )
+
+    def broadcast_object(self, value: object, root: int = 0) -> object:
+        """Return the root's value on every rank."""
+        return self.all_gather_object(value if self.rank == root else None)[root]
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.wait(self.start_collective("barrier", tuple(range(self.size)), None, None))
+
+    def abort(self, code: int) -> NoReturn:
+        """Wake all ranks with an error."""
+        error = RankStoppedError(f"rank {self.rank} aborted with exit code {code}")
+        self._world.fail(error, self.rank)
+        raise error
+
+    def close(self) -> None:
+        """Wait for the others."""
+        self.barrier()
+
+
+def run_local(
+    num_ranks: int,
+    main: Callable[[LocalTransport], T],
+    timeout: float = 60.0,
+    *,
+    cuda_aware: bool = False,
+) -> list[T]:
+    """Run `main(transport)` in one thread per rank; return its results by rank.
+
+    Raises:
+        BaseException: the first error of any rank, with a note that names the rank.
+        InternalError: a deadlock, messages that nobody received, or `timeout` seconds.
+    """
+    world = _World(num_ranks)
+    results: dict[int, T] = {}
+
+    def run(rank: int) -> None:
+        try:
+            transport = LocalTransport(world, rank, cuda_aware=cuda_aware)
+            results[rank] = main(transport)
+        except BaseException as error:
+            world.fail(error, rank)
+        finally:
+            world.finish(rank)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    _join(world, threads, timeout)
+    if world.failure is not None:
+        failed, error = world.failure
+        if failed is not None:
+            error.add_note(f"on rank {failed}")
+        raise error
+    if left := world.left_over():
+        raise InternalError(f"messages without a partner: {'; '.join(left)}")
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _join(world: _World, threads: list[threading.Thread], timeout: float) -> None:
+    """Wait for the threads; after a failure only for a few seconds more."""
+    deadline = time.monotonic() + timeout
+    with world.changed:
+        while len(world.finished) < world.size and world.failure is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                message = f"no end after {timeout:g} s: {world.who_waits()}"
+                world.fail(InternalError(message))
+                break
+            world.changed.wait(left)
+    last_call = time.monotonic() + GRACE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, last_call - time.monotonic()))

@@ -1,0 +1,164 @@
+"""Mailbox: a rank's messages, to other ranks and from one of its stages to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemsc.errors import GemscError
+from gemsc.messages.grid_message import GridMessage
+from gemsc.messages.message import Message, Value
+from gemsc.runtime.transport.link import Incoming, Link
+from gemsc.runtime.transport.transport import Request
+
+__all__ = ["Mailbox"]
+
+
+@dataclass(slots=True)
+class _Letterbox:
+    """Where one message comes in, micro-batch after micro-batch."""
+
+    shape: tuple[int, ...]  # of the buffer that holds all values
+    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # of the values
+    source: int
+    incoming: Incoming | None = None
+
+
+class Mailbox:
+    """Sends never block; each receive is posted when the one before it was taken.
+
+    Messages name the ranks of one copy of the model, whose first one is `first_rank`.
+    Floating-point values travel as `float_dtype`, if it is given. `apart` says for
+    which micro-batches each value of a message gets memory of its own, so that one can
+    go before the others.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        first_rank: int,
+        float_dtype: torch.dtype | None,
+        *,
+        apart: Callable[[int], bool],
+    ) -> None:
+        self._link = link
+        self._first_rank = first_rank
+        self._rank = link.transport.rank - first_rank
+        self._dtype = float_dtype
+        self._apart = apart
+        self._num_expected = 0
+        self._training = True
+        self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._letterboxes: dict[Message, _Letterbox] = {}
+        self._sends: list[Request] = []
+
+    def begin(self, num_expected: int, *, training: bool) -> None:
+        """Expect so many micro-batches of each message in this step."""
+        self._num_expected = num_expected
+        self._training = training
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        self._link.wait(*self._sends)
+        self._sends.clear()
+
+    def let_go(self) -> None:
+        """Give the library a turn; drop the tensors whose sends are done."""
+        if self._sends:
+            self._sends = [request for request in self._sends if not request.done()]
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the memory of the receives that wait for their message."""
+        for box in self._letterboxes.values():
+            if box.incoming is not None:
+                yield box.incoming.buffer
+
+    def send(self, message: Message | GridMessage, m: int, *tensors: Tensor) -> None:
+        """Start to send a message's values.
+
+        Raises:
+            GemscError: a value has another shape than at compile time.
+        """
+        if message.is_local:
+            follows = self._training and not message.is_gradient
+            self._local[message.tag, m] = tuple(
+                tensor.detach().requires_grad_(gradient and follows)
+                for tensor, gradient in zip(tensors, message.gradients, strict=True)
+            )
+            return
+        self.let_go()
+        if isinstance(message, GridMessage):
+            for part in message.parts:
+                if part.source == self._rank:
+                    self._start(part.message, message.cut(part, tensors))
+        else:
+            for tensor, value in zip(tensors, message.values, strict=True):
+                if tensor.shape != value.shape:
+                    raise _misfit(value, tensor)
+            self._start(message, tensors)
+
+    def receive(self, message: Message | GridMessage, m: int) -> tuple[Tensor, ...]:
+        """Return a message's values, with `requires_grad` as the stage needs it."""
+        if message.is_local:
+            return self._local.pop((message.tag, m))
+        if isinstance(message, GridMessage):
+            tensors = self._take_parts(message, m)
+        else:
+            tensors = self._take(message, m)
+        if self._training and not message.is_gradient:
+            for tensor, gradient in zip(tensors, message.gradients, strict=True):
+                tensor.requires_grad_(gradient)
+        return tuple(tensors)
+
+    def _start(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        """Start to send the values of a message, packed if they are several."""
+        dest = message.dest + self._first_rank
+        self._sends.append(self._link.send(message.pack(tensors), dest, message.tag))
+
+    def _take(self, message: Message, m: int) -> list[Tensor]:
+        """Wait for a message and post the receive of the next one."""
+        box = self._expect(message)
+        assert box.incoming is not None
+        buffer, box.incoming = box.incoming.take(), None
+        if m + 1 < self._num_expected:
+            self._expect(message)
+        values = message.unpack(buffer, box.dtypes)
+        if len(values) > 1 and self._apart(m):
+            return [value.clone() for value in values]
+        return values
+
+    def _expect(self, message: Message) -> _Letterbox:
+        """Post the receive of a message's next micro-batch, unless that is done."""
+        box = self._letterboxes.get(message)
+        if box is None:
+            dtypes = tuple(value.dtype_in(self._dtype) for value in message.values)
+            source = message.source + self._first_rank
+            box = _Letterbox(*message.buffer(dtypes), dtypes, source)
+            self._letterboxes[message] = box
+        if box.incoming is None:
+            box.incoming = self._link.receive(
+                box.shape, box.dtype, box.source, message.tag
+            )
+        return box
+
+    def _take_parts(self, message: GridMessage, m: int) -> list[Tensor]:
+        """Wait for what each rank of another grid sends, and put it together."""
+        parts = [part for part in message.parts if part.dest == self._rank]
+        for part in parts:
+            self._expect(part.message)
+        received = [(part, self._take(part.message, m)) for part in parts]
+        whole = (value.part(value.shape) for value in message.given)
+        dtypes = [value.dtype_in(self._dtype) for value in whole]
+        return message.join(self._rank, received, dtypes, self._link.streams.device)
+
+
+def _misfit(value: Value, tensor: Tensor) -> GemscError:
+    return GemscError(
+        f"'{value.name}' has shape {list(tensor.shape)} for this micro-batch, but the "
+        f"program was compiled for {list(value.shape)}",
+        help="make forward return the same shapes for all data",
+    )

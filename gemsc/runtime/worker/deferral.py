@@ -1,0 +1,109 @@
+"""Weight gradients that wait: a backward in two parts, for schedules that split it.
+
+The first part gives the gradients of a stage's inputs, which another rank waits for. It
+leaves what the second one needs: the input and the output's gradient of each
+convolution and linear layer. The second part fills idle time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemsc.base.weighted import WeightedCall, WeightedCalls
+
+__all__ = ["Deferred"]
+
+Follow = Callable[[Iterable[Tensor]], None]
+
+
+@dataclass
+class Deferred:
+    """The weight gradients that one backward left for later.
+
+    `follow` is told which tensors wait: for whoever counts memory. With `num_layers`
+    only the first so many calls of the forward leave any.
+    """
+
+    follow: Follow
+    num_layers: int | None = None
+    _num_seen: int = 0
+    _waiting: list[tuple[WeightedCall, Tensor, Tensor]] = field(default_factory=list)
+
+    def forward(self) -> WeightedCalls:
+        """Run the forward in this context."""
+        return WeightedCalls(self._run)
+
+    def compute(self) -> None:
+        """Add the weight gradients to those of the parameters."""
+        with torch.no_grad():
+            for call, x, gradient in self._waiting:
+                _add_up(call, *call.weight_gradients(gradient, x))
+
+    def let_go(self) -> None:
+        """Keep nothing any more."""
+        self._waiting.clear()
+
+    def _run(self, call: WeightedCall, x: Tensor) -> Tensor:
+        self._num_seen += 1
+        if self.num_layers is not None and self._num_seen > self.num_layers:
+            return call.run(x)
+        if x.requires_grad:  # autograd computes the input's gradient alone
+            y = call.with_constants().run(x)
+            self.follow([x])
+            assert y.grad_fn is not None
+            y.grad_fn.register_hook(partial(self._done, call, x))
+            return y
+        result: Tensor = _Noted.apply(  # type: ignore[no-untyped-call]
+            self, call, x, call.weight
+        )
+        return result
+
+    def _done(
+        self, call: WeightedCall, x: Tensor, _: object, gradients: tuple[Tensor, ...]
+    ) -> None:
+        """Note what autograd had for a call, once it is done with that."""
+        self._leave(call, x, gradients[0])
+
+    def _leave(self, call: WeightedCall, x: Tensor, gradient: Tensor) -> None:
+        self._waiting.append((call, x.detach(), gradient.detach()))
+        self.follow([gradient])
+
+
+class _Noted(torch.autograd.Function):
+    """A weighted call whose input needs no gradient: all of its backward can wait.
+
+    The weight is an argument so that backward comes here nevertheless.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, deferred: Deferred, call: WeightedCall, x: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.deferred, ctx.call = deferred, call
+        ctx.save_for_backward(x)
+        return call.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.deferred._leave(ctx.call, x, gradient)
+        return None, None, None, None
+
+
+def _add_up(call: WeightedCall, of_weight: Tensor, of_bias: Tensor | None) -> None:
+    _add(call.weight, of_weight)
+    if call.bias is not None and of_bias is not None:
+        _add(call.bias, of_bias)
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.contiguous()
+    else:
+        parameter.grad += gradient

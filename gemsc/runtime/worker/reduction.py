@@ -1,0 +1,205 @@
+"""Sums over the ranks that hold the same stage: gradients and running statistics."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.transport import Group, Request
+
+__all__ = ["GradientSums", "RunningStatistics"]
+
+BUCKET_BYTES = 32 * 2**20
+
+
+@dataclass(slots=True)
+class _Bucket:
+    gradients: list[Tensor]
+    flat: Tensor
+    request: Request
+
+
+class GradientSums:
+    """Sums of gradients in flight.
+
+    Gradients travel packed in buckets; a sum is started as soon as a stage's last
+    backward is done and waited for before the optimizer's step.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._buckets: list[_Bucket] = []
+        self._counted: list[tuple[list[nn.Parameter], Tensor]] = []
+
+    def start(
+        self, group: Group, parameters: Sequence[nn.Parameter], *, counted: bool = False
+    ) -> None:
+        """Start to add up the gradients of these parameters over a group.
+
+        Where data came by on some ranks only, the others have no gradient: then it is
+        `counted` how many ranks have one. A parameter ends without if none has.
+        """
+        trained = [p for p in parameters if p.requires_grad]
+        if counted and trained:
+            present = [float(parameter.grad is not None) for parameter in trained]
+            counts = torch.tensor(present, device=trained[0].device)
+            for parameter in trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            self._counted.append((trained, counts))
+            self._start(group, [counts])
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            self._start(group, bucket)
+
+    def _start(self, group: Group, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        request = self._link.all_reduce(group, flat)
+        self._buckets.append(_Bucket(gradients, flat, request))
+
+    def finish(self) -> None:
+        """Wait for all sums and put them into the gradients."""
+        self._link.wait(*(bucket.request for bucket in self._buckets))
+        for bucket in self._buckets:
+            sizes = [gradient.numel() for gradient in bucket.gradients]
+            pairs = zip(torch.split(bucket.flat, sizes), bucket.gradients, strict=True)
+            parts = [part.view_as(gradient) for part, gradient in pairs]
+            torch._foreach_copy_(bucket.gradients, parts)
+        for parameters, counts in self._counted:
+            for parameter, count in zip(parameters, counts.tolist(), strict=True):
+                parameter.grad = parameter.grad if count else None
+        self._buckets.clear()
+        self._counted.clear()
+
+
+def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group gradients of one dtype up to the size of a bucket."""
+    by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(lambda: [[]])
+    room: dict[torch.dtype, int] = defaultdict(lambda: BUCKET_BYTES)  # in the last one
+    for gradient in gradients:
+        buckets, dtype = by_dtype[gradient.dtype], gradient.dtype
+        if buckets[-1] and gradient.nbytes > room[dtype]:
+            buckets.append([])
+            room[dtype] = BUCKET_BYTES
+        buckets[-1].append(gradient)
+        room[dtype] -= gradient.nbytes
+    return [bucket for buckets in by_dtype.values() for bucket in buckets]
+
+
+class RunningStatistics:
+    """Running statistics of one stage, where several runs share the micro-batches.
+
+    Each run sees its own micro-batches only. One process would see all of them, one run
+    after the other. An exponential average is linear in what it sees, so the runs'
+    averages r_0 ... r_{J-1}, all begun at r, join into exactly that one:
+
+        d^J r + sum over j of d^(J-1-j) (r_j - d r),   d = (1 - momentum)^updates
+
+    Without momentum (cumulative average) the sums of what was seen are added.
+    """
+
+    def __init__(
+        self, runs: Mapping[int, nn.Module], num_runs: int, *, counts: bool = True
+    ) -> None:
+        """Take the module of each run that is on this rank, by the run's number.
+
+        Of ranks that see the same run, as the tiles of a grid do, only one `counts`.
+        """
+        self._num_runs = num_runs
+        self._counts = counts
+        self._layers = {j: _tracking(module) for j, module in runs.items()}
+        self._before: list[dict[str, Tensor]] = []
+        self._sum = torch.empty(0)
+
+    def remember(self) -> None:
+        """Keep the state before the step's first micro-batch."""
+        layers = next(iter(self._layers.values()))
+        self._before = [
+            {name: tensor.clone() for name, tensor in _statistics(layer).items()}
+            for layer in layers
+        ]
+
+    def start(self, link: Link, group: Group | None) -> tuple[Request, ...]:
+        """Start to add up what each run has seen; `finish` once the sum is done."""
+        parts: list[Tensor] = []
+        for index, before in enumerate(self._before):
+            shares = [
+                self._share(layers[index], before, run)
+                for run, layers in self._layers.items()
+            ]
+            parts += [
+                torch.stack(tensors).sum(0).reshape(-1)
+                for tensors in zip(*shares, strict=True)
+            ]
+        if not parts:
+            return ()
+        self._sum = torch.cat(parts)
+        if not self._counts:
+            self._sum.zero_()
+        return (link.all_reduce(group, self._sum),) if group is not None else ()
+
+    def _share(
+        self, layer: _NormBase, before: dict[str, Tensor], run: int
+    ) -> list[Tensor]:
+        """Return what one run adds to mean, variance and count."""
+        after = {name: t.double() for name, t in _statistics(layer).items()}
+        old = {name: t.double() for name, t in before.items()}
+        updates = after["num_batches_tracked"] - old["num_batches_tracked"]
+        result = []
+        for name in ("running_mean", "running_var"):
+            if layer.momentum is None:
+                new_sum = after[name] * after["num_batches_tracked"]
+                share = new_sum - old[name] * old["num_batches_tracked"]
+            else:
+                decay = (1.0 - layer.momentum) ** updates
+                later = decay ** (self._num_runs - 1 - run)
+                share = later * (after[name] - decay * old[name])
+            result.append(share)
+        return [*result, updates.reshape(())]
+
+    def finish(self) -> None:
+        """Make the statistics of all runs those of one process."""
+        flat, start = self._sum, 0
+        for index, before in enumerate(self._before):
+            old = {name: t.double() for name, t in before.items()}
+            size = old["running_mean"].numel()
+            sums = flat[start : start + size], flat[start + size : start + 2 * size]
+            updates = flat[start + 2 * size]
+            start += 2 * size + 1
+            count = old["num_batches_tracked"] + updates
+            for layers in self._layers.values():
+                layer = layers[index]
+                values = _statistics(layer)
+                for name, total in zip(
+                    ("running_mean", "running_var"), sums, strict=True
+                ):
+                    if layer.momentum is None:
+                        seen = old[name] * old["num_batches_tracked"] + total
+                        values[name].copy_(seen / count.clamp(min=1))
+                    else:
+                        decay = (1.0 - layer.momentum) ** updates
+                        values[name].copy_(decay * old[name] + total)
+                values["num_batches_tracked"].copy_(count)
+
+
+def _tracking(module: nn.Module) -> list[_NormBase]:
+    """Return the layers that update running statistics as they train."""
+    return [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _NormBase)
+        and layer.training
+        and layer.running_mean is not None
+        and layer.num_batches_tracked is not None
+    ]
+
+
+def _statistics(layer: _NormBase) -> dict[str, Tensor]:
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return {name: cast("Tensor", getattr(layer, name)) for name in names}

@@ -1,0 +1,1 @@
+"""What `auto` compares, and how stages are chosen and scheduled for one candidate."""

@@ -1,0 +1,75 @@
+"""What would fit, when nothing does: with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gemsc.base.units import show_bytes, show_enough_bytes
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.search.candidates import Candidate
+
+__all__ = ["nothing_fits"]
+
+FACTORS = (2, 4, 8)  # how many times more ranks are tried
+
+Assess = Callable[[CompileOptions], Candidate]
+
+
+def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
+    """Return the error where no candidate fits; it names that with the lowest peak."""
+    built = [candidate for candidate in candidates if not candidate.problem]
+    if not built:
+        return GemscError(
+            f"no schedule can be built: {candidates[0].problem}",
+            help="try another number of --ranks or --micro-batches",
+        )
+    leanest = min(built, key=lambda c: c.peak_bytes)
+    cap = leanest.options.device_memory or 0
+    ways = [
+        *_more_ranks(leanest, assess),
+        *_recompute(leanest, assess),
+        *_smaller_micro_batches(leanest, cap),
+    ]
+    return GemscError(
+        f"no schedule fits {show_bytes(cap)} on each rank: the lowest peak, of "
+        f"{leanest.name}, is {show_enough_bytes(leanest.peak_bytes)}",
+        help="; or ".join(ways)
+        or "more ranks or smaller micro-batches do not help: raise --device-memory",
+    )
+
+
+def _more_ranks(leanest: Candidate, assess: Assess) -> list[str]:
+    for factor in FACTORS:
+        ranks = leanest.options.ranks * factor
+        found = assess(replace(leanest.options, ranks=ranks))
+        if found.fits():
+            return [
+                f"use --ranks {ranks} ({found.name} needs "
+                f"{show_bytes(found.peak_bytes)})"
+            ]
+    return []
+
+
+def _recompute(leanest: Candidate, assess: Assess) -> list[str]:
+    if leanest.options.recompute:
+        return []
+    found = assess(replace(leanest.options, recompute=("auto",)))
+    if not found.fits():
+        return []
+    slower = found.seconds / leanest.seconds - 1 if leanest.seconds else 0.0
+    return [
+        f"add --recompute auto ({found.name} then needs "
+        f"{show_bytes(found.peak_bytes)} and is {slower:.0%} slower)"
+    ]
+
+
+def _smaller_micro_batches(leanest: Candidate, cap: int) -> list[str]:
+    """Activations grow with the samples of a micro-batch, the rest does not."""
+    resident = leanest.peak_bytes - leanest.activation_bytes
+    size = leanest.micro_batch_size
+    fitting = int(size * (cap - resident) / max(leanest.activation_bytes, 1))
+    if not 0 < fitting < size:
+        return []
+    return [f"make example_inputs() {fitting} samples instead of {size}"]

@@ -1,0 +1,96 @@
+"""What `auto` takes: all that agrees with the options is assessed, the best first."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from gemsc.compilation import Traced
+from gemsc.costs.hardware import read_hardware
+from gemsc.errors import GemscError
+from gemsc.options import CompileOptions
+from gemsc.planner.ending import after_backward
+from gemsc.planner.predict import micro_batch_size, reduced_bytes, sent_bytes
+from gemsc.search.advice import nothing_fits
+from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
+from gemsc.search.grids import picture_sizes
+from gemsc.search.staging import Known, schedule_stages
+
+__all__ = ["assess", "search", "settled"]
+
+
+def settled(
+    traced: Traced, options: CompileOptions
+) -> tuple[tuple[Candidate, ...], CompileOptions]:
+    """Return the candidates, if anything is open, and options that leave nothing so."""
+    for name in ("recompute", "offload"):
+        if "auto" in getattr(options, name) and options.device_memory is None:
+            raise GemscError(
+                f"--{name} auto needs to know how much memory a rank has",
+                help="add --device-memory 16GiB",
+            )
+    if not is_open(options):
+        return (), options
+    candidates = search(traced, options)
+    return candidates, candidates[0].options
+
+
+def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
+    """Return all that agrees with the options, best first.
+
+    What does not fit the memory cap is tried again with some blocks recomputed.
+
+    Raises:
+        GemscError: nothing fits; says what would.
+    """
+    known = Known()
+    choices = alternatives(options, picture_sizes(traced.program))
+    found = [assess(traced, each, known) for each in choices]
+    leaner = [each.options for each in found if each.may_recompute()]
+    found += [assess(traced, replace(o, recompute=("auto",))) for o in leaner]
+    found = ranked(found)
+    while options.open_tiles and found[0].fits():
+        exact = assess(traced, found[0].options)  # of all tiles
+        found[0] = exact
+        if exact.fits():
+            break
+        found = ranked(found)
+    if not found[0].fits():
+        raise nothing_fits(found, lambda other: assess(traced, other))
+    return tuple(found)
+
+
+def assess(
+    traced: Traced, options: CompileOptions, known: Known | None = None
+) -> Candidate:
+    """Return what is predicted for one choice.
+
+    With `known` by the first and the fullest tile of a grid only; it keeps what they
+    run, for other choices that cut the model alike.
+    """
+    uncapped = replace(options, device_memory=None)
+    try:
+        done = schedule_stages(traced, uncapped, known=known)
+    except GemscError as error:
+        return Candidate(options, problem=error.message)
+    if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
+        with suppress(GemscError):  # there may be an order that holds less at a time
+            done = schedule_stages(traced, options, known=known)
+    peaks = done.timeline.peak_bytes
+    sums = reduced_bytes(done.program, done.task, options.data)
+    hardware = read_hardware(options.hardware)
+    ending = after_backward(
+        done.program, done.task, done.timeline, options.data, hardware
+    )
+    fullest = max(range(len(peaks)), key=lambda group: peaks[group])
+    size = micro_batch_size(done.program)
+    return Candidate(
+        options,
+        seconds=done.timeline.makespan + ending,
+        samples=options.data * sum(done.task.micro_batches) * size,
+        micro_batch_size=size,
+        peak_bytes=peaks[fullest],
+        activation_bytes=done.timeline.peak_activation_bytes[fullest],
+        bubble=done.timeline.bubble,
+        sent_bytes=sent_bytes(done.tiles[0], done.task) + sum(sums),
+    )

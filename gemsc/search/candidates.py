@@ -1,0 +1,260 @@
+"""What `auto` tries, and how the best of it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from gemsc.base.units import show_bytes, show_seconds
+from gemsc.errors import GemscError
+from gemsc.options import AUTO, CompileOptions
+from gemsc.schedules import SCHEDULES
+from gemsc.search.grids import grids
+
+__all__ = ["Candidate", "alternatives", "is_open", "ranked", "reason"]
+
+PAIRS = (
+    ("basic", "linear"),
+    ("gpipe", "linear"),
+    ("1f1b", "linear"),
+    ("1f1b", "folded"),
+    ("zb-h1", "linear"),
+    ("interleaved", "looped"),
+    ("master", "mirrored"),
+    ("bidirectional", "mirrored"),
+    ("chimera", "mirrored"),
+)
+BOTH = ("compute", "memory")
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to train, with what is predicted for one step of all copies.
+
+    `samples` are those of a step, in micro-batches of `micro_batch_size`. `peak_bytes`
+    is that of the fullest rank, `activation_bytes` the part of it that grows with the
+    micro-batches; `sent_bytes` counts values, gradients and sums of gradients of one
+    copy of the model. `problem` says why it cannot be.
+    """
+
+    options: CompileOptions
+    seconds: float = 0.0
+    samples: int = 0
+    micro_batch_size: int = 1
+    peak_bytes: int = 0
+    activation_bytes: int = 0
+    bubble: float = 0.0
+    sent_bytes: int = 0
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """For example `1f1b folded x2, M=4`: two copies, four micro-batches each."""
+        chosen = self.options
+        placement = ""
+        if chosen.placement not in ("natural", SCHEDULES[chosen.schedule].placement):
+            placement = f" {chosen.placement}"
+        copies = f" x{chosen.data}" if chosen.data > 1 else ""
+        way = f"{chosen.schedule}{placement}" if _has_stages(chosen) else "one stage"
+        if chosen.ranks == 1:
+            way = "one rank"
+        parts = [
+            f"tiles {','.join(chosen.tiles)}" if chosen.tiles else "",
+            f"{way}{copies}",
+            f"M={chosen.micro_batches}",
+            "by memory" if chosen.balance == "memory" else "",
+            "recompute" if "auto" in chosen.recompute else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def samples_per_second(self) -> float:
+        """What counts: candidates may differ in the samples of a step."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    def fits(self) -> bool:
+        """Whether it can be built and stays below the memory cap."""
+        cap = self.options.device_memory
+        return not self.problem and (cap is None or self.peak_bytes <= cap)
+
+    def may_recompute(self) -> bool:
+        """Whether recomputed blocks may make it fit; nobody has asked for any yet."""
+        chosen = self.options
+        asked = chosen.recompute or chosen.offload
+        return not (self.problem or self.fits() or asked)
+
+
+def is_open(options: CompileOptions) -> bool:
+    """Whether anything is left to the compiler."""
+    names = (options.schedule, options.placement, options.balance, *options.tiles)
+    return "auto" in names or AUTO in (options.data, options.micro_batches)
+
+
+def alternatives(
+    options: CompileOptions, sizes: tuple[int, ...] = ()
+) -> list[CompileOptions]:
+    """Return what to try: all that agrees with what the user has fixed.
+
+    `sizes` are those of the picture that grids split, along each spatial axis.
+    Where the number of copies is open, `ranks` and `micro_batches` are those of all
+    copies together; what cannot be divided is left out.
+
+    Raises:
+        GemscError: nothing agrees.
+    """
+    pairs = [
+        (schedule, placement)
+        for schedule, placement in PAIRS
+        if options.schedule in ("auto", schedule)
+        and options.placement in ("auto", "natural", placement)
+    ]
+    if options.schedule != "auto" and options.placement != "auto":
+        pairs = [(options.schedule, options.placement)]
+    balances: tuple[str, ...] = (options.balance,)
+    if options.balance == "auto":  # what is balanced by memory is never faster
+        balances = ("compute",) if options.device_memory is None else BOTH
+    found = [
+        replace(
+            options,
+            tiles=tiles,
+            local_batchnorm=options.local_batchnorm and bool(tiles),
+            ranks=share.ranks,
+            data=share.data,
+            micro_batches=share.micro_batches,
+            schedule=schedule,
+            placement=placement,
+            balance=balance,
+        )
+        for share, (schedule, placement), balance in product(
+            _shares(options), pairs, balances
+        )
+        for tiles in _tiles(options, share.ranks, sizes)
+    ]
+    found = [
+        each
+        for each in found
+        if _has_stages(each) or (each.schedule, each.placement) == pairs[0]
+    ]
+    if not found:
+        raise GemscError(
+            f"nothing to choose for --schedule {options.schedule} "
+            f"--placement {options.placement}",
+            help="give only one of them",
+        )
+    return found
+
+
+def _has_stages(options: CompileOptions) -> bool:
+    """Whether more than one stage is left to schedule."""
+    left = options.ranks - sum(map(prod, options.grids))
+    return len(options.grids) + left > 1
+
+
+def _tiles(
+    options: CompileOptions, ranks: int, sizes: tuple[int, ...]
+) -> list[tuple[str, ...]]:
+    """Return the grids to try on so many ranks: none is the first."""
+    if not options.open_tiles:
+        fits = sum(map(prod, options.grids)) <= ranks
+        return [options.tiles] if fits else []
+    return [(), *(("x".join(map(str, grid)),) for grid in grids(ranks, sizes))]
+
+
+class _Share(NamedTuple):
+    """Ranks and micro-batches of one copy, and the number of copies."""
+
+    ranks: int
+    data: int
+    micro_batches: int
+
+
+def _shares(options: CompileOptions) -> list[_Share]:
+    copies: Iterable[int] = (options.data,)
+    if options.data == AUTO:
+        copies = (d for d in range(1, options.ranks + 1) if options.ranks % d == 0)
+    found = []
+    for data in copies:
+        ranks = options.ranks // data if options.data == AUTO else options.ranks
+        counts: Sequence[int] = (options.micro_batches,)
+        if options.micro_batches == AUTO:
+            counts = MICRO_BATCHES
+        elif options.data == AUTO:
+            divides = options.micro_batches % data == 0
+            counts = (options.micro_batches // data,) if divides else ()
+        found += [_Share(ranks, data, count) for count in counts]
+    return found
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates, best first: those that fit, by samples per second.
+
+    What comes within 1 % is as fast; of those the one that needs less memory is first.
+    Of candidates that come to the same only the first is kept.
+    """
+    candidates = _distinct(candidates)
+    built = [c for c in candidates if not c.problem]
+    fastest = max((c.samples_per_second for c in built if c.fits()), default=0.0)
+
+    def order(candidate: Candidate) -> tuple[bool, bool, float, int]:
+        speed = candidate.samples_per_second
+        if speed > 0.99 * fastest:
+            speed = fastest
+        return (
+            bool(candidate.problem),
+            not candidate.fits(),
+            -speed,
+            candidate.peak_bytes,
+        )
+
+    return sorted(candidates, key=order)
+
+
+def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    known: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        o = candidate.options
+        chosen = (o.schedule, o.placement, o.tiles, o.data, o.micro_batches)
+        same = (*chosen, candidate.problem)
+        found = (candidate.seconds, candidate.peak_bytes, candidate.sent_bytes)
+        known.setdefault((*same, *found), candidate)
+    return list(known.values())
+
+
+def reason(candidates: Sequence[Candidate]) -> str:
+    """Say why the first of the ranked candidates won."""
+    first = candidates[0]
+    rivals = [c for c in candidates[1:] if not c.problem]
+    fitting = [c for c in rivals if c.fits()]
+    faster = [c for c in rivals if c.samples_per_second > first.samples_per_second]
+    parts = []
+    if not rivals:
+        parts.append("the only one that can be built")
+    elif not fitting:
+        parts.append("the only one that fits")
+    else:
+        second = fitting[0]
+        gain = first.samples_per_second / second.samples_per_second - 1
+        if abs(gain) < 0.01:
+            mine, its = (show_bytes(c.peak_bytes) for c in (first, second))
+            memory = f" with {mine} instead of {its}"
+            parts.append(
+                f"as fast as {second.name}"
+                + (", with the same peak memory" if mine == its else memory)
+            )
+        else:
+            parts.append(
+                f"{gain:.0%} faster than {second.name}: ranks are idle "
+                f"{first.bubble:.0%} of the time instead of {second.bubble:.0%}"
+            )
+    tight = [c for c in faster if not c.fits() and first.fits()]
+    if tight:
+        other = max(tight, key=lambda c: c.samples_per_second)
+        parts.append(
+            f"{other.name} would take {show_seconds(other.seconds)} a step, but needs "
+            f"{show_bytes(other.peak_bytes)} on a rank"
+        )
+    return "; ".join(parts)

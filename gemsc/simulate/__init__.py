@@ -1,0 +1,1 @@
+"""Training on machines that are not there: `gemsc simulate`."""

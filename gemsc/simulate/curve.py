@@ -1,0 +1,153 @@
+"""A scaling curve as a picture: throughput beside the ideal, and where a step goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+from gemsc.base.units import show_seconds
+from gemsc.simulate.scaling import Point
+
+__all__ = ["draw_curve"]
+
+WIDTH, HEIGHT = 940, 420
+PLOT_WIDTH, PLOT_HEIGHT = 350, 260
+LEFT, SECOND, TOP = 76, 540, 86
+PARTS = (
+    ("busy_seconds", "computes", "#2f6ea8"),
+    ("idle_seconds", "waits in the pipeline", "#c9d3de"),
+    ("sum_seconds", "sums gradients", "#b7a1d9"),
+    ("update_seconds", "updates", "#8fc79f"),
+)
+STYLE = """
+text { font: 12px Helvetica, Arial, sans-serif; fill: #1d2733 }
+.title { font-size: 16px; font-weight: bold }
+.name { font-weight: bold }
+.note { font-size: 11px; fill: #5b6672 }
+.middle { text-anchor: middle }
+.end { text-anchor: end }
+.line { stroke: #d5dae0; stroke-width: 0.7 }
+.ideal { stroke: #5b6672; stroke-dasharray: 5 4; fill: none }
+.curve { stroke: #2f6ea8; stroke-width: 2; fill: none }
+.dot { fill: #2f6ea8 }
+"""
+
+
+def draw_curve(heading: str, points: Sequence[Point]) -> str:
+    """Return the SVG text of one or more simulated points, fewest ranks first."""
+    parts = [
+        _text(24, 32, heading, "title"),
+        *_throughput(points),
+        *_shares(points),
+    ]
+    return "\n".join(
+        [
+            '<?xml version="1.0" encoding="UTF-8"?>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" '
+            f'height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
+            f"<title>{escape(heading)}</title>",
+            f"<style>{STYLE}</style>",
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _throughput(points: Sequence[Point]) -> list[str]:
+    """Draw samples per second over ranks, both axes logarithmic."""
+    base = points[0]
+    per_rank = base.throughput / base.ranks
+    tops = [max(point.throughput, per_rank * point.ranks) for point in points]
+    low, high = math.log2(base.ranks), math.log2(points[-1].ranks)
+    bottom, top = _decades(min(p.throughput for p in points), max(tops))
+
+    def place(ranks: float, rate: float) -> tuple[float, float]:
+        across = (math.log2(ranks) - low) / (high - low) if high > low else 0.5
+        up = (math.log10(rate) - bottom) / (top - bottom)
+        return LEFT + PLOT_WIDTH * across, TOP + PLOT_HEIGHT * (1 - up)
+
+    share = f"{points[-1].efficiency(base):.1%}"
+    title = f"samples per second over ranks, at the end {share} of ideal"
+    parts = [_text(LEFT, TOP - 18, title, "name")]
+    for power in range(bottom, top + 1):
+        _, y = place(base.ranks, 10.0**power)
+        parts.append(f'<path class="line" d="M{LEFT},{_n(y)}h{PLOT_WIDTH}"/>')
+        parts.append(_text(LEFT - 8, y + 4, f"{10.0**power:,g}", "note end"))
+    for point in _spread(points):
+        x, _ = place(point.ranks, 10.0**bottom)
+        label = f"{point.ranks:,}"
+        parts.append(_text(x, TOP + PLOT_HEIGHT + 18, label, "note middle"))
+    ideal = [place(p.ranks, per_rank * p.ranks) for p in (base, points[-1])]
+    parts.append(f'<path class="ideal" d="{_path(ideal)}"/>')
+    real = [place(p.ranks, p.throughput) for p in points]
+    parts.append(f'<path class="curve" d="{_path(real)}"/>')
+    for point, (x, y) in zip(points, real, strict=True):
+        efficiency = point.efficiency(base)
+        parts.append(
+            f'<circle class="dot" cx="{_n(x)}" cy="{_n(y)}" r="3.5"><title>'
+            f"{point.ranks:,} ranks: {point.throughput:,.1f} samples/s, efficiency "
+            f"{efficiency:.2%}</title></circle>"
+        )
+    return parts
+
+
+def _shares(points: Sequence[Point]) -> list[str]:
+    """Draw what each step consists of, for the rank that is done last."""
+    longest = max(point.step_seconds for point in points)
+    parts = [_text(SECOND, TOP - 18, "one step of the slowest rank", "name")]
+    for share in (0.0, 0.5, 1.0):
+        y = TOP + PLOT_HEIGHT * (1 - share)
+        parts.append(f'<path class="line" d="M{SECOND},{_n(y)}h{PLOT_WIDTH}"/>')
+        label = show_seconds(share * longest)
+        parts.append(_text(SECOND - 8, y + 4, label, "note end"))
+    pitch = PLOT_WIDTH / len(points)
+    labelled = _spread(points)
+    for index, point in enumerate(points):
+        x, y = SECOND + (index + 0.12) * pitch, float(TOP + PLOT_HEIGHT)
+        for name, words, colour in PARTS:
+            seconds = getattr(point, name)
+            height = PLOT_HEIGHT * seconds / longest
+            y -= height
+            parts.append(
+                f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(0.76 * pitch)}" '
+                f'height="{_n(height)}" fill="{colour}"><title>{point.ranks:,} ranks: '
+                f"{words} {show_seconds(seconds)}</title></rect>"
+            )
+        if point in labelled:
+            middle = x + 0.38 * pitch
+            label = f"{point.ranks:,}"
+            parts.append(_text(middle, TOP + PLOT_HEIGHT + 18, label, "note middle"))
+    x = float(SECOND)
+    for _, words, colour in PARTS:
+        box = f'x="{_n(x)}" y="{TOP + PLOT_HEIGHT + 34}" width="11" height="11"'
+        parts.append(f'<rect {box} fill="{colour}"/>')
+        parts.append(_text(x + 16, TOP + PLOT_HEIGHT + 44, words, "note"))
+        x += 30 + 5.2 * len(words)
+    return parts
+
+
+def _decades(low: float, high: float) -> tuple[int, int]:
+    """Return the powers of ten around two rates."""
+    bottom, top = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    return bottom, max(top, bottom + 1)
+
+
+def _spread(points: Sequence[Point]) -> list[Point]:
+    """Return at most seven points, with the first and the last, to be labelled."""
+    step = -(-len(points) // 7)
+    return [p for i, p in enumerate(reversed(points)) if i % step == 0][::-1]
+
+
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in places)
+
+
+def _text(x: float, y: float, words: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{escape(words)}</text>'
+
+
+def _n(number: float) -> str:
+    """Return a short coordinate."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

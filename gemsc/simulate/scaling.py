@@ -1,0 +1,178 @@
+"""A training step of many copies of the model on many nodes, simulated.
+
+The schedule engine plays one copy; how long its messages travel depends on which of its
+ranks share a node. The sums of gradients over all copies start when a stage's last
+backward is done everywhere, run one after the other on each rank, and hide behind what
+the rank still computes. Nothing disturbs the ranks: no operating system, no other jobs,
+no data loading. Real efficiencies are therefore lower.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gemsc.costs.collectives import Sum, count, nic, node
+from gemsc.costs.hardware import Hardware, Network
+from gemsc.planner.ending import ends_of_sums, gradient_sums, update_seconds
+from gemsc.schedules import Edge, Policy, Task, Timeline, run
+
+__all__ = ["Point", "Simulator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One step of `copies` copies of the model.
+
+    The seconds are those of the rank that is done last: they add up to the step.
+    `sum_seconds` is what of the gradients' sums nothing hides.
+    """
+
+    copies: int
+    ranks: int
+    nodes: int
+    samples: int
+    busy_seconds: float
+    idle_seconds: float
+    sum_seconds: float
+    update_seconds: float
+    algorithms: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """The time from the first forward to the last update."""
+        return (
+            self.busy_seconds
+            + self.idle_seconds
+            + self.sum_seconds
+            + self.update_seconds
+        )
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of all copies."""
+        return self.samples / self.step_seconds
+
+    def efficiency(self, base: Point) -> float:
+        """Return the throughput of a copy, as a share of that in another simulation."""
+        return self.throughput / self.copies / (base.throughput / base.copies)
+
+
+@dataclass
+class Simulator:
+    """Plays one step for any number of copies.
+
+    `task` is what one copy does, its edges with their bytes; `gradient_bytes` what each
+    stage sums up; `samples` how many samples one copy takes in a step.
+    """
+
+    task: Task
+    policy: Policy
+    hardware: Hardware
+    gradient_bytes: Sequence[int]
+    samples: int
+    _played: dict[tuple[Edge, ...], Timeline] = field(default_factory=dict)
+
+    def point(self, copies: int) -> Point:
+        """Return a step of `copies` copies, which fill the nodes in order."""
+        size = self.task.num_ranks
+        timelines = [self._play(edges) for edges in self._edges(copies)]
+        sums = self._sums(copies)
+        device, sizes = self.hardware.device, self.gradient_bytes
+        ends = ends_of_sums(self.task, timelines, sums, sizes, device)
+        best: Point | None = None
+        for timeline in timelines:
+            for rank, actions in enumerate(timeline.ranks):
+                last = max((timed.end for timed in actions), default=0.0)
+                busy = sum(timed.end - timed.start for timed in actions)
+                point = Point(
+                    copies=copies,
+                    ranks=copies * size,
+                    nodes=-(-copies * size // self.network.ranks_per_node),
+                    samples=copies * self.samples,
+                    busy_seconds=busy,
+                    idle_seconds=last - busy,
+                    sum_seconds=max(0.0, ends[rank] - last),
+                    update_seconds=update_seconds(self.task, rank, sizes, device),
+                    algorithms=tuple(sorted({s.algorithm for s in sums.values()})),
+                )
+                if best is None or point.step_seconds > best.step_seconds:
+                    best = point
+        assert best is not None
+        return best
+
+    @property
+    def network(self) -> Network:
+        """What connects the ranks."""
+        return self.hardware.network
+
+    def timeline(self, copies: int = 1) -> Timeline:
+        """Return the slowest copy's step, without sums and update."""
+        timelines = [self._play(edges) for edges in self._edges(copies)]
+        return max(timelines, key=lambda timeline: timeline.makespan)
+
+    def _play(self, edges: tuple[Edge, ...]) -> Timeline:
+        if edges not in self._played:
+            task = replace(self.task, edges=edges)
+            self._played[edges] = run(task, self.policy)
+        return self._played[edges]
+
+    def _edges(self, copies: int) -> list[tuple[Edge, ...]]:
+        """Return the edges of each kind of copy: they lie differently on the nodes."""
+        size, per_node = self.task.num_ranks, self.network.ranks_per_node
+        crowds = [self._crowd(row, copies) for row in self.task.placement]
+        slowest: dict[int, list[float]] = {}
+        for first in range(0, copies * size, size):
+            seconds = [self._message(edge, first, crowds) for edge in self.task.edges]
+            known = slowest.setdefault(first % per_node, seconds)
+            slowest[first % per_node] = list(map(max, known, seconds))
+        return [
+            tuple(
+                replace(edge, seconds=seconds)
+                for edge, seconds in zip(self.task.edges, of_kind, strict=True)
+            )
+            for of_kind in slowest.values()
+        ]
+
+    def _crowd(self, row: tuple[int, ...], copies: int) -> Counter[tuple[str, int]]:
+        """Count what passes each network interface if all stages send at once."""
+        crowd: Counter[tuple[str, int]] = Counter()
+        for copy in range(copies):
+            first = copy * self.task.num_ranks
+            for edge in self.task.edges:
+                ends = first + row[edge.source], first + row[edge.dest]
+                count(crowd, self.network, *ends)
+        return crowd
+
+    def _message(
+        self, edge: Edge, first: int, crowds: Sequence[Counter[tuple[str, int]]]
+    ) -> float:
+        """Return the seconds of a message, in the replica where it is slowest.
+
+        A stage's messages all travel at once, so they share its network interface.
+        """
+        slowest = 0.0
+        for row, crowd in zip(self.task.placement, crowds, strict=True):
+            source, dest = first + row[edge.source], first + row[edge.dest]
+            link = self.network.link(source, dest)
+            sharing = 1
+            if node(self.network, source) != node(self.network, dest):
+                ways = (
+                    ("out", nic(self.network, source)),
+                    ("in", nic(self.network, dest)),
+                )
+                sharing = max(crowd[way] for way in ways)
+            seconds = link.latency + sharing * edge.num_bytes / link.bandwidth
+            slowest = max(slowest, seconds)
+        return slowest
+
+    def _sums(self, copies: int) -> dict[int, Sum]:
+        """Return the sum of each stage whose gradients several ranks hold."""
+        if not self.task.has_backward:
+            return {}
+        sizes, num_ranks = self.gradient_bytes, self.task.num_ranks
+        places = [
+            {row[stage] for row in self.task.placement} for stage in range(len(sizes))
+        ]
+        return gradient_sums(self.network, places, sizes, num_ranks, copies)

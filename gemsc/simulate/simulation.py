@@ -1,0 +1,177 @@
+"""Simulate training on machines that are not there: thousands of ranks, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gemsc.compilation import Traced
+from gemsc.costs.hardware import Hardware, read_hardware
+from gemsc.errors import GemscError
+from gemsc.frontend import FRONTENDS
+from gemsc.options import CompileOptions
+from gemsc.passes.manager import run_passes
+from gemsc.passes.pipeline import graph_passes, stage_passes
+from gemsc.plan import Plan
+from gemsc.planner.head_start import HeadStarts, with_head_starts
+from gemsc.planner.layout import check_blocks, layout
+from gemsc.planner.predict import reduced_bytes, schedule_task
+from gemsc.schedules import SCHEDULES, Task, Timeline, run
+from gemsc.search.auto import search
+from gemsc.search.candidates import is_open
+from gemsc.simulate.scaling import Point, Simulator
+from gemsc.simulate.unfilled import unfilled
+from gemsc.user_model import UserModel, load_user_model
+
+__all__ = [
+    "Simulation",
+    "options_of",
+    "powers_of_two",
+    "read_counts",
+    "simulate",
+    "trace_unfilled",
+]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A model on a machine, for growing numbers of copies.
+
+    `points` are in the order of their copies; efficiencies compare with the first.
+    `task` and `timeline` are what one copy does in a step of the last point.
+    """
+
+    name: str
+    options: CompileOptions
+    hardware: Hardware
+    task: Task
+    timeline: Timeline
+    points: tuple[Point, ...]
+
+    @property
+    def last(self) -> Point:
+        """The largest simulation."""
+        return self.points[-1]
+
+    @property
+    def efficiency(self) -> float:
+        """The throughput of a copy in the last point, as a share of the first."""
+        return self.last.efficiency(self.points[0])
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank stays below the device's memory."""
+        return max(self.timeline.peak_bytes) <= self.hardware.device.memory_bytes
+
+
+def simulate(
+    traced: Traced,
+    options: CompileOptions,
+    copies: Sequence[int] = (),
+    *,
+    machine: Hardware | None = None,
+) -> Simulation:
+    """Play one step of each number of copies, by default 1, 2, 4, ... `options.data`.
+
+    `traced` was traced for the device of the machine, by default that of
+    `options.hardware`; `options.ranks` share one copy.
+
+    Raises:
+        GemscError: the options do not fit the model or each other.
+    """
+    if options.schedule not in ("auto", *SCHEDULES):
+        raise GemscError(
+            f"unknown schedule '{options.schedule}'",
+            help=f"choose one of {', '.join(('auto', *SCHEDULES))}",
+        )
+    if is_open(options):
+        options = search(traced, options)[0].options
+    hardware = machine or read_hardware(options.hardware)
+    policy = SCHEDULES[options.schedule].policy
+    chosen = layout(options)
+    names = [block.name for block in traced.program.blocks or ()]
+    check_blocks(options, chosen, traced.program.name, names, replicas=options.data)
+    program = run_passes(traced.program, stage_passes(options, chosen))
+    cap, split = options.device_memory, policy.split_backward
+    task = schedule_task((program,), chosen, cap, hardware, split=split)
+    task, _ = with_head_starts(task, run(task, policy), HeadStarts(program))
+    sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
+    simulator = Simulator(
+        task=task,
+        policy=policy,
+        hardware=hardware,
+        gradient_bytes=reduced_bytes(program, task, 2),
+        samples=next(sizes, 1) * sum(task.micro_batches),
+    )
+    counts = sorted({*(copies or powers_of_two(options.data)), options.data})
+    points = tuple(simulator.point(count) for count in counts)
+    timeline = simulator.timeline(counts[-1])
+    return Simulation(program.name, options, hardware, task, timeline, points)
+
+
+def trace_unfilled(
+    user: UserModel, hardware: Hardware, frontend: str = "record"
+) -> Traced:
+    """Trace how a user's model trains, without memory for its weights.
+
+    Its evaluation is left out: the result can be simulated, not compiled.
+    """
+    with unfilled():
+        model, inputs = user.make_model(), user.make_inputs()
+        target = user.make_target(inputs)
+    loss = user.make_loss() if user.loss is not None else None
+    record = FRONTENDS[frontend]
+    program = record(model, inputs, loss=loss, target=target, training=loss is not None)
+    program = run_passes(program, graph_passes(hardware.device))
+    return Traced(program, program, None)
+
+
+def options_of(directory: Path) -> tuple[UserModel, CompileOptions]:
+    """Return the model and options that a program directory was compiled from.
+
+    The stages keep their blocks.
+
+    Raises:
+        GemscError: it is no program, or was compiled from Python.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    if not plan.spec:
+        raise GemscError(
+            f"{directory} was compiled from Python: its model is not in a file",
+            help="give the file that defines the model: gemsc simulate model.py",
+        )
+    known = CompileOptions(ranks=plan.copy_ranks, data=plan.data)
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in plan.options.items()
+    }
+    blocks = tuple(len(stage.blocks) for stage in plan.stages)
+    given |= {"balance": "explicit", "blocks": blocks, "cuts": ()}
+    return load_user_model(plan.spec), replace(known, **given)
+
+
+def read_counts(text: str, last: int) -> tuple[int, ...]:
+    """Read `1,4,16`; 1, 2, 4, ... `last` where it is empty.
+
+    Raises:
+        GemscError: it is not a list of numbers.
+    """
+    if not text.strip():
+        return powers_of_two(last)
+    try:
+        counts = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise GemscError(
+            f"--curve {text} is not a list of numbers", help="write --curve 1,2,4,8"
+        )
+    return counts
+
+
+def powers_of_two(last: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... up to `last`, which is among them."""
+    powers = (2**power for power in range(last.bit_length()))
+    return tuple(sorted({*powers, last}))

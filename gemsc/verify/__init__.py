@@ -1,0 +1,1 @@
+"""Compare N ranks with one process: `gemsc verify`."""

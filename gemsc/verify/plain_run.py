@@ -1,0 +1,253 @@
+"""A training run in plain PyTorch and one process: what `gemsc run` must equal.
+
+It follows docs/models.md and uses nothing of the runtime.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from gemsc.base.boxes import Box
+from gemsc.base.digest import digest
+from gemsc.base.draws import same_draws
+from gemsc.base.dtypes import cast, cast_module
+from gemsc.user_model import UserModel
+
+__all__ = ["PlainRun", "RunSettings"]
+
+Part = list[tuple[int, dict[str, float]]]  # samples and the figures of a part of data
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run is asked for; a step takes a batch for each of `replicas`."""
+
+    steps: int
+    dtype: torch.dtype
+    micro_batch_size: int
+    micro_batches: int
+    replicas: int = 1
+    seed: int = 0
+    accumulate: int = 1
+    clip_norm: float | None = None
+
+    @property
+    def part_size(self) -> int:
+        """The samples of a step that one replica takes."""
+        return self.micro_batches * self.micro_batch_size
+
+
+@dataclass
+class Samples:
+    """A dataset whose samples are read under their seed; `seen` are their digests."""
+
+    data: Any
+    seed: int
+    seen: dict[tuple[int, int, Box | None], str] = field(default_factory=dict)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether images are read by their box."""
+        return hasattr(self.data, "read") and hasattr(self.data, "shape")
+
+    def read(self, epoch: int, index: int, box: Box | None = None) -> Any:
+        """Return a sample, or the part of it that lies in a box."""
+        seed = seed_of(self.seed, epoch, index)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        if not self.is_tiled:
+            return self.data[index]
+        return self.data.read(index, box or tuple((0, n) for n in self.data.shape))
+
+    def take(self, epoch: int, indices: Sequence[int]) -> list[Any]:
+        """Return several samples, and note what was read."""
+        samples = [self.read(epoch, index) for index in indices]
+        for index, sample in zip(indices, samples, strict=True):
+            self.seen[epoch, index, None] = digest(sample)
+        return samples
+
+    def digest_of(self, epoch: int, index: int, box: Box | None) -> str:
+        """Return the digest of a sample, or of the part of it in a box."""
+        if (epoch, index, box) not in self.seen:
+            self.seen[epoch, index, box] = digest(self.read(epoch, index, box))
+        return self.seen[epoch, index, box]
+
+
+@dataclass
+class PlainRun:
+    """A model on its way through a run.
+
+    `losses` and `rows` (indices of samples) are those of each step; `evaluations` hold
+    the figures of each part of the data, with the number of its samples.
+    """
+
+    user: UserModel
+    model: nn.Module
+    settings: RunSettings
+    losses: list[float] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    evaluations: list[Part] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        seed, dtype = self.settings.seed, self.settings.dtype
+        self.samples = Samples(self.user.make_dataset("dataset", seed=seed), seed)
+        seed = seed_of(seed, -1)
+        data = self.user.make_dataset("eval_dataset", seed=seed)
+        self.eval_samples = Samples(data, seed)
+        self.model = copy.deepcopy(self.model)
+        cast_module(self.model, dtype)
+        if not self.model.training:
+            self.model.train()
+        self.loss = copy.deepcopy(self.user.make_loss())
+        self.parameters = dict(self.model.named_parameters())
+        if isinstance(self.loss, nn.Module):
+            cast_module(self.loss, dtype)
+            named = self.loss.named_parameters()
+            self.parameters |= {f"_loss.{name}": tensor for name, tensor in named}
+        pairs = self.parameters.items()
+        make = self.user.optimizer
+        self.optimizer = make(pairs) if make else torch.optim.SGD(pairs, lr=0.01)
+        make = self.user.scheduler
+        self.scheduler = make(self.optimizer) if make else None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many batches the dataset fills."""
+        size = self.settings.replicas * self.settings.part_size
+        return len(self.samples.data) // size
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether an evaluation may leave out samples or figures.
+
+        So it is where a rank has only a part of each target, and where a loss has
+        parameters or buffers.
+        """
+        has_state = isinstance(self.loss, nn.Module) and bool(self.loss.state_dict())
+        return has_state or self.eval_samples.is_tiled
+
+    def train(self) -> None:
+        """Make all steps; evaluate after each epoch and at the end."""
+        settings, count = self.settings, len(self.samples.data)
+        size, order = settings.replicas * settings.part_size, list(range(count))
+        for step in range(settings.steps):
+            epoch, number = divmod(step, self.steps_per_epoch)
+            if number == 0:
+                generator = torch.Generator()
+                generator.manual_seed(seed_of(settings.seed, epoch))
+                order = torch.randperm(count, generator=generator).tolist()
+            self.rows.append(order[number * size :][:size])
+            self.losses.append(self._step(self.samples.take(epoch, self.rows[-1])))
+            if (step + 1) % settings.accumulate == 0:
+                self._update()
+            is_end = number + 1 == self.steps_per_epoch or step + 1 == settings.steps
+            if is_end and self.eval_samples.data is not None:
+                self.evaluations.append(self._evaluate())
+
+    def _step(self, samples: list[Any]) -> float:
+        micro_batches = list(self._micro_batches(samples))
+        total = 0.0
+        for input, target in micro_batches:
+            with same_draws():
+                loss = self.loss(self._forward(input), target)
+            (loss / len(micro_batches) / self.settings.accumulate).backward()
+            total += float(loss.detach().double())
+        return total / len(micro_batches)
+
+    def _update(self) -> None:
+        if self.settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _evaluate(self) -> Part:
+        """Return the loss and the user's metrics of each batch of eval_dataset."""
+        parts = [p for p in (self.model, self.loss) if isinstance(p, nn.Module)]
+        modes = [(module, module.training) for p in parts for module in p.modules()]
+        for part in parts:
+            part.eval()
+        settings, count = self.settings, len(self.eval_samples.data)
+        size = settings.replicas * settings.part_size
+        found: Part = []
+        for first in range(0, count, size):
+            rows = list(range(first, min(first + size, count)))
+            samples = self.eval_samples.take(0, rows)
+            full = samples + samples[-1:] * (size - len(samples))
+            outputs, losses = [], []
+            for input, target in self._micro_batches(full):
+                with same_draws():
+                    outputs.append(self._forward(input))
+                    losses.append(float(self.loss(outputs[-1], target).double()))
+            if len(samples) == size:
+                found.append((size, {"loss": sum(losses) / len(losses)}))
+            found += self._figures(samples, outputs)
+        for module, mode in modes:
+            module.training = mode
+        return found
+
+    def _figures(self, samples: list[Any], outputs: list[Any]) -> Iterator[Any]:
+        """Yield the user's metrics of each replica's part of a batch.
+
+        Where the batch is not full, also the loss: without the samples that fill it.
+        """
+        settings = self.settings
+        for replica in range(settings.replicas):
+            mine = samples[replica * settings.part_size :][: settings.part_size]
+            theirs = outputs[replica * settings.micro_batches :]
+            if not mine:
+                continue
+            joined = pytree.tree_map(_join, *theirs[: settings.micro_batches])
+            output = pytree.tree_map(lambda leaf: _first(leaf, len(mine)), joined)  # noqa: B023
+            target = self._batch(mine)[1]
+            figures = self.user.metrics(output, target) if self.user.metrics else {}
+            figures = {name: float(value) for name, value in figures.items()}
+            if len(samples) < settings.replicas * settings.part_size:
+                figures["loss"] = float(self.loss(output, target))
+            yield len(mine), figures
+
+    def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:
+        size = self.settings.micro_batch_size
+        for first in range(0, len(samples), size):
+            yield self._batch(samples[first : first + size])
+
+    def _batch(self, samples: list[Any]) -> tuple[Any, Any]:
+        input, target = cast(default_collate(samples), self.settings.dtype)
+        return input, target
+
+    def _forward(self, input: Any) -> Any:
+        if isinstance(input, Mapping):
+            return self.model(**input)
+        return self.model(*input) if isinstance(input, Sequence) else self.model(input)
+
+
+def seed_of(*numbers: int) -> int:
+    """Return the seed that docs/models.md describes."""
+    value = 0x811C9DC5
+    for byte in ",".join(map(str, numbers)).encode():
+        value = (value ^ byte) * 0x01000193 % 2**32
+    return value
+
+
+def _join(*leaves: Any) -> Any:
+    if not isinstance(leaves[0], Tensor):
+        return leaves[0]
+    return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+
+
+def _first(leaf: Any, count: int) -> Any:
+    return leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() else leaf

@@ -1,0 +1,267 @@
+"""Compare a whole run of N ranks with a plain PyTorch loop over the same data."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemsc.base.boxes import Box
+from gemsc.base.dtypes import as_real, default_dtype
+from gemsc.base.recomputed import checkpoints_off
+from gemsc.base.weights import read_tensors
+from gemsc.errors import GemscError
+from gemsc.launch.start import start
+from gemsc.plan import Plan
+from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.run_record import Figures, RunRecord
+from gemsc.user_model import UserModel
+from gemsc.verify.plain_run import PlainRun, RunSettings, Samples
+from gemsc.verify.steps import (
+    ALLOWED,
+    LIMIT,
+    TOLERANCE,
+    StepRecord,
+    compare,
+    initial_model,
+    user_model_of,
+)
+
+__all__ = ["OPTIONS", "RunComparison", "verify_run"]
+
+# what the plain loop knows of, besides the number of steps
+OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm")
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """The worst relative errors of a run, each with where it is.
+
+    `equal` counts the tensors of the saved model that are bit for bit equal, of
+    `total`. `rounding` is how far the plain loop is from itself in float64, where
+    that was measured.
+    """
+
+    loss: float
+    evaluation: tuple[float, str]
+    model: tuple[float, str]
+    equal: int
+    total: int
+    num_evaluations: int
+    rounding: float = 0.0
+
+    @property
+    def worst(self) -> float:
+        """The worst of all."""
+        return max(self.loss, self.evaluation[0], self.model[0])
+
+    def judge(self, dtype: torch.dtype) -> str:
+        """Return "exact", "NOT EXACT", or "not decided" where rounding hides it."""
+        allowed = max(TOLERANCE[dtype], ALLOWED * self.rounding)
+        if self.worst <= min(allowed, LIMIT[dtype]):
+            return "exact"
+        return "not decided" if allowed > LIMIT[dtype] else "NOT EXACT"
+
+
+def verify_run(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    num_steps: int,
+    arguments: Sequence[str] = (),
+) -> RunComparison:
+    """Train with `gemsc run` and in a plain loop in this process; compare the two.
+
+    `arguments` are those of `gemsc run`. Both make the same random draws.
+
+    Raises:
+        GemscError: the program cannot run, or the two have seen different data.
+    """
+    for word in arguments:
+        if word.startswith("--") and word.split("=")[0] not in OPTIONS:
+            raise GemscError(
+                f"{word} cannot be verified",
+                help=f"with --run, verify takes {', '.join(OPTIONS)}",
+            )
+    options = parse_arguments(arguments)
+    plan = Plan.read(directory / "plan.toml")
+    user = user_model_of(directory, plan)
+    record, saved = _run(directory, dtype, num_steps, arguments)
+    settings = RunSettings(
+        steps=num_steps,
+        dtype=dtype,
+        micro_batch_size=plan.micro_batch_size,
+        micro_batches=plan.micro_batches,
+        replicas=plan.data,
+        seed=options.seed,
+        accumulate=options.accumulate,
+        clip_norm=options.clip_norm,
+    )
+    model = initial_model(user, directory)
+    plain = _plain(user, model, settings, record)
+    found = _compare(_Result.of_run(record, saved), _Result.of_plain(plain, record))
+    if found.worst > TOLERANCE[dtype] and dtype is not torch.float64:
+        exact = _plain(user, model, replace(settings, dtype=torch.float64))
+        one, other = (_Result.of_plain(run, record) for run in (plain, exact))
+        found = replace(found, rounding=_compare(one, other).worst)
+    return found
+
+
+def _run(
+    directory: Path, dtype: torch.dtype, num_steps: int, arguments: Sequence[str]
+) -> tuple[RunRecord, dict[str, Tensor]]:
+    """Let `gemsc run` train and save; return its record and the saved model."""
+    with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
+        checkpoint = Path(name, "checkpoint")
+        words = {
+            "--steps": num_steps,
+            "--dtype": str(dtype).removeprefix("torch."),
+            "--save": checkpoint,
+            "--record-run": name,
+        }
+        given = [str(word) for pair in words.items() for word in pair]
+        code = start(directory, [*arguments, *given])
+        if code != 0:
+            raise GemscError(
+                f"the run ended with exit code {code} in {dtype}",
+                help="see the report above",
+            )
+        saved = read_tensors(checkpoint / "model.safetensors")
+        return RunRecord.read(Path(name)), saved
+
+
+def _plain(
+    user: UserModel,
+    model: nn.Module,
+    settings: RunSettings,
+    record: RunRecord | None = None,
+) -> PlainRun:
+    """Train in a plain loop; with a record, make sure that it has the same data."""
+    with default_dtype(settings.dtype):
+        with checkpoints_off():
+            plain = PlainRun(user, model, settings)
+            plain.train()
+        if record is not None:
+            _check_data(plain, record)
+    return plain
+
+
+def _check_data(plain: PlainRun, record: RunRecord) -> None:
+    """Make sure that the ranks have read what the plain loop has read."""
+    epochs = [step // plain.steps_per_epoch for step in range(len(record.samples))]
+    for step, (epoch, digests) in enumerate(zip(epochs, record.samples, strict=True)):
+        _check_samples("dataset", plain.samples, epoch, digests, plain.user)
+        if {index for index, _ in digests} != set(plain.rows[step]):
+            raise GemscError(
+                f"in step {step + 1}, the ranks and the plain loop take different "
+                "samples",
+                at=plain.user.line_of("dataset"),
+                help="give a dataset whose length does not change",
+            )
+    for digests in record.eval_samples:
+        _check_samples("eval_dataset", plain.eval_samples, 0, digests, plain.user)
+
+
+def _check_samples(
+    name: str,
+    samples: Samples,
+    epoch: int,
+    digests: Mapping[tuple[int, Box | None], str],
+    user: UserModel,
+) -> None:
+    for (index, box), found in digests.items():
+        if found != samples.digest_of(epoch, index, box):
+            raise GemscError(
+                f"{name} returns different data to the ranks and the plain loop: "
+                f"sample {index}, in epoch {epoch + 1}",
+                at=user.line_of(name),
+                help="a sample may depend on its index and on torch's, numpy's and "
+                "Python's own random generators only",
+            )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What is compared of a run."""
+
+    losses: list[float]
+    figures: list[dict[str, float]]
+    model: dict[str, Tensor]
+
+    @classmethod
+    def of_run(cls, record: RunRecord, saved: dict[str, Tensor]) -> _Result:
+        means = [{n: mean for n, (mean, _) in f.items()} for f in record.figures]
+        return cls(record.losses, means, saved)
+
+    @classmethod
+    def of_plain(cls, plain: PlainRun, record: RunRecord) -> _Result:
+        pairs = zip(plain.evaluations, record.figures, strict=True)
+        means = [_means(parts, figures, plain) for parts, figures in pairs]
+        return cls(plain.losses, means, plain.model.state_dict())
+
+
+def _means(
+    parts: Sequence[tuple[int, Mapping[str, float]]], wanted: Figures, plain: PlainRun
+) -> dict[str, float]:
+    """Return the means over the samples that the run had to take for each figure.
+
+    A figure for which it took others is no number.
+    """
+    number: dict[str, int] = defaultdict(int)
+    number |= {name: count for name, (_, count) in wanted.items()}
+    names = {name for _, figures in parts for name in figures}
+    sums = {name: 0.0 for name in names}
+    counts = {name: 0 for name in names}
+    for count, figures in parts:
+        for name, value in figures.items():
+            if plain.may_leave_out and counts[name] >= number[name]:
+                continue  # docs/models.md says where
+            sums[name] += value * count
+            counts[name] += count
+    return {
+        name: sums[name] / counts[name] if counts[name] == number[name] else math.nan
+        for name in names
+        if counts[name]
+    }
+
+
+def _compare(actual: _Result, expected: _Result) -> RunComparison:
+    mine, theirs = (
+        StepRecord(result.losses, {}, {n: as_real(t) for n, t in result.model.items()})
+        for result in (actual, expected)
+    )
+    steps = compare(mine, theirs)
+    worst = (0.0, "")
+    for number, pair in enumerate(zip(actual.figures, expected.figures, strict=True)):
+        for name in {*pair[0], *pair[1]}:
+            error = _relative(pair[0].get(name), pair[1].get(name))
+            if error > worst[0]:
+                worst = (error, f"{name} of evaluation {number + 1}")
+    model = steps.buffer
+    if extra := set(actual.model) - set(expected.model):
+        model = (float("inf"), min(extra))
+    return RunComparison(
+        steps.loss,
+        worst,
+        model,
+        steps.equal,
+        steps.total,
+        len(actual.figures),
+    )
+
+
+def _relative(mine: Any, theirs: Any) -> float:
+    if mine is None or theirs is None:
+        return float("inf")
+    difference = abs(mine - theirs)
+    if mine == theirs or (mine != mine and theirs != theirs):
+        return 0.0
+    error = float(difference / max(abs(theirs), 1e-12))
+    return error if error == error else float("inf")

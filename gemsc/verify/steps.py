@@ -1,0 +1,464 @@
+"""Compare N ranks with one process: loss, every gradient, every buffer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.base.cores import num_cores
+from gemsc.base.draws import same_draws
+from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
+from gemsc.base.recomputed import checkpoints_off
+from gemsc.base.weights import read_tensors
+from gemsc.errors import GemscError
+from gemsc.launch.launch import launch
+from gemsc.plan import Plan
+from gemsc.runtime.data.batches import Batches, repeated
+from gemsc.runtime.training.program_directory import check_dtype, check_program
+from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
+from gemsc.user_model import UserModel, load_user_model
+
+__all__ = [
+    "ALLOWED",
+    "LIMIT",
+    "TOLERANCE",
+    "Comparison",
+    "StepRecord",
+    "compare",
+    "initial_model",
+    "read_record",
+    "reference_steps",
+    "user_model_of",
+    "verify_compiled",
+    "verify_program",
+]
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+# A gradient that is zero but for rounding (a bias before BatchNorm) has no relative
+# error worth the name: errors are taken relative to at least this share of the largest.
+NEGLIGIBLE = 1e-3
+LARGEST_BUFFER = 1.0  # at most: a mask of huge numbers hides no error in another buffer
+NUDGES = 6  # other roundings of one process that are tried
+ALLOWED = 2.0  # both runs round: they may be so much further apart than one is
+# What is further off is never called exact, however much rounding alone would explain.
+LIMIT = {torch.float64: 1e-6, torch.float32: 0.1}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Losses of some steps, gradients of the first, tensors after the last."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+    activation_bytes: list[int] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The worst relative errors; each with the name of the tensor that has it.
+
+    `equal` counts the tensors that are bit for bit equal, of `total`.
+    `activation_bytes` is the measured peak of each rank. `errors` has the error of each
+    tensor by itself ("gradient of conv.weight"), `rounding` how far rounding alone
+    changes it in one process, where that was measured: compared with itself in float64,
+    or with weights changed in their last bit. Sums in a different order cannot be
+    expected to be closer.
+    """
+
+    loss: float
+    gradient: tuple[float, str]
+    parameter: tuple[float, str]
+    buffer: tuple[float, str]
+    equal: int
+    total: int
+    activation_bytes: tuple[int, ...] = ()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    rounding: Mapping[str, float] = field(default_factory=dict)
+
+    def allowed(self, name: str, dtype: torch.dtype) -> float:
+        """Return how far a tensor may be off if nothing but rounding differs."""
+        return max(TOLERANCE[dtype], ALLOWED * self.rounding.get(name, 0.0))
+
+    def judge(self, dtype: torch.dtype) -> tuple[str, str]:
+        """Return "exact", "wrong" or "undecided", and the tensor that it is about.
+
+        Each tensor may be off by twice what rounding alone does to it. Where that is
+        more than `LIMIT`, and the tensor is as far off, nothing is decided.
+        """
+        found: dict[str, str] = {}
+        for name, error in self.errors.items():
+            allowed = self.allowed(name, dtype)
+            if not error <= min(allowed, LIMIT[dtype]):
+                kind = "undecided" if allowed > LIMIT[dtype] else "wrong"
+                found.setdefault(kind, name)
+        for kind in ("wrong", "undecided"):
+            if kind in found:
+                return kind, found[kind]
+        return "exact", max(self.errors, key=lambda name: self.errors[name])
+
+    @property
+    def worst(self) -> float:
+        """The worst of all."""
+        return max(self.loss, self.gradient[0], self.parameter[0], self.buffer[0])
+
+
+def reference_steps(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batches: list[tuple[Any, Any]],
+    num_micro_batches: int,
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory | None = None,
+) -> StepRecord:
+    """Train a copy of the user's model in this process, over the same micro-batches.
+
+    Each batch is cut into micro-batches in dimension 0; the loss of the step is the
+    mean of theirs. Activation checkpoints are off, as they are in programs.
+    """
+    model = copy.deepcopy(model)
+    cast_module(model, dtype)
+    if not model.training:
+        model.train()
+    loss = copy.deepcopy(loss)
+    if isinstance(loss, nn.Module):
+        cast_module(loss, dtype)
+    pairs = [(n, p) for n, p in model.named_parameters()]
+    update = (optimizer or _default_optimizer)(pairs)
+    losses, gradients = [], {}
+    for step, (input, target) in enumerate(batches):
+        total = 0.0
+        leaves = [t for t in pytree.tree_leaves(input) if isinstance(t, Tensor)]
+        batch = next((t.shape[0] for t in leaves if t.dim()), 1)
+        for m in range(num_micro_batches):
+            part = (m, num_micro_batches, batch)
+            given = _micro_batch(cast(input, dtype), *part)
+            wanted = _micro_batch(cast(target, dtype), *part)
+            with checkpoints_off(), default_dtype(dtype):
+                by_name = isinstance(given, Mapping)
+                output = model(**given) if by_name else model(*given)
+                value = loss(output, wanted)
+            torch.autograd.backward(value / num_micro_batches)
+            total += float(value.detach().double())
+        losses.append(total / num_micro_batches)
+        if step == 0:
+            present = {n: p.grad for n, p in pairs if p.grad is not None}
+            gradients = {n: as_real(g).clone() for n, g in present.items()}
+        update.step()
+        update.zero_grad(set_to_none=True)
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    state = {n: as_real(t.detach()) for n, t in state.items()}
+    return StepRecord(losses, gradients, state)
+
+
+def read_record(folder: Path, num_ranks: int) -> StepRecord:
+    """Join what the ranks wrote (gemsc.runtime.training.verification)."""
+    record = StepRecord([], {}, {})
+    for rank in range(num_ranks):
+        record.losses[:] = json.loads((folder / f"losses{rank}.json").read_text())
+        gradients = read_tensors(folder / f"gradients{rank}.safetensors")
+        record.gradients.update(gradients)
+        record.state.update(read_tensors(folder / f"state{rank}.safetensors"))
+        peak = json.loads((folder / f"memory{rank}.json").read_text())
+        record.activation_bytes.append(peak[0])
+        record.peak_bytes.append(peak[1])
+    return record
+
+
+def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
+    """Return the largest errors of N ranks, compared with one process."""
+    pairs = zip(actual.losses, expected.losses, strict=True)
+    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+    loss = loss if loss == loss else float("inf")
+    parameters = {n for n, t in expected.state.items() if n in expected.gradients}
+    known = actual.state
+    groups = {
+        "gradient of ": (actual.gradients, expected.gradients, expected.gradients),
+        "parameter ": (known, expected.state, parameters),
+        "buffer ": (known, expected.state, expected.state.keys() - parameters),
+    }
+    errors, equal = {"loss": loss}, 0
+    worst: dict[str, tuple[float, str]] = {}
+    for kind, (mine, theirs, names) in groups.items():
+        most = LARGEST_BUFFER if kind == "buffer " else math.inf
+        found = _errors(mine, theirs, names, most)
+        worst[kind] = max(((e, n) for n, e in found.items() if e), default=(0.0, ""))
+        errors |= {f"{kind}{name}": error for name, error in found.items()}
+        equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
+    return Comparison(
+        loss,
+        worst["gradient of "],
+        worst["parameter "],
+        worst["buffer "],
+        equal,
+        total=len(expected.gradients) + len(expected.state),
+        activation_bytes=tuple(actual.activation_bytes),
+        errors=errors,
+    )
+
+
+def _errors(
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    names: Iterable[str],
+    most: float,
+) -> dict[str, float]:
+    """Return the relative error of each tensor, infinite where it is not there.
+
+    What counts as the largest of them is `most` at most.
+    """
+    names = sorted(names)
+    largest = max((_size(expected[name]) for name in names), default=0.0)
+    least = NEGLIGIBLE * min(largest, most)
+    errors = {}
+    for name in names:
+        error = float("inf")
+        if name in actual and actual[name].shape == expected[name].shape:
+            difference = _difference(actual[name], expected[name])
+            scale = max(_size(expected[name]), least, sys.float_info.min)
+            error = difference / scale
+        errors[name] = error if error == error else float("inf")
+    return errors
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference; infinities may be equal."""
+    mine, theirs = mine.double(), theirs.double()
+    difference = (mine - theirs).masked_fill(mine == theirs, 0.0)
+    return float(difference.abs().max()) if difference.numel() else 0.0
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the largest absolute value, infinities left aside."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.double().abs().max()) if finite.numel() else 0.0
+
+
+def _default_optimizer(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pairs, lr=0.01)
+
+
+def _micro_batch(value: Any, m: int, count: int, batch: int) -> Any:
+    """Return a part of every tensor that has the batch in dimension 0."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch:
+            return leaf
+        size = batch // count
+        return leaf[m * size : (m + 1) * size]
+
+    return pytree.tree_map(cut, value)
+
+
+def verify_compiled(
+    directory: str | Path,
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Tensor],
+    example_target: Any = None,
+    dtype: torch.dtype = torch.float64,
+    num_steps: int = 2,
+) -> Comparison:
+    """Compare a program that was compiled from Python with its model.
+
+    Takes what `gemsc.compile` took and does what `gemsc verify` does, with plain SGD.
+
+    Raises:
+        GemscError: they differ, or the program cannot run.
+    """
+    user = UserModel(
+        path=Path(directory),
+        module=sys.modules["__main__"],
+        name="model",
+        model=copy.deepcopy(model),
+        example_inputs=example_inputs,
+        loss=loss,
+        example_target=example_target,
+    )
+    found = verify_program(Path(directory), dtype=dtype, num_steps=num_steps, user=user)
+    kind, name = found.judge(dtype)
+    if kind != "exact":
+        raise GemscError(
+            f"{directory} is {kind} in {dtype}: {name} is off by "
+            f"{found.errors[name]:.1e}, rounding alone by "
+            f"{found.rounding.get(name, 0.0):.1e}",
+            help="compile again; if it persists, report it with the model",
+        )
+    return found
+
+
+def verify_program(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    num_steps: int = 2,
+    seed: int = 0,
+    user: UserModel | None = None,
+) -> Comparison:
+    """Run a program under mpirun and the user's model here, on the same batches.
+
+    Both start from the program's weights and draw the same random numbers. A run that
+    is further off than the tolerance is also compared with what rounding alone does.
+    `user` is the model of a program that was not compiled from a file.
+
+    Raises:
+        GemscError: the program is stale, has no source or no loss, or a rank fails.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    check_program(directory, plan.ranks)
+    check_dtype(plan, dtype)
+    user = user or user_model_of(directory, plan)
+    model = initial_model(user, directory)
+    batches = _batches(user, plan, num_steps, seed)
+    expected = _one_process(user, model, batches, plan, dtype)
+    found = compare(_ranks(directory, plan, batches, dtype), expected)
+    if found.judge(dtype)[0] == "exact":
+        return found
+    for other in _other_roundings(user, model, batches, plan, dtype):
+        once = compare(other, expected).errors
+        known = found.rounding
+        rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.items()}
+        found = replace(found, rounding=rounding)
+        if found.judge(dtype)[0] == "exact":
+            break
+    return found
+
+
+def _ranks(
+    directory: Path, plan: Plan, batches: list[tuple[Any, Any]], dtype: torch.dtype
+) -> StepRecord:
+    """Train in the ranks, under mpirun."""
+    with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
+        folder = Path(name)
+        torch.save(batches, folder / "batches.pt")
+        words = ["--verify-into", name, "--dtype", str(dtype).removeprefix("torch.")]
+        code = launch(plan.ranks, [sys.executable, str(directory), *words])
+        if code != 0:
+            raise GemscError(
+                f"the ranks ended with exit code {code} in {dtype}",
+                help="see the report above",
+            )
+        return read_record(folder, plan.ranks)
+
+
+def _other_roundings(
+    user: UserModel,
+    model: nn.Module,
+    batches: list[tuple[Any, Any]],
+    plan: Plan,
+    dtype: torch.dtype,
+) -> Iterator[StepRecord]:
+    """Yield what one process does where it rounds otherwise."""
+    if dtype is not torch.float64 and not plan.only_dtype:
+        yield _one_process(user, model, batches, plan, torch.float64)
+    for number in range(NUDGES):
+        nudged = _nudged(model, number, dtype)
+        yield _one_process(user, nudged, batches, plan, dtype)
+
+
+def _nudged(model: nn.Module, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Return the model in a dtype, with weights that differ in their last bit.
+
+    What a ReLU or a pool decides may change with it, as with sums in another order.
+    """
+    model = copy.deepcopy(model)
+    cast_module(model, dtype)
+    last_bit = torch.finfo(dtype).eps
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.rand(parameter.shape, generator=generator).sub_(0.5).sign_()
+            parameter.mul_(1.0 + last_bit * signs.to(dtype))
+    return model
+
+
+def _one_process(
+    user: UserModel,
+    model: nn.Module,
+    batches: list[tuple[Any, Any]],
+    plan: Plan,
+    dtype: torch.dtype,
+) -> StepRecord:
+    """Train in this process, with the threads of one rank and the same draws."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, num_cores() // plan.ranks))
+    try:
+        with same_draws():
+            return reference_steps(
+                model,
+                user.make_loss(),
+                batches,
+                plan.data * plan.micro_batches,
+                dtype,
+                user.optimizer,
+            )
+    except (RuntimeError, TypeError) as error:
+        text = " ".join(str(error).split())
+        raise GemscError(
+            f"the model itself does not run in {dtype}: {text}",
+            help="take dtypes from tensors (x.dtype), or verify in another --dtype",
+        ) from error
+    finally:
+        torch.set_num_threads(threads)
+
+
+def user_model_of(directory: Path, plan: Plan) -> UserModel:
+    """Return what a program was compiled from.
+
+    Raises:
+        GemscError: it was not compiled from a file, or has no loss.
+    """
+    if not plan.spec:
+        raise GemscError(
+            f"{directory} was compiled from Python: its model is not in a file",
+            help="call gemsc.verify_compiled(directory, model, example_inputs, "
+            "loss=...) in the script that compiles it",
+        )
+    user = load_user_model(plan.spec)
+    if user.loss is None:
+        raise GemscError(
+            f"{user.path} has no loss(), so there are no gradients to compare",
+            help="add loss(output, target) and compile again",
+        )
+    return user
+
+
+def initial_model(user: UserModel, directory: Path) -> nn.Module:
+    """Return the user's model with the weights that a program starts from."""
+    model = user.make_model()
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    with torch.no_grad():
+        for path in sorted((directory / "weights").glob("*.safetensors")):
+            for name, tensor in read_tensors(path).items():
+                if name in own:
+                    own[name].copy_(tensor)
+    return model
+
+
+def _batches(
+    user: UserModel, plan: Plan, num_steps: int, seed: int
+) -> list[tuple[Any, Any]]:
+    """Return batches of the dataset, or the example inputs again and again."""
+    inputs = user.make_inputs()
+    target = user.make_target(inputs)
+    if user.dataset is not None:
+        data = user.make_dataset(seed=seed)
+        batches = Batches(data, plan.batch_size, seed=seed, shuffle=True)
+        if len(batches) >= num_steps:
+            pairs = [b.data for b in itertools.islice(batches.epoch(0), num_steps)]
+            return [(as_structure(input), target) for input, target in pairs]
+    return [repeated((inputs, target), plan)] * num_steps
