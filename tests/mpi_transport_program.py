@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
+from gemsc.runtime.transport import mpi
 from gemsc.runtime.transport.link import Link
 from gemsc.runtime.transport.streams import NullStreams
-from gemsc.runtime.transport.transport import Request, Transport, mpi
+from gemsc.runtime.transport.transport import Request, Transport
 
 Case = Callable[[Transport], None]
 
