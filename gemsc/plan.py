@@ -42,8 +42,7 @@ class PlannedStage:
 
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
-    forward, in `exchanges`; `buffer_bytes`, of the resident ones, are for the small
-    messages. `unfused_exchanges` and `unfused_halo_bytes` are those if
+    forward, in `exchanges`. `unfused_exchanges` and `unfused_halo_bytes` are those if
     no wide halo served several layers. `overlapped` are the layers whose halo travels
     while their inner part is computed.
     """
@@ -67,7 +66,6 @@ class PlannedStage:
     head_start_layers: int = 0
     head_start_bytes: int = 0
     only_head_start_bytes: int = 0
-    buffer_bytes: int = 0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)

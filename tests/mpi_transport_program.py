@@ -166,43 +166,6 @@ def what_cannot_be_sent_is_refused(transport: Transport) -> None:
         raise AssertionError(f"{tensor.shape} to {peer} with tag {tag} was sent")
 
 
-def standing_messages_go_again_and_again(transport: Transport) -> None:
-    before, after = neighbours(transport)
-    for size in (1, 70_000):  # eager and rendezvous
-        sent, received = torch.empty(size), torch.empty(size)
-        messages = [
-            transport.standing_receive(received, before, 11),
-            transport.standing_send(sent, after, 11),
-        ]
-        assert all(message.done() for message in messages)
-        for turn in range(3):
-            sent.fill_(10.0 * transport.rank + turn)
-            transport.start(messages)
-            transport.wait(*messages)
-            assert all(message.done() for message in messages)
-            assert received.tolist() == [10.0 * before + turn] * size
-        for message in messages:
-            message.free()
-
-
-def a_standing_message_on_its_way_is_left_alone(transport: Transport) -> None:
-    before, after = neighbours(transport)
-    received = torch.empty(3)
-    message = transport.standing_receive(received, before, 11)
-    transport.start([message])
-    assert not message.done()
-    for mistake in (lambda: transport.start([message]), message.free):
-        try:
-            mistake()
-        except InternalError:
-            continue
-        raise AssertionError("a message was started or freed on its way")
-    transport.barrier()
-    transport.wait(transport.send(torch.ones(3), after, 11), message)
-    assert received.tolist() == [1.0] * 3
-    message.free()
-
-
 def sums_have_the_same_bits_on_all_ranks(transport: Transport) -> None:
     everyone = tuple(range(transport.size))
     group = transport.group(everyone)
@@ -294,8 +257,6 @@ CASES: dict[str, Case] = {
         a_rank_can_send_to_itself,
         a_posted_receive_completes_by_turns_alone,
         what_cannot_be_sent_is_refused,
-        standing_messages_go_again_and_again,
-        a_standing_message_on_its_way_is_left_alone,
         sums_have_the_same_bits_on_all_ranks,
         sums_over_overlapping_groups_are_in_flight_together,
         objects_reach_all_ranks,
@@ -335,7 +296,6 @@ def whether_large_messages_need_their_sender(transport: Transport) -> None:
     if transport.rank == 0:
         sys.stdout.write(f"single copy: {transport.single_copy}\n")
     a_message_of_32_mib_arrives(transport)
-    standing_messages_go_again_and_again(transport)
 
 
 def a_message_in_pieces(transport: Transport) -> None:

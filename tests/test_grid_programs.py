@@ -161,27 +161,6 @@ def test_the_peak_of_live_activations_on_tiles_is_the_predicted_one(
     assert record.activation_bytes == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("plan", PLANS[::4], ids=CompileOptions.command_line)
-def test_the_memory_of_small_messages_is_predicted_to_the_byte(
-    plan: CompileOptions, tmp_path: Path
-) -> None:
-    found, (inputs, target) = written(plan, tmp_path)
-
-    def held(trainer: Trainer) -> int:
-        trainer.step(*inputs, target)
-        grids = trainer.worker._grids.values()
-        return sum(buffer.nbytes for grid in grids for buffer in grid.buffers)
-
-    measured = on_ranks(tmp_path, found.ranks, held, dtype=torch.float32)
-    predicted = [0] * found.copy_ranks
-    for stage in found.stages:
-        for rank in (r for r in stage.ranks if r < found.copy_ranks):
-            predicted[rank] += stage.buffer_bytes
-    groups = [(predicted[g[0]], [measured[r] for r in g]) for g in found.members]
-    assert any(predicted)
-    assert all(most == max(tiles) for most, tiles in groups)
-
-
 # Mistakes
 
 

@@ -23,7 +23,6 @@ class Counting:
     def __init__(self, transport: Any) -> None:
         self._transport = transport
         self.counts: Counter[str] = Counter()
-        self._standing: dict[int, tuple[Any, int]] = {}  # what is sent, and its bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -33,18 +32,6 @@ class Counting:
             self.counts["messages"] += 1
             self.counts["message_bytes"] += tensor.nbytes
         return self._transport.send(tensor, dest, tag)
-
-    def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Any:
-        message = self._transport.standing_send(tensor, dest, tag)
-        self._standing[id(message)] = message, tensor.nbytes
-        return message
-
-    def start(self, messages: Any) -> None:
-        for message in messages:
-            if id(message) in self._standing:
-                self.counts["messages"] += 1
-                self.counts["message_bytes"] += self._standing[id(message)][1]
-        self._transport.start(messages)
 
     def group(self, ranks: tuple[int, ...], key: str = "") -> Any:
         group = self._transport.group(ranks, key)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.runtime.tiles.grid import (
-    LARGEST_STANDING,
     AxisWindows,
     Exchange,
     Grid,
@@ -32,7 +31,6 @@ from gemsc.runtime.tiles.grid import (
 
 __all__ = [
     "FUNCTIONS",
-    "LARGEST_STANDING",
     "REDUCTIONS",
     "AxisWindows",
     "Exchange",

@@ -58,7 +58,6 @@ def task_of(plan: Plan) -> Task:
                 waiting_bytes=stage.waiting_bytes,
                 waiting_gradient_bytes=stage.waiting_gradient_bytes,
                 head_start=_head_start(stage),
-                buffer_bytes=stage.buffer_bytes,
             )
             for stage in plan.stages
         ),

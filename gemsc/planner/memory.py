@@ -108,17 +108,15 @@ def memory_curve(
     own = [weights[stage] for stage in sorted({s for _, s in task.lanes[rank]})]
     parameters = sum(stage.parameters for stage in own)
     optimizer = sum(stage.optimizer for stage in own)
-    buffers = sum(stage.buffer_bytes for stage in task.stages_on(rank))
     workspace = task.workspace_bytes
-    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, buffers, workspace))]
+    curve = [(0.0, MemoryParts(parameters, optimizer, 0, 0, 0, workspace))]
     for held in held_bytes(task, rank, timeline.ranks[rank]):
-        messages = held.messages + buffers
         parts = MemoryParts(
             parameters,
             optimizer,
             held.gradients,
             held.activations,
-            messages,
+            held.messages,
             workspace,
         )
         curve.append((held.time, parts))

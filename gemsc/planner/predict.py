@@ -33,7 +33,6 @@ from gemsc.planner.ending import after_backward
 from gemsc.planner.layout import Layout
 from gemsc.planner.memory import peak_parts, stage_weights
 from gemsc.planner.tiles import (
-    buffer_bytes,
     exchanges,
     exchanging,
     most_bytes,
@@ -117,7 +116,6 @@ def _stage_costs(
         moving = hardware.device.host_seconds(kept.moved)
         forward, backward = (each + moving for each in talking)
         again = again_seconds(program, stage.index)
-        buffers = buffer_bytes(program, stage)
         found.append(
             StageCost(
                 forward=stage.total("forward_seconds") + forward,
@@ -125,10 +123,9 @@ def _stage_costs(
                 saved_bytes=kept.kept,
                 transient_bytes=kept.transient,
                 first_transient_bytes=kept.first_transient,
-                resident_bytes=owned.resident + buffers,
+                resident_bytes=owned.resident,
                 gradient_bytes=owned.gradients,
                 **_split_cost(program, stage, kept) if split else {},
-                buffer_bytes=buffers,
             )
         )
     return found
@@ -276,7 +273,6 @@ def make_plan(
             waiting_gradient_bytes=task.stages[stage.index].waiting_gradient_bytes,
             weight_seconds=task.stages[stage.index].weight,
             **_head_start(task.stages[stage.index]),
-            buffer_bytes=task.stages[stage.index].buffer_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
             recompute=_names(program, stage.index, "recompute"),

@@ -15,11 +15,10 @@ from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, exchanged, is_exchange, is_overlapped, joins
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.segments import recomputed_nodes
-from gemsc.ir.tile_ops import LARGEST_STANDING, Exchange
+from gemsc.ir.tile_ops import Exchange
 
 __all__ = [
     "Traffic",
-    "buffer_bytes",
     "ends",
     "exchanges",
     "exchanging",
@@ -112,28 +111,6 @@ def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
             source in inside or _same_grid(program, source, stage)
         ):
             yield node
-
-
-def buffer_bytes(program: Program, stage: Stage) -> int:
-    """Return the bytes of the memory through which a tile's small messages travel.
-
-    All that goes to one tile shares a buffer, and so does all that comes from it:
-    see `gemsc.runtime.tiles.messages`.
-    """
-    largest: dict[tuple[int, bool], int] = {}
-    for node in exchanging(program, stage):
-        exchange, place, value = exchange_of(node), node.args[2], exchanged(node)
-        assert isinstance(place, int)
-        view = exchange.seen_from(place % len(exchange.held))
-        ends = [(tile, True, pieces) for tile, pieces in view.sent.items()]
-        ends += [(tile, False, pieces) for tile, pieces in view.received.items()]
-        for tile, is_sent, pieces in ends:
-            count = sum(prod(piece.shape) for piece in pieces)
-            size = meta.spec(value).dtype.itemsize * count
-            ways = (is_sent, not is_sent) if meta.needs_gradient(value) else (is_sent,)
-            for way in ways if size <= LARGEST_STANDING else ():
-                largest[tile, way] = max(size, largest.get((tile, way), 0))
-    return sum(largest.values())
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -93,8 +93,8 @@ class StageCost:
     gradients of the weights. `saved_bytes` are kept from the beginning of the forward
     to the end of the backward, `transient_bytes` come on top during the backward (in
     the first one of a step, which makes the gradients, `first_transient_bytes`);
-    `resident_bytes` are there all the time (`buffer_bytes` of them for messages between
-    tiles), `gradient_bytes` from the end of the first backward to the end of the step.
+    `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
+    backward to the end of the step.
 
     Where the schedule splits the backward, `waiting_bytes` (None: the saved ones) are
     kept from the end of its first part to that of the second, which makes
@@ -110,7 +110,6 @@ class StageCost:
     transient_bytes: int = 0
     first_transient_bytes: int = 0
     gradient_bytes: int = 0
-    buffer_bytes: int = 0
     waiting_bytes: int | None = None
     waiting_gradient_bytes: int = 0
     head_start: HeadStart | None = None

@@ -238,7 +238,7 @@ class _Convolution(torch.autograd.Function):
             if flight is None:
                 strips[tile] = held.new_empty(shape)
             else:
-                (strips[tile],) = flight.take(tile, keep=True)
+                (strips[tile],) = flight.take(tile)
         if flight is not None:
             flight.finish()
         for border in way.borders:
@@ -280,7 +280,7 @@ class _Convolution(torch.autograd.Function):
             total += each
         if flight is not None:
             for tile, place in way.returns.items():
-                (mine,) = flight.take(tile, keep=False)
+                (mine,) = flight.take(tile)
                 result[place] += mine
             flight.finish()
         return result, total, bias, None

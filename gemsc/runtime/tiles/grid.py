@@ -21,7 +21,7 @@ from gemsc.base.boxes import shape_of
 from gemsc.messages.exchange import Exchange, View
 from gemsc.runtime.tiles.convolution import reach
 from gemsc.runtime.tiles.layers import LayersOnTiles
-from gemsc.runtime.tiles.messages import LARGEST_STANDING, TileMailbox
+from gemsc.runtime.tiles.messages import TileMailbox
 from gemsc.runtime.tiles.overlap import overlapped, split
 from gemsc.runtime.tiles.saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tiles.windows import AxisWindows, Resize, rows_read, taps
@@ -29,7 +29,6 @@ from gemsc.runtime.transport.link import Link
 from gemsc.runtime.transport.transport import Group
 
 __all__ = [
-    "LARGEST_STANDING",
     "AxisWindows",
     "Exchange",
     "Grid",
@@ -49,25 +48,17 @@ class Grid(LayersOnTiles):
     """One tile among those of its stage: what `self.grid` is in a generated stage.
 
     `ranks` are the transport's ranks of all tiles, in their order; `tile` is this one.
-    All tiles call the same methods in the same order. `stands` says whether messages
-    are prepared for the next time: see `TileMailbox`.
+    All tiles call the same methods in the same order.
     """
 
-    def __init__(
-        self, link: Link, ranks: tuple[int, ...], tile: int, *, stands: bool = True
-    ) -> None:
+    def __init__(self, link: Link, ranks: tuple[int, ...], tile: int) -> None:
         self.link = link
         self.ranks = ranks
         self.tile = tile
         self._group: Group | None = None
         self._among: dict[tuple[int, ...], Grid] = {}
-        self._mailbox = TileMailbox(link, ranks, stands=stands)
+        self._mailbox = TileMailbox(link, ranks)
         self._overlapped: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {}
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The memory that stays, through which small messages travel."""
-        return self._mailbox.buffers
 
     @property
     def num_tiles(self) -> int:
@@ -120,7 +111,7 @@ class Grid(LayersOnTiles):
         view = exchange.seen_from(self.tile)
         flight = self._mailbox.depart(exchange, view, held)
         result = _begun(held, view, exchange.fill)
-        strips = [s for tile in view.received for s in flight.take(tile, keep=True)]
+        strips = [s for tile in view.received for s in flight.take(tile)]
         _put(result, view, strips)
         flight.finish()
         remember(result, (held, *strips), _assembler(view, exchange.fill))
@@ -146,7 +137,7 @@ class Grid(LayersOnTiles):
             for piece in view.own:
                 result[piece.within(view.held)] += gradient[piece.placed(view.wanted)]
         for tile, pieces in view.sent.items():
-            parts = flight.take(tile, keep=False)
+            parts = flight.take(tile)
             for piece, part in zip(pieces, parts, strict=True):
                 result[piece.within(view.held)] += part
         flight.finish()

@@ -161,7 +161,7 @@ class _Trip:
             (strip,) = (
                 [held.new_empty(piece.shape)]
                 if self.flight is None
-                else self.flight.take(tile, keep=False)
+                else self.flight.take(tile)
             )
             sources.append((piece.box, piece, strip))
         found = []
@@ -206,7 +206,7 @@ class _Trip:
             self.add_to(mine, piece.box)
         for tile, (piece,) in self.view.sent.items() if self.flight is not None else ():
             assert self.flight is not None
-            (part,) = self.flight.take(tile, keep=False)
+            (part,) = self.flight.take(tile)
             result[piece.within(self.view.held)] += part
         self._finish()
         self.gradients = ()

@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.transport import (
     Request,
-    Standing,
     check_message,
     check_sum,
     describe,
@@ -55,26 +54,6 @@ class _LocalRequest:
             if not self.complete:
                 self.world.check()
             return self.complete
-
-
-class _LocalStanding:
-    """A message that one rank starts again and again: a request each time."""
-
-    def __init__(self, post: Callable[[], Request]) -> None:
-        self.request: Request | None = None
-        self._post = post
-
-    def start(self) -> None:
-        if not self.done():
-            raise InternalError("a message was started twice")
-        self.request = self._post()
-
-    def done(self) -> bool:
-        return self.request is None or self.request.done()
-
-    def free(self) -> None:
-        if not self.done():
-            raise InternalError("a message freed while it is on its way")
 
 
 class _Collective:
@@ -269,25 +248,9 @@ class LocalTransport:
         self._world.post(request, key, is_send=is_send)
         return request
 
-    def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
-        """Prepare to send what the tensor holds at each start."""
-        return _LocalStanding(lambda: self.send(tensor, dest, tag))
-
-    def standing_receive(self, tensor: Tensor, source: int, tag: int) -> Standing:
-        """Prepare to receive into the tensor again and again."""
-        return _LocalStanding(lambda: self.receive(tensor, source, tag))
-
-    def start(self, messages: Sequence[Standing]) -> None:
-        """Start all of them."""
-        for message in messages:
-            if isinstance(message, _LocalStanding):
-                message.start()
-
     def wait(self, *requests: Request) -> None:
         """Sleep until all requests are complete; a deadlock is an InternalError."""
         world = self._world
-        found = [r.request if isinstance(r, _LocalStanding) else r for r in requests]
-        requests = tuple(request for request in found if request is not None)
         local = [r for r in requests if isinstance(r, _LocalRequest)]
         if len(local) < len(requests):
             wait_politely(requests)

@@ -18,10 +18,9 @@ from torch import Tensor
 from gemsc.base.lifeline import end_with_launcher
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.doorbell import SENT, TAKEN, Doorbell, hearing_range
-from gemsc.runtime.transport.mpi_messages import MessageRequest, Route, StandingMessage
+from gemsc.runtime.transport.mpi_messages import MessageRequest, Route
 from gemsc.runtime.transport.transport import (
     Request,
-    Standing,
     check_message,
     check_sum,
     describe,
@@ -260,41 +259,6 @@ class MpiTransport:
             left -= num_bytes
         return MessageRequest(self._mpi, self._bell, route, pieces, tensor)
 
-    def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
-        """Prepare to send the tensor's bytes again and again."""
-        return self._stand(self._messages.Send_init, tensor, dest, tag, is_send=True)
-
-    def standing_receive(self, tensor: Tensor, source: int, tag: int) -> Standing:
-        """Prepare to receive into the tensor's bytes again and again."""
-        return self._stand(self._messages.Recv_init, tensor, source, tag, is_send=False)
-
-    def _stand(
-        self,
-        prepare: Callable[..., MPI.Prequest],
-        tensor: Tensor,
-        peer: int,
-        tag: int,
-        *,
-        is_send: bool,
-    ) -> StandingMessage:
-        route = self._route(tensor, peer, tag, is_send=is_send)
-        if tensor.nbytes > LARGEST_PIECE:
-            raise InternalError(f"{route}: {tensor.nbytes} bytes are too many to stand")
-        buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-        raw = prepare([buffer, self._mpi.BYTE], peer, tag)
-        return StandingMessage(self._mpi, self._bell, route, raw, tensor)
-
-    def start(self, messages: Sequence[Standing]) -> None:
-        """Start all of them with one call of the library."""
-        ours = [m for m in messages if isinstance(m, StandingMessage)]
-        if any(message.active for message in ours):
-            raise InternalError(f"rank {self.rank}: a message was started twice")
-        self._mpi.Prequest.Startall([message.raw for message in ours])
-        for message in ours:
-            message.active = True
-            if message.route.is_send:
-                self._bell.ring(message.route.peer, SENT)
-
     def wait(self, *requests: Request) -> None:
         """Return when all requests are complete; sleep until the others ring.
 
@@ -314,7 +278,7 @@ class MpiTransport:
             return None
         reasons: dict[int, int] = {}
         for request in requests:
-            if not isinstance(request, MessageRequest | StandingMessage):
+            if not isinstance(request, MessageRequest):
                 return None
             route = request.route
             if not self._bell.reaches(route.peer):

@@ -1,4 +1,4 @@
-"""Messages of MPI that are under way: those of one time, and those that stand."""
+"""Messages of MPI that are under way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemsc.runtime.transport.doorbell import TAKEN, Doorbell
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MessageRequest", "Route", "StandingMessage"]
+__all__ = ["MessageRequest", "Route"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,53 +66,6 @@ class MessageRequest:
                 _taken(self._mpi, self._status, num_bytes, self.route, self._bell)
         self._tensor = None
         return True
-
-
-class StandingMessage:
-    """A persistent request of MPI, for a send or a receive."""
-
-    __slots__ = (
-        "_bell",
-        "_mpi",
-        "_status",
-        "_tensor",
-        "active",
-        "raw",
-        "route",
-    )
-
-    def __init__(
-        self, mpi: Any, bell: Doorbell, route: Route, raw: MPI.Prequest, tensor: Tensor
-    ) -> None:
-        self.route = route
-        self.raw = raw
-        self.active = False
-        self._mpi = mpi
-        self._bell = bell
-        self._status = None if route.is_send else mpi.Status()
-        self._tensor = tensor  # the library reads or writes its memory
-
-    def done(self) -> bool:
-        """Give the library a turn; True until it is started, and once complete."""
-        if not self.active:
-            return True
-        try:
-            complete = self.raw.Test(self._status)
-        except self._mpi.Exception as error:
-            raise InternalError(f"{self.route}: {error}") from error
-        if not complete:
-            return False
-        self.active = False
-        if self._status is not None:
-            num_bytes = self._tensor.nbytes
-            _taken(self._mpi, self._status, num_bytes, self.route, self._bell)
-        return True
-
-    def free(self) -> None:
-        """Give the request back to the library."""
-        if self.active:
-            raise InternalError(f"{self.route}: freed while it is on its way")
-        self.raw.Free()
 
 
 def _taken(

@@ -20,7 +20,6 @@ __all__ = [
     "LARGEST_TAG",
     "Group",
     "Request",
-    "Standing",
     "Transport",
     "check_message",
     "check_sum",
@@ -37,18 +36,6 @@ class Request(Protocol):
 
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""
-        ...
-
-
-class Standing(Request, Protocol):
-    """A message that goes again and again from, or into, the same memory.
-
-    The library prepares it once. It is complete before each start, and again once it
-    has gone or come.
-    """
-
-    def free(self) -> None:
-        """Give back what the library holds; it must be complete."""
         ...
 
 
@@ -103,18 +90,6 @@ class Transport(Protocol):
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into a contiguous tensor: exactly its size must come."""
-        ...
-
-    def standing_send(self, tensor: Tensor, dest: int, tag: int) -> Standing:
-        """Prepare to send what a contiguous tensor holds at each start."""
-        ...
-
-    def standing_receive(self, tensor: Tensor, source: int, tag: int) -> Standing:
-        """Prepare to receive into a contiguous tensor: exactly its size must come."""
-        ...
-
-    def start(self, messages: Sequence[Standing]) -> None:
-        """Start all of them at once; each must be complete."""
         ...
 
     def wait(self, *requests: Request) -> None:

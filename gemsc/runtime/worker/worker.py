@@ -398,7 +398,7 @@ class Worker:
             grid = Grid(self.link, ranks, self.tiles.tile)
             grid = self._grids.setdefault(stage_of(key), grid)
             stage.grid = grid  # type: ignore[assignment]
-        return Grid(self.link, ranks, self.tiles.tile, stands=False)
+        return Grid(self.link, ranks, self.tiles.tile)
 
     def _make_group(self, key: str) -> Group:
         members = tuple(
@@ -498,8 +498,6 @@ class Worker:
             states = self.optimizer.state_dict()["state"]
             yield from (t for t in tree_leaves(states) if isinstance(t, Tensor))
         yield from self._mail.buffers()
-        for grid in self._grids.values():
-            yield from grid.buffers
 
 
 def stage_of(key: str) -> str:
