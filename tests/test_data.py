@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
-from gemsc.runtime.data.batches import Batches, seed_of
+from gemsc.runtime.data.batches import Batches
 
 
 class Noisy:
@@ -127,4 +128,4 @@ def test_seeds_depend_on_every_part() -> None:
     found = {seed_of(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
     assert len(found) == 125
     assert seed_of(1, 23) != seed_of(12, 3)
-    assert all(0 <= seed < 2**32 for seed in found)
+    assert all(0 <= seed < 2**64 for seed in found)

@@ -1,74 +1,22 @@
-"""Pictures of which each rank reads its part: TIFF files, and training from them."""
+"""Training on pictures of which each rank reads its part."""
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tifffile
 import torch
 from models import MODELS
 from program_support import on_ranks
-from skimage import data
 from test_parity import lowered
 from torch import Tensor
 
 from gemsc.base.boxes import Box
 from gemsc.codegen.package import write_directory
-from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.runtime.data.batches import Batches
-from gemsc.runtime.data.tiff import TiffPicture
 from gemsc.runtime.data.tiled import TiledDataset, Window, window_of
 from gemsc.runtime.training.trainer import Trainer
-
-BOXES = [
-    ((0, 10), (0, 10)),
-    ((60, 70), (120, 200)),  # over the edges of the file's tiles
-    ((0, 150), (0, 211)),
-    ((149, 150), (210, 211)),
-    ((5, 5), (0, 0)),
-]
-
-
-@pytest.mark.parametrize("box", BOXES)
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_box_of_a_tiff_file(box: Box, channels: int, tmp_path: Path) -> None:
-    picture = data.retina()[300:450, 300:511]
-    whole = picture if channels == 3 else picture[..., 0]
-    tifffile.imwrite(tmp_path / "a.tif", whole, tile=(64, 64), compression=None)
-    file = TiffPicture(tmp_path / "a.tif")
-    assert file.shape == (150, 211)
-    rows, columns = (slice(*interval) for interval in box)
-    wanted = picture[rows, columns, :channels].transpose(2, 0, 1)
-    assert torch.equal(file.read(box), torch.from_numpy(wanted.copy()))
-
-
-def test_of_a_large_file_only_a_part_is_in_memory(tmp_path: Path) -> None:
-    size, part = 4096, 600
-    picture = np.tile(data.retina()[:1024, :1024, 1], (4, 4))
-    tifffile.imwrite(tmp_path / "a.tif", picture, tile=(256, 256))
-    file = TiffPicture(tmp_path / "a.tif")
-    tracemalloc.start()
-    found = file.read(((1000, 1000 + part), (2000, 2000 + part)))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    wanted = picture[1000 : 1000 + part, 2000 : 2000 + part]
-    assert np.array_equal(found[0].numpy(), wanted)
-    assert peak < size * size / 8
-
-
-def test_files_that_cannot_be_read_in_parts(tmp_path: Path) -> None:
-    tifffile.imwrite(tmp_path / "strips.tif", np.zeros((64, 64), np.uint8))
-    with pytest.raises(GemscError, match="holds no tiled image"):
-        TiffPicture(tmp_path / "strips.tif")
-    (tmp_path / "text.tif").write_text("no picture")
-    with pytest.raises(GemscError, match="not a TIFF file that can be read"):
-        TiffPicture(tmp_path / "text.tif")
-    with pytest.raises(GemscError, match="not a TIFF file that can be read"):
-        TiffPicture(tmp_path / "nowhere.tif")
 
 
 class Parts:

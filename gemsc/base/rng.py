@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["may_draw", "preserve_rng", "seeded"]
+__all__ = ["may_draw", "preserve_rng", "seed_of", "seeded", "torch_seeded"]
 
 _DRAWS = (
     *("rand", "dropout", "bernoulli", "binomial", "normal", "uniform", "exponential"),
@@ -42,6 +43,23 @@ def seeded(seed: int) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
+
+
+@contextmanager
+def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators alone, and put those of the CPU and `device` back.
+
+    Ranks that draw and ranks that do not would choose different batches otherwise.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def seed_of(*parts: int | str) -> int:
+    """Return a seed of 64 bits that depends on all parts."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def may_draw(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gemsc.base.files import replaced
 from gemsc.errors import GemscError
 
 __all__ = [
@@ -26,15 +26,13 @@ NOT_OF_THE_MODEL = ("_loss.", "_constants.")  # names that only a stage has
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file beside `path`, then rename it: nothing is ever half there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file."""
     plain = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    save_file(plain, beside)
-    beside.replace(path)
+    with replaced(path) as beside:
+        save_file(plain, beside)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

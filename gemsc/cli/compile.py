@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
 from gemsc.cli.terminal import console, pass_line, progress_bar, say
@@ -94,8 +95,7 @@ def plan_command(
     _report(candidates, found, most=most)
     show_plan(found, console)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(found.to_toml(output.parent), encoding="utf-8")
+        write_text(output, found.to_toml(output.parent))
         console.print(
             f"wrote {output}: edit it, then gemsc compile {model} --plan {output}",
             highlight=False,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gemsc.base.files import write_text
 from gemsc.cli.compile import compiled
 from gemsc.cli.options import DEFAULTS, takes_options
 from gemsc.cli.terminal import Directory, console
@@ -83,13 +84,12 @@ def timeline_command(
     if path.suffix != ".svg":
         raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
     marks = measure(directory, steps) if measured else ()
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_timeline(plan, path, marks)
     console.print(f"wrote {path}", highlight=False)
     if marks:
         predicted, measured_step = panels_of(plan, marks)
         trace = directory / "trace.json"
-        trace.write_text(trace_text((predicted, measured_step)), encoding="utf-8")
+        write_text(trace, trace_text((predicted, measured_step)))
         console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
         show_shares(predicted, measured_step, console)
 

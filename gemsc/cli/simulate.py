@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.cli.terminal import console
 from gemsc.costs.collectives import ROUNDS
@@ -78,8 +79,7 @@ def simulate_command(
     found = simulate(traced, options, counts, machine=machine)
     _print(found)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(draw_curve(_heading(found), found.points), encoding="utf-8")
+        write_text(output, draw_curve(_heading(found), found.points))
         console.print(f"wrote {output}", highlight=False)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 
 import tomli_w
 
+from gemsc.base.files import write_text
 from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.errors import GemscError
 
@@ -131,11 +131,8 @@ class Hardware:
         return head + tomli_w.dumps(asdict(self))
 
     def write(self, path: Path) -> None:
-        """Write a hardware file, so that nothing half-written stays."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(self.to_toml(), encoding="utf-8")
-        beside.replace(path)
+        """Write a hardware file."""
+        write_text(path, self.to_toml())
 
     @classmethod
     def read(cls, path: Path) -> Hardware:

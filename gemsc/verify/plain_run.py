@@ -21,6 +21,7 @@ from gemsc.base.boxes import Box
 from gemsc.base.digest import digest
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast, cast_module
+from gemsc.base.rng import seed_of
 from gemsc.user_model import UserModel
 
 __all__ = ["PlainRun", "RunSettings"]
@@ -64,7 +65,7 @@ class Samples:
         """Return a sample, or the part of it that lies in a box."""
         seed = seed_of(self.seed, epoch, index)
         torch.manual_seed(seed)
-        np.random.seed(seed)
+        np.random.seed(seed % 2**32)
         random.seed(seed)
         if not self.is_tiled:
             return self.data[index]
@@ -233,14 +234,6 @@ class PlainRun:
         if isinstance(input, Mapping):
             return self.model(**input)
         return self.model(*input) if isinstance(input, Sequence) else self.model(input)
-
-
-def seed_of(*numbers: int) -> int:
-    """Return the seed that docs/models.md describes."""
-    value = 0x811C9DC5
-    for byte in ",".join(map(str, numbers)).encode():
-        value = (value ^ byte) * 0x01000193 % 2**32
-    return value
 
 
 def _join(*leaves: Any) -> Any:

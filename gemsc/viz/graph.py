@@ -10,6 +10,7 @@ from pathlib import Path
 import graphviz
 from torch import fx
 
+from gemsc.base.files import replaced
 from gemsc.base.units import show_bytes, show_flops
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program
@@ -67,16 +68,16 @@ def render(dot: str, path: Path) -> str | None:
             f"{path.name} needs Graphviz' program `dot`, which is not installed "
             f"(apt-get install graphviz); {source} is there: dot -Tsvg -O {source}"
         )
-    beside = path.with_name(f".{path.name}")
-    command = [program, "-Tsvg", "-o", str(beside), str(source)]
     try:
-        subprocess.run(command, check=True, capture_output=True, timeout=DOT_SECONDS)
+        with replaced(path) as beside:
+            command = [program, "-Tsvg", "-o", str(beside), str(source)]
+            subprocess.run(
+                command, check=True, capture_output=True, timeout=DOT_SECONDS
+            )
     except (subprocess.SubprocessError, OSError) as error:
-        beside.unlink(missing_ok=True)
         return (
             f"`dot` could not draw {path.name} ({type(error).__name__}): see {source}"
         )
-    beside.replace(path)
     return None
 
 

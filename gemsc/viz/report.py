@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_flops, show_micro_batches, show_seconds
 from gemsc.plan import Plan, PlannedStage
 from gemsc.planner.explain import explain
@@ -44,10 +45,8 @@ def write_report(
     The graph is that of graph.svg, if it is there.
     """
     path = folder / "report.html"
-    beside = path.with_name(f".{path.name}")
     graph = _graph_of(folder) if with_graph else ""
-    beside.write_text(_page(plan, graph, candidates), encoding="utf-8")
-    beside.replace(path)
+    write_text(path, _page(plan, graph, candidates))
     return path
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
@@ -54,9 +55,7 @@ def write_timeline(
         f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
         f"{show_micro_batches(plan.micro_batches)}{copies}"
     )
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(draw(heading, panels), encoding="utf-8")
-    beside.replace(path)
+    write_text(path, draw(heading, panels))
 
 
 def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, ...]:

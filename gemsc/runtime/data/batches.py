@@ -13,19 +13,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gemsc.base.digest import digest
+from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import TiledDataset, Window
 
-__all__ = ["Batch", "Batches", "repeated", "seed_of"]
-
-
-def seed_of(*parts: int) -> int:
-    """Return a seed of 32 bits that depends on all parts (FNV-1a)."""
-    value = 0x811C9DC5
-    for byte in ",".join(map(str, parts)).encode():
-        value = ((value ^ byte) * 0x01000193) % 2**32
-    return value
+__all__ = ["Batch", "Batches", "repeated"]
 
 
 class _Reproducible(Dataset[Any]):
@@ -45,7 +38,7 @@ class _Reproducible(Dataset[Any]):
         epoch, index, is_compared = key
         seed = seed_of(self.seed, epoch, index)
         torch.manual_seed(seed)
-        np.random.seed(seed)
+        np.random.seed(seed % 2**32)
         random.seed(seed)
         if self.window is not None:
             sample = self.dataset.read(index, self.window.box)

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from gemsc.base.files import sync
 from gemsc.base.weights import (
     NOT_OF_THE_MODEL,
     read_tensors,
@@ -30,7 +31,6 @@ from gemsc.runtime.training.manifest import (
     clear_space,
     facts_of,
     make_latest,
-    sync,
 )
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gemsc.base.files import sync
 from gemsc.errors import GemscError
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "clear_space",
     "facts_of",
     "make_latest",
-    "sync",
 ]
 
 LATEST = "latest"
@@ -208,12 +208,3 @@ def _remove(folders: Iterable[Path]) -> None:
                 continue
             folder = folder.rename(folder.with_name(f".{folder.name}-old"))
         shutil.rmtree(folder)
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

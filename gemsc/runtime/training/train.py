@@ -17,9 +17,10 @@ import torch
 
 from gemsc.base.cores import SLICE_SECONDS, num_cores, set_time_slice
 from gemsc.base.dtypes import cast
+from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
-from gemsc.runtime.data.batches import Batches, seed_of
+from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.device import claim_device

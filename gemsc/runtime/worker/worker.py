@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
+from gemsc.base.rng import seed_of, torch_seeded
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Input, Message, Tiles
@@ -30,7 +31,6 @@ from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_b
 from gemsc.runtime.worker.clip import clip_gradients
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics
-from gemsc.runtime.worker.seeds import seeded
 
 __all__ = ["Worker", "replica_of", "stage_of"]
 
@@ -457,7 +457,8 @@ class Worker:
             run = self.copy * self.num_replicas + replica_of(stage)
             number = run * self.num_micro_batches + m
             name = stage_of(stage)
-            yield seeded(self.device, self.seed, self.steps_done, name, number)
+            seed = seed_of(self.seed, self.steps_done, name, number)
+            yield torch_seeded(seed, self.device)
         meter = self.meter
         if meter is not None:
             yield meter.forward(inputs)
