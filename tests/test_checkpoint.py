@@ -290,13 +290,29 @@ def test_the_state_of_another_optimizer_is_refused(program: Path, saved: Path) -
     def sgd(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(named, lr=0.1)
 
-    def grouped(named: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam([{"params": [p]} for _, p in named])
-
     with pytest.raises(GemscError, match="the optimizer Adam, the program has SGD"):
         resumed(program, saved, sgd)
+
+
+def test_a_state_that_fits_one_rank_only_is_taken_by_none(
+    program: Path, saved: Path
+) -> None:
+    untouched: list[bool] = []
+
+    def work(trainer: Trainer) -> None:
+        if trainer.transport.rank == 1:
+            groups = [{"params": [p]} for p in trainer.stages.parameters.values()]
+            trainer.worker.optimizer = torch.optim.Adam(groups)
+        trainer.step(*BATCH)
+        before = everything(trainer)
+        try:
+            trainer.resume(saved)
+        finally:
+            untouched.append(same(before, everything(trainer)))
+
     with pytest.raises(GemscError, match=r"does not fit Adam: .* parameter group"):
-        resumed(program, saved, grouped)
+        on_ranks(program, 2, work, optimizer=adam)
+    assert untouched == [True, True]
 
 
 def test_a_checkpoint_of_an_older_gemsc_is_refused(

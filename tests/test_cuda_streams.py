@@ -158,7 +158,7 @@ def train(directory: Path, transport: Any, **options: Any) -> Result:
     losses.append(found.loss)
     if found.output is not None:  # as a user does, with targets of the data set
         losses.append(float(F.cross_entropy(found.output, target[: len(found.output)])))
-    state = {name: tensor.cpu() for name, tensor in trainer.all_tensors().items()}
+    state = {name: tensor.cpu() for name, tensor in trainer.stages.tensors().items()}
     return Result(losses, state, found.output)
 
 

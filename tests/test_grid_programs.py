@@ -100,7 +100,7 @@ def test_norms_of_gradients_count_each_parameter_once(tmp_path: Path) -> None:
         found: list[float] = []
 
         def note() -> None:
-            named = trainer.worker.named_parameters().values()
+            named = trainer.stages.parameters.values()
             squares = [p.grad.square().sum() for p in named if p.grad is not None]
             found.append(float(sum(squares)))
 

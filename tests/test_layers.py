@@ -87,6 +87,10 @@ IN_FUNCTIONS = {
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
 }
 
+# The face of a grid is an interface of norms, losses and reductions, too.
+TILES = "gemsc.runtime.tiles"
+KNOWN = {(f"{TILES}.{m}", f"{TILES}.layers") for m in ("norms", "losses", "reductions")}
+
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"], "", "runtime"}
 LARGEST_ROOM, MOST_LOOSE_MODULES = 24, 8
 
@@ -132,8 +136,9 @@ def tree(module: str) -> ast.Module:
 
 
 def own_imports(module: str) -> set[str]:
-    found = imports(tree(module), deep=False)
-    return {name for name in found if name.split(".")[0] == "gemsc"}
+    """Return what a module imports of ours, for types and in functions, too."""
+    found = set(imports(tree(module), deep=True, for_types=True))
+    return {name for name in found & modules().keys() if (module, name) not in KNOWN}
 
 
 def room(module: str) -> str:

@@ -341,9 +341,9 @@ def test_evaluation_draws_nothing_and_moves_no_statistics(tmp_path: Path) -> Non
 
     def work(trainer: Trainer) -> tuple[list[Any], bool]:
         trainer.step(x, target)
-        before = {n: t.clone() for n, t in trainer.all_tensors().items()}
+        before = {n: t.clone() for n, t in trainer.stages.tensors().items()}
         outputs = [trainer.evaluate(x, target).output for _ in range(2)]
-        after = trainer.all_tensors()
+        after = trainer.stages.tensors()
         return outputs, all(torch.equal(t, after[n]) for n, t in before.items())
 
     found = on_ranks(tmp_path, 2, work)

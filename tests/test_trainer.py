@@ -237,7 +237,7 @@ def test_layers_that_the_model_keeps_in_eval_mode_stay_in_it(tmp_path: Path) -> 
     written(tmp_path / "b", model, micro_batches=1)
 
     def work(trainer: Trainer) -> dict[str, Any]:
-        before = {n: t.clone() for n, t in trainer.all_tensors().items()}
+        before = {n: t.clone() for n, t in trainer.stages.tensors().items()}
         trainer.step(X, X)
         trainer.evaluate(X, X)
         trainer.step(X, X)
@@ -246,7 +246,7 @@ def test_layers_that_the_model_keeps_in_eval_mode_stay_in_it(tmp_path: Path) -> 
             for stage in trainer.stages.values()
             for path, layer in stage.named_modules()
         }
-        after = trainer.all_tensors()
+        after = trainer.stages.tensors()
         return {"modes": modes, "before": before, "after": after}
 
     first, _ = on_ranks(tmp_path / "b", 2, work)

@@ -17,6 +17,7 @@ from gemsc.messages.message import Input, Message, Value
 from gemsc.runtime.transport.link import Link
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import streams_for
+from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ def worker_of(
 ) -> Worker:
     return Worker(
         Link(transport, streams_for(torch.device("cpu"))),
-        {"stage0": stage or nn.Identity()},
+        Stages(stage0=stage or nn.Identity()),
         options.pop("inputs", {}),
         options.pop("num_micro_batches", 1),
         **options,
@@ -286,7 +287,7 @@ class Dropping(nn.Dropout):
 def drawn(step: int = 0, m: int = 0, seed: int = 0, stage: str = "stage0") -> Tensor:
     def work(transport: LocalTransport) -> Tensor:
         worker = worker_of(transport, seed=seed, steps_done=step)
-        worker.stages = {stage: Dropping(0.5)}
+        worker.stages = Stages({stage: Dropping(0.5)})
         worker.begin({}, training=True)
         result: Tensor = worker.run(stage, m, torch.ones(64))
         return result
@@ -307,7 +308,7 @@ def test_a_mirrored_stage_draws_what_it_would_draw_elsewhere() -> None:
     def work(key: str, m: int) -> Tensor:
         def inner(transport: LocalTransport) -> Tensor:
             worker = worker_of(transport, num_micro_batches=2, num_replicas=2)
-            worker.stages = {key: Dropping(0.5)}
+            worker.stages = Stages({key: Dropping(0.5)})
             worker.begin({}, training=True)
             result: Tensor = worker.run(key, m, torch.ones(64))
             return result

@@ -16,12 +16,12 @@ from types import CodeType, FrameType, TracebackType
 
 import torch
 
-import gemsc
 from gemsc.errors import SourceLocation
 
 __all__ = ["UserLine", "failing_line", "is_user_file", "user_line"]
 
-_SKIPPED = tuple(str(Path(str(m.__file__)).parent) + "/" for m in (torch, gemsc))
+_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # torch, gemsc
+_SKIPPED = tuple(f"{folder}/" for folder in _FOLDERS)
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _Span = tuple[int | None, int | None, int | None, int | None]
 

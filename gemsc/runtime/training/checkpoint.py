@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -32,9 +32,7 @@ from gemsc.runtime.training.manifest import (
     facts_of,
     make_latest,
 )
-
-if TYPE_CHECKING:
-    from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker.worker import Worker
 
 __all__ = ["resume", "save"]
 
@@ -44,16 +42,16 @@ NEEDED = {"steps", "parameters", "buffers", "gradients", "kinds", "states"}
 # -------------------------------------------------------------------- saving
 
 
-def save(trainer: Trainer, directory: Path) -> None:
+def save(worker: Worker, directory: Path) -> None:
     """Write a checkpoint of all ranks: see `Trainer.save`."""
-    transport, step = trainer.transport, trainer.worker.steps_done
+    transport, step = worker.link.transport, worker.steps_done
     beside = directory
     with _told(directory, step):
         if transport.rank == 0:
             beside = clear_space(directory, step)
     beside = Path(str(transport.broadcast_object(str(beside))))
     with _told(directory, step):
-        name, facts = _write_part(trainer, beside)
+        name, facts = _write_part(worker, beside)
     parts = transport.all_gather_object((step, name, facts))
     with _told(directory, step):
         if transport.rank == 0:
@@ -74,16 +72,16 @@ def _told(directory: Path, step: int) -> Iterator[None]:
         ) from error
 
 
-def _write_part(trainer: Trainer, folder: Path) -> tuple[str, Facts]:
+def _write_part(worker: Worker, folder: Path) -> tuple[str, Facts]:
     """Write what this rank has; return the name and the facts of the file that stays.
 
     The rank's part of the model is joined with the others'.
     """
-    rank = trainer.transport.rank
-    first = trainer.worker.tile == 0  # the other tiles of a grid have the same
-    write_tensors(_part(folder, rank), trainer.state_dict() if first else {})
+    rank = worker.link.transport.rank
+    first = worker.tile == 0  # the other tiles of a grid have the same
+    write_tensors(_part(folder, rank), worker.stages.state_dict() if first else {})
     path = folder / _progress_name(rank)
-    torch.save(_progress(trainer), path)
+    torch.save(_progress(worker), path)
     sync(path)
     return path.name, facts_of(path)
 
@@ -96,24 +94,22 @@ def _progress_name(rank: int) -> str:
     return f"optimizer-rank{rank}.pt"
 
 
-def _stateful(trainer: Trainer) -> dict[str, Any]:
+def _stateful(worker: Worker) -> dict[str, Any]:
     """Return what there is of an optimizer and a scheduler."""
-    worker = trainer.worker
     parts = {"optimizer": worker.optimizer, "scheduler": worker.scheduler}
     return {key: part for key, part in parts.items() if part is not None}
 
 
-def _progress(trainer: Trainer) -> dict[str, Any]:
+def _progress(worker: Worker) -> dict[str, Any]:
     """Return what this rank needs to go on, besides the model."""
-    worker = trainer.worker
-    named = worker.named_parameters()
-    stateful = _stateful(trainer)
+    named = worker.stages.parameters
+    stateful = _stateful(worker)
     return {
         "steps": worker.steps_done,
         "parameters": list(named),
         "buffers": {
             name: tensor
-            for name, tensor in trainer.all_tensors().items()
+            for name, tensor in worker.stages.tensors().items()
             if name not in named or name.startswith(NOT_OF_THE_MODEL)
         },
         "gradients": {n: p.grad for n, p in named.items() if p.grad is not None},
@@ -148,24 +144,26 @@ def _join_parts(
 # ------------------------------------------------------------------ resuming
 
 
-def resume(trainer: Trainer, directory: Path) -> None:
-    """Take what `save` wrote, once all of it was checked: see `Trainer.resume`."""
-    transport = trainer.transport
-    found: _Found | GemscError
+def resume(worker: Worker, directory: Path) -> None:
+    """Take what `save` wrote, once it fits on all ranks: see `Trainer.resume`."""
+    transport = worker.link.transport
+    before = {key: part.state_dict() for key, part in _stateful(worker).items()}
+    found, problem = None, None
     try:
-        found = _read(trainer, directory)
+        found = _read(worker, directory)
+        _load_states(worker, found.progress.get("states", {}))
     except GemscError as error:
-        found = error
-    problem = found if isinstance(found, GemscError) else None
+        problem = error
     for theirs in transport.all_gather_object(problem):  # perhaps of another rank
         if isinstance(theirs, GemscError):
+            _load_states(worker, before)
             raise theirs
-    assert not isinstance(found, GemscError)
+    assert found is not None
     with torch.no_grad():
         for tensor, value in found.weights:
             tensor.copy_(value)
-    if found.progress is not None:
-        _take_progress(trainer, found.progress)
+    if found.progress:
+        _take_progress(worker, found.progress)
 
 
 @dataclass(frozen=True)
@@ -173,24 +171,24 @@ class _Found:
     """What fits this rank: tensors, each with what it shall become, and the rest."""
 
     weights: list[tuple[Tensor, Tensor]]
-    progress: dict[str, Any] | None
+    progress: dict[str, Any]
 
 
-def _read(trainer: Trainer, directory: Path) -> _Found:
-    transport = trainer.transport
+def _read(worker: Worker, directory: Path) -> _Found:
+    transport = worker.link.transport
     folder, manifest = check_checkpoint(directory, transport.size)
     if manifest is None:
-        return _Found(_read_weights(trainer, folder), None)
+        return _Found(_read_weights(worker, folder), {})
     check_digests(folder, manifest, transport.rank, transport.size)
-    progress = _read_progress(trainer, folder, manifest.step)
-    return _Found(_read_weights(trainer, folder), progress)
+    progress = _read_progress(worker, folder, manifest.step)
+    return _Found(_read_weights(worker, folder), progress)
 
 
-def _read_weights(trainer: Trainer, folder: Path) -> list[tuple[Tensor, Tensor]]:
+def _read_weights(worker: Worker, folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's tensors, each with what it shall become."""
     whole = read_tensors(folder / MODEL)
     pairs = []
-    for stage in trainer.stages.values():
+    for stage in worker.stages.values():
         needed = stage.state_dict().keys()
         for name, tensor in stage_tensors(stage).items():
             if name in whole:
@@ -212,11 +210,11 @@ def _fitting(value: Tensor, target: Tensor, name: str, folder: Path) -> Tensor:
     return value
 
 
-def _read_progress(trainer: Trainer, folder: Path, step: int) -> dict[str, Any]:
+def _read_progress(worker: Worker, folder: Path, step: int) -> dict[str, Any]:
     """Read what this rank needs besides the model; make sure that it fits."""
-    path = folder / _progress_name(trainer.transport.rank)
+    path = folder / _progress_name(worker.link.transport.rank)
     try:
-        found = torch.load(path, weights_only=True, map_location=trainer.device)
+        found = torch.load(path, weights_only=True, map_location=worker.device)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         found = str(error).split("\n")[0]
     if not isinstance(found, dict) or found.keys() != NEEDED:
@@ -226,12 +224,12 @@ def _read_progress(trainer: Trainer, folder: Path, step: int) -> dict[str, Any]:
             f"{path} is of step {found['steps']}, the checkpoint of step {step}",
             help="use another checkpoint",
         )
-    if found["parameters"] != list(trainer.worker.named_parameters()):
+    if found["parameters"] != list(worker.stages.parameters):
         raise GemscError(
             f"{folder} was saved with another split of the model",
             help=f"compile with that split, {WEIGHTS_ALONE}",
         )
-    for key, part in _stateful(trainer).items():
+    for key, part in _stateful(worker).items():
         before, now = found["kinds"].get(key), type(part).__name__
         if before not in (None, now):
             raise GemscError(
@@ -241,21 +239,23 @@ def _read_progress(trainer: Trainer, folder: Path, step: int) -> dict[str, Any]:
     return found
 
 
-def _take_progress(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    worker = trainer.worker
-    worker.steps_done = state["steps"]
-    tensors, named = trainer.all_tensors(), worker.named_parameters()
-    for name, buffer in state["buffers"].items():
-        tensors[name].copy_(buffer)
-    for name, gradient in state["gradients"].items():
-        named[name].grad = gradient
-    for key, part in _stateful(trainer).items():
-        if key not in state["states"]:
+def _load_states(worker: Worker, states: Mapping[str, Any]) -> None:
+    for key, part in _stateful(worker).items():
+        if key not in states:
             continue
         try:
-            part.load_state_dict(state["states"][key])
+            part.load_state_dict(states[key])
         except (ValueError, KeyError, TypeError) as error:
             raise GemscError(
                 f"the state of the {key} does not fit {type(part).__name__}: {error}",
                 help=f"create it as in the run that was saved, {WEIGHTS_ALONE}",
             ) from error
+
+
+def _take_progress(worker: Worker, state: Mapping[str, Any]) -> None:
+    worker.steps_done = state["steps"]
+    tensors, named = worker.stages.tensors(), worker.stages.parameters
+    for name, buffer in state["buffers"].items():
+        tensors[name].copy_(buffer)
+    for name, gradient in state["gradients"].items():
+        named[name].grad = gradient

@@ -229,7 +229,7 @@ class _Training:
         Raises:
             GemscError: a trained parameter of any rank is not finite.
         """
-        named = self.trainer.worker.named_parameters().items()
+        named = self.trainer.stages.parameters.items()
         wrong = [n for n, p in named if p.requires_grad and not p.isfinite().all()]
         everyone: list[Any] = self.transport.all_gather_object(wrong)
         if names := [name for theirs in everyone for name in theirs]:

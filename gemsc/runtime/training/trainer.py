@@ -14,13 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import cast_module
-from gemsc.base.weights import (
-    NOT_OF_THE_MODEL,
-    fill,
-    read_tensors,
-    stage_tensors,
-)
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import Window
@@ -32,6 +25,7 @@ from gemsc.runtime.transport.link import Link
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.total import total
 from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 
 __all__ = [
@@ -92,11 +86,14 @@ class Trainer:
         check_dtype(plan, dtype)
         ranks = plan.copy_ranks
         self.module = load_rank_module(directory, transport.rank % ranks)
-        stages = {key: self._build(key, dtype) for key in self.module.STAGES}
-        _tie(stages)
+        self.stages = Stages()
+        for key, kind in self.module.STAGES.items():
+            index = key.removeprefix("stage").split("_")[0]
+            weights = directory / "weights" / f"stage{index}.safetensors"
+            self.stages.add(key, kind, weights, self.device, dtype)
         self.worker = Worker(
             Link(transport, streams),
-            stages,
+            self.stages,
             self.module.INPUTS,
             self.module.NUM_MICRO_BATCHES,
             num_replicas=self.module.NUM_REPLICAS,
@@ -118,21 +115,6 @@ class Trainer:
             self.worker.optimizer = _make_optimizer(optimizer, self.worker)
             if scheduler is not None and self.worker.optimizer is not None:
                 self.worker.scheduler = scheduler(self.worker.optimizer)
-
-    def _build(self, key: str, dtype: torch.dtype | None) -> nn.Module:
-        with torch.device("meta"):
-            stage: nn.Module = self.module.STAGES[key]()
-        index = key.removeprefix("stage").split("_")[0]
-        path = self.directory / "weights" / f"stage{index}.safetensors"
-        fill(stage, read_tensors(path), self.device)
-        if dtype is not None:
-            cast_module(stage, dtype, getattr(type(stage), "keeps_dtype", ()))
-        return stage
-
-    @property
-    def stages(self) -> dict[str, nn.Module]:
-        """The stages of this rank, by name."""
-        return self.worker.stages
 
     def step(
         self, input: Any, target: Any = None, *, window: Window | None = None
@@ -157,7 +139,7 @@ class Trainer:
         worker = self.worker
         sources = {"input": as_structure(input), "target": target}
         worker.begin(worker.bind_batch(sources, window), training=True)
-        self._set_mode(training=True)
+        self.stages.set_mode(training=True)
         self.module.train_step(worker)
         mean = self._mean_loss()
         worker.end()
@@ -170,7 +152,7 @@ class Trainer:
         worker = self.worker
         sources = {"input": as_structure(input), "target": target}
         worker.begin(worker.bind_batch(sources, window), training=False)
-        self._set_mode(training=False)
+        self.stages.set_mode(training=False)
         self.module.eval_step(worker)
         results = worker.results
         losses = [loss for loss, _ in results if loss is not None]
@@ -186,19 +168,7 @@ class Trainer:
 
         Those of the loss, and constants, are left out: the user's model has none.
         """
-        return {
-            name: tensor.detach()
-            for stage in self.stages.values()
-            for name, tensor in stage.state_dict().items()
-            if not name.startswith(NOT_OF_THE_MODEL)
-        }
-
-    def all_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of the stages, non-persistent buffers included."""
-        tensors: dict[str, Tensor] = {}
-        for stage in self.stages.values():
-            tensors.update(stage_tensors(stage))
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        return self.stages.state_dict()
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint; all ranks call this after the same step.
@@ -208,7 +178,7 @@ class Trainer:
         it, and `latest`, all that `resume` needs. An older checkpoint stays complete
         until the new one is.
         """
-        checkpoint.save(self, directory)
+        checkpoint.save(self.worker, directory)
 
     def resume(self, directory: Path) -> None:
         """Continue from what `save` wrote; a folder of weights alone sets the weights.
@@ -217,12 +187,7 @@ class Trainer:
             GemscError: the folder holds no checkpoint of this program, or a damaged
                 one; nothing was changed.
         """
-        checkpoint.resume(self, directory)
-
-    def _set_mode(self, *, training: bool) -> None:
-        for stage in self.stages.values():
-            if stage.training != training:
-                stage.train(training)
+        checkpoint.resume(self.worker, directory)
 
     def _mean_loss(self) -> float:
         """Return the mean loss; sends that wait for their data start meanwhile."""
@@ -250,20 +215,6 @@ def load_rank_module(directory: Path, rank: int) -> ModuleType:
     return module
 
 
-def _tie(stages: Mapping[str, nn.Module]) -> None:
-    """Let stages of one rank that hold the same parameter share it.
-
-    That is so for tied parameters, and for two replicas of a stage on one rank.
-    """
-    known: dict[str, nn.Parameter] = {}
-    for stage in stages.values():
-        own = {id(p): known.setdefault(n, p) for n, p in stage.named_parameters()}
-        for module in stage.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = own[id(parameter)]
-
-
 def as_structure(value: Any) -> Any:
     """Return inputs as a tuple or dict: a lone tensor is the only positional input."""
     return value if isinstance(value, tuple | list | Mapping) else (value,)
@@ -272,7 +223,7 @@ def as_structure(value: Any) -> Any:
 def _make_optimizer(
     factory: OptimizerFactory | None, worker: Worker
 ) -> torch.optim.Optimizer | None:
-    named = worker.named_parameters()
+    named = worker.stages.parameters
     if not named:
         return None
     if factory is None:

@@ -57,7 +57,7 @@ def record_steps(
     rank = transport.rank
 
     def write_gradients() -> None:
-        named = trainer.worker.named_parameters()
+        named = trainer.stages.parameters
         gradients = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
         write_tensors(folder / f"gradients{rank}.safetensors", gradients)
         trainer.worker.before_update = None
@@ -66,7 +66,7 @@ def record_steps(
     meter = ActivationMeter(trainer.worker.own_tensors, trainer.worker.other_tensors)
     trainer.worker.meter = meter if measure else None
     losses = [trainer.step(input, target) for input, target in batches]
-    state = {name: as_real(tensor) for name, tensor in trainer.all_tensors().items()}
+    state = {name: as_real(tensor) for name, tensor in trainer.stages.tensors().items()}
     write_tensors(folder / f"state{rank}.safetensors", state)
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
     (folder / f"memory{rank}.json").write_text(

@@ -31,6 +31,7 @@ from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_b
 from gemsc.runtime.worker.clip import clip_gradients
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics
+from gemsc.runtime.worker.stages import Stages
 
 __all__ = ["Worker", "replica_of", "stage_of"]
 
@@ -50,7 +51,7 @@ class Worker:
     """One rank at work: a step at a time, with what its generated file asks for."""
 
     link: Link
-    stages: dict[str, nn.Module]
+    stages: Stages
     inputs: Mapping[str, Input]
     num_micro_batches: int  # of each replica
     num_replicas: int = 1
@@ -344,7 +345,7 @@ class Worker:
     def finish_reductions(self) -> None:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
         self.status.enter("gradient reduction")
-        named = self.named_parameters() if self._is_update else {}
+        named = self.stages.parameters if self._is_update else {}
         for name, group in self._groups.items():
             if name in named:
                 parameter = named[name]
@@ -374,7 +375,7 @@ class Worker:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        for parameter in self.named_parameters().values():
+        for parameter in self.stages.parameters.values():
             parameter.grad = None
 
     # -------------------------------------------------------- helpers
@@ -441,7 +442,7 @@ class Worker:
         clip_gradients(
             limit,
             own.values(),
-            self.named_parameters().values(),
+            self.stages.parameters.values(),
             self.link,
             self.link.transport.group(ranks, "norm"),
         )
@@ -471,18 +472,6 @@ class Worker:
         stages = self.stages.items()
         return {key for key, s in stages if getattr(s, "draws_random_numbers", False)}
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters under the user's names."""
-        return self._named_parameters
-
-    @cached_property
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        return {
-            name: parameter
-            for stage in self.stages.values()
-            for name, parameter in stage.named_parameters()
-        }
-
     def own_tensors(self) -> Iterator[Tensor]:
         """Yield the parameters and buffers of all stages, those of replicas too."""
         for stage in self.stages.values():
@@ -492,7 +481,7 @@ class Worker:
     def other_tensors(self) -> Iterator[Tensor]:
         """Yield all that this rank holds besides activations: for the meter."""
         yield from self.own_tensors()
-        for parameter in self.named_parameters().values():
+        for parameter in self.stages.parameters.values():
             if parameter.grad is not None:
                 yield parameter.grad
         if self.optimizer is not None:

@@ -1,0 +1,68 @@
+"""The stages of one rank: their modules, and the tensors in them by name."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gemsc.base.dtypes import cast_module
+from gemsc.base.weights import NOT_OF_THE_MODEL, fill, read_tensors, stage_tensors
+
+__all__ = ["Stages"]
+
+
+class Stages(dict[str, nn.Module]):
+    """The module of each run; stages that hold the same parameter share it."""
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters, those that replicas share once."""
+        return {n: p for each in self.values() for n, p in each.named_parameters()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors, non-persistent buffers included."""
+        found = {n: t for each in self.values() for n, t in stage_tensors(each).items()}
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the user's model has: no tensors of the loss, no constants."""
+        return {
+            name: tensor.detach()
+            for stage in self.values()
+            for name, tensor in stage.state_dict().items()
+            if not name.startswith(NOT_OF_THE_MODEL)
+        }
+
+    def set_mode(self, *, training: bool) -> None:
+        """Switch all stages to training or evaluation, unless they are there."""
+        for stage in self.values():
+            if stage.training != training:
+                stage.train(training)
+
+    def add(
+        self,
+        key: str,
+        kind: type[nn.Module],
+        weights: Path,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Build a stage, give it its weights, and tie it to the other ones.
+
+        Tied are parameters that the model shares, and two replicas of a stage.
+        """
+        known = {n: p for each in self.values() for n, p in each.named_parameters()}
+        with torch.device("meta"):
+            stage = kind()
+        fill(stage, read_tensors(weights), device)
+        if dtype is not None:
+            cast_module(stage, dtype, getattr(kind, "keeps_dtype", ()))
+        own = {id(p): known.get(n, p) for n, p in stage.named_parameters()}
+        for module in stage.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = own[id(parameter)]
+        self[key] = stage
