@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from parity_support import options, traced
 from support import run_on_threads
-from test_parity import traced
 from torch import nn
 
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError
-from gemsc.options import AUTO, CompileOptions
+from gemsc.options import AUTO
 from gemsc.search.auto import assess, search
 from gemsc.search.candidates import alternatives
 from gemsc.search.grids import grids
 from gemsc.search.staging import Known
-
-
-def options(**choices: object) -> CompileOptions:
-    return CompileOptions(**choices)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def _default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(before)
 
 
 def test_grids_for_ranks_and_pictures() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import traced
+from parity_support import traced
 from torch import Tensor, nn
 
 from gemsc import CompileOptions

@@ -5,34 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_parity import (
-    FLOAT64,
-    _default_dtype,  # noqa: F401
-    worst_error,
-)
+from parity_support import FLOAT64, GRID_PLANS, options, worst_error
 from whole_tiles import WholeTiles
 
 from gemsc.options import CompileOptions
-
-
-def options(**choices: object) -> CompileOptions:
-    return CompileOptions(**choices)  # type: ignore[arg-type]
-
-
-PLANS = (
-    options(ranks=4, tiles="2x2", micro_batches=2),
-    options(ranks=2, tiles="2x1", micro_batches=3),
-    options(ranks=4, tiles="2x1", micro_batches=4, schedule="1f1b"),
-    options(ranks=6, tiles="3x1,2x1", micro_batches=3, schedule="gpipe"),
-    options(ranks=4, tiles="2x1,2x1", micro_batches=3),
-    options(ranks=4, tiles="2x1", schedule="mast"),
-    options(ranks=4, tiles="2x1", schedule="master", times=2),
-    options(ranks=4, tiles="2x1,2x1", schedule="chimera", micro_batches=4),
-    options(ranks=3, tiles="1x2", micro_batches=3, placement="folded"),
-    options(ranks=3, tiles="2x1", schedule="interleaved", micro_batches=4),
-    options(ranks=3, tiles="2x1", data=2, micro_batches=2),
-    options(ranks=3, tiles="2x1", data=2, schedule="master", times=2),
-)
 
 
 @pytest.fixture
@@ -41,7 +17,7 @@ def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_whole")
-@pytest.mark.parametrize("plan", PLANS[::2], ids=CompileOptions.command_line)
+@pytest.mark.parametrize("plan", GRID_PLANS[::2], ids=CompileOptions.command_line)
 def test_grids_that_compute_everything_on_each_tile(
     plan: CompileOptions, tmp_path: Path
 ) -> None:
@@ -49,10 +25,13 @@ def test_grids_that_compute_everything_on_each_tile(
 
 
 CASES = [
-    *(("unet", PLANS[index]) for index in (0, 4, 6, 8, 9, 11)),
-    *(("resnet18", plan) for plan in PLANS[::6]),
-    *(("densecnn", plan) for plan in PLANS[2::4]),
-    *(("tiled", plan) for plan in (*PLANS[:4], PLANS[5], PLANS[7], PLANS[10])),
+    *(("unet", GRID_PLANS[index]) for index in (0, 4, 6, 8, 9, 11)),
+    *(("resnet18", plan) for plan in GRID_PLANS[::6]),
+    *(("densecnn", plan) for plan in GRID_PLANS[2::4]),
+    *(
+        ("tiled", plan)
+        for plan in (*GRID_PLANS[:4], GRID_PLANS[5], GRID_PLANS[7], GRID_PLANS[10])
+    ),
     ("tiled", options(ranks=6, tiles="2x2,2x1", micro_batches=2, cuts=("fc",))),
     ("tiled", options(ranks=4, tiles="2x1,1x2", micro_batches=2, cuts=("around",))),
     ("tiled", options(ranks=6, tiles="3x2", micro_batches=2, fuse_halos="3")),

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS
+from parity_support import traced
 from rich.console import Console
 from schedule_support import proved
 from support import run_on_threads
-from test_parity import traced
 from torch import nn
 
 from gemsc import CompileOptions

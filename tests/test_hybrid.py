@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS
-from test_parity import lowered
+from parity_support import lowered
 
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions

@@ -11,9 +11,9 @@ import pytest
 import tifffile
 import torch
 from models import MODELS
+from parity_support import lowered
 from program_support import on_ranks
 from skimage import data
-from test_parity import lowered
 from torch import Tensor
 
 from gemsc.base.boxes import Box

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity_support import lowered, options, trained
 from random_networks import random_case
 from support import run_on_threads
-from test_grids import options
-from test_parity import lowered
-from test_recompute import trained
 
 import gemsc
 from gemsc.options import CompileOptions
@@ -62,8 +60,10 @@ def test_they_change_no_bit_and_free_what_was_predicted(
         assert record.losses == expected.losses
         leaner = program.plan
         assert fullest(leaner, record.activation_bytes) == leaner.activation_bytes
-        total = fullest(leaner, record.peak_bytes)
-        assert total == pytest.approx(leaner.peak_bytes, rel=0.08)  # with messages
+        peaks: object = leaner.peak_bytes
+        if leaner.replicas > 1:
+            peaks = pytest.approx(leaner.peak_bytes, rel=0.005)
+        assert fullest(leaner, record.peak_bytes) == peaks
         assert sum(leaner.activation_bytes) < sum(kept.plan.activation_bytes)
 
 

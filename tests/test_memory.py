@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
+from parity_support import traced
 from support import run_on_threads
-from test_parity import traced
 from torch import nn
 
 import gemsc

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import MODELS
-from test_parity import FLOAT32, FLOAT64, lowered, reference
+from parity_support import FLOAT32, FLOAT64, lowered, reference
 
 from gemsc.codegen.package import write_directory
 from gemsc.launch.launch import launch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_recompute import trained
+from parity_support import trained
 from torch import Tensor, nn
 
 from gemsc.options import CompileOptions

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from models import MODELS
+from parity_support import lowered, options, worst_error
 from program_support import on_ranks
 from random_networks import random_case
-from test_grids import options
-from test_parity import lowered, worst_error
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, nn
 

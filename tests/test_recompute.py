@@ -9,22 +9,21 @@ from typing import Any
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
-from models import MODELS
+from parity_support import lowered, traced, trained
 from program_support import Net, against_one_process, on_ranks, written
 from safetensors.torch import load_file
 from support import run_on_threads
-from test_parity import traced
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gemsc.codegen.package import write_directory
-from gemsc.compiler import CompiledProgram, lower
+from gemsc.compiler import lower
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.edited import EditedPlan
 from gemsc.runtime import recompute
-from gemsc.verify.steps import StepRecord, compare
+from gemsc.verify.steps import compare
 
 gemsc = pytest.fixture(gemsc_here)
 CHOICES = (
@@ -35,22 +34,6 @@ CHOICES = (
     CompileOptions(ranks=2, placement="folded", micro_batches=3),
 )
 MODULES = {"unet": "enter,down,up", "resnet18": "layer1,layer3", "encoder": "layers"}
-
-
-def compiled(name: str, options: CompileOptions, directory: Path) -> CompiledProgram:
-    program = lower(traced(name), options)
-    write_directory(program.compilation, directory)
-    return program
-
-
-def trained(
-    name: str, options: CompileOptions, directory: Path, dtype: torch.dtype
-) -> tuple[StepRecord, CompiledProgram]:
-    program = compiled(name, options, directory)
-    plan = program.plan
-    batch = MODELS[name].inputs(plan.data * plan.micro_batches, dtype)
-    record = run_on_threads(directory, plan.ranks, [batch] * 2, dtype=dtype)
-    return record, program
 
 
 @pytest.mark.parametrize("options", CHOICES, ids=CompileOptions.command_line)
@@ -245,7 +228,8 @@ def test_a_block_goes_by_its_own_name_before_that_of_its_module() -> None:
     ids=CompileOptions.command_line,
 )
 def test_an_edited_plan_keeps_them(options: CompileOptions, tmp_path: Path) -> None:
-    program = compiled("resnet18", options, tmp_path / "one")
+    program = lowered("resnet18", options)
+    write_directory(program.compilation, tmp_path / "one")
     edited = EditedPlan.read(tmp_path / "one" / "plan.toml")
     again = lower(traced("resnet18"), edited.options())
     assert again.compilation.program.segments == program.compilation.program.segments

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import MODELS
+from parity_support import lowered
 from program_support import on_ranks
-from test_parity import lowered
 from torch import Tensor
 
 from gemsc.base.boxes import Box

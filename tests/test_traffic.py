@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from models import MODELS
+from parity_support import lowered
 from program_support import Trainer, run_local
-from test_parity import lowered
 from torch import Tensor, device
 
 from gemsc.codegen.package import write_directory
