@@ -3,9 +3,8 @@
 python benchmarks/tile_cost.py [--quick] [--models "resnet20v2 512,unet 512"]
 
 One picture in a step; two ranks with half of it each, one thread for each rank. Halos
-are exchanged before every layer (`fuse off`), or one wide halo serves several layers:
-as many as is predicted to be best (`auto`), or up to so many. Their layers wait for
-them, or begin meanwhile (`overlap`). The groups run in turn; ratios are those of one
+are exchanged before every layer (`fuse 0`), or one wide halo serves up to so many. Their
+convolutions wait for them (`off`), or begin meanwhile (`on`). The groups run in turn; ratios are those of one
 round, to the two single processes of cpu_cost.py.
 """
 
@@ -18,7 +17,7 @@ from pathlib import Path
 from contenders import Round, compile_job
 from cpu_cost import HEADER, compared, rows
 
-HALOS = ("auto auto", "off off", "off on", "2 off", "4 off")  # fuse, overlap
+HALOS = ("0 on", "0 off", "2 on", "4 on")  # fuse, overlap
 
 
 def measure(
@@ -31,7 +30,7 @@ def measure(
                 "gemsc",
                 compile_job(
                     model, 2, 1, "gpipe", Path(name) / halos.replace(" ", "-"),
-                    tiles=(grid,), fuse_halos=fuse, overlap_halos=overlap,
+                    tiles=(grid,), fuse_halos=int(fuse), overlap_halos=overlap == "on",
                 ),
             )
             for halos in options.halos.split(",")
@@ -54,7 +53,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.quick:
-        options.models, options.halos = "unet", "off off"
+        options.models, options.halos = "unet", "0 on"
         options.rounds, options.steps, options.patience = 2, 1, 0
     print(HEADER, flush=True)
     for model in options.models.split(","):

@@ -49,11 +49,9 @@ class CompileOptions:
     on two. Each of the remaining ranks has one stage, as without tiles. There is one
     number for each spatial axis. "auto" takes the grid that is predicted to be fastest,
     or none. `local_batchnorm` lets each tile normalise by its own statistics, which is
-    not what the model does on one rank. `fuse_halos` ("auto", "off" or a number of
-    layers) sends one wider halo for several layers; "auto" does so where the link costs
-    more than recomputing the rows. `overlap_halos` ("auto", "off" or "on") computes the
-    inner part of a layer while its halo is on its way; "auto" does so where the link
-    takes longer than computing the layer in parts costs.
+    not what the model does on one rank. `fuse_halos` is the most layers
+    for which one wider halo is sent, which recompute the rows in between; 0 is none.
+    `overlap_halos` convolves a tile while its halo is on its way.
     """
 
     ranks: int = 2
@@ -75,8 +73,8 @@ class CompileOptions:
     check: bool = True
     tiles: tuple[str, ...] = ()
     local_batchnorm: bool = False
-    fuse_halos: str = "auto"
-    overlap_halos: str = "auto"
+    fuse_halos: int = 0
+    overlap_halos: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that no model could be compiled with.
@@ -159,28 +157,15 @@ class CompileOptions:
                 "--local-batchnorm has no effect without --tiles",
                 help="leave it out: without tiles BatchNorm sees whole images",
             )
-        self._check_halos()
-
-    def _check_halos(self) -> None:
-        if not self.tiles and (
-            self.overlap_halos == "on" or self.fuse_halos.isdecimal()
-        ):
-            given = f"--fuse-halos {self.fuse_halos}"
-            if self.overlap_halos == "on":
-                given = "--overlap-halos on"
+        if self.fuse_halos and not self.tiles:
             raise GemscError(
-                f"{given} has no effect without --tiles",
+                f"--fuse-halos {self.fuse_halos} has no effect without --tiles",
                 help="leave it out, or split images with --tiles 2x2",
             )
-        if self.fuse_halos not in ("auto", "off") and not self.fuse_halos.isdecimal():
+        if not 0 <= self.fuse_halos <= MOST:
             raise GemscError(
-                f"--fuse-halos {self.fuse_halos} is not auto, off or a number",
-                help="give the most layers that share one halo, or auto or off",
-            )
-        if self.overlap_halos not in ("auto", "off", "on"):
-            raise GemscError(
-                f"--overlap-halos {self.overlap_halos} is not auto, off or on",
-                help="give auto, off or on",
+                f"--fuse-halos is {self.fuse_halos}",
+                help="give the most layers that share one halo, or 0 for none",
             )
 
     def _check_counts(self) -> None:

@@ -42,7 +42,7 @@ def test_training_and_evaluation_may_want_other_halos_of_the_input(
     """Training has 2 rows beyond its own: both convolutions share one exchange."""
     model, x = TwoGraphs(window), torch.randn(2, 1, 12, 12)
     target = torch.zeros(2)
-    options = {"ranks": 4, "tiles": "2x2", "micro_batches": 1, "fuse_halos": "2"}
+    options = {"ranks": 4, "tiles": "2x2", "micro_batches": 1, "fuse_halos": 2}
     written(tmp_path, model, (x,), loss, target, **options)
     (expected,) = model.eval()(x)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from support import run_on_threads
 from torch import Tensor
 
 from gemsc.codegen.package import write_directory
-from gemsc.costs.hardware import Link, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
@@ -29,27 +27,19 @@ def programs(name: str, directory: Path, **choices: object) -> int:
     return program.plan.ranks
 
 
-def test_halos_are_fused_where_the_link_costs_more_than_the_work(
-    tmp_path: Path,
-) -> None:
-    hardware = read_hardware()
-
-    def exchanges(name: str, latency: float) -> int:
-        link = Link(latency=latency, bandwidth=1e15)
-        network = replace(hardware.network, intra=link, inter=link)
-        file = tmp_path / f"{name}.toml"
-        replace(hardware, network=network).write(file)
-        plan = options(ranks=2, tiles="2x1", micro_batches=1, hardware=str(file))
+def test_halos_are_fused_if_that_is_asked_for() -> None:
+    def exchanges(layers: int) -> int:
+        plan = options(ranks=2, tiles="2x1", micro_batches=1, fuse_halos=layers)
         (stage,) = lowered("unet", plan).plan.stages
         assert stage.unfused_exchanges == 17
         return stage.exchanges
 
-    assert exchanges("slow", 1.0) < 5
-    assert exchanges("quick", 1e-12) == 17
+    assert exchanges(9) < 5
+    assert exchanges(0) == CompileOptions().fuse_halos + 17 == 17
 
 
 def test_local_batchnorm_fuses_no_halos() -> None:
-    for how in ("3", "off"):
+    for how in (3, 0):
         plan = options(ranks=2, tiles="2x1", local_batchnorm=True, fuse_halos=how)
         (stage,) = lowered("unet", plan).plan.stages
         assert stage.exchanges == stage.unfused_exchanges == 17
@@ -172,10 +162,8 @@ def test_peaks_on_tiles_are_the_predicted_ones(
         ({"ranks": 4, "tiles": "2x"}, "'2x' is not a grid"),
         ({"ranks": 4, "tiles": "2x2x2"}, "needs 8 ranks"),
         ({"ranks": 4, "local_batchnorm": True}, "has no effect without --tiles"),
-        ({"ranks": 2, "overlap_halos": "on"}, "--overlap-halos on has no effect"),
-        ({"ranks": 2, "fuse_halos": "3"}, "--fuse-halos 3 has no effect"),
-        ({"ranks": 4, "tiles": "2x2", "fuse_halos": "no"}, "--fuse-halos no"),
-        ({"ranks": 4, "tiles": "2x2", "overlap_halos": "1"}, "--overlap-halos 1"),
+        ({"ranks": 2, "fuse_halos": 3}, "--fuse-halos 3 has no effect"),
+        ({"ranks": 4, "tiles": "2x2", "fuse_halos": -1}, "--fuse-halos is -1"),
     ],
 )
 def test_options_that_no_model_could_have(

@@ -34,10 +34,10 @@ CASES = [
     ),
     ("tiled", options(ranks=6, tiles="2x2,2x1", micro_batches=2, cuts=("fc",))),
     ("tiled", options(ranks=4, tiles="2x1,1x2", micro_batches=2, cuts=("around",))),
-    ("tiled", options(ranks=6, tiles="3x2", micro_batches=2, fuse_halos="3")),
-    ("unet", options(ranks=4, tiles="2x2", micro_batches=2, fuse_halos="3")),
-    ("resnet18", options(ranks=3, tiles="1x2", micro_batches=2, fuse_halos="2")),
-    ("resnet18", options(ranks=2, tiles="2x1", micro_batches=2, fuse_halos="off")),
+    ("tiled", options(ranks=6, tiles="3x2", micro_batches=2, fuse_halos=3)),
+    ("unet", options(ranks=4, tiles="2x2", micro_batches=2, fuse_halos=3)),
+    ("resnet18", options(ranks=3, tiles="1x2", micro_batches=2, fuse_halos=2)),
+    ("resnet18", options(ranks=2, tiles="2x1", micro_batches=2)),
 ]
 
 

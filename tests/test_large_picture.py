@@ -69,7 +69,7 @@ class Crops:
 def test_crops_of_it_train_as_if_each_rank_had_read_all(
     picture: np.ndarray, tmp_path: Path
 ) -> None:
-    plan = CompileOptions(ranks=2, tiles=("2x1",), fuse_halos="off", micro_batches=2)
+    plan = CompileOptions(ranks=2, tiles=("2x1",), micro_batches=2)
     program = tmp_path / "program"
     write_directory(lowered("unet", plan).compilation, program)
     size = MODELS["unet"].inputs(1)[0][0].shape[2]

@@ -20,9 +20,9 @@ from gemsc.verify.steps import compare
 
 PLANS = (
     options(ranks=2, tiles="2x1", micro_batches=3),
-    options(ranks=4, tiles="2x2", micro_batches=2, overlap_halos="off"),
-    options(ranks=4, tiles="2x1", micro_batches=4, fuse_halos="3"),
-    options(ranks=4, tiles="2x1,1x2", micro_batches=2, overlap_halos="on"),
+    options(ranks=4, tiles="2x2", micro_batches=2, overlap_halos=False),
+    options(ranks=4, tiles="2x1", micro_batches=4, fuse_halos=3),
+    options(ranks=4, tiles="2x1,1x2", micro_batches=2),
     options(ranks=4, tiles="2x1", schedule="master", times=2),
     options(ranks=3, tiles="1x2", data=2, micro_batches=2),
 )

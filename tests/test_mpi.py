@@ -26,9 +26,7 @@ SAMPLE = [
     ("densecnn", CompileOptions(ranks=2, schedule="interleaved"), torch.float64),
     (
         "unet",
-        CompileOptions(
-            ranks=2, tiles="2x1", data=2, micro_batches=2, overlap_halos="on"
-        ),
+        CompileOptions(ranks=2, tiles="2x1", data=2, micro_batches=2),
         torch.float64,
     ),
     (

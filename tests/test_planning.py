@@ -256,9 +256,9 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
             "stage 0 has no block 'second'",
         ),
         (
-            lambda t: t.replace('overlap_halos = "auto"', 'overlap_halos = "maybe"'),
-            'overlap_halos = "maybe"',
-            "--overlap-halos maybe is not auto, off or on",
+            lambda t: t.replace("fuse_halos = 0", "fuse_halos = -1"),
+            "fuse_halos = -1",
+            "--fuse-halos is -1",
         ),
         (
             lambda t: t.replace('placement = "linear"', 'placement = "sidewise"'),

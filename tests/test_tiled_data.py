@@ -41,7 +41,7 @@ class Parts:
 def test_ranks_that_read_their_parts_train_like_those_that_read_all(
     name: str, tmp_path: Path
 ) -> None:
-    plan = CompileOptions(ranks=5, tiles=("2x2",), micro_batches=2, fuse_halos="off")
+    plan = CompileOptions(ranks=5, tiles=("2x2",), micro_batches=2)
     write_directory(lowered(name, plan).compilation, tmp_path)
     (inputs,), targets = MODELS[name].inputs(2)
     size = inputs.shape[2]

@@ -22,7 +22,6 @@ from gemsc.ir.tile_ops import on_grid
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import overlap
-from gemsc.passes.spatial.fusing import Limit
 from gemsc.passes.split_tiles import SplitTiles, find_halos
 from gemsc.runtime.tiles.grid import Grid, saved_in_parts
 from gemsc.runtime.transport.link import Link
@@ -134,7 +133,7 @@ def on_tiles(
     traced = record(model, inputs, loss=loss, target=target)
     program = one_stage(run_passes(traced, (Canonicalize(),)))
     count = prod(grid)
-    halos = find_halos(program, (grid,), Limit(fuse) if fuse else None)
+    halos = find_halos(program, (grid,), fuse)
     passes = [SplitTiles((grid,), tile, halos=halos) for tile in range(count)]
     programs = [
         run_passes(program, (step,)) if facts else step.lower(program)

@@ -203,11 +203,13 @@ FLAGS = {
         default=DEFAULTS.local_batchnorm,
     ),
     "fuse_halos": _Flag(
-        help="layers that share one wide halo: auto, off or a number",
+        kind=int,
+        help="most layers that share one wide halo; 0: none do",
         default=DEFAULTS.fuse_halos,
     ),
     "overlap_halos": _Flag(
-        help="compute a layer's inner part while its halo travels: auto, off or on",
+        kind=bool,
+        help="convolve a tile while its halo travels",
         default=DEFAULTS.overlap_halos,
     ),
 }

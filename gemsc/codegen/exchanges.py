@@ -76,7 +76,7 @@ def note_of(node: fx.Node, tile: int | None) -> str:
     if not is_exchange(node):
         return ""
     if is_overlapped(node):
-        return f"{_part_of(node, tile)}, on its way while the inner part is computed"
+        return f"{_part_of(node, tile)}, on its way meanwhile"
     return _part_of(node, tile)
 
 

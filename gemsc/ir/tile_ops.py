@@ -24,7 +24,6 @@ from gemsc.runtime.tiles.grid import (
     kept_of,
     reach,
     rows_read,
-    split,
     taps,
     told_of_sums,
 )
@@ -57,7 +56,6 @@ __all__ = [
     "resize",
     "rows_read",
     "softmax",
-    "split",
     "std",
     "told_of_sums",
     "var",

@@ -1,4 +1,4 @@
-"""Overlap halos: let tiles compute the inner part of a layer while its halo travels.
+"""Overlap halos: let tiles compute a convolution while its halo travels.
 
 Example, on a tile:
     %halo = redistribute(%x, Exchange(...))             # before
@@ -9,112 +9,48 @@ Example, on a tile:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx, nn
 
-from gemsc.costs.hardware import Device, Link, read_hardware
+from gemsc.costs.hardware import Device
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of, is_exchange, is_overlapped
+from gemsc.ir.flow import exchange_of, is_exchange
 from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
-from gemsc.ir.tile_ops import TileLayer, reach, split
+from gemsc.ir.tile_ops import TileLayer, reach
 from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
-from gemsc.planner.tiles import inner_share, traffic_of
 
-__all__ = ["OverlapHalos", "overlap", "overlapped_layers"]
-
-WINDOWS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-)
-SPLIT_SHARE = 0.25  # more time of an operator in parts, on one core: 25 to 40 %
+__all__ = ["OverlapHalos", "overlap"]
 
 
 @dataclass(frozen=True)
 class OverlapHalos(Pass):
-    """Choose the layers whose halo travels while their inner part is computed.
+    """Convolve a tile while its halo travels, where the result has the tile's size.
 
-    `layers` are taken as they are, where that is possible, and all with `everywhere`;
-    otherwise the seconds decide:
-
-        hidden: the exchange or the inner part, whichever is shorter, in each direction
-        extra:  the parts and putting them together, less the layer on the whole halo
-                and the copy of the tile with its halo
-
-    by the device and by `links`, one for each stage that is split. A convolution that
-    keeps the size is computed as a whole, without that copy: there, `extra` is mostly
-    less than nothing. A core's model knows no loss for thin parts: of other layers it
-    is 25 % of the layer at least.
+    So no copy of the tile with its halo is made either: see
+    `gemsc.runtime.tiles.convolution`.
     """
 
     name: ClassVar[str] = "overlap-halos"
     requires: ClassVar[tuple[str, ...]] = ("stages",)
 
-    layers: frozenset[str] | None = None
-    everywhere: bool = False
-    links: tuple[tuple[int, Link], ...] = ()
     device: Device | None = None
     training: bool = True
 
     def apply(self, program: Program) -> Program:
         """Return the program in which these layers get their halo on the way."""
-        found = _candidates(program)
-        if found and self.layers is None and not self.everywhere:
-            return self._where_it_pays(program, found)
-        layers = found if self.layers is None else self.layers & found.keys()
-        return self._annotated(overlap(program, layers)) if layers else program
-
-    def _annotated(self, program: Program) -> Program:
-        annotate(program, device=self.device, training=self.training)
-        return program
-
-    def _where_it_pays(self, program: Program, found: Mapping[str, fx.Node]) -> Program:
-        """Return the program in which layers overlap that are predicted to gain."""
-        device = self.device or read_hardware().device
-        links = dict(self.links)
-        hidden = {}
-        for stage in program.require_stages():
-            for path, node in found.items():
-                if node in stage.nodes and stage.index in links:
-                    hidden[path] = _hidden(node, links[stage.index])
-        tried = self._annotated(overlap(program, hidden))
-        worth = set()
-        for node in tried.compute_nodes:
-            if is_overlapped(node):
-                path = str(node.target)
-                halo, layer = found[path].args[0], found[path]
-                assert isinstance(halo, fx.Node)
-                extra = _seconds(node) - _seconds(layer) - _seconds(halo)
-                if not device.half_flops and not _is_whole(program, layer, halo):
-                    extra = max(extra, SPLIT_SHARE * _seconds(layer))
-                if hidden[path] > extra:
-                    worth.add(path)
-        if len(worth) == len(hidden):
-            return tried
-        return self._annotated(overlap(program, worth)) if worth else program
+        changed = overlap(program)
+        annotate(changed, device=self.device, training=self.training)
+        return changed
 
 
-def overlapped_layers(program: Program) -> tuple[str, ...]:
-    """Return the layers whose halo travels while their inner part is computed."""
-    return tuple(str(n.target) for n in program.compute_nodes if is_overlapped(n))
-
-
-def overlap(program: Program, layers: Collection[str] | None = None) -> Program:
-    """Return the program in which layers, None for all that can, overlap; no facts."""
-    found = _candidates(program)
-    chosen = {node for path, node in found.items() if layers is None or path in layers}
+def overlap(program: Program) -> Program:
+    """Return the program in which the layers that can overlap; without facts."""
+    chosen = set(_candidates(program))
     gone = {node.args[0] for node in chosen}
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -140,11 +76,11 @@ def overlap(program: Program, layers: Collection[str] | None = None) -> Program:
     return changed
 
 
-def _candidates(program: Program) -> dict[str, fx.Node]:
-    """Return the calls of layers with an exchange of their own, by path."""
+def _candidates(program: Program) -> list[fx.Node]:
+    """Return the calls of convolutions that have an exchange of their own."""
     calls = Counter(n.target for n in program.graph.nodes if n.op == "call_module")
     outputs = set(program.outputs)
-    found = {}
+    found = []
     for stage in program.require_stages():
         inside = set(stage.nodes)
         for halo in filter(is_exchange, stage.nodes):
@@ -155,49 +91,17 @@ def _candidates(program: Program) -> dict[str, fx.Node]:
                 continue
             alone = calls[user.target] == 1 and user.args == (halo,)
             layer = program.module.get_submodule(str(user.target))
-            if alone and not user.kwargs and _can_be_split(layer, halo):
-                found[str(user.target)] = user
+            if alone and not user.kwargs and _can_overlap(layer, halo):
+                found.append(user)
     return found
 
 
-def _can_be_split(layer: nn.Module, halo: fx.Node) -> bool:
-    """Whether a layer is a window that can be moved over parts of its input."""
-    if type(layer) not in WINDOWS:
-        return False
-    if getattr(layer, "ceil_mode", False) or getattr(layer, "return_indices", False):
-        return False
+def _can_overlap(layer: nn.Module, halo: fx.Node) -> bool:
+    """Whether the layer is a convolution that keeps the size, on every tile."""
     if getattr(layer, "padding_mode", "zeros") != "zeros":
         return False
     exchange = exchange_of(halo)
-    views = [exchange.seen_from(tile) for tile in range(len(exchange.held))]
-    if exchange.is_local or exchange.wraps or not all(view.own for view in views):
+    if exchange.is_local or exchange.wraps:
         return False
-    return any(
-        reach(layer, view) or split(layer, view).inner is not None for view in views
-    )
-
-
-def _is_whole(program: Program, node: fx.Node, halo: fx.Node) -> bool:
-    """Whether the layer is computed as a whole while its halo travels."""
-    exchange = exchange_of(halo)
-    layer = program.module.get_submodule(str(node.target))
     views = map(exchange.seen_from, range(len(exchange.held)))
     return all(reach(layer, view) for view in views)
-
-
-def _hidden(node: fx.Node, link: Link) -> float:
-    """Return the seconds of an exchange that the inner part can hide, both ways."""
-    halo = node.args[0]
-    assert isinstance(halo, fx.Node)
-    traffic = traffic_of(halo)
-    share = inner_share(halo)
-    seconds, facts = link.seconds(traffic.most_bytes), meta.facts(node)
-    total = min(seconds, share * facts.forward_seconds)
-    if traffic.gradient:
-        total += min(seconds, share * facts.backward_seconds)
-    return total
-
-
-def _seconds(node: fx.Node) -> float:
-    facts = meta.facts(node)
-    return facts.forward_seconds + facts.backward_seconds

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 
 from torch import fx
 
-from gemsc.costs.hardware import Device, Link, read_hardware
+from gemsc.costs.hardware import Device, read_hardware
 from gemsc.errors import InternalError
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
@@ -27,9 +26,8 @@ from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
 from gemsc.passes.manager import Observer, run_passes
 from gemsc.passes.mark_segments import MarkSegments
-from gemsc.passes.overlap_halos import OverlapHalos, overlapped_layers
+from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.place_stages import PlaceStages
-from gemsc.passes.spatial.fusing import Limit
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.split_tiles import SplitTiles, find_halos
 from gemsc.planner.layout import Layout
@@ -95,55 +93,15 @@ def evaluation_passes(training: Program, *, twins: bool) -> tuple[Pass, ...]:
 def choose_halos(program: Program, options: CompileOptions) -> Halos:
     """Return which values tiles have with a halo: inputs, and by `--fuse-halos`.
 
-    The slowest link between two tiles of a stage decides for `auto`. With
-    `--local-batchnorm` none are fused: rows that are computed twice would count twice.
+    With `--local-batchnorm` none are fused: rows that are computed twice would count
+    twice.
     """
     placement = program.placement
     assert placement is not None
-    how = options.fuse_halos
     if placement.num_tiles == 1:
         return Halos()
-    if how == "off" or options.local_batchnorm:
-        limit = None
-    elif how == "auto":
-        limit = Limit(links=_links(program, options))
-    else:
-        limit = Limit(int(how))
-    return find_halos(program, placement.grids, limit)
-
-
-def _links(program: Program, options: CompileOptions) -> dict[int, Link]:
-    """Return the slowest link between two tiles of each stage that is split."""
-    placement = program.placement
-    assert placement is not None
-    network = read_hardware(options.hardware).network
-    links = {}
-    for stage, ranks in enumerate(placement.ranks[0]):
-        pairs = [network.link(a, b) for a, b in combinations(ranks, 2)]
-        if pairs:
-            links[stage] = Link(
-                latency=max(link.latency for link in pairs),
-                bandwidth=min(link.bandwidth for link in pairs),
-            )
-    return links
-
-
-def _overlaps(
-    program: Program, options: CompileOptions, decided: Program | None, *, trains: bool
-) -> tuple[Pass, ...]:
-    """Return the pass that lets halos travel during work, by `--overlap-halos`.
-
-    All tiles do as the first one does, and evaluation as training: as was `decided`.
-    """
-    if options.overlap_halos == "off":
-        return ()
-    device = read_hardware(options.hardware).device
-    if decided is not None:
-        layers = frozenset(overlapped_layers(decided))
-        return (OverlapHalos(layers, device=device, training=trains),)
-    links = tuple(_links(program, options).items())
-    everywhere = options.overlap_halos == "on"
-    return (OverlapHalos(everywhere=everywhere, links=links, device=device),)
+    layers = 0 if options.local_batchnorm else options.fuse_halos
+    return find_halos(program, placement.grids, layers)
 
 
 def tile_programs(
@@ -174,12 +132,13 @@ def tile_programs(
     device = read_hardware(options.hardware).device
     trains = training is None
     local = (LocalBatchnorm(trains, device),) if options.local_batchnorm else ()
+    overlaps = (OverlapHalos(device, trains),) if options.overlap_halos else ()
     found: list[Program] = []
     for tile in range(placement.num_tiles) if tiles is None else tiles:
         passes: tuple[Pass, ...] = (
             SplitTiles(placement.grids, tile, trains, device, halos),
             *local,
-            *_overlaps(program, options, training or first, trains=trains),
+            *overlaps,
             comms,
         )
         watch = after_each if tile == 0 else None  # the others differ in sizes only

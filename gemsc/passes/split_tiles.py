@@ -23,7 +23,7 @@ from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import num_tiles
-from gemsc.passes.spatial.fusing import Limit, choose
+from gemsc.passes.spatial.fusing import choose
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower
@@ -87,20 +87,20 @@ class SplitTiles(Pass):
 
 
 def find_halos(
-    program: Program, grids: tuple[tuple[int, ...], ...], limit: Limit | None = None
+    program: Program, grids: tuple[tuple[int, ...], ...], layers: int = 0
 ) -> Halos:
     """Return what tiles have beyond their own parts, the same for all tiles.
 
-    Inputs come with the halo that their users want. No other halos are fused without
-    a limit.
+    Inputs come with the halo that their users want. Of other exchanges one serves up
+    to so many layers; 0: each layer has its own.
     """
     probe = _probe(program)
     low = Lowering(program, grids, 0, probe, lower)
     done = low.run()
     halos = Halos()
-    if limit is not None:
+    if layers:
         unfused = _traffic(done) if program.placement else {}
-        halos = replace(choose(low, program.require_stages(), limit), unfused=unfused)
+        halos = replace(choose(low, program.require_stages(), layers), unfused=unfused)
         low = Lowering(program, grids, 0, probe, lower, halos=halos)
         low.run()
     return replace(halos, inputs=low.inputs.wide_inputs())

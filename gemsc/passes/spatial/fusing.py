@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf, prod
 from operator import getitem
 
 from torch import Tensor, fx
 
-from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
-from gemsc.costs.hardware import Link
+from gemsc.base.boxes import Box, everything, hull, intersection
 from gemsc.ir import meta
 from gemsc.ir.program import Stage
 from gemsc.passes.spatial.calls import describe
@@ -30,7 +28,7 @@ from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import RULES
 from gemsc.passes.spatial.values import covers
 
-__all__ = ["Limit", "choose"]
+__all__ = ["choose"]
 
 Boxes = tuple[Box, ...]
 Wishes = dict[fx.Node, tuple[Boxes, ...]]  # by user: what it wants, with a halo
@@ -57,27 +55,10 @@ WIDE_KINDS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How far to go: `layers` to one exchange at most, and only what pays off.
-
-    With links, one for each stage that is split, the seconds of one step decide, of
-    forward and backward, on the tile that has most:
-
-        each exchange:   2 (latency + bytes received / bandwidth)
-        each value:      its predicted seconds, of the whole picture, times
-                         elements computed beyond the own part / elements of all
-
-    Without, whatever saves an exchange is done.
-    """
-
-    layers: float = inf
-    links: dict[int, Link] | None = None
-
-
-def choose(low: Lowering, stages: Iterable[Stage], limit: Limit) -> Halos:
+def choose(low: Lowering, stages: Iterable[Stage], layers: int) -> Halos:
     """Return what to compute beyond the own part; `low` has lowered the whole program.
 
+    One exchange serves so many layers at most; whatever saves an exchange is done.
     Values are tried in the order in which they are computed; each choice stays. Where a
     residual leads ever further back, as in bottlenecks, the exchanges of two layers
     become one of the last value before them through which everything goes.
@@ -86,7 +67,7 @@ def choose(low: Lowering, stages: Iterable[Stage], limit: Limit) -> Halos:
     fetched: dict[tuple[str, int], Boxes] = {}
     for stage in stages:
         if low.is_split(stage):
-            chains = _Chains(low, stage, limit)
+            chains = _Chains(low, stage, layers)
             chains.fuse()
             wide |= {node.name: chains.boxes[node] for node in chains.layers}
             fetched |= {(n.name, stage.index): b for n, b in chains.fetched().items()}
@@ -110,14 +91,13 @@ class _Chains:
     they come from. A value that is not and of which somebody wants a halo travels.
     """
 
-    def __init__(self, low: Lowering, stage: Stage, limit: Limit) -> None:
+    def __init__(self, low: Lowering, stage: Stage, layers: int) -> None:
         low.enter(stage)
         self._low = low
         self._wrapped: set[fx.Node] = set()  # an exchange of these is not saved
         self._known: dict[tuple[fx.Node, Boxes], dict[fx.Node, tuple[Boxes, ...]]] = {}
         self._stage = stage
-        self._layers = limit.layers
-        self._link = None if limit.links is None else limit.links[stage.index]
+        self._most = layers
         self._place = {node: place for place, node in enumerate(stage.nodes)}
         self.layers: dict[fx.Node, int] = {}
         self.boxes: dict[fx.Node, Boxes] = {}
@@ -156,9 +136,7 @@ class _Chains:
             return
         served = (self.layers.get(n, int(n in self._wishes)) for n in trial.begin)
         layers = len(nodes) + max(served, default=0)
-        if layers <= self._layers and (
-            self._link is None or self._seconds_more(nodes, trial, self._link) < 0
-        ):
+        if layers <= self._most:
             self.boxes |= trial.boxes
             self._wishes |= trial.wishes
             self.layers |= dict.fromkeys(trial.chain, layers)
@@ -255,28 +233,6 @@ class _Chains:
     def _own(self, node: fx.Node) -> Boxes:
         return self._low.owned(self._low.shape(node), self._low.axes(node))
 
-    def _seconds_more(self, nodes: list[fx.Node], trial: _Trial, link: Link) -> float:
-        """Return by what the step takes longer: see `Limit`."""
-        total = -sum(self._travel(node, self._wishes[node], link) for node in nodes)
-        for source in trial.begin - self.layers.keys():
-            if source.op != "placeholder":
-                total += self._travel(source, trial.wishes[source], link)
-                if source in self._wishes:
-                    total -= self._travel(source, self._wishes[source], link)
-        for value, boxes in trial.boxes.items():
-            facts = meta.facts(value)
-            seconds = facts.forward_seconds + facts.backward_seconds
-            own, before = self._own(value), self.boxes[value]
-            more = _most_beyond(own, boxes) - _most_beyond(own, before)
-            total += seconds * more / prod(self._low.shape(value))
-        return total
-
-    def _travel(self, node: fx.Node, wishes: Wishes, link: Link) -> float:
-        """Return the seconds of an exchange and of that of the gradients."""
-        size = meta.spec(node).dtype.itemsize
-        count = _most_beyond(self._own(node), self._joined(node, wishes))
-        return 2 * link.seconds(size * count)
-
 
 def _cuts(stage: Stage) -> set[fx.Node]:
     """Return the values alone of which all that follows in the stage is made."""
@@ -288,11 +244,3 @@ def _cuts(stage: Stage) -> set[fx.Node]:
             found.add(node)
         reach = max(reach, *(places.get(user, 0) for user in node.users), 0)
     return found
-
-
-def _most_beyond(own: Boxes, boxes: Boxes) -> int:
-    """Return the elements beyond the own part, of the tile that has most."""
-    return max(
-        prod(shape_of(box)) - prod(shape_of(mine))
-        for mine, box in zip(own, boxes, strict=True)
-    )

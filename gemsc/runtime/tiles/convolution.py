@@ -133,8 +133,8 @@ def _borders(
 class Crossing:
     """A convolution on a tile: its exchange with other tiles, and the way back.
 
-    `rows` are those of `reach`. Without a mailbox there are no messages, and shapes are
-    right. It is made once and serves every call.
+    Without a mailbox there are no messages, and shapes are right. It is made once and
+    serves every call.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class Crossing:
         view: View,
         exchange: Exchange,
         layer: nn.Module,
-        rows: tuple[int, ...],
     ) -> None:
         assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        rows = reach(layer, view)
         self.mailbox = mailbox
         self.view = view
         self.exchange = exchange

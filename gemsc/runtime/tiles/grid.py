@@ -19,10 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import shape_of
 from gemsc.messages.exchange import Exchange, View
-from gemsc.runtime.tiles.convolution import reach
+from gemsc.runtime.tiles.convolution import Crossing, reach
 from gemsc.runtime.tiles.layers import LayersOnTiles
 from gemsc.runtime.tiles.messages import TileMailbox
-from gemsc.runtime.tiles.overlap import overlapped, split
 from gemsc.runtime.tiles.saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tiles.windows import AxisWindows, Resize, rows_read, taps
 from gemsc.runtime.transport.link import Link
@@ -38,7 +37,6 @@ __all__ = [
     "reach",
     "rows_read",
     "saved_in_parts",
-    "split",
     "taps",
     "told_of_sums",
 ]
@@ -58,7 +56,7 @@ class Grid(LayersOnTiles):
         self._group: Group | None = None
         self._among: dict[tuple[int, ...], Grid] = {}
         self._mailbox = TileMailbox(link, ranks)
-        self._overlapped: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {}
+        self._overlapped: dict[tuple[int, int], Crossing] = {}
 
     @property
     def num_tiles(self) -> int:
@@ -82,12 +80,13 @@ class Grid(LayersOnTiles):
     def overlapped(self, value: Tensor, exchange: Exchange, layer: nn.Module) -> Tensor:
         """Return `layer(redistribute(value, exchange))`.
 
-        What needs the tile's own part only is computed while the rest is on its way.
+        The layer is a convolution; what needs the tile's own part only is computed
+        while the rest is on its way.
         """
         key = id(exchange), id(layer)
         if key not in self._overlapped:
             view = exchange.seen_from(self.tile)
-            self._overlapped[key] = overlapped(self._mailbox, view, exchange, layer)
+            self._overlapped[key] = Crossing(self._mailbox, view, exchange, layer)
         return self._overlapped[key](value)
 
     def all_reduce(self, value: Tensor, among: tuple[int, ...] = ()) -> Tensor:
@@ -209,7 +208,7 @@ class ShapeGrid(Grid):
     def overlapped(self, value: Tensor, exchange: Exchange, layer: nn.Module) -> Tensor:
         """Return a tensor of the result's shape."""
         view = exchange.seen_from(self.tile % len(exchange.wanted))
-        return overlapped(None, view, exchange, layer)(value)
+        return Crossing(None, view, exchange, layer)(value)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
