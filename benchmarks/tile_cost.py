@@ -3,9 +3,9 @@
 python benchmarks/tile_cost.py [--quick] [--models "resnet20v2 512,unet 512"]
 
 One picture in a step; two ranks with half of it each, one thread for each rank. Halos
-are exchanged before every layer (`fuse 0`), or one wide halo serves up to so many. Their
-convolutions wait for them (`off`), or begin meanwhile (`on`). The groups run in turn; ratios are those of one
-round, to the two single processes of cpu_cost.py.
+are exchanged before every layer (0), or one wide halo serves up to so many. Their
+convolutions wait for them (`off`), or begin meanwhile (`on`). The groups run in turn;
+ratios are those of one round, to the two single processes of cpu_cost.py.
 """
 
 from __future__ import annotations

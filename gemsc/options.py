@@ -157,15 +157,15 @@ class CompileOptions:
                 "--local-batchnorm has no effect without --tiles",
                 help="leave it out: without tiles BatchNorm sees whole images",
             )
-        if self.fuse_halos and not self.tiles:
-            raise GemscError(
-                f"--fuse-halos {self.fuse_halos} has no effect without --tiles",
-                help="leave it out, or split images with --tiles 2x2",
-            )
         if not 0 <= self.fuse_halos <= MOST:
             raise GemscError(
                 f"--fuse-halos is {self.fuse_halos}",
                 help="give the most layers that share one halo, or 0 for none",
+            )
+        if self.fuse_halos and not self.tiles:
+            raise GemscError(
+                f"--fuse-halos {self.fuse_halos} has no effect without --tiles",
+                help="leave it out, or split images with --tiles 2x2",
             )
 
     def _check_counts(self) -> None:

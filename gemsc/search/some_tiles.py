@@ -13,7 +13,7 @@ from gemsc.passes.pipeline import choose_halos, tile_programs
 __all__ = ["Splits", "fullest_tiles"]
 
 # of each cut into blocks and each placement of one replica, what the tiles run
-Splits = dict[tuple[tuple[int, ...], Placement, bool, str, str], tuple[Program, ...]]
+Splits = dict[tuple[tuple[int, ...], Placement, bool, int, bool], tuple[Program, ...]]
 
 
 def fullest_tiles(
