@@ -12,8 +12,7 @@ from gemsc.base.units import show_bytes, show_flops
 from gemsc.base.weights import write_tensors
 from gemsc.codegen.expressions import literal
 from gemsc.codegen.rank import write_rank
-from gemsc.codegen.rank_text import RankText, Run
-from gemsc.codegen.stage_text import StageText
+from gemsc.codegen.rank_text import RankText, Run, StageText
 from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.ir.flow import reductions, segments_of, value_names

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from gemsc.codegen.stage_text import StageText
-from gemsc.ir.flow import message_tag
-from gemsc.ir.program import Input, Program, Transfer
+from gemsc.ir.flow import StageFlow, message_tag
+from gemsc.ir.program import Input, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
 from gemsc.schedules.loops import Loop, Step
 
-__all__ = ["RankText", "Run"]
+__all__ = ["RankText", "Run", "Segments", "StageText"]
+
+
+Segments = tuple[tuple[Segment, tuple[fx.Node, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageText:
+    """What `write_stage` needs to know of one stage.
+
+    `twins` maps each node to its like in the graph for evaluation; where the two graphs
+    differ in more than constants it is None and the class gets a second forward, for
+    `evaluation`. `structure` turns the texts of the outputs into what the model
+    returns. `segments` are blocks that are recomputed or offloaded, with their nodes.
+    """
+
+    class_name: str
+    docstring: str
+    program: Program
+    flow: StageFlow
+    owned: tuple[str, ...]
+    names: dict[fx.Node, str]
+    twins: dict[fx.Node, fx.Node] | None
+    evaluation: StageFlow
+    structure: Callable[[list[str]], str]
+    segments: Segments = ()
+    tile: int | None = None  # of the stage's grid, if it has one
+
+    @property
+    def apart(self) -> bool:
+        """Whether evaluation has a forward of its own."""
+        return self.twins is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,73 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
-import torch
-from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
-from gemsc.base.dtypes import is_real
-from gemsc.codegen.exchanges import note_of
-from gemsc.codegen.expressions import Named, access, as_tuple, expression, quoted
-from gemsc.codegen.layers import (
-    containers,
-    holder,
-    paths_of,
-    whole_modules,
-    write_layers,
-)
-from gemsc.codegen.parts import Part, split_parts
-from gemsc.codegen.stage_text import StageText
-from gemsc.codegen.writer import Names, Writer, comment, split_arguments
-from gemsc.errors import SourceLocation
+from gemsc.codegen.expressions import Named, access, as_tuple, is_attribute, quoted
+from gemsc.codegen.forward import write_forwards
+from gemsc.codegen.rank_text import StageText
+from gemsc.codegen.user_modules import tensor_source, user_module_source
+from gemsc.codegen.writer import Names, Writer, split_arguments
+from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.flow import StageFlow, base_name, has_random, inner_flow
+from gemsc.ir.flow import has_random
+from gemsc.ir.layers import layer_source
+from gemsc.ir.opaque import opaque_of
+from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import TileLayer
 
 __all__ = ["write_stage"]
-
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-RESERVED = (
-    *("self", "torch", "nn", "F", "Tensor", "operator", "device", "dtype", "user"),
-    *("offloaded", "recompute"),
-)
 
 
 def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
     """Write the class; `named` gives the names of what stands at the module's top."""
-    base = containers(stage)[""]
+    base = _containers(stage)[""]
     with writer.block(f"class {stage.class_name}({base}):"):
-        writer.line(_docstring(stage.docstring, writer.room))
+        writer.docstring(stage.docstring)
         writer.line()
-        paths = paths_of(stage)
-        whole = whole_modules(stage.program, paths)
+        paths = _paths_of(stage)
+        whole = _whole_modules(stage.program, paths)
         for line in _attributes(stage):
             writer.line(line)
             writer.line()
         frozen = [path for path in paths if path in stage.program.frozen]
-        frozen += [p for p in sorted(stage.program.frozen) if holder(p, whole)]
+        frozen += [p for p in sorted(stage.program.frozen) if _holder(p, whole)]
         with writer.block("def __init__(self) -> None:"):
             writer.line("super().__init__()")
-            write_layers(writer, stage, named)
+            _write_layers(writer, stage, named)
             if frozen:
                 writer.line("self.train()")
         writer.line()
         if frozen:
             _write_train(writer, frozen, whole)
-        parts = split_parts(stage.flow.nodes, stage.segments, _method_names(stage))
-        _write_forward(writer, stage, "forward", stage.flow, named, parts)
-        for part in parts:
-            if part.kind == "recompute":
-                writer.line()
-                inner = inner_flow(stage.flow, part.nodes)
-                about = (
-                    f"{part.name}: runs again in the backward, keeps its inputs only."
-                )
-                _write_forward(writer, stage, part.method, inner, named, about=about)
-        if stage.apart:
-            writer.line()
-            _write_forward(writer, stage, "forward_eval", stage.evaluation, named)
+        write_forwards(writer, stage, named, _method_names(stage))
     writer.line()
     writer.line()
 
@@ -85,13 +61,8 @@ def _attributes(stage: StageText) -> Iterator[str]:
 
 def _method_names(stage: StageText) -> Names:
     """Return names for further methods, apart from all that the class has."""
-    tops = (path.partition(".")[0] for path in paths_of(stage))
+    tops = (path.partition(".")[0] for path in _paths_of(stage))
     return Names([*dir(nn.ModuleDict()), *tops, "forward_eval"])
-
-
-def _docstring(text: str, room: int) -> str:
-    limit = room - 6
-    return f'"""{text if len(text) <= limit else text[: limit - 4] + " ..."}"""'
 
 
 def _write_train(writer: Writer, frozen: Sequence[str], whole: Sequence[str]) -> None:
@@ -100,7 +71,7 @@ def _write_train(writer: Writer, frozen: Sequence[str], whole: Sequence[str]) ->
         writer.line("super().train(mode)")
         layers = [
             f"self.get_submodule({quoted(path)})"
-            if holder(path, whole)
+            if _holder(path, whole)
             else access("self", path)
             for path in frozen
         ]
@@ -114,80 +85,6 @@ def _write_train(writer: Writer, frozen: Sequence[str], whole: Sequence[str]) ->
     writer.line()
 
 
-# ----------------------------------------------------------------- forward
-
-
-def _write_forward(
-    writer: Writer,
-    stage: StageText,
-    name: str,
-    flow: StageFlow,
-    named: Named,
-    parts: Sequence[Part] | None = None,
-    about: str = "",
-) -> None:
-    parts = [Part("plain", flow.nodes)] if parts is None else parts
-    names = Names(RESERVED)
-    local: dict[fx.Node, str] = {}
-    for node in flow.takes:
-        local[node] = names.unique(stage.names.get(node, base_name(node)))
-    arguments = ["self", *(f"{local[node]}: Tensor" for node in flow.takes)]
-    writer.call(f"def {name}(", arguments, f") -> {_result(len(flow.gives))}:")
-    with writer.indented():
-        if about:
-            writer.line(_docstring(about, writer.room))
-        here = [node for part in parts if not part.method for node in part.nodes]
-        dtype = None
-        if any(map(_mentions_dtype, here)):
-            source, dtype = _dtype_source(stage, flow, local)
-            writer.line(f"dtype = {source}")
-        if _mentions_device(here):
-            source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
-            writer.line(f"device = {source}.device")
-        _Body(writer, stage, flow, names, local, named, dtype).write(parts)
-
-
-def _result(count: int) -> str:
-    """Return the annotation of what a stage gives."""
-    if count < 2:
-        return "Tensor" if count else "None"
-    return f"tuple[{', '.join(['Tensor'] * count) if count < 5 else 'Tensor, ...'}]"
-
-
-def _mentions_device(nodes: Sequence[fx.Node]) -> bool:
-    leaves = pytree.tree_leaves([(node.args, node.kwargs) for node in nodes])
-    return any(isinstance(leaf, torch.device) for leaf in leaves)
-
-
-def _mentions_dtype(node: fx.Node) -> bool:
-    """Whether a node has constants that follow the dtype of the model."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return any(
-        isinstance(leaf, meta.TypedNumber)
-        or (isinstance(leaf, torch.dtype) and is_real(leaf))
-        for leaf in leaves
-        if isinstance(leaf, meta.TypedNumber) or not meta.dtypes(node).constants
-    )
-
-
-def _dtype_source(
-    stage: StageText, flow: StageFlow, local: dict[fx.Node, str]
-) -> tuple[str, torch.dtype]:
-    """Return where a forward finds the dtype of the model, and what it was as traced.
-
-    That is a value that it takes, or one of its parameters.
-    """
-    for node in flow.takes:
-        dtype = meta.spec(node).dtype
-        if dtype.is_floating_point and not meta.dtypes(node).value:
-            return f"{local[node]}.dtype", dtype
-    tensors = dict(stage.program.module.named_parameters())
-    for name in stage.owned:
-        if name in tensors and tensors[name].is_floating_point():
-            return f"{access('self', name)}.dtype", tensors[name].dtype
-    return "torch.get_default_dtype()", torch.get_default_dtype()
-
-
 def _staying_constants(stage: StageText) -> list[str]:
     """Return the tensors that are neither parameter nor buffer and keep their dtype."""
     nodes = stage.program.graph.find_nodes(op="get_attr")
@@ -195,222 +92,163 @@ def _staying_constants(stage: StageText) -> list[str]:
     return [name for name in stage.owned if name in staying]
 
 
-class _Body:
-    """Writes nodes as statements.
+# ------------------------------------------------------------------ layers
 
-    A value that is used once, by the next node and on the same line of the user's code,
-    is written inside that node's expression, as the user wrote it, while the line is
-    short enough. A name is used again once its value is dead, so that memory is freed
-    as early as in the user's own code.
+
+def _paths_of(stage: StageText) -> dict[str, None]:
+    """Return the paths of the stage's lone tensors and of its layers, in model order.
+
+    Tensors come first, so that a tied parameter is found under its first name.
     """
-
-    def __init__(
-        self,
-        writer: Writer,
-        stage: StageText,
-        flow: StageFlow,
-        names: Names,
-        local: dict[fx.Node, str],
-        named: Named,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.named = named
-        self.dtype = dtype
-        self.writer = writer
-        self.stage = stage
-        self.flow = flow
-        self.names = names
-        self.local = local
-        self.position = {node: i for i, node in enumerate(flow.nodes)}
-        self.last_use = self._last_uses()
-        self.pending: tuple[fx.Node, tuple[str, int]] | None = None
-        self.shown: SourceLocation | None = None
-        self.shown_path = ""
-
-    def _last_uses(self) -> dict[fx.Node, int]:
-        end = len(self.flow.nodes)
-        last: dict[fx.Node, int] = {}
-        for index, node in enumerate(self.flow.nodes):
-            last.setdefault(node, index)
-            for source in node.all_input_nodes:
-                last[source] = index
-        last.update(dict.fromkeys(self.flow.gives, end))
-        return last
-
-    def write(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            if part.kind == "recompute":
-                self._write_recompute(part)
-            elif part.kind == "offload":
-                with self.writer.block("with offloaded():"):
-                    self._write_nodes(part.nodes)
-            else:
-                self._write_nodes(part.nodes)
-        gives = [self.local[node] for node in self.flow.gives]
-        if len(", ".join(gives)) > self.writer.room - len("return "):
-            self.writer.items("return (", gives, ")")
-        elif gives:
-            self.writer.line(f"return {', '.join(gives)}")
-        elif not self.flow.nodes:
-            self.writer.line("pass")
-
-    def _write_nodes(self, nodes: Sequence[fx.Node]) -> None:
-        for region, run in _runs(nodes):
-            with _modes(self.writer, region):
-                for node in run:
-                    self._add(node)
-                self._flush()
-
-    def _write_recompute(self, part: Part) -> None:
-        inner = inner_flow(self.flow, part.nodes)
-        arguments = [f"self.{part.method}", *(self.local[n] for n in inner.takes)]
-        self._release(self.position[part.nodes[-1]])
-        for node in inner.gives:
-            self.local[node] = self.names.unique(self._wish(node))
-        targets = ", ".join(self.local[node] for node in inner.gives)
-        self.writer.call(f"{targets} = recompute(", arguments)
-        self.shown, self.shown_path = None, ""
-
-    def _release(self, position: int) -> None:
-        """Let the names of values be used again that nothing uses after a node."""
-        for value in [v for v in self.local if self.last_use.get(v, -1) <= position]:
-            self.names.release(self.local.pop(value))
-
-    def _add(self, node: fx.Node) -> None:
-        if self.pending is not None and not self._may_nest(self.pending[0], node):
-            self._flush()
-        shown = self._expression(node)
-        width = len(self._wish(node)) + len(" = ") + len(shown[0])
-        if self.pending is not None and width > self.writer.room:
-            self._flush()
-            shown = self._expression(node)
-        self.pending = (node, shown)
-
-    def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
-        return (
-            list(node.users) == [consumer]
-            and not note_of(node, self.stage.tile)
-            and node not in self.flow.gives
-            and meta.location(node) == meta.location(consumer)
-            and meta.location(node) is not None
-            and meta.glue(node) is None
-            and _argument_count(consumer, node) == 1
-        )
-
-    def _expression(self, node: fx.Node) -> tuple[str, int]:
-        twins = self.stage.twins
-        twin = twins.get(node) if twins else None
-        layer = None
-        if node.op == "call_module":
-            layer = self._submodule(str(node.target))
-        return expression(node, self._name, twin, self.named, layer, self.dtype)
-
-    def _name(self, node: fx.Node) -> tuple[str, int]:
-        if self.pending is not None and node is self.pending[0]:
-            return self.pending[1]
-        if node.op == "get_attr":
-            return access("self", self._first_name(str(node.target))), 9
-        return self.local[node], 9
-
-    def _first_name(self, path: str) -> str:
-        return self.stage.program.aliases.get(path, path)
-
-    def _wish(self, node: fx.Node) -> str:
-        if node in self.flow.gives and node in self.stage.names:
-            return self.stage.names[node]
-        if node is self.stage.program.loss:
-            return "loss"
-        return base_name(node)
-
-    def _flush(self) -> None:
-        if self.pending is None:
-            return
-        node, (text, _) = self.pending
-        self.pending = None
-        self._write_comment(node)
-        self._release(self.position[node])
-        note = note_of(node, self.stage.tile)
-        if not node.users and node not in self.flow.gives:
-            self._write_statement(text, note)
-            return
-        self.local[node] = self.names.unique(self._wish(node))
-        self._write_statement(f"{self.local[node]} = {text}", note)
-
-    def _write_statement(self, text: str, note: str) -> None:
-        noted = f"{text}  # {note}" if note else text
-        if note and len(noted) > self.writer.room:
-            self.writer.line(f"# {note}")
-            noted = text
-        if len(text) <= self.writer.room:
-            self.writer.line(noted)
-        elif text.endswith(")"):
-            self.writer.call(*split_arguments(text))
-        else:  # nothing to break inside: a long operator or subscript
-            head, _, value = text.rpartition(" = ")
-            self.writer.line(f"{head} = (" if head else "(")
-            with self.writer.indented():
-                self.writer.line(value)
-            self.writer.line(")")
-
-    def _caller(self, node: fx.Node) -> str:
-        """Return the path of the module that ran the node, not of a container."""
-        path = meta.module_path(node)
-        while path and isinstance(self._submodule(path), CONTAINERS):
-            path = path.rpartition(".")[0]
-        return path
-
-    def _submodule(self, path: str) -> nn.Module | None:
-        try:
-            return self.stage.program.module.get_submodule(path)
-        except AttributeError:
-            return None
-
-    def _write_comment(self, node: fx.Node) -> None:
-        """Write the user's line when it, or the module that runs it, changes."""
-        where, path = meta.location(node), self._caller(node)
-        same_call = _is_inside(path, self.shown_path) or _is_inside(
-            self.shown_path, path
-        )
-        if where is None or (where == self.shown and same_call):
-            return
-        self.shown, self.shown_path = where, path
-        module = f" in {path}" if path else ""
-        text = f"{where.short}{module}  {where.text}".rstrip()
-        self.writer.line(comment(text, self.writer.room))
-
-
-def _is_inside(path: str, module: str) -> bool:
-    return path == module or not module or path.startswith(module + ".")
-
-
-def _argument_count(consumer: fx.Node, node: fx.Node) -> int:
-    leaves = pytree.tree_leaves(
-        (consumer.args, consumer.kwargs), is_leaf=lambda x: isinstance(x, slice)
+    flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
+    nodes = [node for each in flows for node in each.nodes]
+    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    whole = _whole_modules(stage.program, called)
+    layers = {name.rpartition(".")[0] for name in stage.owned} & called
+    paths = dict.fromkeys(
+        name
+        for name in stage.owned
+        if name.rpartition(".")[0] not in layers and not _holder(name, whole)
     )
-    return sum(leaf is node for leaf in leaves)
+    modules = (path for path, _ in stage.program.module.named_modules())
+    inside = (path for path in modules if path in called and not _holder(path, whole))
+    return paths | dict.fromkeys(inside)
 
 
-def _runs(nodes: Sequence[fx.Node]) -> Iterator[tuple[meta.Region, list[fx.Node]]]:
-    run: list[fx.Node] = []
-    for node in nodes:
-        if run and meta.region(node) != meta.region(run[0]):
-            yield meta.region(run[0]), run
-            run = []
-        run.append(node)
-    if run:
-        yield meta.region(run[0]), run
+def _whole_modules(program: Program, paths: Iterable[str]) -> list[str]:
+    """Return those paths where a user's own module is, which holds its own parts."""
+    modules = dict(program.module.named_modules())
+    return [path for path in paths if opaque_of(modules.get(path)) is not None]
 
 
-@contextmanager
-def _modes(writer: Writer, region: meta.Region) -> Iterator[None]:
-    modes: list[str] = []
-    if not region.grad:
-        modes.append("torch.no_grad()")
-    if region.autocast is not None:
-        device, dtype = region.autocast
-        modes.append(f"torch.autocast({quoted(device)}, dtype={dtype})")
-    if not modes:
-        yield
+def _holder(path: str, whole: Sequence[str]) -> str | None:
+    """Return the user's own module that a path lies in, if any."""
+    return next((each for each in whole if path.startswith(f"{each}.")), None)
+
+
+def _write_layers(writer: Writer, stage: StageText, named: Named) -> None:
+    """Write the lines of `__init__` that make a stage's tensors and layers."""
+    kinds = _containers(stage)
+    made = {""}
+    paths, tensors = _paths_of(stage), _tensors(stage.program.module)
+    whole = _whole_modules(stage.program, paths)
+    for path in paths:
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            container = ".".join(parts[:depth])
+            if container not in made:
+                made.add(container)
+                writer.line(f"{access('self', container)} = {kinds[container]}()")
+        if path in tensors:
+            _write_tensor(writer, path, tensors[path], stage.program.module)
+        else:
+            _write_layer(writer, path, stage.program.module.get_submodule(path), named)
+    for alias, first in stage.program.aliases.items():
+        is_held = alias.rpartition(".")[0] in paths or _holder(alias, whole)
+        if is_held and first in stage.owned:
+            writer.line(f"{_tied(alias, _read(first, whole), whole)}  # tied")
+
+
+def _read(path: str, whole: Sequence[str]) -> str:
+    """Return how to name a tensor; a user's module holds lists that take no names."""
+    if _holder(path, whole) in (None, path.rpartition(".")[0]):
+        return access("self", path)
+    return f"operator.attrgetter({quoted(path)})(self)"
+
+
+def _tied(path: str, source: str, whole: Sequence[str]) -> str:
+    """Return the statement that gives a tensor another name."""
+    owner, _, name = path.rpartition(".")
+    if _holder(path, whole) in (None, owner):
+        return f"{access('self', path)} = {source}"
+    return f"setattr(self.get_submodule({quoted(owner)}), {quoted(name)}, {source})"
+
+
+def _containers(stage: StageText) -> dict[str, str]:
+    """Return the class of each module that holds others; '' is the stage itself.
+
+    What has a name that cannot stand behind a dot is held as in a dictionary.
+
+    Raises:
+        GemscError: no class of torch.nn can hold all these names.
+    """
+    children: dict[str, dict[str, None]] = {"": {}}
+    for path in _paths_of(stage):
+        parts = path.split(".")
+        for depth in range(len(parts)):
+            names = children.setdefault(".".join(parts[:depth]), {})
+            names[parts[depth]] = None
+    parameters = dict(stage.program.module.named_parameters())
+    kinds = {}
+    for container, names in children.items():
+        odd = [name for name in names if not is_attribute(name)]
+        held = [".".join([container, name]).lstrip(".") in parameters for name in odd]
+        cls = nn.ParameterDict if any(held) else nn.ModuleDict if odd else nn.Module
+        kinds[container] = f"nn.{cls.__name__}"
+        taken = () if container else _own_attributes(stage)
+        clash = [
+            n for n in names if (is_attribute(n) and hasattr(cls, n)) or n in taken
+        ]
+        mixed = any(held) and not all(held)
+        if clash or mixed or (any(held) and not container):  # no forward in a dict
+            raise GemscError(
+                f"gemsc cannot write module '{container or 'model'}', which "
+                f"holds {', '.join(names)}",
+                help=f"rename {', '.join(clash or odd)}",
+            )
+    return kinds
+
+
+def _own_attributes(stage: StageText) -> Sequence[str]:
+    """Return what a stage's class says of itself, for the worker."""
+    always = ("draws_random_numbers", "keeps_dtype")
+    return always if stage.tile is None else (*always, "grid")
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _write_layer(writer: Writer, path: str, layer: nn.Module, named: Named) -> None:
+    opaque = opaque_of(layer)
+    if opaque is not None:
+        text = user_module_source(path, opaque, named)
+        head, arguments, tail = split_arguments(text)
+        writer.call(f"{access('self', path)} = {head}", arguments, tail)
+        _write_fixed(writer, path, opaque.module)
         return
-    with writer.block(f"with {', '.join(modes)}:"):
-        yield
+    if isinstance(layer, TileLayer):  # the grid works with the user's own
+        layer = cast("nn.Module", layer.layer)
+    source = layer_source(layer)
+    if source is None:
+        raise GemscError(
+            f"gemsc cannot write layer '{path}' ({type(layer).__name__})",
+            help="build it from layers of torch.nn",
+        )
+    head, arguments, tail = split_arguments(source)
+    writer.call(f"{access('self', path)} = {head}", arguments, tail)
+    for name, parameter in layer.named_parameters():
+        if not parameter.requires_grad:
+            writer.line(f"{access('self', f'{path}.{name}')}.requires_grad_(False)")
+
+
+def _write_fixed(writer: Writer, path: str, module: nn.Module) -> None:
+    """Switch off the gradients of layers' parameters inside a user's module."""
+    for name, parameter in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if not parameter.requires_grad and layer_source(owner) is not None:
+            found = f"self.get_parameter({quoted(f'{path}.{name}')})"
+            writer.line(f"{found}.requires_grad_(False)")
+
+
+def _write_tensor(writer: Writer, path: str, tensor: Tensor, module: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    if isinstance(tensor, nn.Parameter):
+        head, arguments, tail = split_arguments(tensor_source(tensor))
+        writer.call(f"{access('self', path)} = {head}", arguments, tail)
+        return
+    arguments = [quoted(name), tensor_source(tensor)]
+    if name in module.get_submodule(owner)._non_persistent_buffers_set:
+        arguments.append("persistent=False")
+    holder = access("self", owner) if owner else "self"
+    writer.call(f"{holder}.register_buffer(", arguments)

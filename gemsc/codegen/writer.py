@@ -36,6 +36,12 @@ class Writer:
         for line in text.splitlines():
             self.line(line)
 
+    def docstring(self, text: str) -> None:
+        """Add a docstring of one line, cut to fit."""
+        limit = self.room - 6
+        text = text if len(text) <= limit else f"{text[: limit - 4]} ..."
+        self.line(f'"""{text}"""')
+
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
         """Add `head` and indent what follows."""

@@ -1,0 +1,382 @@
+"""One method of a stage as text: the nodes of a graph as the user's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.base.dtypes import is_real
+from gemsc.codegen.exchanges import note_of
+from gemsc.codegen.expressions import Named, access, expression, quoted
+from gemsc.codegen.rank_text import Segments, StageText
+from gemsc.codegen.writer import Names, Writer, comment, split_arguments
+from gemsc.errors import SourceLocation
+from gemsc.ir import meta
+from gemsc.ir.flow import StageFlow, base_name, inner_flow
+
+__all__ = ["write_forwards"]
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+RESERVED = (
+    *("self", "torch", "nn", "F", "Tensor", "operator", "device", "dtype", "user"),
+    *("offloaded", "recompute"),
+)
+
+
+def write_forwards(
+    writer: Writer, stage: StageText, named: Named, methods: Names
+) -> None:
+    """Write `forward`, the blocks that it recomputes, and `forward_eval` if it differs.
+
+    `methods` has the names that no further method may have.
+    """
+    sections = _sections_of(stage.flow.nodes, stage.segments, methods)
+    _write_forward(writer, stage, "forward", stage.flow, named, sections)
+    for section in sections:
+        if section.kind == "recompute":
+            writer.line()
+            inner = inner_flow(stage.flow, section.nodes)
+            about = (
+                f"{section.name}: runs again in the backward, keeps its inputs only."
+            )
+            _write_forward(writer, stage, section.method, inner, named, about=about)
+    if stage.apart:
+        writer.line()
+        _write_forward(writer, stage, "forward_eval", stage.evaluation, named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Consecutive nodes that are written in one way.
+
+    `kind` is "plain", "offload" or "recompute", whose nodes are the `method` of that
+    name; `name` is what the user calls them.
+    """
+
+    kind: str
+    nodes: tuple[fx.Node, ...]
+    name: str = ""
+    method: str = ""
+
+
+def _sections_of(
+    nodes: Sequence[fx.Node], segments: Segments, methods: Names
+) -> list[_Section]:
+    """Return the sections of a row of nodes, in order."""
+    segment_of = {node: item for item in segments for node in item[1]}
+    sections: list[_Section] = []
+    plain: list[fx.Node] = []
+    for node in nodes:
+        if node not in segment_of:
+            plain.append(node)
+            continue
+        segment, inside = segment_of[node]
+        if node is not inside[0]:
+            continue
+        if plain:
+            sections.append(_Section("plain", tuple(plain)))
+            plain = []
+        method = ""
+        if segment.kind == "recompute":
+            method = methods.unique(f"{segment.name}_block")
+        sections.append(_Section(segment.kind, inside, segment.name, method))
+    if plain:
+        sections.append(_Section("plain", tuple(plain)))
+    return sections
+
+
+def _write_forward(
+    writer: Writer,
+    stage: StageText,
+    name: str,
+    flow: StageFlow,
+    named: Named,
+    sections: Sequence[_Section] | None = None,
+    about: str = "",
+) -> None:
+    sections = [_Section("plain", flow.nodes)] if sections is None else sections
+    names = Names(RESERVED)
+    local: dict[fx.Node, str] = {}
+    for node in flow.takes:
+        local[node] = names.unique(stage.names.get(node, base_name(node)))
+    arguments = ["self", *(f"{local[node]}: Tensor" for node in flow.takes)]
+    writer.call(f"def {name}(", arguments, f") -> {_result(len(flow.gives))}:")
+    with writer.indented():
+        if about:
+            writer.docstring(about)
+        here = [n for each in sections if not each.method for n in each.nodes]
+        dtype = None
+        if any(map(_mentions_dtype, here)):
+            source, dtype = _dtype_source(stage, flow, local)
+            writer.line(f"dtype = {source}")
+        if _mentions_device(here):
+            source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
+            writer.line(f"device = {source}.device")
+        _Body(writer, stage, flow, names, local, named, dtype).write(sections)
+
+
+def _result(count: int) -> str:
+    """Return the annotation of what a stage gives."""
+    if count < 2:
+        return "Tensor" if count else "None"
+    return f"tuple[{', '.join(['Tensor'] * count) if count < 5 else 'Tensor, ...'}]"
+
+
+def _mentions_device(nodes: Sequence[fx.Node]) -> bool:
+    leaves = pytree.tree_leaves([(node.args, node.kwargs) for node in nodes])
+    return any(isinstance(leaf, torch.device) for leaf in leaves)
+
+
+def _mentions_dtype(node: fx.Node) -> bool:
+    """Whether a node has constants that follow the dtype of the model."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return any(
+        isinstance(leaf, meta.TypedNumber)
+        or (isinstance(leaf, torch.dtype) and is_real(leaf))
+        for leaf in leaves
+        if isinstance(leaf, meta.TypedNumber) or not meta.dtypes(node).constants
+    )
+
+
+def _dtype_source(
+    stage: StageText, flow: StageFlow, local: dict[fx.Node, str]
+) -> tuple[str, torch.dtype]:
+    """Return where a forward finds the dtype of the model, and what it was as traced.
+
+    That is a value that it takes, or one of its parameters.
+    """
+    for node in flow.takes:
+        dtype = meta.spec(node).dtype
+        if dtype.is_floating_point and not meta.dtypes(node).value:
+            return f"{local[node]}.dtype", dtype
+    tensors = dict(stage.program.module.named_parameters())
+    for name in stage.owned:
+        if name in tensors and tensors[name].is_floating_point():
+            return f"{access('self', name)}.dtype", tensors[name].dtype
+    return "torch.get_default_dtype()", torch.get_default_dtype()
+
+
+class _Body:
+    """Writes nodes as statements.
+
+    A value that is used once, by the next node and on the same line of the user's code,
+    is written inside that node's expression, as the user wrote it, while the line is
+    short enough. A name is used again once its value is dead, so that memory is freed
+    as early as in the user's own code.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        stage: StageText,
+        flow: StageFlow,
+        names: Names,
+        local: dict[fx.Node, str],
+        named: Named,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.named = named
+        self.dtype = dtype
+        self.writer = writer
+        self.stage = stage
+        self.flow = flow
+        self.names = names
+        self.local = local
+        self.position = {node: i for i, node in enumerate(flow.nodes)}
+        self.last_use = self._last_uses()
+        self.pending: tuple[fx.Node, tuple[str, int]] | None = None
+        self.shown: SourceLocation | None = None
+        self.shown_path = ""
+
+    def _last_uses(self) -> dict[fx.Node, int]:
+        end = len(self.flow.nodes)
+        last: dict[fx.Node, int] = {}
+        for index, node in enumerate(self.flow.nodes):
+            last.setdefault(node, index)
+            for source in node.all_input_nodes:
+                last[source] = index
+        last.update(dict.fromkeys(self.flow.gives, end))
+        return last
+
+    def write(self, sections: Sequence[_Section]) -> None:
+        for section in sections:
+            if section.kind == "recompute":
+                self._write_recompute(section)
+            elif section.kind == "offload":
+                with self.writer.block("with offloaded():"):
+                    self._write_nodes(section.nodes)
+            else:
+                self._write_nodes(section.nodes)
+        gives = [self.local[node] for node in self.flow.gives]
+        if len(", ".join(gives)) > self.writer.room - len("return "):
+            self.writer.items("return (", gives, ")")
+        elif gives:
+            self.writer.line(f"return {', '.join(gives)}")
+        elif not self.flow.nodes:
+            self.writer.line("pass")
+
+    def _write_nodes(self, nodes: Sequence[fx.Node]) -> None:
+        for region, run in _runs(nodes):
+            with _modes(self.writer, region):
+                for node in run:
+                    self._add(node)
+                self._flush()
+
+    def _write_recompute(self, section: _Section) -> None:
+        inner = inner_flow(self.flow, section.nodes)
+        arguments = [f"self.{section.method}", *(self.local[n] for n in inner.takes)]
+        self._release(self.position[section.nodes[-1]])
+        for node in inner.gives:
+            self.local[node] = self.names.unique(self._wish(node))
+        targets = ", ".join(self.local[node] for node in inner.gives)
+        self.writer.call(f"{targets} = recompute(", arguments)
+        self.shown, self.shown_path = None, ""
+
+    def _release(self, position: int) -> None:
+        """Let the names of values be used again that nothing uses after a node."""
+        for value in [v for v in self.local if self.last_use.get(v, -1) <= position]:
+            self.names.release(self.local.pop(value))
+
+    def _add(self, node: fx.Node) -> None:
+        if self.pending is not None and not self._may_nest(self.pending[0], node):
+            self._flush()
+        shown = self._expression(node)
+        width = len(self._wish(node)) + len(" = ") + len(shown[0])
+        if self.pending is not None and width > self.writer.room:
+            self._flush()
+            shown = self._expression(node)
+        self.pending = (node, shown)
+
+    def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
+        return (
+            list(node.users) == [consumer]
+            and not note_of(node, self.stage.tile)
+            and node not in self.flow.gives
+            and meta.location(node) == meta.location(consumer)
+            and meta.location(node) is not None
+            and meta.glue(node) is None
+            and _argument_count(consumer, node) == 1
+        )
+
+    def _expression(self, node: fx.Node) -> tuple[str, int]:
+        twins = self.stage.twins
+        twin = twins.get(node) if twins else None
+        layer = None
+        if node.op == "call_module":
+            layer = self._submodule(str(node.target))
+        return expression(node, self._name, twin, self.named, layer, self.dtype)
+
+    def _name(self, node: fx.Node) -> tuple[str, int]:
+        if self.pending is not None and node is self.pending[0]:
+            return self.pending[1]
+        if node.op == "get_attr":
+            return access("self", self._first_name(str(node.target))), 9
+        return self.local[node], 9
+
+    def _first_name(self, path: str) -> str:
+        return self.stage.program.aliases.get(path, path)
+
+    def _wish(self, node: fx.Node) -> str:
+        if node in self.flow.gives and node in self.stage.names:
+            return self.stage.names[node]
+        if node is self.stage.program.loss:
+            return "loss"
+        return base_name(node)
+
+    def _flush(self) -> None:
+        if self.pending is None:
+            return
+        node, (text, _) = self.pending
+        self.pending = None
+        self._write_comment(node)
+        self._release(self.position[node])
+        note = note_of(node, self.stage.tile)
+        if not node.users and node not in self.flow.gives:
+            self._write_statement(text, note)
+            return
+        self.local[node] = self.names.unique(self._wish(node))
+        self._write_statement(f"{self.local[node]} = {text}", note)
+
+    def _write_statement(self, text: str, note: str) -> None:
+        noted = f"{text}  # {note}" if note else text
+        if note and len(noted) > self.writer.room:
+            self.writer.line(f"# {note}")
+            noted = text
+        if len(text) <= self.writer.room:
+            self.writer.line(noted)
+        elif text.endswith(")"):
+            self.writer.call(*split_arguments(text))
+        else:  # nothing to break inside: a long operator or subscript
+            head, _, value = text.rpartition(" = ")
+            self.writer.line(f"{head} = (" if head else "(")
+            with self.writer.indented():
+                self.writer.line(value)
+            self.writer.line(")")
+
+    def _caller(self, node: fx.Node) -> str:
+        """Return the path of the module that ran the node, not of a container."""
+        path = meta.module_path(node)
+        while path and isinstance(self._submodule(path), CONTAINERS):
+            path = path.rpartition(".")[0]
+        return path
+
+    def _submodule(self, path: str) -> nn.Module | None:
+        try:
+            return self.stage.program.module.get_submodule(path)
+        except AttributeError:
+            return None
+
+    def _write_comment(self, node: fx.Node) -> None:
+        """Write the user's line when it, or the module that runs it, changes."""
+        where, path = meta.location(node), self._caller(node)
+        same_call = _is_inside(path, self.shown_path) or _is_inside(
+            self.shown_path, path
+        )
+        if where is None or (where == self.shown and same_call):
+            return
+        self.shown, self.shown_path = where, path
+        module = f" in {path}" if path else ""
+        text = f"{where.short}{module}  {where.text}".rstrip()
+        self.writer.line(comment(text, self.writer.room))
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return path == module or not module or path.startswith(module + ".")
+
+
+def _argument_count(consumer: fx.Node, node: fx.Node) -> int:
+    leaves = pytree.tree_leaves(
+        (consumer.args, consumer.kwargs), is_leaf=lambda x: isinstance(x, slice)
+    )
+    return sum(leaf is node for leaf in leaves)
+
+
+def _runs(nodes: Sequence[fx.Node]) -> Iterator[tuple[meta.Region, list[fx.Node]]]:
+    run: list[fx.Node] = []
+    for node in nodes:
+        if run and meta.region(node) != meta.region(run[0]):
+            yield meta.region(run[0]), run
+            run = []
+        run.append(node)
+    if run:
+        yield meta.region(run[0]), run
+
+
+@contextmanager
+def _modes(writer: Writer, region: meta.Region) -> Iterator[None]:
+    modes: list[str] = []
+    if not region.grad:
+        modes.append("torch.no_grad()")
+    if region.autocast is not None:
+        device, dtype = region.autocast
+        modes.append(f"torch.autocast({quoted(device)}, dtype={dtype})")
+    if not modes:
+        yield
+        return
+    with writer.block(f"with {', '.join(modes)}:"):
+        yield
