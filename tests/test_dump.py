@@ -11,16 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MODELS
-from networks import PICTURE, FlatUNet, mean
-from program_support import Net, blocks_of, cut
+from networks import mean
+from program_support import Net
 from torch import Tensor, fx
 
 from gemsc.frontend import record
 from gemsc.ir.dump import dump, target_name
-
-
-def test_a_unet_on_four_stages(golden: Callable[[str, str], None]) -> None:
-    golden(dump(cut(blocks_of(FlatUNet(), PICTURE), 4)), "unet.txt")
 
 
 def test_a_traced_graph(golden: Callable[[str, str], None]) -> None:
