@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_files_of_the_tree(wheel):
     tree = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "gemsc").rglob("*")
-        if path.suffix in (".py", ".toml") or path.name == "py.typed"
+        if path.suffix in (".py", ".toml", ".html") or path.name == "py.typed"
     }
     assert files == tree
 

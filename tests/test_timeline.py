@@ -26,8 +26,9 @@ from gemsc.runtime.training.recording import CALLS, Recorder
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.schedules import SCHEDULES, Action, Kind, Task, Timeline, run
-from gemsc.viz.panel import Panel, measured_panel, predicted_panel
-from gemsc.viz.timeline import MOST_ARROWS, draw, grid, panels_of, write_timeline
+from gemsc.viz.panel import Panel, measured_panel, panels_of, predicted_panel
+from gemsc.viz.strip import grid
+from gemsc.viz.timeline import MOST_ARROWS, draw, write_timeline
 from gemsc.viz.trace import trace_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -168,12 +169,12 @@ def test_a_large_picture_has_no_arrows_and_no_labels_in_narrow_boxes(name):
 def test_replicas_and_stages_have_colours_of_their_own():
     chimera = compiled("chimera").plan
     names = {
-        c.get("class") for c in elements(draw("", panels_of(chimera)), "rect", "action")
+        c.get("fill") for c in elements(draw("", panels_of(chimera)), "rect", "action")
     }
     assert len(names) == 6  # three kinds, two replicas
     folded = compiled("folded").plan
     names = {
-        c.get("class") for c in elements(draw("", panels_of(folded)), "rect", "action")
+        c.get("fill") for c in elements(draw("", panels_of(folded)), "rect", "action")
     }
     assert len(names) == 6  # three kinds, two stages
 

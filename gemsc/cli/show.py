@@ -18,10 +18,12 @@ from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.user_model import load_user_model
 from gemsc.viz.graph import render
+from gemsc.viz.panel import panels_of
 from gemsc.viz.report import write_report
-from gemsc.viz.shares import show_shares
+from gemsc.viz.strip import grid
 from gemsc.viz.tables import show as show_plan
-from gemsc.viz.timeline import grid, panels_of, write_timeline
+from gemsc.viz.tables import show_shares
+from gemsc.viz.timeline import write_timeline
 from gemsc.viz.trace import trace_text
 
 __all__ = ["graph_command", "show_command", "timeline_command"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
 
 from gemsc.base.units import show_seconds
 from gemsc.simulate.scaling import Point
+from gemsc.viz.svg import n, picture, rect, text
 
 __all__ = ["draw_curve"]
 
@@ -37,22 +37,11 @@ text { font: 12px Helvetica, Arial, sans-serif; fill: #1d2733 }
 def draw_curve(heading: str, points: Sequence[Point]) -> str:
     """Return the SVG text of one or more simulated points, fewest ranks first."""
     parts = [
-        _text(24, 32, heading, "title"),
+        text(24, 32, heading, "title"),
         *_throughput(points),
         *_shares(points),
     ]
-    return "\n".join(
-        [
-            '<?xml version="1.0" encoding="UTF-8"?>',
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" '
-            f'height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
-            f"<title>{escape(heading)}</title>",
-            f"<style>{STYLE}</style>",
-            '<rect width="100%" height="100%" fill="#ffffff"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    return picture("curve", WIDTH, HEIGHT, heading, STYLE, parts)
 
 
 def _throughput(points: Sequence[Point]) -> list[str]:
@@ -70,15 +59,15 @@ def _throughput(points: Sequence[Point]) -> list[str]:
 
     share = f"{points[-1].efficiency(base):.1%}"
     title = f"samples per second over ranks, at the end {share} of ideal"
-    parts = [_text(LEFT, TOP - 18, title, "name")]
+    parts = [text(LEFT, TOP - 18, title, "name")]
     for power in range(bottom, top + 1):
         _, y = place(base.ranks, 10.0**power)
-        parts.append(f'<path class="line" d="M{LEFT},{_n(y)}h{PLOT_WIDTH}"/>')
-        parts.append(_text(LEFT - 8, y + 4, f"{10.0**power:,g}", "note end"))
+        parts.append(f'<path class="line" d="M{LEFT},{n(y)}h{PLOT_WIDTH}"/>')
+        parts.append(text(LEFT - 8, y + 4, f"{10.0**power:,g}", "note end"))
     for point in _spread(points):
         x, _ = place(point.ranks, 10.0**bottom)
         label = f"{point.ranks:,}"
-        parts.append(_text(x, TOP + PLOT_HEIGHT + 18, label, "note middle"))
+        parts.append(text(x, TOP + PLOT_HEIGHT + 18, label, "note middle"))
     ideal = [place(p.ranks, per_rank * p.ranks) for p in (base, points[-1])]
     parts.append(f'<path class="ideal" d="{_path(ideal)}"/>')
     real = [place(p.ranks, p.throughput) for p in points]
@@ -86,7 +75,7 @@ def _throughput(points: Sequence[Point]) -> list[str]:
     for point, (x, y) in zip(points, real, strict=True):
         efficiency = point.efficiency(base)
         parts.append(
-            f'<circle class="dot" cx="{_n(x)}" cy="{_n(y)}" r="3.5"><title>'
+            f'<circle class="dot" cx="{n(x)}" cy="{n(y)}" r="3.5"><title>'
             f"{point.ranks:,} ranks: {point.throughput:,.1f} samples/s, efficiency "
             f"{efficiency:.2%}</title></circle>"
         )
@@ -96,12 +85,12 @@ def _throughput(points: Sequence[Point]) -> list[str]:
 def _shares(points: Sequence[Point]) -> list[str]:
     """Draw what each step consists of, for the rank that is done last."""
     longest = max(point.step_seconds for point in points)
-    parts = [_text(SECOND, TOP - 18, "one step of the slowest rank", "name")]
+    parts = [text(SECOND, TOP - 18, "one step of the slowest rank", "name")]
     for share in (0.0, 0.5, 1.0):
         y = TOP + PLOT_HEIGHT * (1 - share)
-        parts.append(f'<path class="line" d="M{SECOND},{_n(y)}h{PLOT_WIDTH}"/>')
+        parts.append(f'<path class="line" d="M{SECOND},{n(y)}h{PLOT_WIDTH}"/>')
         label = show_seconds(share * longest)
-        parts.append(_text(SECOND - 8, y + 4, label, "note end"))
+        parts.append(text(SECOND - 8, y + 4, label, "note end"))
     pitch = PLOT_WIDTH / len(points)
     labelled = _spread(points)
     for index, point in enumerate(points):
@@ -110,20 +99,16 @@ def _shares(points: Sequence[Point]) -> list[str]:
             seconds = getattr(point, name)
             height = PLOT_HEIGHT * seconds / longest
             y -= height
-            parts.append(
-                f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(0.76 * pitch)}" '
-                f'height="{_n(height)}" fill="{colour}"><title>{point.ranks:,} ranks: '
-                f"{words} {show_seconds(seconds)}</title></rect>"
-            )
+            title = f"{point.ranks:,} ranks: {words} {show_seconds(seconds)}"
+            parts.append(rect("part", x, y, 0.76 * pitch, height, colour, title))
         if point in labelled:
             middle = x + 0.38 * pitch
             label = f"{point.ranks:,}"
-            parts.append(_text(middle, TOP + PLOT_HEIGHT + 18, label, "note middle"))
+            parts.append(text(middle, TOP + PLOT_HEIGHT + 18, label, "note middle"))
     x = float(SECOND)
     for _, words, colour in PARTS:
-        box = f'x="{_n(x)}" y="{TOP + PLOT_HEIGHT + 34}" width="11" height="11"'
-        parts.append(f'<rect {box} fill="{colour}"/>')
-        parts.append(_text(x + 16, TOP + PLOT_HEIGHT + 44, words, "note"))
+        parts.append(rect("key", x, TOP + PLOT_HEIGHT + 34, 11, 11, colour))
+        parts.append(text(x + 16, TOP + PLOT_HEIGHT + 44, words, "note"))
         x += 30 + 5.2 * len(words)
     return parts
 
@@ -141,13 +126,4 @@ def _spread(points: Sequence[Point]) -> list[Point]:
 
 
 def _path(places: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{_n(x)},{_n(y)}" for x, y in places)
-
-
-def _text(x: float, y: float, words: str, kind: str) -> str:
-    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}">{escape(words)}</text>'
-
-
-def _n(number: float) -> str:
-    """Return a short coordinate."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")
+    return "M" + "L".join(f"{n(x)},{n(y)}" for x, y in places)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
-__all__ = ["Column", "column", "fitted", "sample"]
+__all__ = ["Column", "Listing", "column", "fitted", "sample"]
 
 NARROW = 17  # what a column that may shrink is left with
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column with all its cells.
+    """A column with all its cells, and the values that they show.
 
     Columns of the largest `drop` are left out first where there is no room; those of 0
     always stay. `shrinks` columns are folded into lines before anything is left out.
     """
 
     title: str
+    values: tuple[Any, ...]
     cells: tuple[str, ...]
     drop: int = 0
     left: bool = False
@@ -39,16 +41,22 @@ class Column:
         return min(self.width, max(NARROW, len(self.title)))
 
 
+Listing = tuple[str, Sequence[Column]]  # a title, and columns of equal length
+
+
 def column(
     title: str,
-    cells: Iterable[object],
+    values: Iterable[Any],
+    show: Callable[[Any], str] = str,
     *,
     drop: int = 0,
     left: bool = False,
     shrinks: bool = False,
 ) -> Column:
-    """Return a column of anything that can be shown."""
-    return Column(title, tuple(map(str, cells)), drop, left, shrinks)
+    """Return a column of anything that can be shown; None is a dash."""
+    values = tuple(values)
+    cells = tuple("-" if value is None else show(value) for value in values)
+    return Column(title, values, cells, drop, left, shrinks)
 
 
 def fitted(title: str, columns: Sequence[Column], width: int) -> Table:

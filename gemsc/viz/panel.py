@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
+from gemsc.plan import Plan
+from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
 
-__all__ = ["Arrow", "Mark", "Panel", "Row", "Span", "measured_panel", "predicted_panel"]
+__all__ = [
+    "Arrow",
+    "Mark",
+    "Panel",
+    "Row",
+    "Span",
+    "measured_panel",
+    "panels_of",
+    "predicted_panel",
+]
+
+BINS = 220  # of a step, where there are too many spans to draw each
 
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight"}
 KINDS = {name: kind for kind, name in NAMES.items()}
@@ -62,6 +77,11 @@ class Row:
         return sum(span.seconds for span in self.spans if span.kind in kinds)
 
     @property
+    def lanes_text(self) -> str:
+        """The stages, those of a mirrored replica with a prime."""
+        return ", ".join(f"{stage}{chr(39) * r}" for r, stage in self.lanes)
+
+    @property
     def busy(self) -> float:
         """The seconds of all actions."""
         return self.seconds(*KINDS)
@@ -92,11 +112,58 @@ class Panel:
         rows = tuple(self.rows[rank] for rank in numbers)
         return replace(self, rows=rows, arrows=tuple(arrows), numbers=tuple(numbers))
 
+    def coarse(self) -> Panel:
+        """Return as few spans as can be seen: what is done for most of a short time."""
+        length = self.makespan / BINS
+        rows = (replace(row, spans=_coarse(row.spans, length)) for row in self.rows)
+        return replace(self, rows=tuple(rows))
+
     @property
     def bubble(self) -> float:
         """The share of the ranks' time, 0 to 1, in which they do no action."""
         total = self.makespan * len(self.rows)
         return 1.0 - sum(row.busy for row in self.rows) / total if total else 0.0
+
+
+def _coarse(spans: Sequence[Span], length: float) -> tuple[Span, ...]:
+    used: list[dict[str, float]] = [defaultdict(float) for _ in range(BINS + 1)]
+    for span in spans:
+        for index in range(int(span.start / length), int(span.end / length) + 1):
+            start = max(span.start, index * length)
+            used[index][span.kind] += min(span.end, (index + 1) * length) - start
+    most = [
+        max(t, key=t.__getitem__) if 2 * sum(t.values()) > length else "" for t in used
+    ]
+    found, end = [], 0
+    for kind, run in groupby(most):
+        begin, end = end, end + len(list(run))
+        if kind:
+            found.append(Span(kind, begin * length, end * length))
+    return tuple(found)
+
+
+def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, ...]:
+    """Return the predicted step, and the measured one if there are marks.
+
+    The tiles of a grid run in lockstep: its row is what the first one does.
+    """
+    task = task_of(plan)
+    copies = [
+        [[rank + copy * plan.copy_ranks for rank in ranks] for ranks in plan.members]
+        for copy in range(plan.data)
+    ]
+    predicted = predicted_panel(task, timeline_of(plan), list(map(_name, copies[0])))
+    if not marks:
+        return (predicted,)
+    groups = [ranks for copy in copies for ranks in copy]
+    rows = [marks[ranks[0]] for ranks in groups]
+    return predicted, measured_panel(task, rows, list(map(_name, groups)))
+
+
+def _name(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {ranks[0]}-{ranks[-1]}"
 
 
 def predicted_panel(task: Task, timeline: Timeline, names: Sequence[str] = ()) -> Panel:

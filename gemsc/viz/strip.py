@@ -12,7 +12,9 @@ from gemsc.planner.from_plan import timeline_of
 from gemsc.schedules import Action, Kind, Timed
 from gemsc.viz.columns import sample
 
-__all__ = ["strips"]
+__all__ = ["grid", "strips"]
+
+MOST_COLUMNS = 240  # of the grid
 
 STYLES = {
     Kind.FORWARD: ("black on bright_cyan", "-"),
@@ -24,6 +26,13 @@ MIRRORED = {
     Kind.BACKWARD: ("white on dark_orange3", "="),
     Kind.WEIGHT: ("black on green", "~"),
 }
+
+
+def grid(plan: Plan) -> str:
+    """Return the predicted step with all its actions, see `Timeline.grid`."""
+    timeline = timeline_of(plan)
+    shortest = min(timed.end - timed.start for row in timeline.ranks for timed in row)
+    return timeline.grid(max(shortest, timeline.makespan / MOST_COLUMNS) or None)
 
 
 def strips(plan: Plan, width: int, most_ranks: int) -> list[Text]:

@@ -5,29 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
-from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.viz.panel import (
-    Arrow,
-    Mark,
-    Panel,
-    Row,
-    Span,
-    measured_panel,
-    predicted_panel,
-)
-from gemsc.viz.timeline_style import HEAD, STYLE
+from gemsc.viz.panel import Arrow, Mark, Panel, Row, Span, panels_of
+from gemsc.viz.svg import n, picture, rect, text
 
-__all__ = ["draw", "draw_inside", "grid", "panels_of", "write_timeline"]
+__all__ = ["draw", "write_timeline"]
 
 MOST_ARROWS = 400
-MOST_COLUMNS = 240  # of the text grid
 HUES = (0.575, 0.075, 0.33, 0.86)  # replica 0 is blue, its mirror orange
 # lightness of the first and the last stage of a rank, and saturation
 SHADES = {
@@ -43,310 +32,231 @@ OTHERS = {
 }
 LEFT, RIGHT, TOP, GAP, AXIS, LINE = 96, 110, 58, 30, 22, 20
 NARROWEST, WIDEST = 880, 2400  # of the part where time runs
+STYLE = """
+text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
+.title { font-size: 16px; font-weight: bold }
+.name { font-size: 12px; font-weight: bold }
+.note { font-size: 10px; fill: #66707c }
+.rank { font-weight: bold; text-anchor: end }
+.lanes { font-size: 9px; fill: #66707c; text-anchor: end }
+.tick { font-size: 10px; fill: #66707c; text-anchor: middle }
+.idle { fill: #eef0f3 }
+.line { stroke: #d5dae0; stroke-width: 0.6 }
+.box { stroke: #ffffff }
+.thin { stroke-width: 0 }
+.dark { text-anchor: middle }
+.light { text-anchor: middle; fill: #ffffff }
+.resident { fill: #dfe4ea }
+.memory { fill: #a9cdb4 }
+.arrow { stroke: #3a4653; stroke-width: 0.8; stroke-opacity: 0.5; fill: none }
+.skip { stroke: #b3382c; stroke-dasharray: 3 2; stroke-opacity: 0.4 }
+"""
+HEAD = (
+    '<defs><marker id="head" markerWidth="6" markerHeight="6" refX="5" refY="3" '
+    'orient="auto" markerUnits="userSpaceOnUse"><path d="M0,0.8 L5,3 L0,5.2" '
+    'fill="#3a4653" fill-opacity="0.7"/></marker></defs>'
+)
 
 
 def write_timeline(
     plan: Plan, path: Path, marks: Sequence[Sequence[Mark]] = ()
 ) -> None:
     """Draw a plan's step, below it a measured one if there are marks of each rank."""
-    panels = panels_of(plan, marks)
     copies = f" in each of {plan.data} data-parallel replicas" if plan.data > 1 else ""
     heading = (
         f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
         f"{show_micro_batches(plan.micro_batches)}{copies}"
     )
-    write_text(path, draw(heading, panels))
+    write_text(path, draw(heading, panels_of(plan, marks)))
 
 
-def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, ...]:
-    """Return the predicted step, and the measured one if there are marks.
-
-    The tiles of a grid run in lockstep: its row is what the first one does.
-    """
-    task = task_of(plan)
-    copies = [
-        [[rank + copy * plan.copy_ranks for rank in ranks] for ranks in plan.members]
-        for copy in range(plan.data)
-    ]
-    predicted = predicted_panel(task, timeline_of(plan), list(map(_name, copies[0])))
-    if not marks:
-        return (predicted,)
-    groups = [ranks for copy in copies for ranks in copy]
-    rows = [marks[ranks[0]] for ranks in groups]
-    return predicted, measured_panel(task, rows, list(map(_name, groups)))
-
-
-def _name(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {ranks[0]}-{ranks[-1]}"
-
-
-def grid(plan: Plan) -> str:
-    """Return the predicted step as text, see `Timeline.grid`."""
-    timeline = timeline_of(plan)
-    shortest = min(timed.end - timed.start for row in timeline.ranks for timed in row)
-    return timeline.grid(max(shortest, timeline.makespan / MOST_COLUMNS) or None)
-
-
-def draw(heading: str, panels: Sequence[Panel]) -> str:
+def draw(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -> str:
     """Return the SVG text of panels, each with a time axis of its own."""
-    return _Picture(heading, tuple(panels)).text()
+    width = max((_width(panel, widest) for panel in panels), default=NARROWEST)
+    most_rows = max((len(panel.rows) for panel in panels), default=0)
+    height = 26 if most_rows <= 12 else 19 if most_rows <= 32 else 13
+    parts, y = [HEAD], TOP if heading else LINE
+    if heading:
+        parts.append(text(16, 28, heading, "title"))
+    for panel in panels:
+        drawn = _Drawn(panel, y + 14, width, height)
+        parts.append(text(16, y, f"{panel.name}: {_facts(panel, panels[0])}", "name"))
+        parts += drawn.parts()
+        y = drawn.end + AXIS + GAP
+    legend, y = _legend(panels, y, width)
+    title = heading or ", ".join(panel.name for panel in panels)
+    return picture("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + legend)
 
 
-def draw_inside(heading: str, panels: Sequence[Panel]) -> str:
-    """Return it as a part of a page, whose style sheet may change the colours."""
-    return _Picture(heading, tuple(panels)).inside()
+def _facts(panel: Panel, first: Panel) -> str:
+    facts = f"{show_seconds(panel.makespan)} a step, bubble {panel.bubble:.0%}"
+    if panel is not first and first.makespan:
+        factor = panel.makespan / first.makespan
+        facts += f", {factor:.2g} times the {first.name} step"
+        facts += " (each half has its own time axis)"
+    if len(panel.arrows) > MOST_ARROWS:
+        facts += f"; {len(panel.arrows)} messages are not drawn"
+    return facts
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """Heights in pixels: of boxes, of the memory under them, of the space between."""
+@dataclass(frozen=True)
+class _Drawn:
+    """One step from `top` on, in boxes of some height."""
 
+    panel: Panel
+    top: int
+    width: int
     box: int
-    memory: int
-    space: int
 
-    @classmethod
-    def of(cls, num_rows: int) -> _Size:
-        if num_rows <= 12:
-            return cls(26, 16, 12)
-        return cls(19, 11, 7) if num_rows <= 32 else cls(13, 7, 4)
+    @property
+    def memory(self) -> int:
+        """The height of the memory below a row, if it is known."""
+        known = any(row.memory for row in self.panel.rows)
+        return round(0.6 * self.box) if known else 0
 
-    def row(self, panel: Panel) -> int:
-        """Return the height of a row with the space below it."""
-        return self.box + self.space + (self.memory if _has_memory(panel) else 0)
+    @property
+    def pitch(self) -> int:
+        """The height of a row with the space below it."""
+        return self.box + self.memory + self.box // 2 - 1
 
-
-@dataclass
-class _Picture:
-    heading: str
-    panels: tuple[Panel, ...]
-    parts: list[str] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)  # over everything else
-    fills: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.seconds = 1.0
-        self.size = _Size.of(max((len(panel.rows) for panel in self.panels), default=0))
-        self.width = max(map(_width, self.panels), default=NARROWEST)
+    @property
+    def end(self) -> int:
+        """Where the last row ends."""
+        return self.top + self.pitch * len(self.panel.rows)
 
     def x(self, seconds: float) -> float:
-        """Return where a time of the panel that is being drawn is."""
-        return LEFT + self.width * seconds / self.seconds
+        return LEFT + self.width * seconds / (self.panel.makespan or 1.0)
 
-    def add(self, part: str) -> None:
-        self.parts.append(part)
+    def parts(self) -> Iterator[str]:
+        yield from self._axis()
+        for index, row in enumerate(self.panel.rows):
+            yield f'<g class="row" data-rank="{self.panel.number(index)}">'
+            yield from self._row(row, self.top + index * self.pitch)
+            yield "</g>"
+        if len(self.panel.arrows) <= MOST_ARROWS:
+            yield from map(self._arrow, self.panel.arrows)
+        for index, row in enumerate(self.panel.rows):  # over everything else
+            for span in row.spans:
+                yield from self._label(span, self.top + index * self.pitch)
 
-    def text(self) -> str:
-        """Return the whole file."""
-        self.add(_text(16, 28, self.heading, "title"))
-        width, height = self._draw(TOP)
-        return "\n".join(
-            [
-                '<?xml version="1.0" encoding="UTF-8"?>',
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
-                f'height="{height}" viewBox="0 0 {width} {height}">',
-                f"<title>{escape(self.heading)}</title>",
-                f"<style>{self._rules()}</style>",
-                HEAD.format(id="head"),
-                '<rect width="100%" height="100%" fill="#ffffff"/>',
-                *self.parts,
-                "</svg>\n",
-            ]
-        )
-
-    def inside(self) -> str:
-        """Return an element whose rules and names touch nothing else of a page."""
-        width, height = self._draw(TOP - 30)
-        rules = self._rules().strip().splitlines()
-        return "\n".join(
-            [
-                f'<svg class="timeline" role="img" width="{width}" height="{height}" '
-                f'viewBox="0 0 {width} {height}">',
-                f"<title>{escape(self.heading)}</title>",
-                "<style>" + "\n".join(f"svg.timeline {rule}" for rule in rules),
-                f"</style>{HEAD.format(id='timeline-head')}",
-                *(part.replace("#head", "#timeline-head") for part in self.parts),
-                "</svg>",
-            ]
-        )
-
-    def _draw(self, y: int) -> tuple[int, int]:
-        """Draw everything from `y` on; return width and height."""
-        for panel in self.panels:
-            y = self._panel(panel, y) + GAP
-        return LEFT + self.width + RIGHT, self._legend(y)
-
-    def _rules(self) -> str:
-        fills = (
-            f".{name} {{ fill: {colour} }}\n" for name, colour in self.fills.items()
-        )
-        return STYLE + "".join(fills)
-
-    def _panel(self, panel: Panel, top: int) -> int:
-        """Draw one step; return where it ends."""
-        self.seconds = panel.makespan or 1.0
-        facts = f"{show_seconds(panel.makespan)} a step, bubble {panel.bubble:.0%}"
-        other = self.panels[0]
-        if panel is not other and other.makespan:
-            factor = panel.makespan / other.makespan
-            facts += f", {factor:.2g} times the {other.name} step"
-            facts += " (each half has its own time axis)"
-        shown = len(panel.arrows) <= MOST_ARROWS
-        if not shown:
-            facts += f"; {len(panel.arrows)} messages are not drawn"
-        self.add(_text(16, top, f"{panel.name}: {facts}", "name"))
-        first = top + 14
-        step = self.size.row(panel)
-        end = first + step * len(panel.rows)
-        self._axis(first, end)
-        most = max((row.peak_bytes for row in panel.rows), default=0)
-        for rank, row in enumerate(panel.rows):
-            self._row(panel, rank, row, first + rank * step, most)
-        if shown:
-            for arrow in panel.arrows:
-                self._arrow(arrow, first, step)
-        self.parts += self.labels
-        self.labels.clear()
-        return end + AXIS
-
-    def _axis(self, top: int, end: int) -> None:
+    def _axis(self) -> Iterator[str]:
         """Draw lines at round numbers of milliseconds."""
-        step = _round_step(self.seconds * 1e3 / (self.width / 90))
-        for index in range(int(self.seconds * 1e3 / step * (1 + 1e-9)) + 1):
-            x = _n(self.x(index * step / 1e3))
-            self.add(f'<path class="line" d="M{x},{top - 4}V{end}"/>')
+        total = 1e3 * (self.panel.makespan or 1.0)
+        step = _round_step(total / (self.width / 90))
+        for index in range(int(total / step * (1 + 1e-9)) + 1):
+            x = self.x(index * step / 1e3)
+            yield f'<path class="line" d="M{n(x)},{self.top - 4}V{self.end}"/>'
             label = f"{index * step:g}" + (" ms" if index == 0 else "")
-            self.add(_text(x, end + 12, label, "tick"))
+            yield text(x, self.end + 12, label, "tick")
 
-    def _row(self, panel: Panel, rank: int, row: Row, y: int, most: int) -> None:
-        size = self.size
-        width = _n(self.x(panel.makespan) - LEFT)
-        self.add(f'<g class="row" data-rank="{panel.number(rank)}">')
-        self.add(
-            f'<rect class="idle" x="{LEFT}" y="{y}" width="{width}" '
-            f'height="{size.box}"/>'
-        )
+    def _row(self, row: Row, y: int) -> Iterator[str]:
+        makespan, right = self.panel.makespan, self.x(self.panel.makespan)
+        yield rect("idle", LEFT, y, right - LEFT, self.box)
         for span in row.spans:
-            self._span(row, span, y)
-        middle = y + size.box / 2
-        self.add(_text(LEFT - 8, middle + 4, row.name, "rank"))
-        idle = 1 - row.busy / panel.makespan if panel.makespan else 0
-        right = _n(self.x(panel.makespan) + 8)
-        self.add(_text(right, middle + 4, f"{idle:.0%} idle", "note"))
-        if _has_memory(panel):
-            self._memory(panel, row, y + size.box, most)
-        self.add("</g>")
+            yield from self._span(row, span, y)
+        middle = y + self.box / 2 + 4
+        idle = 1 - row.busy / makespan if makespan else 0
+        yield text(LEFT - 8, middle, row.name, "rank")
+        yield text(right + 8, middle, f"{idle:.0%} idle", "note")
+        if self.memory:
+            yield from self._memory(row, y + self.box + self.memory)
 
-    def _span(self, row: Row, span: Span, y: int) -> None:
+    def _span(self, row: Row, span: Span, y: int) -> Iterator[str]:
         """Draw a box; what is too narrow to be seen is left out unless an action."""
-        width = self.width * span.seconds / self.seconds
+        width = self.x(span.seconds) - LEFT
         if span.action is None and width < 0.4:
             return
-        name, colour = _fill(row, span)
-        self.fills[name] = colour
-        x, height = self.x(span.start), self.size.box
-        thin = ' stroke-width="0"' if width < 3 else ""
-        kind = "box action" if span.action is not None else "box"
-        what = f"{span.action} " if span.action is not None else ""
-        self.add(
-            f'<rect class="{kind} {name}" x="{_n(x)}" y="{y}" '
-            f'width="{_n(max(width, 0.5))}" height="{height}"{thin}><title>{what}'
-            f"{span.kind} {_ms(span.start)} to {_ms(span.end)} ms</title></rect>"
-        )
+        kind, what = "box thin" if width < 3 else "box", span.kind
+        if span.action is not None:
+            kind, what = f"{kind} action", f"{span.action} {span.kind}"
+        title = f"{what} {span.start * 1e3:.4g} to {span.end * 1e3:.4g} ms"
+        x, fill = self.x(span.start), _fill(row, span)
+        yield rect(kind, x, y, max(width, 0.5), self.box, fill, title)
+
+    def _label(self, span: Span, y: int) -> Iterator[str]:
+        """Write the number of an action's micro-batch, if there is room."""
         if span.action is None:
             return
         label = str(span.action.micro_batch)
-        font = min(11, height - 4)
-        if width >= 0.58 * font * len(label) + 1.5:
+        if self.x(span.seconds) - LEFT >= 6.4 * len(label) + 1.5:
             tone = "light" if span.kind == "backward" else "dark"
-            middle = _n(x + width / 2), _n(y + height / 2 + 0.36 * font)
-            self.labels.append(
-                f'<text class="{tone}" x="{middle[0]}" y="{middle[1]}"'
-                + (f' style="font-size:{font}px">' if font < 11 else ">")
-                + f"{label}</text>"
-            )
+            middle = self.x((span.start + span.end) / 2)
+            yield text(middle, y + self.box / 2 + 4, label, tone)
 
-    def _memory(self, panel: Panel, row: Row, top: int, most: int) -> None:
+    def _memory(self, row: Row, bottom: int) -> Iterator[str]:
         """Draw the bytes held over time; all ranks of a panel share the scale."""
-        size = self.size.memory
-        bottom = top + size
+        most = max(row.peak_bytes for row in self.panel.rows) or 1
+        right = self.x(self.panel.makespan)
 
         def y(held: int) -> str:
-            return _n(bottom - (size - 2) * held / (most or 1))
+            return n(bottom - (self.memory - 2) * held / most)
 
-        path = f"M{LEFT},{bottom}"
-        for seconds, held in row.memory:
-            path += f"H{_n(self.x(seconds))}V{y(held)}"
-        end = _n(self.x(panel.makespan))
-        self.add(
-            f'<path class="memory" data-peak="{row.peak_bytes}" '
-            f'd="{path}H{end}V{bottom}Z"><title>at most {row.peak_bytes:,} bytes, '
+        steps = "".join(f"H{n(self.x(at))}V{y(held)}" for at, held in row.memory)
+        yield (
+            f'<path class="memory" data-peak="{row.peak_bytes}" d="M{LEFT},{bottom}'
+            f'{steps}H{n(right)}V{bottom}Z"><title>at most {row.peak_bytes:,} bytes, '
             f"{row.resident_bytes:,} of them all the time</title></path>"
         )
-        base = float(y(row.resident_bytes))
-        self.add(
-            f'<path class="resident" d="M{LEFT},{bottom}V{_n(base)}H{end}V{bottom}Z"/>'
-        )
-        below = bottom - (1 if size > 10 else 0)
-        lanes = ", ".join(f"{stage}{chr(39) * r}" for r, stage in row.lanes)
+        outline = f"M{LEFT},{bottom}V{y(row.resident_bytes)}H{n(right)}V{bottom}Z"
+        yield f'<path class="resident" d="{outline}"/>'
+        lanes = row.lanes_text
         if len(lanes) < 16:
             word = "stage" if len(row.lanes) == 1 else "stages"
-            self.add(_text(LEFT - 8, below, f"{word} {lanes}", "lanes"))
-        right = _n(self.x(panel.makespan) + 8)
-        self.add(_text(right, below, f"peak {show_bytes(row.peak_bytes)}", "note"))
+            yield text(LEFT - 8, bottom - 1, f"{word} {lanes}", "lanes")
+        yield text(right + 8, bottom - 1, f"peak {show_bytes(row.peak_bytes)}", "note")
 
-    def _arrow(self, arrow: Arrow, first: int, step: int) -> None:
+    def _arrow(self, arrow: Arrow) -> str:
         """Draw a message from the lower or upper edge of a box to that of another."""
         down = arrow.dest > arrow.source
-        tail, head = (self.size.box, 0) if down else (0, self.size.box)
-        start = f"{_n(self.x(arrow.start))},{first + arrow.source * step + tail}"
-        end = f"{_n(self.x(arrow.end))},{first + arrow.dest * step + head}"
+        tail, head = (self.box, 0) if down else (0, self.box)
+        start = n(self.x(arrow.start)), self.top + arrow.source * self.pitch + tail
+        end = n(self.x(arrow.end)), self.top + arrow.dest * self.pitch + head
+        line = f"M{start[0]},{start[1]}L{end[0]},{end[1]}"
         kind = "arrow skip" if arrow.skip else "arrow"
-        self.add(f'<path class="{kind}" d="M{start}L{end}" marker-end="url(#head)"/>')
-
-    def _legend(self, y: int) -> int:
-        """Draw what the colours mean; return where the picture ends."""
-        x = float(LEFT)
-        for name, colour, words in self._entries():
-            if x + 23 + 5.2 * len(words) > LEFT + self.width + RIGHT:
-                x, y = float(LEFT), y + LINE
-            if name == "skip":
-                self.add(f'<path class="arrow skip" d="M{_n(x)},{y - 4}h18"/>')
-            else:
-                self.fills[name] = colour
-                box = f'x="{_n(x)}" y="{y - 9}" width="18" height="11"'
-                self.add(f'<rect class="{name}" {box}/>')
-            self.add(_text(_n(x + 23), y, words, "note"))
-            x += 42 + 5.2 * len(words)
-        return y + LINE
-
-    def _entries(self) -> Iterator[tuple[str, str, str]]:
-        rows = [row for panel in self.panels for row in panel.rows]
-        spans = [span for row in rows for span in row.spans]
-        replicas = sorted({s.action.replica for s in spans if s.action is not None})
-        for replica in replicas:
-            for kind in SHADES:
-                if any(
-                    s.kind == kind and s.action and s.action.replica == replica
-                    for s in spans
-                ):
-                    mark = f" of replica {replica}" if len(replicas) > 1 else ""
-                    colour = _colour(kind, replica, 0.0)
-                    yield f"{kind}-{replica}-0", colour, kind + mark
-        for kind, colour in OTHERS.items():
-            if any(span.kind == kind for span in spans):
-                yield kind, colour, kind
-        yield "idle", "#eef0f3", "idle"
-        if any(row.memory for row in rows):
-            yield "memory", "#a9cdb4", "saved for backward"
-            yield "resident", "#dfe4ea", "weights, gradients"
-        if any(arrow.skip for panel in self.panels for arrow in panel.arrows):
-            yield "skip", "", "skip over a stage"
+        return f'<path class="{kind}" d="{line}" marker-end="url(#head)"/>'
 
 
-def _width(panel: Panel) -> int:
+def _legend(panels: Sequence[Panel], y: int, width: int) -> tuple[list[str], int]:
+    """Return what the colours mean, and where the picture ends."""
+    x, parts = float(LEFT), []
+    for kind, colour, words in _entries(panels):
+        if x + 23 + 5.2 * len(words) > LEFT + width + RIGHT:
+            x, y = float(LEFT), y + LINE
+        if kind == "skip":
+            parts.append(f'<path class="arrow skip" d="M{n(x)},{y - 4}h18"/>')
+        else:
+            parts.append(rect(kind, x, y - 9, 18, 11, colour))
+        parts.append(text(x + 23, y, words, "note"))
+        x += 42 + 5.2 * len(words)
+    return parts, y + LINE
+
+
+def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str, str]]:
+    """Yield class, colour and meaning of all that is drawn."""
+    rows = [row for panel in panels for row in panel.rows]
+    found = {
+        (span.kind, span.action.replica if span.action else 0)
+        for row in rows
+        for span in row.spans
+    }
+    replicas = sorted({replica for _, replica in found})
+    for replica in replicas:
+        mark = f" of replica {replica}" if len(replicas) > 1 else ""
+        for kind in SHADES:
+            if (kind, replica) in found:
+                yield "", _colour(kind, replica, 0.0), kind + mark
+    for kind, colour in OTHERS.items():
+        if (kind, 0) in found:
+            yield "", colour, kind
+    yield "idle", "", "idle"
+    if any(row.memory for row in rows):
+        yield "memory", "", "saved for backward"
+        yield "resident", "", "weights, gradients"
+    if any(arrow.skip for panel in panels for arrow in panel.arrows):
+        yield "skip", "", "skip over a stage"
+
+
+def _width(panel: Panel, widest: int) -> int:
     """Return pixels for time: enough for a number in the usual forward."""
     lengths = sorted(
         span.seconds
@@ -357,23 +267,19 @@ def _width(panel: Panel) -> int:
     if not lengths:
         return NARROWEST
     wanted = 20 * panel.makespan / lengths[len(lengths) // 2]
-    return round(min(max(wanted, NARROWEST), WIDEST))
+    return round(min(max(wanted, NARROWEST), widest))
 
 
-def _has_memory(panel: Panel) -> bool:
-    return any(row.memory for row in panel.rows)
-
-
-def _fill(row: Row, span: Span) -> tuple[str, str]:
-    """Return the class and colour of a box: hue by replica, shade by stage."""
+def _fill(row: Row, span: Span) -> str:
+    """Return the colour of a box: hue by replica, shade by stage."""
+    if span.kind not in SHADES:
+        return OTHERS.get(span.kind, "#dddddd")
     if span.action is None:
-        return span.kind, OTHERS.get(span.kind, "#dddddd")
+        return _colour(span.kind, 0, 0.0)
     replica = span.action.replica
     stages = [stage for r, stage in row.lanes if r == replica]
     chunk = stages.index(span.action.stage) if span.action.stage in stages else 0
-    share = chunk / (len(stages) - 1) if len(stages) > 1 else 0.0
-    name = f"{span.kind}-{replica}-{round(100 * share)}"
-    return name, _colour(span.kind, replica, share)
+    return _colour(span.kind, replica, chunk / max(1, len(stages) - 1))
 
 
 def _colour(kind: str, replica: int, share: float) -> str:
@@ -389,17 +295,3 @@ def _round_step(least: float) -> float:
     power = 10.0 ** math.floor(math.log10(least))
     steps = (factor * power for factor in (1, 2, 5))
     return float(next((step for step in steps if step >= least), 10 * power))
-
-
-def _text(x: float | str, y: float, words: str, kind: str) -> str:
-    where = x if isinstance(x, str) else _n(x)
-    return f'<text class="{kind}" x="{where}" y="{_n(y)}">{escape(words)}</text>'
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}"
-
-
-def _n(number: float) -> str:
-    """Return a short coordinate."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")

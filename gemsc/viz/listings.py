@@ -1,0 +1,224 @@
+"""What there is to know of a plan, as tables for the terminal and for report.html."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+
+from gemsc.base.units import show_bytes, show_flops, show_seconds
+from gemsc.plan import Plan, PlannedStage
+from gemsc.search.candidates import Candidate
+from gemsc.viz.columns import Column, Listing, column, sample
+
+__all__ = ["block_names", "list_candidates", "list_plan", "list_ranks", "list_stages"]
+
+MOST_ROWS = 40  # of stages and ranks; more are sampled
+MOST_SKIPS = 60
+SLOWEST = "<- slowest"
+TOO_LARGE = "does not fit --device-memory"
+BAR = "# weights, gradients  + activations"
+PARTS = {  # of a peak, besides activations: their titles
+    "parameters": "weights",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "messages": "messages",
+    "workspace": "libraries",
+}
+
+
+def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
+    """Yield all tables in which there is anything; of long ones a sample of lines."""
+    yield list_stages(plan, most)
+    if any(stage.recompute or stage.offload for stage in plan.stages):
+        yield _list_not_kept(plan)
+    if plan.groups:
+        yield _list_tiles(plan)
+    if plan.barriers:
+        yield _list_barriers(plan)
+    if plan.skips:
+        yield _list_skips(plan, most)
+    if plan.transfers:
+        yield _list_transfers(plan, most)
+    yield list_ranks(plan, most)
+
+
+def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
+    """Return the first of what was compared, and what is wrong with it."""
+    shown = candidates[:most]
+
+    def values(value: Callable[[Candidate], float]) -> list[float | None]:
+        return [None if c.problem else value(c) for c in shown]
+
+    problems = [
+        c.problem or ("" if c.fits() else "does not fit --device-memory") for c in shown
+    ]
+    columns = [
+        column("schedule", (c.name for c in shown), left=True, shrinks=True),
+        column("samples/s", values(lambda c: c.samples_per_second), _speed),
+        column("step", values(lambda c: c.seconds), show_seconds),
+        column("highest peak", values(lambda c: c.peak_bytes), show_bytes),
+        column("idle", values(lambda c: c.bubble), "{:.0%}".format, drop=2),
+        column("sent", values(lambda c: c.sent_bytes), show_bytes, drop=1),
+    ]
+    if any(problems):
+        columns.append(column("problem", problems, left=True, shrinks=True))
+    return "candidates (predicted)" + _of(shown, candidates), columns
+
+
+def _speed(samples_per_second: float) -> str:
+    if samples_per_second >= 100:
+        return f"{samples_per_second:,.0f}"
+    return f"{samples_per_second:.3g}"
+
+
+def block_names(stage: PlannedStage) -> str:
+    """Return the names of a stage's blocks, of many only the first and the last."""
+    names = stage.blocks
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
+
+
+def list_stages(plan: Plan, most: int) -> Listing:
+    """Return what each stage holds and takes; the slowest one is among them."""
+    seconds = [s.forward_seconds + s.backward_seconds for s in plan.stages]
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    rows = sample(len(plan.stages), most, (slowest,))
+    stages = [plan.stages[row] for row in rows]
+    total = sum(seconds) or 1.0
+    columns = (
+        column("stage", rows, left=True),
+        column("blocks", (len(s.blocks) for s in stages), drop=6),
+        column("from ... to", map(block_names, stages), left=True, shrinks=True),
+        column("ranks", (s.ranks for s in stages), _join),
+        column("work", (s.flops for s in stages), show_flops, drop=3),
+        column("weights", (s.parameter_bytes for s in stages), show_bytes, drop=2),
+        column("saved", (s.saved_bytes for s in stages), show_bytes, drop=1),
+        column("forward", (s.forward_seconds for s in stages), show_seconds),
+        column("backward", (s.backward_seconds for s in stages), show_seconds),
+        column("share", (seconds[r] / total for r in rows), "{:.0%}".format, drop=4),
+        column("", (SLOWEST * (r == slowest) for r in rows), drop=5, left=True),
+    )
+    return "stages (one micro-batch)" + _of(rows, plan.stages), columns
+
+
+def _of(shown: Sized, found: Sized, what: str = "") -> str:
+    """Return how many are shown, unless all are."""
+    few = len(shown) < len(found)
+    return f": {len(shown)} of {len(found)}{what}" if few else ""
+
+
+def _list_not_kept(plan: Plan) -> Listing:
+    """Return the blocks whose activations are computed again or wait on the host."""
+    stages = [stage for stage in plan.stages if stage.recompute or stage.offload]
+    recomputed, offloaded = (s.recompute for s in stages), (s.offload for s in stages)
+    columns = (
+        column("stage", (s.index for s in stages), left=True),
+        column("recomputed", recomputed, _join, left=True, shrinks=True),
+        column("offloaded", offloaded, _join, left=True, shrinks=True),
+    )
+    return "blocks that keep no activations", columns
+
+
+def _list_tiles(plan: Plan) -> Listing:
+    """Return what split stages send from tile to tile."""
+    stages = [stage for stage in plan.stages if stage.tiles]
+    gathered = [sum(b["stage"] == s.index for b in plan.barriers) for s in stages]
+    columns = (
+        column("stage", (s.index for s in stages), left=True),
+        column("grid", (" x ".join(map(str, s.tiles)) for s in stages), left=True),
+        column("exchanges", (s.exchanges for s in stages)),
+        column("from tile to tile", (s.halo_bytes for s in stages), show_bytes),
+        column("overlapped", (len(s.overlapped) for s in stages), drop=2),
+        column("unfused", map(_unfused, stages), drop=1),
+        column("gathered", gathered),
+    )
+    return "tiles (one micro-batch)", columns
+
+
+def _list_barriers(plan: Plan) -> Listing:
+    """Return the values that split stages had to gather."""
+    found = plan.barriers
+    columns = (
+        column("value", (b["value"] for b in found), left=True),
+        column("bytes", (b["num_bytes"] for b in found), show_bytes),
+        column("line", (b["line"] for b in found), left=True),
+        column("why", (b["reason"] for b in found), left=True, shrinks=True),
+    )
+    return "values that every tile has to gather", columns
+
+
+def _unfused(stage: PlannedStage) -> str:
+    """Return the exchanges and bytes that there would be, if that is another number."""
+    if stage.unfused_exchanges == stage.exchanges:
+        return "the same"
+    return f"{stage.unfused_exchanges}, {show_bytes(stage.unfused_halo_bytes)}"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _list_skips(plan: Plan, most: int) -> Listing:
+    """Return what jumps over a block, at least the largest."""
+    shown = sorted(plan.skips, key=lambda s: -s["num_bytes"])[:most]
+    skips = [skip for skip in plan.skips if skip in shown]
+    columns = (
+        column("value", (s["value"] for s in skips), left=True, shrinks=True),
+        column("from", (s["source"] for s in skips), left=True, shrinks=True),
+        column("to", (s["dest"] for s in skips), left=True, shrinks=True),
+        column("bytes", (s["num_bytes"] for s in skips), show_bytes),
+        column("kind", (s["kind"] for s in skips), left=True),
+    )
+    return "skips over blocks" + _of(skips, plan.skips), columns
+
+
+def _list_transfers(plan: Plan, most: int) -> Listing:
+    """Return what stages send to each other."""
+    rows = sample(len(plan.transfers), most)
+    found = [plan.transfers[row] for row in rows]
+    back = ("gradient" if t.gradient else None for t in found)
+    columns = (
+        column("from stage", (t.source for t in found), left=True),
+        column("to", (t.dest for t in found), left=True),
+        column("values", (t.values for t in found), _join, left=True, shrinks=True),
+        column("bytes", (t.num_bytes for t in found), show_bytes),
+        column("seconds", (t.seconds for t in found), show_seconds, drop=1),
+        column("back", back, drop=2),
+    )
+    return "transfers (each micro-batch)" + _of(rows, plan.transfers), columns
+
+
+def list_ranks(plan: Plan, most: int) -> Listing:
+    """Return each rank's peak and what it consists of; the highest is among them."""
+    highest = plan.peak_bytes.index(max(plan.peak_bytes)) if plan.peak_bytes else 0
+    ranks = sample(len(plan.peak_bytes), most, (highest,))
+    activations = [p["activations"] for p in plan.memory] or plan.activation_bytes
+    columns = (
+        column("rank", (plan.members[r] for r in ranks), _span, left=True),
+        column("peak", (plan.peak_bytes[r] for r in ranks), show_bytes),
+        *_memory_parts(plan, ranks),
+        column("activations", (activations[r] for r in ranks), show_bytes),
+        column(BAR, (_bar(plan, r, activations[r]) for r in ranks), left=True),
+    )
+    return "predicted peak memory" + _of(ranks, plan.peak_bytes, " ranks"), columns
+
+
+def _bar(plan: Plan, rank: int, activations: int) -> str:
+    """Draw a rank's peak."""
+    size, most = plan.peak_bytes[rank], max(plan.peak_bytes) or 1
+    whole = max(1, round(len(BAR) * size / most))
+    held = min(whole, round(len(BAR) * (size - activations) / most))
+    return ("#" * held + "+" * (whole - held)).ljust(len(BAR))
+
+
+def _memory_parts(plan: Plan, ranks: Sequence[int]) -> list[Column]:
+    """Return what ranks hold at their peaks besides activations."""
+    if not plan.memory:  # a plan of an older gemsc
+        return []
+    return [
+        column(title, (plan.memory[r][key] for r in ranks), show_bytes, drop=drop)
+        for drop, (key, title) in enumerate(PARTS.items(), start=1)
+        if key != "workspace" or plan.workspace_bytes
+    ]
+
+
+def _join(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
