@@ -35,7 +35,7 @@ def show_command(
         bool, typer.Option("--html", help="rewrite report.html instead")
     ] = False,
 ) -> None:
-    """Explain the split; print stages, skips, transfers, memory and the predicted step."""
+    """Explain the split; print stages, transfers, memory and the predicted step."""
     plan = Plan.read(directory / "plan.toml")
     if html:
         console.print(f"wrote {write_report(plan, directory)}", highlight=False)
