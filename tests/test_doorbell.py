@@ -7,13 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from gemsc.runtime.transport.doorbell import SENT, TAKEN, Doorbell
-from gemsc.runtime.transport.link import Link
-from gemsc.runtime.transport.local import LocalTransport, run_local
-from gemsc.runtime.transport.streams import NullStreams
-from gemsc.runtime.transport.total import total
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="bells are for Linux")
 
@@ -102,14 +97,3 @@ def test_other_jobs_are_not_disturbed() -> None:
     mine, other = hang(2), hang(2)
     other[1].ring(0, SENT)
     assert not mine[0].sleep(0.001)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
-def test_the_total_is_the_same_on_all_ranks(size: int) -> None:
-    def rank(transport: LocalTransport) -> float:
-        part = torch.tensor(0.1 * 3**transport.rank, dtype=torch.float64)
-        return float(total(Link(transport, NullStreams()), part))
-
-    found = run_local(size, rank)
-    assert len(set(found)) == 1
-    assert found[0] == pytest.approx(sum(0.1 * 3**r for r in range(size)), rel=1e-14)

@@ -20,7 +20,6 @@ from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
-from gemsc.launch.launch import restart_like_a_rank
 from gemsc.options import CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.passes.manager import Observer
@@ -182,8 +181,6 @@ def _plan(
 @contextmanager
 def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, Any]]:
     """Give what compiling and planning take of a user's model; show a profile's way."""
-    if options.profile:
-        restart_like_a_rank()
     inputs = user.make_inputs()
     bar = progress_bar() if options.profile else nullcontext(_say_nothing)
     with bar as progress, user.lines():

@@ -18,7 +18,6 @@ from gemsc.calibrate.network_rank import is_rank
 from gemsc.calibrate.network_rank import main as measure_on_this_rank
 from gemsc.cli.terminal import console, progress_bar
 from gemsc.errors import GemscError
-from gemsc.launch.launch import restart_like_a_rank
 
 __all__ = ["profile_command"]
 
@@ -59,7 +58,6 @@ def profile_command(
             write_network(found, output, hardware)
         return
     if calibrate:
-        restart_like_a_rank()
         with progress_bar() as show:
             calibrate_machine(
                 output, hardware, threads, kind=device, quick=quick, progress=show

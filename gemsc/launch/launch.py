@@ -26,11 +26,11 @@ from gemsc.errors import GemscError
 from gemsc.runtime.process.progress import REPORTED, STATUS_VARIABLE, read_status
 
 __all__ = [
+    "MALLOC_SETTING",
     "TIMED_OUT",
     "find_mpirun",
     "launch",
     "mpirun_command",
-    "restart_like_a_rank",
 ]
 
 # glibc: large pages for tensors. Copies from process to process are twice as fast, and
@@ -102,19 +102,6 @@ def mpirun_command(
         command += ["--host", f"localhost:{num_ranks}", "--bind-to", "none"]
         settings |= _open_mpi_settings(scratch, num_ranks)
     return [*command, *argv], settings | dict(os.environ)
-
-
-def restart_like_a_rank() -> None:
-    """Let this command begin anew with the ranks' setting of malloc.
-
-    glibc reads it when a process starts; what is timed without it is slower. Nothing
-    happens where a setting is there already, or this process runs more than a command.
-    """
-    whole = len(sys.orig_argv) > len(sys.argv)
-    mine = whole and sys.orig_argv[len(sys.orig_argv) - len(sys.argv) :] == sys.argv
-    if mine and "GLIBC_TUNABLES" not in os.environ:
-        os.environ["GLIBC_TUNABLES"] = MALLOC_SETTING
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _open_mpi_settings(scratch: Path | None, num_ranks: int) -> dict[str, str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import os
 import re
-import socket
 import sys
 import sysconfig
 import threading
@@ -134,22 +132,13 @@ def _report(text: str) -> None:
 
 
 def _is_first() -> bool:
-    """Whether no other rank of this machine has reported."""
+    """Whether no other rank has reported, as far as the launcher's folder can say."""
     try:
         if folder := os.environ.get(STATUS_VARIABLE):
             os.close(os.open(Path(folder) / REPORTED, os.O_CREAT | os.O_EXCL))
-        elif sys.platform == "linux":
-            # a plain mpirun has no folder of ours. All ranks are its children, a name
-            # in the abstract namespace has one owner, and goes with it
-            name = socket.socket(socket.AF_UNIX)
-            name.bind(f"\0gemsc-report-{os.getppid()}")
-            _kept.append(name)
     except OSError as error:  # another one: better two reports than none
-        return error.errno not in (errno.EEXIST, errno.EADDRINUSE)
+        return not isinstance(error, FileExistsError)
     return True
-
-
-_kept: list[socket.socket] = []
 
 
 def watch_exit(transport: Transport) -> None:

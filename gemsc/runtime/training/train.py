@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gemsc.base.cores import SLICE_SECONDS, num_cores, set_time_slice
+from gemsc.base.cores import num_cores
 from gemsc.base.dtypes import cast
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
@@ -97,11 +97,8 @@ def _refusal(directory: Path, transport: Transport) -> str | None:
 
 def share_cores(transport: Transport) -> None:
     """Let each rank use its part of its machine's cores, unless the user chose."""
-    cores, ranks = num_cores(), transport.local_size
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores // ranks))
-    if ranks > cores:
-        set_time_slice(SLICE_SECONDS)
+        torch.set_num_threads(max(1, num_cores() // transport.local_size))
 
 
 def train(directory: Path, transport: Transport, options: argparse.Namespace) -> None:

@@ -23,7 +23,6 @@ from gemsc.runtime.training import checkpoint
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.link import Link
 from gemsc.runtime.transport.streams import Streams, streams_for
-from gemsc.runtime.transport.total import total
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
@@ -193,7 +192,9 @@ class Trainer:
         """Return the mean loss; sends that wait for their data start meanwhile."""
         worker = self.worker
         worker.status.enter("sum of the losses")
-        loss = total(worker.link, worker.loss_sum())
+        loss, transport = worker.loss_sum(), worker.link.transport
+        everyone = transport.group(tuple(range(transport.size)), "losses")
+        worker.link.wait(everyone.all_reduce(loss))
         return float(loss) / (worker.copy_micro_batches * worker.num_copies)
 
 
