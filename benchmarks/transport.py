@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gemsc.launch.launch import launch
 from gemsc.runtime.transport.mpi import MpiTransport
-from gemsc.runtime.transport.transport import Request
+from gemsc.runtime.transport.waiting import Request
 
 SIZES = (4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
 Wait = Callable[..., None]

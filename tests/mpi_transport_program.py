@@ -17,7 +17,8 @@ from gemsc.errors import InternalError
 from gemsc.runtime.transport import mpi
 from gemsc.runtime.transport.link import Link
 from gemsc.runtime.transport.streams import NullStreams
-from gemsc.runtime.transport.transport import Request, Transport
+from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.transport.waiting import Request
 
 Case = Callable[[Transport], None]
 
@@ -291,13 +292,6 @@ def a_long_wait(transport: Transport) -> None:
     sys.stdout.write(f"cpu seconds {time.process_time() - started:.3f}\n")
 
 
-def whether_large_messages_need_their_sender(transport: Transport) -> None:
-    assert isinstance(transport, mpi.MpiTransport)
-    if transport.rank == 0:
-        sys.stdout.write(f"single copy: {transport.single_copy}\n")
-    a_message_of_32_mib_arrives(transport)
-
-
 def a_message_in_pieces(transport: Transport) -> None:
     mpi.LARGEST_PIECE = 1000
     a_rank_can_send_to_itself(transport)
@@ -312,7 +306,6 @@ OTHERS: dict[str, Case] = {
         a_message_that_is_too_short,
         a_message_in_pieces,
         a_long_wait,
-        whether_large_messages_need_their_sender,
     )
 }
 

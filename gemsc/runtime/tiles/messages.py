@@ -11,7 +11,7 @@ from torch import Tensor
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange, Piece, View
 from gemsc.runtime.transport.link import Incoming, Link
-from gemsc.runtime.transport.transport import Request
+from gemsc.runtime.transport.waiting import Request
 
 __all__ = ["Flight", "TileMailbox", "tag_of"]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gemsc.runtime.transport.streams import Pending, Streams
-from gemsc.runtime.transport.transport import Group, Request, Transport, wait_politely
+from gemsc.runtime.transport.transport import Group, Transport
+from gemsc.runtime.transport.waiting import Request, wait
 
 __all__ = ["Incoming", "Link"]
 
@@ -176,7 +177,7 @@ class Link:
         self._deferred.append(deferred)
         self.advance()
         if len(self._deferred) > MOST_DEFERRED:
-            wait_politely([_Fewer(self, MOST_DEFERRED)])
+            wait(_Fewer(self, MOST_DEFERRED))
         return deferred
 
     def advance(self) -> None:
@@ -187,7 +188,7 @@ class Link:
     def wait(self, *requests: Request) -> None:
         """Return when all are complete; what was deferred starts meanwhile."""
         if self._deferred:
-            wait_politely([_Fewer(self, 0, requests)])
+            wait(_Fewer(self, 0, requests))
         self.transport.wait(*map(_plain, requests))
         for request in requests:
             if isinstance(request, _Deferred):

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.transport import (
-    Request,
     check_message,
     check_sum,
     describe,
-    wait_politely,
 )
+from gemsc.runtime.transport.waiting import Request, wait
 
 __all__ = ["LocalTransport", "RankStoppedError", "run_local"]
 
@@ -253,7 +252,7 @@ class LocalTransport:
         world = self._world
         local = [r for r in requests if isinstance(r, _LocalRequest)]
         if len(local) < len(requests):
-            wait_politely(requests)
+            wait(*requests)
             return
         with world.changed:
             try:

@@ -12,7 +12,7 @@ from gemsc.errors import GemscError
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message, Value
 from gemsc.runtime.transport.link import Incoming, Link
-from gemsc.runtime.transport.transport import Request
+from gemsc.runtime.transport.waiting import Request
 
 __all__ = ["Mailbox"]
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,16 +17,8 @@ from torch import Tensor
 
 from gemsc.base.lifeline import end_with_launcher
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.transport.doorbell import SENT, TAKEN, Doorbell, hearing_range
-from gemsc.runtime.transport.mpi_messages import MessageRequest, Route
-from gemsc.runtime.transport.transport import (
-    Request,
-    check_message,
-    check_sum,
-    describe,
-    wait_for_rings,
-    wait_politely,
-)
+from gemsc.runtime.transport.transport import check_message, check_sum, describe
+from gemsc.runtime.transport.waiting import Request, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,8 +27,6 @@ __all__ = ["MpiTransport"]
 
 CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
 LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4
-TRIAL_BYTES = 2**20  # more than a library sends before the receiver is there
-TRIAL_SECONDS = 0.1
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.launch.launch
 
 
@@ -50,20 +40,53 @@ def _import_mpi() -> Any:  # the module, which starts MPI when it is first impor
     return MPI
 
 
-class _SumRequest:
-    """A sum in flight, perhaps in a float32 copy that is put back at the end."""
+class _MessageRequest:
+    """A send, or a receive with a `status`; keeps the tensor until it is complete."""
 
-    __slots__ = ("_request", "_ring", "_staged", "_tensor")
+    __slots__ = ("_mpi", "_pieces", "_status", "_tensor", "_text")
 
     def __init__(
         self,
-        request: MPI.Request | None,
+        mpi: Any,
+        pieces: list[tuple[MPI.Request, int]],
+        status: MPI.Status | None,
         tensor: Tensor,
-        staged: Tensor,
-        ring: Callable[[], None],
+        text: str,
+    ) -> None:
+        self._mpi = mpi
+        self._pieces = pieces  # with the bytes of each
+        self._status = status
+        self._tensor: Tensor | None = tensor
+        self._text = text
+
+    def done(self) -> bool:
+        while self._pieces:
+            request, num_bytes = self._pieces[0]
+            try:
+                complete = request.Test(self._status)
+            except self._mpi.Exception as error:
+                raise InternalError(f"{self._text}: {error}") from error
+            if not complete:
+                return False
+            del self._pieces[0]
+            if self._status is not None:  # MPI complains of longer messages only
+                count = self._status.Get_count(self._mpi.BYTE)
+                if count != num_bytes:
+                    text = f"{self._text}: {count} bytes came, not {num_bytes}"
+                    raise InternalError(text)
+        self._tensor = None
+        return True
+
+
+class _SumRequest:
+    """A sum in flight, perhaps in a float32 copy that is put back at the end."""
+
+    __slots__ = ("_request", "_staged", "_tensor")
+
+    def __init__(
+        self, request: MPI.Request | None, tensor: Tensor, staged: Tensor
     ) -> None:
         self._request = request
-        self._ring = ring  # the others: they may wait for this rank's part
         self._tensor = tensor
         self._staged = staged
 
@@ -73,7 +96,6 @@ class _SumRequest:
         if not self._request.Test():
             return False
         self._request = None
-        self._ring()
         if self._staged is not self._tensor:
             self._tensor.copy_(self._staged)
         return True
@@ -94,11 +116,8 @@ class _TestRequest:
 class MpiGroup:
     """Some of the ranks, with a communicator of their own."""
 
-    def __init__(
-        self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...], bell: Doorbell
-    ) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self._bell = bell
         self._mpi = mpi
         self._comm = comm
         self._types: dict[torch.dtype, MPI.Datatype] = {
@@ -116,7 +135,7 @@ class MpiGroup:
         check_sum(tensor)
         tensor = tensor.detach()
         if len(self.ranks) == 1:
-            return _SumRequest(None, tensor, tensor, self._ring)
+            return _SumRequest(None, tensor, tensor)
         half = tensor.dtype in (torch.bfloat16, torch.float16)
         staged = tensor.to(torch.float32) if half else tensor
         if staged.dtype not in self._types:
@@ -125,12 +144,7 @@ class MpiGroup:
         request = self._comm.Iallreduce(
             self._mpi.IN_PLACE, [buffer, self._types[staged.dtype]], self._mpi.SUM
         )
-        self._ring()
-        return _SumRequest(request, tensor, staged, self._ring)
-
-    def _ring(self) -> None:
-        for rank in self.ranks:
-            self._bell.ring(rank, SENT)
+        return _SumRequest(request, tensor, staged)
 
     def free(self) -> None:
         """Give the communicator back."""
@@ -156,40 +170,6 @@ class MpiTransport:
         self._control = world.Dup()
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
         self._neighbours = self._find_neighbours()
-        self._bell = self._hang_bell()
-        self.single_copy = self._try_single_copy()
-
-    def _hang_bell(self) -> Doorbell:
-        """Let the ranks of this machine wake each other."""
-        job = self.broadcast_object(Doorbell.new_job())
-        ranges = self.all_gather_object(hearing_range())
-        others = [rank for rank in self._neighbours if rank != self.rank]
-        near = [rank for rank in others if ranges[rank] == ranges[self.rank]]
-        bell = Doorbell(str(job), self.rank, near)
-        self.barrier()  # all bells hang
-        bell.meet()
-        return bell
-
-    def _try_single_copy(self) -> bool:
-        """Return whether a large message comes without turns of its sender.
-
-        It does where the receiver may read the sender's memory; otherwise, in many
-        containers for example, the two move it piece by piece. Two ranks of a machine
-        try it, one of them asleep.
-        """
-        first, last = self._neighbours[0], self._neighbours[-1]
-        alone = True
-        data = numpy.zeros(TRIAL_BYTES, numpy.uint8)
-        if self.rank == first and self._bell.reaches(last):
-            self._bell.expect(None)
-            request = self._control.Isend(data, last)
-            alone = self._bell.sleep(TRIAL_SECONDS)
-            self._bell.expect_nothing()
-            self._finish(request)
-        elif self.rank == last and self._bell.reaches(first):
-            self._finish(self._control.Irecv(data, first))
-            self._bell.ring(first, TAKEN)
-        return all(self.all_gather_object(alone))
 
     def _find_neighbours(self) -> list[int]:
         """Return the ranks of this machine, ascending."""
@@ -231,61 +211,34 @@ class MpiTransport:
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
-        route = self._route(tensor, dest, tag, is_send=True)
-        request = self._post(self._messages.Isend, tensor, route)
-        self._bell.ring(dest, SENT)
-        return request
+        pieces = self._post(self._messages.Isend, tensor, dest, tag)
+        text = f"rank {self.rank}: send to rank {dest} with tag {tag}"
+        return _MessageRequest(self._mpi, pieces, None, tensor, text)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into the tensor's bytes."""
-        route = self._route(tensor, source, tag, is_send=False)
-        return self._post(self._messages.Irecv, tensor, route)
-
-    def _route(self, tensor: Tensor, peer: int, tag: int, *, is_send: bool) -> Route:
-        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
-        return Route(self.rank, peer, tag, is_send)
+        pieces = self._post(self._messages.Irecv, tensor, source, tag)
+        text = f"rank {self.rank}: receive from rank {source} with tag {tag}"
+        return _MessageRequest(self._mpi, pieces, self._mpi.Status(), tensor, text)
 
     def _post(
-        self, start: Callable[..., MPI.Request], tensor: Tensor, route: Route
-    ) -> Request:
+        self, start: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int
+    ) -> list[tuple[MPI.Request, int]]:
+        """Start an operation on each piece of the tensor's bytes."""
+        check_message(tensor, peer, tag, size=self.size, cuda_aware=self.cuda_aware)
         address, left = tensor.data_ptr(), tensor.nbytes
         pieces: list[tuple[MPI.Request, int]] = []
         while left or not pieces:
             num_bytes = min(left, LARGEST_PIECE)
             buffer = self._mpi.buffer.fromaddress(address, num_bytes)
-            request = start([buffer, self._mpi.BYTE], route.peer, route.tag)
-            pieces.append((request, num_bytes))
+            pieces.append((start([buffer, self._mpi.BYTE], peer, tag), num_bytes))
             address += num_bytes
             left -= num_bytes
-        return MessageRequest(self._mpi, self._bell, route, pieces, tensor)
+        return pieces
 
     def wait(self, *requests: Request) -> None:
-        """Return when all requests are complete; sleep until the others ring.
-
-        Where messages may need turns of both sides, no sleep is long.
-        """
-        reasons = self._reasons(requests)
-        self._bell.expect(reasons)
-        if reasons is None:
-            wait_politely(requests, self._bell)
-        else:
-            wait_for_rings(requests, self._bell)
-        self._bell.expect_nothing()
-
-    def _reasons(self, requests: Sequence[Request]) -> dict[int, int] | None:
-        """Return whose rings complete the requests; None if rings do not suffice."""
-        if not self.single_copy or self.cuda_aware:  # tried with the host's memory
-            return None
-        reasons: dict[int, int] = {}
-        for request in requests:
-            if not isinstance(request, MessageRequest):
-                return None
-            route = request.route
-            if not self._bell.reaches(route.peer):
-                return None
-            why = TAKEN if route.is_send else SENT
-            reasons[route.peer] = reasons.get(route.peer, 0) | why
-        return reasons
+        """Return when all requests are complete."""
+        wait(*requests)
 
     def progress(self) -> None:
         """Give the library one turn: about 1 us, more if data is there to be moved."""
@@ -301,7 +254,7 @@ class MpiTransport:
             if len(ranks) > 1:
                 members = self._control.Get_group().Incl(ranks)
                 comm = self._control.Create_group(members)
-            self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks, self._bell)
+            self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks)
         return self._groups[ranks, key]
 
     def all_gather_object(self, value: object) -> list[object]:
@@ -329,7 +282,7 @@ class MpiTransport:
         self._finish(self._control.Ibarrier())
 
     def _finish(self, request: MPI.Request) -> None:
-        wait_politely([_TestRequest(request)])
+        wait(_TestRequest(request))
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks of the job with this exit code; what was printed is kept."""
@@ -344,7 +297,6 @@ class MpiTransport:
         for group in self._groups.values():
             group.free()
         self._groups.clear()
-        self._bell.close()
         self._messages.Free()
         self._control.Free()
 

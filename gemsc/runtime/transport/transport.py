@@ -1,42 +1,25 @@
-"""What ranks need of a message library, and how to wait without burning a core."""
+"""What ranks need of a message library."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-import threading
-import time
-from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
-from gemsc.runtime.transport.doorbell import Doorbell
+from gemsc.runtime.transport.waiting import Request
 
 __all__ = [
     "LARGEST_TAG",
     "Group",
-    "Request",
     "Transport",
     "check_message",
     "check_sum",
     "describe",
-    "wait_for_rings",
-    "wait_politely",
 ]
 
 LARGEST_TAG = 32767  # what the MPI standard guarantees
-
-
-class Request(Protocol):
-    """One operation in flight."""
-
-    def done(self) -> bool:
-        """Give the library a turn; True once complete, and from then on."""
-        ...
 
 
 class Group(Protocol):
@@ -166,86 +149,3 @@ def check_sum(tensor: Tensor) -> None:
     check_memory(tensor, cuda_aware=False)
     if tensor.dtype == torch.bool or tensor.is_complex():
         raise InternalError(f"no all-reduce for {describe(tensor)}")
-
-
-# Waiting. A blocking MPI call polls without pause and takes 98 % of a core. Where those
-# who complete the requests ring, a rank sleeps until then. Otherwise a few turns come
-# at once, then sleeps that grow with the time waited so far:
-#
-#     turn turn turn ... | turn 20us turn 20us ... turn 2ms turn 2ms ...
-#     ---- 60 us ------- | ---- sleep = 1/8 of the wait, 20 us to 2 ms ---
-#
-# so that a wait lasts at most about 1/8 longer than the message needs, and a rank that
-# waits long takes 1 to 3 % of a core. A library without single copy moves a large
-# message piece by piece, a few pieces a turn: two turns on end that took much longer
-# than the quickest one moved data (one may be a cold wake-up), and the next follows at
-# once. benchmarks/transport.py has the figures.
-
-SPIN_SECONDS = 60e-6
-SHORTEST_SLEEP = 20e-6
-LONGEST_SLEEP = 2e-3
-SLEEP_SHARE = 1 / 8
-LONGEST_SLEEP_WITH_BELL = 0.1
-MOVED_DATA_RATIO = 4  # of a turn that moved data to the quickest turn
-MOVED_DATA_SECONDS = 15e-6  # shorter turns are never taken for one
-
-_PR_SET_TIMERSLACK = 29
-_prepared = threading.local()
-
-
-def _sleep_precisely() -> None:
-    """Ask Linux to end this thread's sleeps on time, not up to 50 us later."""
-    if getattr(_prepared, "done", False):
-        return
-    _prepared.done = True
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-
-
-def wait_for_rings(requests: Sequence[Request], bell: Doorbell) -> None:
-    """Return when all requests are complete; whoever completes one rings."""
-    pending = list(requests)
-    while pending := [request for request in pending if not request.done()]:
-        bell.sleep(LONGEST_SLEEP_WITH_BELL)
-
-
-def wait_politely(requests: Sequence[Request], bell: Doorbell | None = None) -> None:
-    """Return when all requests are complete; sleep between turns for the library.
-
-    A ring of `bell` ends a sleep.
-    """
-    now = started = time.perf_counter()
-    quickest_turn = 1.0
-    long_turns = 0
-    pending = list(requests)
-    while pending := [request for request in pending if not request.done()]:
-        before, now = now, time.perf_counter()
-        turn = now - before
-        quickest_turn = min(quickest_turn, turn)
-        long = turn > max(MOVED_DATA_SECONDS, MOVED_DATA_RATIO * quickest_turn)
-        long_turns = long_turns + 1 if long else 0
-        if now - started < SPIN_SECONDS:
-            _yield_core()
-        elif long_turns > 1:
-            started = now - SPIN_SECONDS  # data flow: short sleeps again
-            _yield_core()
-        else:
-            pause = (now - started) * SLEEP_SHARE
-            pause = min(max(pause, SHORTEST_SLEEP), LONGEST_SLEEP)
-            if _sleep(pause, bell):
-                started = time.perf_counter()
-        now = time.perf_counter()
-
-
-def _sleep(seconds: float, bell: Doorbell | None) -> bool:
-    """Sleep; return whether somebody rang."""
-    _sleep_precisely()
-    if bell is not None:
-        return bell.sleep(seconds)
-    time.sleep(seconds)
-    return False
-
-
-def _yield_core() -> None:
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()

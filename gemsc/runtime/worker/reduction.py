@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gemsc.runtime.transport.link import Link
-from gemsc.runtime.transport.transport import Group, Request
+from gemsc.runtime.transport.transport import Group
+from gemsc.runtime.transport.waiting import Request
 
 __all__ = ["GradientSums", "RunningStatistics"]
 
