@@ -34,7 +34,7 @@ from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.predict import make_plan
 from gemsc.schedules import Task
-from gemsc.schedules.check import Report, prove
+from gemsc.schedules.check import prove
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import settled
 from gemsc.search.candidates import Candidate
@@ -213,13 +213,8 @@ def lower(
     return CompiledProgram(replace(compilation, files=files), candidates)
 
 
-def prove_files(
-    files: Mapping[str, str], compilation: Compilation, task: Task
-) -> Report:
+def prove_files(files: Mapping[str, str], compilation: Compilation, task: Task) -> None:
     """Prove what the rank files say: training, and evaluation.
-
-    Returns:
-        The figures of training (of evaluation if there is no loss).
 
     Raises:
         InternalError: the files are wrong; names stage, micro-batch and user's line.
@@ -227,12 +222,12 @@ def prove_files(
     placement = compilation.program.placement
     assert placement is not None
     training, evaluation = read_ranks(files)
-    report = prove(evaluation, task.evaluation, groups=placement.groups)
+    prove(evaluation, task.evaluation, groups=placement.groups)
     if not task.has_backward:
-        return report
+        return
     shared = reductions(compilation.program, compilation.owned)
     copies = compilation.plan.data
-    return prove(training, task, groups=placement.groups, shared=shared, copies=copies)
+    prove(training, task, groups=placement.groups, shared=shared, copies=copies)
 
 
 def plan(

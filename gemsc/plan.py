@@ -31,14 +31,9 @@ class PlannedStage:
     `gradient_bytes` from the first backward to the update. `recompute` and `offload`
     name the blocks that keep nothing, or keep it in host memory.
 
-    Where the schedule has weight gradients apart, they take `weight_seconds` of the
-    backward; `waiting_bytes` are kept for them after the rest of it, and they make
-    `waiting_gradient_bytes` of the gradients.
-
-    `head_start_seconds` before its end, the last backward sends the gradients of the
-    stage's inputs: weight gradients of `head_start_layers`, its first ones, wait.
-    `head_start_bytes` come on top meanwhile, or, with one micro-batch in a step,
-    `only_head_start_bytes` with the gradients.
+    Where weight gradients are apart, they take `weight_seconds` of the backward;
+    `waiting_bytes` are kept for them after the rest of it, and they make
+    `waiting_gradient_bytes` of the gradients; `split_transient_bytes` come on top then.
 
     A stage that is split has `tiles` along each axis: then bytes and seconds are those
     of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
@@ -62,10 +57,8 @@ class PlannedStage:
     waiting_bytes: int = 0
     waiting_gradient_bytes: int = 0
     weight_seconds: float = 0.0
-    head_start_seconds: float = 0.0
-    head_start_layers: int = 0
-    head_start_bytes: int = 0
-    only_head_start_bytes: int = 0
+    split_transient_bytes: int = 0
+    first_split_transient_bytes: int = 0
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)

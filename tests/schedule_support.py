@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gemsc.schedules import (
     Action,
@@ -15,7 +16,6 @@ from gemsc.schedules import (
     Timeline,
     place,
 )
-from gemsc.schedules.action import splits_backward
 from gemsc.schedules.check import prove
 from gemsc.schedules.rank_step import AllReduce, End, Message, RankStep, Run, Step
 
@@ -39,13 +39,13 @@ def ranks_of(task: Task, orders: Orders) -> list[RankStep]:
         for stage in reversed(range(len(task.stages)))
         if len(places := tuple(sorted({row[stage] for row in task.placement}))) > 1
     ]
-    split = splits_backward(orders)
     ranks = []
     for rank, order in enumerate(orders):
         own = [each for each in sums if rank in each.ranks]
         ends: list[Step] = [*own, End.REDUCED, End.UPDATED]
         steps = (*order, *(ends if task.has_backward else ()))
-        ranks.append(RankStep(rank, runs, steps, (rank,), split))
+        deferred = frozenset(a for a in order if a.kind is Kind.WEIGHT)
+        ranks.append(RankStep(rank, runs, steps, (rank,), deferred))
     return ranks
 
 
@@ -101,8 +101,9 @@ def random_task(
             forward := rng.uniform(0.1, 2.0),
             forward * rng.uniform(1.0, 3.0),
             forward * rng.uniform(0.0, 1.0),
-            rng.randint(0, 9),
+            saved := rng.randint(0, 9),
             rng.randint(0, 5),
+            waiting_bytes=saved,
         )
         for _ in range(stages)
     )
@@ -135,8 +136,65 @@ def least_memory(task: Task) -> int:
 
 
 def proved(task: Task, timeline: Timeline) -> None:
-    """Prove a schedule; the proof's own figures are those of the timeline."""
-    ranks = ranks_of(task, timeline.orders)
-    report = prove(ranks, task, shared=shared_by(task))
-    assert report.peak_bytes == timeline.peak_bytes
-    assert report.peak_live == timeline.peak_live
+    """Prove a schedule; a simpler count of what is held finds the same peaks."""
+    prove(ranks_of(task, timeline.orders), task, shared=shared_by(task))
+    found = [peaks_of(task, rank, o) for rank, o in enumerate(timeline.orders)]
+    assert tuple(most for most, _ in found) == timeline.peak_bytes
+    assert tuple(live for _, live in found) == timeline.peak_live
+
+
+def peaks_of(task: Task, rank: int, order: Sequence[Action]) -> tuple[int, int]:
+    """Return the most bytes that a rank holds, and the most forwards in flight.
+
+    Counted without times: what is there after each action, and what comes on top of
+    what was there before while it runs.
+    """
+    held = task.resident_bytes(rank)
+    most, most_live, live = held, 0, 0
+    gradients: dict[int, int] = {}
+    posted: dict[tuple[Kind, int, int], int] = {}
+    alive: dict[Action, int] = {}
+    actions = set(order)
+    for action in order:
+        stage, key = task.stages[action.stage], replace(action, kind=Kind.FORWARD)
+        split = replace(action, kind=Kind.WEIGHT) in actions
+        held -= sum(posted.values())
+        posted[action.kind, action.replica, action.stage] = posted_at(task, action)
+        held += sum(posted.values())
+        live += action.kind is Kind.FORWARD
+        most_live = max(most_live, live)
+        before = gradients.get(action.stage, 0)
+        meanwhile, stays, there = 0, 0, before
+        if action.kind is Kind.FORWARD:
+            meanwhile = stage.saved_bytes
+            stays = meanwhile if task.has_backward else 0
+        elif action.kind is Kind.WEIGHT:
+            there = stage.gradient_bytes
+            meanwhile = there - before
+        elif split:
+            first = action.stage not in gradients
+            meanwhile = stage.split_transient_bytes
+            if first:
+                meanwhile = stage.first_split_transient_bytes
+            stays = stage.waiting_bytes
+            there = max(before, stage.gradient_bytes - stage.waiting_gradient_bytes)
+        else:
+            first = action.stage not in gradients
+            meanwhile = stage.first_transient_bytes if first else stage.transient_bytes
+            there = stage.gradient_bytes
+        if action.kind is not Kind.FORWARD:
+            gradients[action.stage] = there
+        now = held + meanwhile
+        held += there - before + stays - alive.pop(key, 0)
+        alive[key] = stays
+        most = max(most, now, held)
+        live -= action.kind is (Kind.WEIGHT if split else task.kinds[:2][-1])
+    return most, most_live
+
+
+def posted_at(task: Task, action: Action) -> int:
+    """Return the bytes of the receives that are posted once an action begins."""
+    if task.is_last(action) or action.kind is Kind.WEIGHT:
+        return 0
+    values, gradients = task.posted[action.replica][action.stage]
+    return values if action.kind is Kind.FORWARD else gradients

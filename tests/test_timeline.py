@@ -25,7 +25,7 @@ from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.runtime.training.recording import CALLS, Recorder
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
-from gemsc.schedules import SCHEDULES, Action, Kind, Task, Timeline, run
+from gemsc.schedules import SCHEDULES, Kind, Task, Timeline, run
 from gemsc.viz.panel import Panel, measured_panel, panels_of, predicted_panel
 from gemsc.viz.strip import grid
 from gemsc.viz.timeline import MOST_ARROWS, draw, write_timeline
@@ -249,7 +249,7 @@ def check_no_overlap(events: list[dict]) -> None:
 def test_the_trace_has_every_action_of_a_step(name):
     plan = compiled(name).plan
     found = check_trace(trace_text(panels_of(plan)), ["predicted"])["predicted"]
-    assert [actions_of(found[rank]) for rank in sorted(found)] == shown_order(plan)
+    assert [actions_of(found[rank]) for rank in sorted(found)] == plan.order
     for events in found.values():
         check_no_overlap(events)
 
@@ -263,22 +263,6 @@ def test_a_worker_that_nobody_watches_has_its_own_methods(tmp_path):
     assert not set(CALLS) & set(vars(trainers[0].worker))
     Recorder(trainers[0].worker)
     assert set(CALLS) <= set(vars(trainers[0].worker))
-
-
-def shown_order(plan: Plan) -> list[str]:
-    """Return the order of actions; what last backwards leave is shown apart."""
-
-    def shown(word: str) -> str:
-        action = Action.parse(word)
-        leaves = plan.stages[action.stage].head_start_layers
-        if not (leaves and action.kind is Kind.BACKWARD and task.is_last(action)):
-            return word
-        return f"{word} {replace(action, kind=Kind.WEIGHT)}"
-
-    task = task_of(plan)
-    found = [" ".join(map(shown, row.split())) for row in plan.order]
-    assert any("W" in row for row in found)
-    return found
 
 
 @pytest.mark.parametrize("name", ["1f1b", "chimera", "folded", "copies"])
@@ -304,7 +288,7 @@ def test_every_action_is_recorded_once_and_in_order(name, tmp_path):
     predicted = predicted_panel(task_of(plan), timeline_of(plan))
     for rank, row in enumerate(panel.rows):
         order = " ".join(str(s.action) for s in row.spans if s.action is not None)
-        assert order == shown_order(plan)[rank % plan.copy_ranks]
+        assert order == plan.order[rank % plan.copy_ranks]
         assert all(a.end <= b.start for a, b in pairwise(row.spans))
         assert row.spans[-1].kind == "wait"  # for what it has sent
     assert len(panel.arrows) == plan.data * len(predicted.arrows)
@@ -350,7 +334,7 @@ def test_a_measured_step_is_drawn_below_the_predicted_one(tmp_path, gemsc):
     plan = Plan.read(folder / "plan.toml")
     text = (folder / "trace.json").read_text()
     found = check_trace(text, ["predicted", "measured"])
-    order = shown_order(plan)
+    order = plan.order
     for events in (found["predicted"], found["measured"]):
         assert [actions_of(events[rank]) for rank in sorted(events)] == order
     for events in found["measured"].values():

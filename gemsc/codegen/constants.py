@@ -74,12 +74,11 @@ class Constants:
         each = "  # of each replica" if replicas > 1 else ""
         line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
         line(f"NUM_REPLICAS = {replicas}")
-        if self.text.splits_backward:
-            line("SPLITS_BACKWARD = True  # weight gradients wait for `weights_...`")
-        if self.text.head_starts:
-            line("# Number of layers whose weight gradients the last backward defers.")
-            pairs = [f"{quoted(k)}: {n}" for k, n in self.text.head_starts.items()]
-            self.writer.call("HEAD_STARTS = {", pairs, "}")
+        if deferred := self._deferred():
+            line(
+                "# Micro-batches whose backward leaves weight gradients to `weights_...`."
+            )
+            self.writer.call("DEFERRED = {", deferred, "}")
         if opaques(self.text.program.module):
             line("DEPENDS_ON_DATA = True  # some gradients may be absent")
         self._write_tiles()
@@ -108,6 +107,15 @@ class Constants:
             line("REDUCTIONS: dict[str, tuple[int, ...]] = {}")
         line()
         line()
+
+    def _deferred(self) -> list[str]:
+        found = []
+        for run in self.text.runs:
+            if numbers := self.text.deferred(run):
+                is_all = len(numbers) == self.text.num_micro_batches
+                shown = "range(NUM_MICRO_BATCHES)" if is_all else as_tuple(numbers)
+                found.append(f"{quoted(run.key)}: {shown}")
+        return found
 
     def _write_tiles(self) -> None:
         if self.text.tile is not None:

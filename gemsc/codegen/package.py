@@ -153,11 +153,6 @@ def _rank_text(compilation: Compilation, rank: int) -> RankText:
         reductions=sums,
         names=names,
         tile=tile,
-        head_starts={
-            run.key: layers
-            for run in runs
-            if (layers := plan.stages[run.stage.flow.index].head_start_layers)
-        },
     )
 
 

@@ -48,7 +48,7 @@ class _RankWriter:
         self.taken = Names(
             [
                 *(*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"),
-                *("NUM_REPLICAS", "TILES", "SPLITS_BACKWARD", "HEAD_STARTS"),
+                *("NUM_REPLICAS", "TILES", "DEFERRED"),
                 "DEPENDS_ON_DATA",
                 *("train_step", "eval_step"),
             ]
@@ -79,7 +79,7 @@ class _RankWriter:
             if self.text.program.loss is not None:
                 self._write_forward(run)
                 self._write_backward(run)
-                if self.text.splits_backward:
+                if self.text.deferred(run):
                     self._write_weights(run)
             if run.replica == 0:
                 self._write_evaluate(run)
@@ -259,10 +259,6 @@ class _RankWriter:
                     message = f"{self.messages[run.replica, transfer.index]}.gradient"
                     note = f"to {self._peer(run, transfer, transfer.source)}"
                     self.writer.call("worker.send(", [message, "m", *values], note=note)
-            if run.key in self.text.head_starts:
-                self.writer.call(
-                    "worker.weights(", arguments[:2], note="that the last backward left"
-                )
         self.writer.line()
         self.writer.line()
 

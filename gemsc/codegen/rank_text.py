@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from gemsc.ir.flow import StageFlow, message_tag
 from gemsc.ir.program import Input, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
-from gemsc.schedules.loops import Loop, Step
+from gemsc.schedules.loops import Step, expand
 
 __all__ = ["RankText", "Run", "Segments", "StageText"]
 
@@ -77,14 +77,14 @@ class RankText:
     reductions: dict[str, tuple[int, ...]]
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
-    # by the keys of runs, of how many layers weight gradients wait in the last backward
-    head_starts: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are actions of their own."""
-        bodies = (s.body if isinstance(s, Loop) else [(s, 0)] for s in self.steps)
-        return any(a.kind is Kind.WEIGHT for body in bodies for a, _ in body)
+    def deferred(self, run: Run) -> tuple[int, ...]:
+        """Return the micro-batches whose weight gradients are actions of their own."""
+        place = Kind.WEIGHT, run.replica, run.stage.flow.index
+        actions = expand(self.steps)
+        return tuple(
+            a.micro_batch for a in actions if (a.kind, a.replica, a.stage) == place
+        )
 
     def transfers(self, run: Run) -> tuple[Transfer, ...]:
         """Return the transfers of a run, each once, in training and evaluation."""

@@ -40,10 +40,7 @@ __all__ = ["read_ranks"]
 
 CLASSES = (Exchange, GridMessage, Message, Tiles, TileValue, Value)
 NAMES = {each.__name__: each for each in (*CLASSES, torch, tile_boxes, float, range)}
-SIMPLE = (
-    *("NUM_MICRO_BATCHES", "NUM_REPLICAS", "REDUCTIONS"),
-    *("SPLITS_BACKWARD", "HEAD_STARTS"),
-)
+SIMPLE = (*("NUM_MICRO_BATCHES", "NUM_REPLICAS", "REDUCTIONS", "DEFERRED"),)
 KINDS = {
     "run": Kind.FORWARD,
     "evaluate": Kind.FORWARD,
@@ -67,6 +64,11 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     return [f.step("train_step") for f in read], [f.step("eval_step") for f in read]
 
 
+def _place(key: str) -> tuple[int, int]:
+    """Return the replica and the stage of a run."""
+    return replica_of(key), int(stage_of(key).removeprefix("stage"))
+
+
 @dataclass
 class _Function:
     """What a function of the file does with a micro-batch, whichever.
@@ -81,13 +83,12 @@ class _Function:
     sends: list[rank_step.Message] = field(default_factory=list)
     calls: list[GridCall] = field(default_factory=list)
     lines: str = ""
-    adds_weights: bool = False
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def place(self) -> tuple[int, int]:
         """Return replica and stage."""
-        return replica_of(self.key), int(stage_of(self.key).removeprefix("stage"))
+        return _place(self.key)
 
     @property
     def run(self) -> Run:
@@ -165,8 +166,13 @@ class _File:
         found = self.functions.get(name)
         steps = tuple(self._steps(found)) if found is not None else ()
         runs = {(f.kind, *f.place): f.run for f in self.read.values()}
-        split = self.constants.get("SPLITS_BACKWARD", False)
-        return RankStep(self.rank, runs, steps, self.tiles.ranks, split)
+        deferred = frozenset(
+            Action(Kind.WEIGHT, stage, m, replica)
+            for key, numbers in self.constants.get("DEFERRED", {}).items()
+            for replica, stage in [_place(key)]
+            for m in (numbers if (Kind.BACKWARD, replica, stage) in runs else ())
+        )
+        return RankStep(self.rank, runs, steps, self.tiles.ranks, deferred)
 
     def _steps(self, function: ast.FunctionDef) -> Iterator[Step]:
         for statement in function.body[1:]:
@@ -235,11 +241,6 @@ class _File:
                     raise self.wrong(statement, UNKNOWN)
         if not read.key:
             raise self.wrong(function, "runs no stage")
-        ahead = read.key in self.constants.get("HEAD_STARTS", ())
-        if read.kind is Kind.BACKWARD and read.adds_weights != ahead:
-            raise self.wrong(
-                function, "has only one of weight gradients and HEAD_STARTS"
-            )
         return read
 
     def _read_call(self, read: _Function, call: ast.Call, targets: list[str]) -> None:
@@ -287,11 +288,10 @@ class _File:
         method = self.method(key, "forward_eval" if apart else "forward")
         if not read.key:
             read.key, read.kind, read.lines = key, KINDS[verb], method.lines
-        elif read.key != key or verb != "weights":
-            raise self.wrong(call, "runs two stages in one action")
+        else:
+            raise self.wrong(call, "runs a stage twice in one action")
         self._is_current(call, micro_batch)
         if verb == "weights":
-            read.adds_weights = True
             return None
         if verb == "backward":
             wanted, given = len(method.gives), None

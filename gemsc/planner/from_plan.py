@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from gemsc.errors import GemscError, InternalError
-from gemsc.plan import Plan, PlannedStage
+from gemsc.plan import Plan
 from gemsc.schedules import (
     Action,
     Edge,
-    HeadStart,
     Kind,
     StageCost,
     Task,
@@ -57,7 +56,8 @@ def task_of(plan: Plan) -> Task:
                 weight=stage.weight_seconds,
                 waiting_bytes=stage.waiting_bytes,
                 waiting_gradient_bytes=stage.waiting_gradient_bytes,
-                head_start=_head_start(stage),
+                split_transient_bytes=stage.split_transient_bytes,
+                first_split_transient_bytes=stage.first_split_transient_bytes,
             )
             for stage in plan.stages
         ),
@@ -82,17 +82,6 @@ def task_of(plan: Plan) -> Task:
         has_backward=any(
             action.kind is Kind.BACKWARD for row in _orders(plan) for action in row
         ),
-    )
-
-
-def _head_start(stage: PlannedStage) -> HeadStart | None:
-    if not stage.head_start_layers:
-        return None
-    return HeadStart(
-        stage.head_start_seconds,
-        stage.head_start_bytes,
-        stage.only_head_start_bytes,
-        stage.head_start_layers,
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ from gemsc.ir.segments import recomputed_nodes
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
 from gemsc.planner.activations import (
-    Activations,
     activations,
     again_seconds,
     waiting_gradient_bytes,
@@ -56,20 +54,17 @@ def schedule_task(
     chosen: Layout,
     memory_cap: int | None,
     hardware: Hardware,
-    *,
-    split: bool = False,
 ) -> Task:
     """Return what the schedule engine needs to know of the program.
 
     `tiles` are what the tiles of the largest grid run. The ranks of a grid go in step:
-    a stage takes the time and the memory of its fullest tile. `split` says whether the
-    schedule has weight gradients apart.
+    a stage takes the time and the memory of its fullest tile.
     """
     first = tiles[0]
     placement = first.placement
     assert placement is not None
     network = hardware.network
-    costs = [_stage_costs(tile, hardware, split=split) for tile in tiles]
+    costs = [_stage_costs(tile, hardware) for tile in tiles]
     stages = tuple(
         _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
         for stage in first.require_stages()
@@ -103,11 +98,10 @@ def _size(program: Program, stage: int) -> int:
     return len(program.placement.ranks[0][stage])
 
 
-def _stage_costs(
-    program: Program, hardware: Hardware, *, split: bool
-) -> list[StageCost]:
+def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     """Return what each stage costs on the rank that runs this program."""
-    saved = activations(program, waiting=set(program.compute_nodes) if split else ())
+    saved = activations(program)
+    split = activations(program, waiting=set(program.compute_nodes))
     weights = stage_weights(program)
     found = []
     for stage in program.require_stages():
@@ -125,19 +119,29 @@ def _stage_costs(
                 first_transient_bytes=kept.first_transient,
                 resident_bytes=owned.resident,
                 gradient_bytes=owned.gradients,
-                **_split_cost(program, stage, kept) if split else {},
+                weight=_waiting_seconds(program, stage),
+                waiting_bytes=split[stage.index].waiting,
+                waiting_gradient_bytes=waiting_gradient_bytes(program, stage.index),
+                split_transient_bytes=split[stage.index].transient,
+                first_split_transient_bytes=split[stage.index].first_transient,
             )
         )
     return found
 
 
-def _split_cost(program: Program, stage: Stage, kept: Activations) -> dict[str, Any]:
-    """Return what a stage's cost says of the second part of its backward."""
-    return {
-        "weight": stage.total("weight_seconds"),
-        "waiting_bytes": kept.waiting,
-        "waiting_gradient_bytes": waiting_gradient_bytes(program, stage.index),
-    }
+def _waiting_seconds(program: Program, stage: Stage) -> float:
+    """Return the part of a backward that may wait, 0 where that is not known.
+
+    Stages on tiles go in step; what recomputed or offloaded blocks keep is theirs; what
+    a module does that is not looked into is its own.
+    """
+    placement = program.placement
+    assert placement is not None
+    whole = [_stages_of(program, path) for path in opaques(program.module)]
+    apart = placement.grid(stage.index) or program.segments_of(stage.index)
+    if apart or any(stage.index in stages for stages in whole):
+        return 0.0
+    return float(stage.total("weight_seconds"))
 
 
 def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, float]:
@@ -176,9 +180,8 @@ def _worst(costs: Sequence[StageCost]) -> StageCost:
     most = {
         field.name: max(getattr(cost, field.name) for cost in costs)
         for field in fields(StageCost)
-        if getattr(costs[0], field.name) is not None
     }
-    for name in ("transient_bytes", "first_transient_bytes"):
+    for name in [name for name in most if "transient" in name]:
         fullest = max(cost.saved_bytes + getattr(cost, name) for cost in costs)
         most[name] = fullest - most["saved_bytes"]
     return StageCost(**most)
@@ -269,10 +272,13 @@ def make_plan(
             saved_bytes=task.stages[stage.index].saved_bytes,
             transient_bytes=task.stages[stage.index].transient_bytes,
             first_transient_bytes=task.stages[stage.index].first_transient_bytes,
-            waiting_bytes=task.stages[stage.index].waiting_bytes or 0,
+            waiting_bytes=task.stages[stage.index].waiting_bytes,
             waiting_gradient_bytes=task.stages[stage.index].waiting_gradient_bytes,
             weight_seconds=task.stages[stage.index].weight,
-            **_head_start(task.stages[stage.index]),
+            split_transient_bytes=task.stages[stage.index].split_transient_bytes,
+            first_split_transient_bytes=task.stages[
+                stage.index
+            ].first_split_transient_bytes,
             forward_seconds=task.stages[stage.index].forward,
             backward_seconds=task.stages[stage.index].backward,
             recompute=_names(program, stage.index, "recompute"),
@@ -367,19 +373,6 @@ def _fingerprints(program: Program, *, whole: bool) -> dict[str, dict[str, str]]
             Path(file), None if whole else lines.get(file)
         )
         for file in program.sources
-    }
-
-
-def _head_start(cost: StageCost) -> dict[str, Any]:
-    """Return what a planned stage says of its last backward."""
-    ahead = cost.head_start
-    if ahead is None:
-        return {}
-    return {
-        "head_start_seconds": ahead.seconds,
-        "head_start_layers": ahead.num_layers,
-        "head_start_bytes": ahead.transient_bytes,
-        "only_head_start_bytes": ahead.only_transient_bytes,
     }
 
 

@@ -3,7 +3,6 @@
 from gemsc.schedules.action import (
     Action,
     Edge,
-    HeadStart,
     Kind,
     StageCost,
     Task,
@@ -11,6 +10,7 @@ from gemsc.schedules.action import (
     Timeline,
 )
 from gemsc.schedules.clock import replay
+from gemsc.schedules.deferral import split_last_backwards
 from gemsc.schedules.engine import Policy, run
 from gemsc.schedules.held import Held, held_bytes
 from gemsc.schedules.policies import (
@@ -30,7 +30,6 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Edge",
-    "HeadStart",
     "Held",
     "Kind",
     "Policy",
@@ -43,6 +42,7 @@ __all__ = [
     "place",
     "replay",
     "run",
+    "split_last_backwards",
 ]
 
 SCHEDULES: dict[str, Schedule] = {

@@ -13,13 +13,12 @@ from gemsc.errors import InternalError
 __all__ = [
     "Action",
     "Edge",
-    "HeadStart",
     "Kind",
     "StageCost",
     "Task",
     "Timed",
     "Timeline",
-    "splits_backward",
+    "split_backwards",
 ]
 
 _MARK = "'"
@@ -29,8 +28,8 @@ _TEXT = re.compile(r"(\d+)([FBW])(\d+)('*)")
 class Kind(StrEnum):
     """What an action computes.
 
-    BACKWARD is the whole backward, or the part that gives the gradients of the inputs
-    where the schedule splits it; WEIGHT is then the rest.
+    BACKWARD is the whole backward, unless there is a WEIGHT of the same micro-batch:
+    then that one computes the weight gradients, and BACKWARD the rest.
     """
 
     FORWARD = "F"
@@ -69,23 +68,6 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadStart:
-    """What the last backward of a step gives the gradients of its stage's inputs.
-
-    An earlier rank waits for them, and there is no other work to fill its time: so they
-    leave `seconds` before the end of the backward, whose rest are weight gradients.
-    Meanwhile `transient_bytes` come on top of the saved ones at most, or, if it is the
-    stage's first backward as well, `only_transient_bytes` with the gradients. It is the
-    first `num_layers` of the stage whose weight gradients wait.
-    """
-
-    seconds: float
-    transient_bytes: int = 0
-    only_transient_bytes: int = 0
-    num_layers: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class StageCost:
     """Seconds and bytes of one stage for one micro-batch.
 
@@ -96,10 +78,10 @@ class StageCost:
     `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
     backward to the end of the step.
 
-    Where the schedule splits the backward, `waiting_bytes` (None: the saved ones) are
-    kept from the end of its first part to that of the second, which makes
-    `waiting_gradient_bytes` of the gradients. Where it does not, the last backward may
-    have a `head_start`.
+    A backward may be split. Then `split_transient_bytes` come on top during its first
+    part (`first_split_transient_bytes` if it is the first one of a step), and
+    `waiting_bytes` are kept from the end of that to the end of the second one, which
+    makes `waiting_gradient_bytes` of the gradients.
     """
 
     forward: float
@@ -110,22 +92,26 @@ class StageCost:
     transient_bytes: int = 0
     first_transient_bytes: int = 0
     gradient_bytes: int = 0
-    waiting_bytes: int | None = None
+    waiting_bytes: int = 1
     waiting_gradient_bytes: int = 0
-    head_start: HeadStart | None = None
-
-    @property
-    def kept_for_weights(self) -> int:
-        """Bytes from the end of a split backward's first part to that of its second."""
-        return self.saved_bytes if self.waiting_bytes is None else self.waiting_bytes
+    split_transient_bytes: int = 0
+    first_split_transient_bytes: int = 0
 
     def seconds(self, kind: Kind, *, split: bool = False) -> float:
-        """Return how long an action takes; `split` if weight gradients are apart."""
+        """Return how long an action takes; `split` if its weight gradients wait."""
         if kind is Kind.FORWARD:
             return self.forward
         if kind is Kind.WEIGHT:
             return self.weight
         return self.backward - self.weight if split else self.backward
+
+    def on_top(self, *, split: bool, is_first: bool) -> int:
+        """Return the bytes that a backward needs on top of the saved ones."""
+        if split and is_first:
+            return self.first_split_transient_bytes
+        if split:
+            return self.split_transient_bytes
+        return self.first_transient_bytes if is_first else self.transient_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +204,11 @@ class Task:
             memory_cap=None,
         )
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of actions that there may be, in the order of one micro-batch."""
+        return tuple(Kind) if self.has_backward else (Kind.FORWARD,)
+
     @cached_property
     def num_ranks(self) -> int:
         """The number of ranks."""
@@ -255,6 +246,10 @@ class Task:
             for edge in self.outputs[stage]:
                 length[stage] = max(length[stage], 1 + length[edge.dest])
         return tuple(length)
+
+    def rank_of(self, action: Action) -> int:
+        """The rank, or the grid of ranks, that does an action."""
+        return self.placement[action.replica][action.stage]
 
     def is_last(self, action: Action) -> bool:
         """Whether it is the last of its kind for its stage in the step."""
@@ -315,9 +310,14 @@ class Timed:
     end: float
 
 
-def splits_backward(orders: Iterable[Iterable[Action]]) -> bool:
-    """Whether weight gradients are actions of their own."""
-    return any(action.kind is Kind.WEIGHT for order in orders for action in order)
+def split_backwards(orders: Iterable[Iterable[Action]]) -> set[Action]:
+    """Return the backwards whose weight gradients are actions of their own."""
+    return {
+        replace(action, kind=Kind.BACKWARD)
+        for order in orders
+        for action in order
+        if action.kind is Kind.WEIGHT
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,11 +343,6 @@ class Timeline:
     def orders(self) -> tuple[tuple[Action, ...], ...]:
         """The actions of all ranks, in order."""
         return tuple(self.order(rank) for rank in range(len(self.ranks)))
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are actions of their own."""
-        return splits_backward(self.orders)
 
     @property
     def bubble(self) -> float:

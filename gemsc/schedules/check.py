@@ -26,8 +26,9 @@ from functools import cached_property
 from itertools import zip_longest
 
 from gemsc.errors import InternalError
-from gemsc.schedules.action import Action, Kind, Task
-from gemsc.schedules.events import Way, events_of
+from gemsc.schedules.action import Action, Kind, Task, Timed
+from gemsc.schedules.events import Way, events_of, find_cycle
+from gemsc.schedules.held import held_bytes
 from gemsc.schedules.rank_step import (
     AllReduce,
     End,
@@ -37,25 +38,13 @@ from gemsc.schedules.rank_step import (
     Step,
 )
 
-__all__ = ["Report", "prove"]
+__all__ = ["prove"]
 
 LARGEST_TAG = 32767  # MPI guarantees tags up to this one
 
+KINDS = tuple(Kind)  # in the order in which a micro-batch has them
+
 Posted = tuple[Action, Message]
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a proof found out: for each rank the peaks, and how much there is to do.
-
-    `peak_live` counts forwards of any stage whose backward is not yet done.
-    """
-
-    peak_bytes: tuple[int, ...]
-    peak_live: tuple[int, ...]
-    num_actions: int
-    num_messages: int
-    num_reductions: int
 
 
 def prove(
@@ -65,7 +54,7 @@ def prove(
     groups: Sequence[Sequence[int]] | None = None,
     shared: Mapping[str, Sequence[int]] | None = None,
     copies: int = 1,
-) -> Report:
+) -> None:
     """Prove that what the ranks do, together, is one correct step.
 
     Args:
@@ -93,7 +82,7 @@ def prove(
     proof.handed_over_values_are_there()
     proof.each_gradient_is_reduced_once()
     proof.nothing_blocks()
-    return proof.report()
+    proof.memory_is_within_the_cap()
 
 
 @dataclass(frozen=True)
@@ -107,14 +96,6 @@ class _Proof:
     copies: int
 
     # -- small questions ---------------------------------------------------------------
-
-    @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of actions that each stage does for each micro-batch, in order."""
-        if not self.task.has_backward:
-            return (Kind.FORWARD,)
-        split = self.ranks[0].splits_backward
-        return tuple(Kind) if split else (Kind.FORWARD, Kind.BACKWARD)
 
     @cached_property
     def position(self) -> list[dict[Action, int]]:
@@ -149,33 +130,41 @@ class _Proof:
 
     # -- actions -----------------------------------------------------------------------
 
-    def each_action_once_on_its_rank(self) -> None:
-        """Every action of every (replica, stage, micro-batch) is on its ranks, once."""
-        wanted = {
-            Action(kind, stage, m, replica): self.ranks_of(replica, stage)
+    @cached_property
+    def wanted(self) -> dict[Action, tuple[int, ...]]:
+        """All actions of a step, each with its ranks."""
+        found = [
+            Action(kind, stage, m, replica)
             for replica, row in enumerate(self.task.placement)
             for stage in range(len(row))
             for m in range(self.task.micro_batches[replica])
-            for kind in self.kinds
-        }
+            for kind in self.task.kinds[:2]
+        ]
+        found += [
+            action for rank in self.ranks for action in sorted(rank.deferred, key=str)
+        ]
+        return {each: self.ranks_of(each.replica, each.stage) for each in found}
+
+    def each_action_once_on_its_rank(self) -> None:
+        """Every action of every (replica, stage, micro-batch) is on its ranks, once."""
         seen = set()
         for rank in self.ranks:
             number = rank.rank
-            if rank.splits_backward != self.ranks[0].splits_backward:
-                text = "splits backwards, or does not, unlike rank 0"
-                raise InternalError(f"wrong program: rank {number} {text}")
             for action in rank.actions:
-                if action not in wanted:
+                if action not in self.wanted:
                     raise self.wrong(action, f"rank {number} has an unknown action")
-                if number not in wanted[action]:
-                    others = " and ".join(map(str, wanted[action]))
+                if number not in self.wanted[action]:
+                    others = " and ".join(map(str, self.wanted[action]))
                     raise self.wrong(
                         action, f"rank {number} does an action of rank {others}"
                     )
                 if (action, number) in seen:
                     raise self.wrong(action, f"rank {number} does an action twice")
+                if action.kind is Kind.WEIGHT and action not in rank.deferred:
+                    text = f"rank {number} computes weight gradients twice"
+                    raise self.wrong(action, text)
                 seen.add((action, number))
-        for action, places in wanted.items():
+        for action, places in self.wanted.items():
             for number in places:
                 if (action, number) not in seen:
                     raise self.wrong(action, f"rank {number} leaves out an action")
@@ -184,7 +173,7 @@ class _Proof:
         """On each rank the kinds of one micro-batch are in order: F, B, W."""
         for rank, position in zip(self.ranks, self.position, strict=True):
             for action in rank.actions:
-                for earlier in self.kinds[: self.kinds.index(action.kind)]:
+                for earlier in KINDS[: KINDS.index(action.kind)]:
                     before = replace(action, kind=earlier)
                     if position[before] > position[action]:
                         text = f"rank {rank.rank} does an action before its {before}"
@@ -400,8 +389,8 @@ class _Proof:
 
     def nothing_blocks(self) -> None:
         """The events of all ranks have an order, even if every send waits."""
-        events = events_of(self.ranks, waits=Kind.BACKWARD in self.kinds)
-        stuck = [event[1] for event in events.find_cycle()]
+        events = events_of(self.ranks, waits=self.task.has_backward)
+        stuck = [event[1] for event in find_cycle(events)]
         if not stuck:
             return
         actions = [each[1] for each in stuck if isinstance(each, tuple)]
@@ -413,82 +402,21 @@ class _Proof:
             raise self.wrong(actions[0], text)
         raise self.wrong_sum(sums[0].group, text)
 
-    # -- the figures -------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------
 
-    def report(self) -> Report:
-        """Return the figures; the peaks must be within the cap."""
+    def memory_is_within_the_cap(self) -> None:
+        """No rank holds more than the task allows."""
         cap = self.task.memory_cap
-        peaks = [self._peak(rank) for rank in self.ranks]
-        for rank, (peak, _, action) in enumerate(peaks):
-            if cap is not None and peak > cap and action is not None:
-                text = f"rank {rank} holds {peak:,} of {cap:,} bytes"
-                raise self.wrong(action, text)
-        travelling = [sent for way, sent in self.sent.items() if way[0] != way[1]]
-        return Report(
-            peak_bytes=tuple(peak for peak, _, _ in peaks),
-            peak_live=tuple(live for _, live, _ in peaks),
-            num_actions=sum(len(rank.actions) for rank in self.ranks),
-            num_messages=sum(map(len, travelling)),
-            num_reductions=len(
-                {s for r in self.ranks for s in r.steps if isinstance(s, AllReduce)}
-            ),
-        )
-
-    def _peak(self, rank: RankStep) -> tuple[int, int, Action | None]:
-        stages = {action.stage for action in rank.actions}
-        held = sum(self.task.stages[stage].resident_bytes for stage in stages)
-        held += self.task.workspace_bytes
-        most, most_live, live = held, 0, 0
-        begun: set[tuple[Kind, int]] = set()
-        posted: dict[tuple[Kind, int, int], int] = {}
-        at: Action | None = None
-        alive: dict[Action, int] = {}
-        for action in rank.actions:
-            key = replace(action, kind=Kind.FORWARD)
-            held -= sum(posted.values())
-            posted[action.kind, action.replica, action.stage] = self._posted(action)
-            held += sum(posted.values())
-            is_first = (action.kind, action.stage) not in begun
-            begun.add((action.kind, action.stage))
-            live += action.kind is Kind.FORWARD
-            most_live = max(most_live, live)
-            meanwhile, made, stays = self._bytes_of(action, is_first=is_first)
-            now = held + meanwhile
-            held += made + stays - alive.pop(key, 0)
-            alive[key] = stays
-            if max(now, held) > most or at is None:
-                most, at = max(now, held, most), action
-            live -= action.kind is self.kinds[-1]
-        return most, most_live, at
-
-    def _bytes_of(self, action: Action, *, is_first: bool) -> tuple[int, int, int]:
-        """Return what an action needs while it runs, beyond what was there before.
-
-        Then the gradients that it makes, and what of its micro-batch stays after it.
-        """
-        stage, split = self.task.stages[action.stage], Kind.WEIGHT in self.kinds
-        later = stage.waiting_gradient_bytes if split else 0
-        if action.kind is Kind.FORWARD:
-            saved = stage.saved_bytes
-            return saved, 0, saved if action.kind is not self.kinds[-1] else 0
-        if action.kind is Kind.WEIGHT:
-            made = later if is_first else 0
-            return made, made, 0
-        stays = stage.kept_for_weights if split else 0
-        on_top, first_on_top = stage.transient_bytes, stage.first_transient_bytes
-        if stage.head_start is not None and self.task.is_last(action):
-            on_top = stage.head_start.transient_bytes
-            first_on_top = stage.head_start.only_transient_bytes
-        if not is_first:
-            return on_top, 0, stays
-        return first_on_top, stage.gradient_bytes - later, stays
-
-    def _posted(self, action: Action) -> int:
-        """Return the bytes of the receives that are posted once an action begins."""
-        if self.task.is_last(action) or action.kind is Kind.WEIGHT:
-            return 0
-        values, gradients = self.task.posted[action.replica][action.stage]
-        return values if action.kind is Kind.FORWARD else gradients
+        if cap is None:
+            return
+        for rank in self.ranks:
+            group = self.groups.index(rank.tiles)
+            resident = self.task.resident_bytes(group)
+            actions = [Timed(action, 0.0, 0.0) for action in rank.actions]
+            for held in held_bytes(self.task, group, actions):
+                if resident + held.total > cap:
+                    text = f"rank {rank.rank} holds {resident + held.total:,} of "
+                    raise self.wrong(held.action, f"{text}{cap:,} bytes")
 
 
 def _by_micro_batch(posted: list[Posted]) -> list[Posted]:

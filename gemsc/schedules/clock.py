@@ -13,14 +13,14 @@ from gemsc.schedules.action import (
     Task,
     Timed,
     Timeline,
-    splits_backward,
+    split_backwards,
 )
 from gemsc.schedules.held import held_bytes
 
 __all__ = ["Clock", "play", "replay"]
 
 Lane = tuple[int, int]
-_Need = tuple[list[float], float, float]
+_Need = tuple[list[float], float]
 
 
 def replay(task: Task, orders: Sequence[Sequence[Action]]) -> Timeline:
@@ -34,7 +34,8 @@ def play(task: Task, orders: Sequence[Sequence[Action]]) -> Clock:
     Raises:
         InternalError: the orders are not complete, or block each other.
     """
-    clock = Clock(task, split=splits_backward(orders))
+    clock = Clock(task)
+    split = split_backwards(orders)
     free = [0.0] * task.num_ranks
     position = [0] * task.num_ranks
     waiting = deque(range(task.num_ranks))
@@ -45,7 +46,7 @@ def play(task: Task, orders: Sequence[Sequence[Action]]) -> Clock:
             ready = clock.ready(action)
             if ready is None:
                 break
-            free[rank] = clock.do(action, max(free[rank], ready))
+            free[rank] = clock.do(action, max(free[rank], ready), split=action in split)
             position[rank] += 1
             waiting.extend([dest for dest, _ in clock.wakes(action)])
     if any(p < len(order) for p, order in zip(position, orders, strict=True)):
@@ -57,24 +58,11 @@ def play(task: Task, orders: Sequence[Sequence[Action]]) -> Clock:
 class Clock:
     """When actions ended, and therefore when others may begin."""
 
-    def __init__(self, task: Task, *, split: bool) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
-        self.split = split
-        kinds = [Kind.FORWARD]
-        if task.has_backward:
-            kinds.append(Kind.BACKWARD)
-        if split:
-            kinds.append(Kind.WEIGHT)
-        self.kinds = tuple(kinds)
-        self.last_kind = kinds[-1]
         lanes = [lane for rank in task.lanes for lane in rank]
         self.ends: dict[tuple[Kind, int, int], list[float]] = {
-            (kind, *lane): [] for kind in kinds for lane in lanes
-        }
-        self._seconds = {
-            (kind, stage): cost.seconds(kind, split=split)
-            for kind in kinds
-            for stage, cost in enumerate(task.stages)
+            (kind, *lane): [] for kind in task.kinds for lane in lanes
         }
         self._needs = {key: self._needs_of(*key) for key in self.ends}
         self._wakes = {key: self._wakes_of(*key) for key in self.ends}
@@ -94,12 +82,10 @@ class Clock:
         """Return when all is there that an action needs; None if that is not known."""
         latest, number = 0.0, action.micro_batch
         needs = self._needs[action.kind, action.replica, action.stage]
-        for ends, seconds, head_start in needs:
+        for ends, seconds in needs:
             if len(ends) <= number:
                 return None
             arrival = ends[number] + seconds
-            if head_start and self.task.is_last(action):
-                arrival -= head_start
             if arrival > latest:
                 latest = arrival
         return latest
@@ -109,28 +95,19 @@ class Clock:
         return self._wakes[action.kind, action.replica, action.stage]
 
     def _needs_of(self, kind: Kind, replica: int, stage: int) -> list[_Need]:
-        """Return when what an action needs ended, how long that travels.
-
-        Then how much earlier the last of it leaves.
-        """
+        """Return when what an action needs ended, and how long that travels."""
         ends = self.ends
         if kind is Kind.FORWARD:
             return [
-                (
-                    ends[kind, replica, e.source],
-                    self._travel(replica, e, e.seconds),
-                    0.0,
-                )
+                (ends[kind, replica, e.source], self._travel(replica, e, e.seconds))
                 for e in self.task.inputs[stage]
             ]
         if kind is Kind.WEIGHT:
-            return [(ends[Kind.BACKWARD, replica, stage], 0.0, 0.0)]
-        needs = [(ends[Kind.FORWARD, replica, stage], 0.0, 0.0)]
+            return [(ends[Kind.BACKWARD, replica, stage], 0.0)]
+        needs = [(ends[Kind.FORWARD, replica, stage], 0.0)]
         for e in self.task.outputs[stage]:
             seconds = self._travel(replica, e, e.seconds if e.gradient else 0.0)
-            ahead = self.task.stages[e.dest].head_start if e.gradient else None
-            lead = self._travel(replica, e, ahead.seconds if ahead else 0.0)
-            needs.append((ends[kind, replica, e.dest], seconds, lead))
+            needs.append((ends[kind, replica, e.dest], seconds))
         return needs
 
     def _wakes_of(
@@ -156,12 +133,16 @@ class Clock:
         ranks = self.task.placement[replica]
         return seconds if ranks[edge.source] != ranks[edge.dest] else 0.0
 
-    def do(self, action: Action, start: float) -> float:
-        """Note that an action begins; return when it ends."""
+    def do(self, action: Action, start: float, *, split: bool) -> float:
+        """Note that an action begins; return when it ends.
+
+        A backward that is `split` leaves its weight gradients to an action after it.
+        """
         ends = self.ends[action.kind, action.replica, action.stage]
-        if len(ends) != action.micro_batch:
+        if len(ends) != action.micro_batch and action.kind is not Kind.WEIGHT:
             raise InternalError(f"{action} is out of order, {len(ends)} is next")
-        end = start + self._seconds[action.kind, action.stage]
+        seconds = self.task.stages[action.stage].seconds(action.kind, split=split)
+        end = start + seconds
         ends.append(end)
         if end > self.makespan:
             self.makespan = end

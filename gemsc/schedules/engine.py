@@ -57,7 +57,7 @@ class Policy:
         flush: a stage does all its forwards before its first backward.
         strict_forward: the forwards of a rank go in the order of `key`, waiting if need
             be; otherwise the first that is ready goes.
-        split_backward: weight gradients are actions of their own.
+        split_backward: all weight gradients are actions of their own.
     """
 
     kinds: tuple[Kind, ...] = (Kind.BACKWARD, Kind.FORWARD, Kind.WEIGHT)
@@ -102,10 +102,6 @@ def run(task: Task, policy: Policy) -> Timeline:
     return regular.timeline()
 
 
-def _split(task: Task, policy: Policy) -> bool:
-    return policy.split_backward and task.has_backward
-
-
 def _equalised(task: Task) -> Task:
     """Return the task with equal stages and links that take no time."""
     stages = tuple(
@@ -144,6 +140,11 @@ def _rounded(task: Task, steps: int) -> Task:
     )
 
 
+def _kinds(task: Task, policy: Policy) -> tuple[Kind, ...]:
+    """Return the kinds of actions to be scheduled, in the order of one micro-batch."""
+    return task.kinds if policy.split_backward else task.kinds[:2]
+
+
 def _lines(order: Sequence[Action]) -> int:
     """Return the lines of a rank's text."""
     return num_lines(find_loops(order))
@@ -152,10 +153,8 @@ def _lines(order: Sequence[Action]) -> int:
 def _orders(task: Task, policy: Policy) -> Orders:
     """Schedule; drop wishes that leave no way to go on, as they may under a cap.
 
-    What remains never blocks: the oldest micro-batch may always go on. The head start
-    of last backwards is for the time that is left, and changes no order.
+    What remains never blocks: the oldest micro-batch may always go on.
     """
-    task = replace(task, stages=tuple(replace(s, head_start=None) for s in task.stages))
     tries = (
         policy,
         replace(policy, strict_forward=False),
@@ -204,8 +203,10 @@ class _Scheduler:
     def __init__(self, task: Task, policy: Policy) -> None:
         self.task = task
         self.policy = policy
-        self.clock = Clock(task, split=_split(task, policy))
-        self.kinds = tuple(k for k in policy.kinds if k in self.clock.kinds)
+        self.clock = Clock(task)
+        kinds = _kinds(task, policy)
+        self.kinds = tuple(kind for kind in policy.kinds if kind in kinds)
+        self.last_kind = kinds[-1]
         lanes = [lane for rank in task.lanes for lane in rank]
         self.in_flight = {lane: max(1, policy.in_flight(task, *lane)) for lane in lanes}
         self.held = {lane: max(1, policy.held(task, *lane)) for lane in lanes}
@@ -234,7 +235,9 @@ class _Scheduler:
             action = self._choose(rank, now)
             if action is None:
                 continue
-            free[rank] = end = self.clock.do(action, now)
+            free[rank] = end = self.clock.do(
+                action, now, split=self.policy.split_backward
+            )
             self._note_next(rank, action.kind, (action.replica, action.stage))
             heappush(events, (end, rank))
             for dest, seconds in self.clock.wakes(action):
@@ -288,7 +291,7 @@ class _Scheduler:
         lane = (action.replica, action.stage)
         if self._live(lane, Kind.BACKWARD) >= self.in_flight[lane]:
             return False
-        if self._live(lane, self.clock.last_kind) >= self.held[lane]:
+        if self._live(lane, self.last_kind) >= self.held[lane]:
             return False
         if self.rank_live[rank] >= self.unlimited:
             return True
@@ -336,6 +339,7 @@ class _Room:
     def __init__(self, task: Task, policy: Policy, clock: Clock, rank: int) -> None:
         self._task = task
         self._clock = clock
+        self._last_kind = _kinds(task, policy)[-1]
         self._lanes = task.lanes[rank]
         self._limit = policy.live_runs
         self._cap = task.memory_cap
@@ -368,7 +372,7 @@ class _Room:
     def _finished(self, replica: int) -> int:
         """Return how many micro-batches of a replica the rank is done with."""
         return min(
-            self._clock.count(self._clock.last_kind, lane)
+            self._clock.count(self._last_kind, lane)
             for lane in self._lanes
             if lane[0] == replica
         )

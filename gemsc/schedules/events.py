@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import AllReduce, RankStep
 
-__all__ = ["Event", "Events", "Way", "events_of"]
+__all__ = ["Events", "Way", "events_of", "find_cycle"]
 
 Event = tuple[str, Hashable]
+Events = TopologicalSorter[Event]  # what must have happened before what
 Way = tuple[int, int, int]  # from a rank to a rank, with a tag
 
 
-class Events:
-    """What must have happened before what."""
+def find_cycle(events: Events) -> list[Event]:
+    """Return events that wait for each other in a circle; none if all can happen.
 
-    def __init__(self) -> None:
-        self._after: dict[Event, list[Event]] = defaultdict(list)
-        self._before: dict[Event, list[Event]] = defaultdict(list)
-
-    def add(self, first: Event, then: Event) -> None:
-        """Note that `then` waits for `first`."""
-        self._after[first].append(then)
-        self._before[then].append(first)
-
-    def find_cycle(self) -> list[Event]:
-        """Return events that wait for each other in a circle; none if all can happen.
-
-        Each one waits for the next, the last one for the first.
-        """
-        missing = {event: len(before) for event, before in self._before.items()}
-        ready = deque(event for event in self._after if event not in missing)
-        while ready:
-            for then in self._after.get(ready.popleft(), ()):
-                missing[then] -= 1
-                if not missing[then]:
-                    del missing[then]
-                    ready.append(then)
-        if not missing:
-            return []
-        path: dict[Event, int] = {}
-        event = next(iter(missing))
-        while event not in path:
-            path[event] = len(path)
-            event = next(e for e in self._before[event] if e in missing)
-        return list(path)[path[event] :]
+    Each one waits for the next, the last one for the first.
+    """
+    try:
+        events.prepare()
+    except CycleError as error:
+        cycle: list[Event] = error.args[1]
+        return cycle[:0:-1]
+    return []
 
 
 def events_of(ranks: Sequence[RankStep], *, waits: bool) -> Events:
@@ -74,15 +53,15 @@ def _add_rank(events: Events, rank: RankStep, *, waits: bool) -> None:
                     previous = _add_receive(events, way, step, previous, taken)
             previous = _add_action(events, rank, step, previous, waits=waits)
         elif isinstance(step, AllReduce):
-            events.add(previous, ("summed", step))
-            events.add(summed, ("summed", step))
+            events.add(("summed", step), previous)
+            events.add(("summed", step), summed)
             summed = ("summed", step)
         else:
             here: Event = ("ends", (rank.rank, step))
-            events.add(previous, here)
-            events.add(summed, here)
+            events.add(here, previous)
+            events.add(here, summed)
             previous = here
-    events.add(previous, ("finish", rank.rank))
+    events.add(("finish", rank.rank), previous)
 
 
 def _add_receive(
@@ -92,10 +71,10 @@ def _add_receive(
     wanted: Event = ("wanted", (way, action))
     used: Event = ("used", (way, action))
     moved: Event = ("moved", (way, action.micro_batch))
-    events.add(previous, wanted)
-    events.add(wanted, used)
-    events.add(taken.get(way, wanted), moved)  # posted when the one before was used
-    events.add(moved, used)
+    events.add(wanted, previous)
+    events.add(used, wanted)
+    events.add(moved, taken.get(way, wanted))  # posted when the one before was used
+    events.add(used, moved)
     taken[way] = used
     return used
 
@@ -114,19 +93,19 @@ def _add_action(
     end: Event = ("end", (number, action))
     if len(rank.tiles) > 1:
         together: Event = ("together", (rank.tiles, action))
-        events.add(previous, together)
+        events.add(together, previous)
         previous = together
-    events.add(previous, done)
-    events.add(done, end)
+    events.add(done, previous)
+    events.add(end, done)
     for message in rank.run(action).sends:
         if message.peer != number:
             moved = ("moved", ((number, message.peer, message.tag), action.micro_batch))
-            events.add(done, moved)
+            events.add(moved, done)
             if action.kind is not Kind.FORWARD or not waits:
-                events.add(moved, ("finish", number))
+                events.add(("finish", number), moved)
     if action.kind is Kind.BACKWARD:
         for message in rank.run(replace(action, kind=Kind.FORWARD)).sends:
             if message.peer != number:
                 way = number, message.peer, message.tag
-                events.add(("moved", (way, action.micro_batch)), end)
+                events.add(end, ("moved", (way, action.micro_batch)))
     return end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gemsc.schedules.action import Action, Kind, Task, Timed, splits_backward
+from gemsc.schedules.action import Action, Kind, Task, Timed, split_backwards
 
 __all__ = ["Held", "held_bytes"]
 
@@ -45,7 +45,8 @@ def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held
     gradients come with its first backward and go with the update, at the end; those
     that wait for weight gradients come with the first of these.
     """
-    account = _Account(task, splits_backward([[timed.action for timed in actions]]))
+    split = split_backwards([[timed.action for timed in actions]])
+    account = _Account(task, split)
     for timed in actions:
         yield account.begin(timed)
         if timed.action.kind is not Kind.FORWARD or not task.has_backward:
@@ -57,7 +58,7 @@ class _Account:
     """What a rank holds now; `ready` are the gradients of each stage."""
 
     task: Task
-    split: bool
+    split: set[Action]
     saved: int = 0
     live: int = 0
     messages: int = 0
@@ -75,31 +76,27 @@ class _Account:
         elif action.kind is Kind.WEIGHT:
             made = stage.gradient_bytes - self.ready[action.stage]
         else:
-            transient, first = stage.transient_bytes, stage.first_transient_bytes
-            if stage.head_start is not None and self.task.is_last(action):
-                transient = stage.head_start.transient_bytes
-                first = stage.head_start.only_transient_bytes
-            if action.stage not in self.ready:
-                made = first - transient
+            split, is_first = action in self.split, action.stage not in self.ready
+            transient = stage.on_top(split=split, is_first=False)
+            if is_first:
+                made = stage.on_top(split=split, is_first=True) - transient
         return self._held(timed.start, action, transient, made)
 
     def end(self, timed: Timed) -> Held:
         """Return what is held after a backward, or a forward without one."""
         action, stage = timed.action, self.task.stages[timed.action.stage]
-        if action.kind is Kind.FORWARD:
-            self.saved -= stage.saved_bytes
-        elif action.kind is Kind.WEIGHT:
-            self.saved -= stage.kept_for_weights
-            self._make(action.stage, stage.gradient_bytes)
-        elif self.split:
-            self.saved += stage.kept_for_weights - stage.saved_bytes
-            ready = stage.gradient_bytes - stage.waiting_gradient_bytes
-            self._make(action.stage, ready)
+        split, gradients = action in self.split, stage.gradient_bytes
+        if action.kind is Kind.WEIGHT:
+            self.saved -= stage.waiting_bytes
         else:
             self.saved -= stage.saved_bytes
-            self._make(action.stage, stage.gradient_bytes)
-        if action.kind is not Kind.BACKWARD or not self.split:
+        if split:
+            self.saved += stage.waiting_bytes
+            gradients -= stage.waiting_gradient_bytes
+        else:
             self.live -= 1
+        if action.kind is not Kind.FORWARD:
+            self._make(action.stage, gradients)
         return self._held(timed.end, action, 0, 0)
 
     def _post(self, action: Action) -> None:

@@ -87,15 +87,15 @@ class RankStep:
     """All that one rank does in a step, in order.
 
     `runs` has for each kind of action, by (kind, replica, stage), what it does. `tiles`
-    are the ranks of its grid, the rank alone if its stages are not split.
-    `splits_backward` says that weight gradients are actions of their own.
+    are the ranks of its grid, the rank alone if its stages are not split. `deferred`
+    are the weight gradients that its backwards leave for actions of their own.
     """
 
     rank: int
     runs: Mapping[tuple[Kind, int, int], Run]
     steps: tuple[Step, ...]
     tiles: tuple[int, ...]
-    splits_backward: bool = False
+    deferred: frozenset[Action] = frozenset()
 
     @property
     def actions(self) -> list[Action]:

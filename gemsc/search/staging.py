@@ -23,11 +23,10 @@ from gemsc.passes.pipeline import (
     tile_programs,
 )
 from gemsc.passes.spatial.halos import Halos
-from gemsc.planner.head_start import HeadStarts, with_head_starts
 from gemsc.planner.layout import Layout, check_blocks, layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
-from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run
+from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run, split_last_backwards
 from gemsc.search.some_tiles import Splits, fullest_tiles
 
 __all__ = ["Known", "Scheduled", "schedule_stages", "with_evaluation"]
@@ -52,13 +51,12 @@ class Known:
     """What one search has computed: choices that cut the model alike share it.
 
     `programs` are those after some passes, `splits` what tiles run, `tasks` what the
-    stages of a program cost, `head_starts` what last backwards may have.
+    stages of a program cost.
     """
 
     programs: dict[tuple[Pass, ...], Program] = field(default_factory=dict)
     splits: Splits = field(default_factory=dict)
     tasks: dict[tuple[object, ...], Task] = field(default_factory=dict)
-    head_starts: dict[tuple[object, ...], HeadStarts] = field(default_factory=dict)
 
 
 def schedule_stages(
@@ -79,34 +77,30 @@ def schedule_stages(
     check_blocks(options, chosen, traced.program.name, names)
     passes = stage_passes(options, chosen)
     hardware = read_hardware(options.hardware)
-    split = schedule.policy.split_backward
     halos = Halos()
     if known is None:
         program = run_passes(traced.program, passes, after_each=after_each)
         halos = choose_halos(program, options)
         tiles = tile_programs(program, options, halos, after_each=after_each)
-        task = schedule_task(tiles, chosen, None, hardware, split=split)
-        possible = HeadStarts(tiles[0])
+        task = schedule_task(tiles, chosen, None, hardware)
     else:
         program = _staged(traced.program, passes, known)
         tiles = fullest_tiles(program, options, known.splits)
-        key = (passes, options.local_batchnorm, split)
+        key = (passes, options.local_batchnorm)
         if key not in known.tasks:
-            known.tasks[key] = schedule_task(tiles, chosen, None, hardware, split=split)
-            known.head_starts[key] = HeadStarts(tiles[0])
+            known.tasks[key] = schedule_task(tiles, chosen, None, hardware)
         task = replace(known.tasks[key], micro_batches=chosen.micro_batches)
-        possible = known.head_starts[key]
     policy, cap = schedule.policy, options.device_memory
     timeline = run(task, policy)
     if cap is not None and max(timeline.peak_bytes) > cap:
         if "auto" in (*options.recompute, *options.offload):
             fitted = _fitted(program, tiles, chosen, policy, options)
             program, tiles, task = fitted.program, fitted.tiles, fitted.task
-            timeline, possible = fitted.timeline, HeadStarts(tiles[0])
+            timeline = fitted.timeline
         else:
             timeline = run(replace(task, memory_cap=cap), policy)
     task = replace(task, memory_cap=cap)
-    task, timeline = with_head_starts(task, timeline, possible)
+    timeline = split_last_backwards(task, timeline)
     return Scheduled(program, tiles, task, timeline, halos)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from gemsc.costs.collectives import Sum, count, nic, node
 from gemsc.costs.hardware import Hardware, Network
 from gemsc.planner.ending import ends_of_sums, gradient_sums, update_seconds
-from gemsc.schedules import Edge, Policy, Task, Timeline, run
+from gemsc.schedules import Edge, Policy, Task, Timeline, run, split_last_backwards
 
 __all__ = ["Point", "Simulator"]
 
@@ -115,7 +115,8 @@ class Simulator:
     def _play(self, edges: tuple[Edge, ...]) -> Timeline:
         if edges not in self._played:
             task = replace(self.task, edges=edges)
-            self._played[edges] = run(task, self.policy)
+            found = split_last_backwards(task, run(task, self.policy))
+            self._played[edges] = found
         return self._played[edges]
 
     def _edges(self, copies: int) -> list[tuple[Edge, ...]]:

@@ -15,10 +15,9 @@ from gemsc.options import CompileOptions
 from gemsc.passes.manager import run_passes
 from gemsc.passes.pipeline import graph_passes, stage_passes
 from gemsc.plan import Plan
-from gemsc.planner.head_start import HeadStarts, with_head_starts
 from gemsc.planner.layout import check_blocks, layout
 from gemsc.planner.predict import reduced_bytes, schedule_task
-from gemsc.schedules import SCHEDULES, Task, Timeline, run
+from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.search.auto import search
 from gemsc.search.candidates import is_open
 from gemsc.simulate.scaling import Point, Simulator
@@ -94,9 +93,7 @@ def simulate(
     names = [block.name for block in traced.program.blocks or ()]
     check_blocks(options, chosen, traced.program.name, names, replicas=options.data)
     program = run_passes(traced.program, stage_passes(options, chosen))
-    cap, split = options.device_memory, policy.split_backward
-    task = schedule_task((program,), chosen, cap, hardware, split=split)
-    task, _ = with_head_starts(task, run(task, policy), HeadStarts(program))
+    task = schedule_task((program,), chosen, options.device_memory, hardware)
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,

@@ -174,7 +174,10 @@ def predicted_panel(task: Task, timeline: Timeline, names: Sequence[str] = ()) -
     names = names or _ranks(timeline.ranks)
     rows = tuple(
         Row(
-            tuple(span for timed in actions for span in _predicted(task, timed)),
+            tuple(
+                Span(NAMES[timed.action.kind], timed.start, timed.end, timed.action)
+                for timed in actions
+            ),
             task.lanes[rank],
             names[rank],
             tuple(_memory(task, rank, actions)),
@@ -184,18 +187,6 @@ def predicted_panel(task: Task, timeline: Timeline, names: Sequence[str] = ()) -
         for rank, actions in enumerate(timeline.ranks)
     )
     return Panel("predicted", rows, tuple(_arrows(task, rows)), timeline.makespan)
-
-
-def _predicted(task: Task, timed: Timed) -> Iterator[Span]:
-    """Yield the spans of an action: two if its gradients have a head start."""
-    action, end = timed.action, timed.end
-    ahead = task.stages[action.stage].head_start
-    if ahead is None or action.kind is not Kind.BACKWARD or not task.is_last(action):
-        yield Span(NAMES[action.kind], timed.start, end, action)
-        return
-    sent = end - ahead.seconds
-    yield Span("backward", timed.start, sent, action)
-    yield Span("weight", sent, end, replace(action, kind=Kind.WEIGHT))
 
 
 def measured_panel(

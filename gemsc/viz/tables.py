@@ -12,6 +12,7 @@ from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.costs.hardware import DEFAULT_HARDWARE
 from gemsc.plan import Plan
 from gemsc.planner.explain import explain, shared_seconds
+from gemsc.schedules import Action, Kind
 from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import column, fitted
 from gemsc.viz.listings import list_candidates, list_plan
@@ -119,7 +120,7 @@ def _summary(plan: Plan) -> Iterator[str]:
     yield from _here(plan)
     yield f"why this split: {why.line}"
     yield f"a step: {why.parts_line}"
-    yield from _head_starts(plan)
+    yield from _deferred(plan)
     yield from _traffic(plan)
     yield from notes(plan)
 
@@ -158,18 +159,19 @@ def _where(opaque: dict[str, Any]) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
-def _head_starts(plan: Plan) -> Iterator[str]:
-    """Yield which stages defer weight gradients in their last backward."""
-    found = [stage for stage in plan.stages if stage.head_start_layers]
+def _deferred(plan: Plan) -> Iterator[str]:
+    """Yield which stages send gradients before they compute those of weights."""
+    actions = [Action.parse(word) for row in plan.order for word in row.split()]
+    found = sorted({each.stage for each in actions if each.kind is Kind.WEIGHT})
     if not found:
         return
-    most = show_seconds(max(stage.head_start_seconds for stage in found))
-    which = ", ".join(str(stage.index) for stage in found)
+    most = show_seconds(max(plan.stages[stage].weight_seconds for stage in found))
+    which = ", ".join(map(str, found))
     if len(found) > _MOST_NAMES:
-        which = f"{found[0].index} to {found[-1].index}"
+        which = f"{found[0]} to {found[-1]}"
     yield (
-        f"deferred weight gradients: in its last backward, stage {which} first sends "
-        f"the gradients of its inputs, up to {most} earlier"
+        f"deferred weight gradients: stage {which} first sends the gradients of its "
+        f"inputs, up to {most} earlier"
     )
 
 

@@ -105,8 +105,7 @@ class Trainer:
             float_dtype=dtype,
             status=Status(transport.rank),
             tiles=getattr(self.module, "TILES", None),
-            splits_backward=getattr(self.module, "SPLITS_BACKWARD", False),
-            head_starts=getattr(self.module, "HEAD_STARTS", {}),
+            deferred=getattr(self.module, "DEFERRED", {}),
             depends_on_data=getattr(self.module, "DEPENDS_ON_DATA", False),
         )
         self.has_loss = hasattr(self.module, "train_step")

@@ -26,13 +26,10 @@ Follow = Callable[[Iterable[Tensor]], None]
 class Deferred:
     """The weight gradients that one backward left for later.
 
-    `follow` is told which tensors wait: for whoever counts memory. With `num_layers`
-    only the first so many calls of the forward leave any.
+    `follow` is told which tensors wait: for whoever counts memory.
     """
 
     follow: Follow
-    num_layers: int | None = None
-    _num_seen: int = 0
     _waiting: list[tuple[WeightedCall, Tensor, Tensor]] = field(default_factory=list)
 
     def forward(self) -> WeightedCalls:
@@ -50,9 +47,6 @@ class Deferred:
         self._waiting.clear()
 
     def _run(self, call: WeightedCall, x: Tensor) -> Tensor:
-        self._num_seen += 1
-        if self.num_layers is not None and self._num_seen > self.num_layers:
-            return call.run(x)
         if x.requires_grad:  # autograd computes the input's gradient alone
             y = call.with_constants().run(x)
             self.follow([x])

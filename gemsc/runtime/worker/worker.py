@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,9 +69,8 @@ class Worker:
     meter: ActivationMeter | None = None
     steps_done: int = 0
     tiles: Tiles | None = None  # the grid that this rank is a tile of
-    splits_backward: bool = False  # whether weight gradients come later: `weights`
-    # of how many layers, in the last backward of a stage
-    head_starts: Mapping[str, int] = field(default_factory=dict)
+    # the micro-batches of a stage whose weight gradients come later: `weights`
+    deferred: Mapping[str, Collection[int]] = field(default_factory=dict)
     depends_on_data: bool = False  # whether some gradients may be absent
 
     def __post_init__(self) -> None:
@@ -82,7 +81,7 @@ class Worker:
         self._results: list[tuple[Tensor | None, Any]] = []
         self._training = True
         self._mail = Mailbox(
-            self.link, self.first_rank, self.float_dtype, apart=self._splits_any
+            self.link, self.first_rank, self.float_dtype, apart=self._defers
         )
         self._shape = BatchShape(
             self.inputs,
@@ -202,9 +201,8 @@ class Worker:
         module = self.stages[stage]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, module, staying)
-        deferred = None
-        if self.splits(stage, m):
-            deferred = Deferred(self._follow, self.head_starts.get(stage))
+        defers = m in self.deferred.get(stage, ())
+        deferred = Deferred(self._follow) if defers else None
         with ExitStack() as around:
             for context in self._contexts(stage, m, inputs, deferred):
                 around.enter_context(context)
@@ -224,8 +222,8 @@ class Worker:
     ) -> tuple[Tensor, ...]:
         """Run a stage backward; return the gradients of its inputs.
 
-        Those of convolutions' and linear layers' weights wait for `weights`, where the
-        schedule has them apart. `gradients` belong to the stage's outputs, in order;
+        Those of convolutions' and linear layers' weights wait for `weights` where they
+        are `deferred`. `gradients` belong to the stage's outputs, in order;
         None where none flows back.
         """
         self.status.enter("backward", stage, m)
@@ -260,14 +258,8 @@ class Worker:
         pairs = zip(gradients, counts, strict=True)
         return tuple(gradient if count else None for gradient, count in pairs)
 
-    def splits(self, stage: str, m: int) -> bool:
-        """Whether a backward leaves the weight gradients for later."""
-        return self.splits_backward or (
-            stage in self.head_starts and m == self.num_micro_batches - 1
-        )
-
-    def _splits_any(self, m: int) -> bool:
-        return any(self.splits(stage, m) for stage in self.stages)
+    def _defers(self, m: int) -> bool:
+        return any(m in numbers for numbers in self.deferred.values())
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are kept, if anybody counts."""
@@ -275,10 +267,8 @@ class Worker:
             self.meter.follow(tensors)
 
     def weights(self, stage: str, m: int) -> None:
-        """Add up the weight gradients that a stage's backward left, if it did so."""
-        deferred = self._deferred.pop((stage, m), None)
-        if deferred is None:
-            return
+        """Add up the weight gradients that a stage's backward deferred."""
+        deferred = self._deferred.pop((stage, m))
         self.status.enter("weight gradients", stage, m)
         self._mail.let_go()
         deferred.compute()

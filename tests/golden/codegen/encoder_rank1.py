@@ -15,8 +15,8 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
-# Number of layers whose weight gradients the last backward defers.
-HEAD_STARTS = {"stage1": 2}
+# Micro-batches whose weight gradients come with `weights_...`.
+DEFERRED = {"stage1": (3,)}
 
 # What comes in and goes out, for each micro-batch.
 X = Message(
@@ -76,7 +76,11 @@ def backward_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 backward on micro-batch m."""
     (grad_x,) = worker.backward("stage1", m, None, worker.loss_gradient)
     worker.send(X.gradient, m, grad_x)  # to rank 0
-    worker.weights("stage1", m)  # that the last backward left
+
+
+def weights_stage1(worker: Worker, m: int) -> None:
+    """Add stage 1's weight gradients of micro-batch m."""
+    worker.weights("stage1", m)
 
 
 def evaluate_stage1(worker: Worker, m: int) -> None:
@@ -92,6 +96,7 @@ def train_step(worker: Worker) -> None:
     for m in range(NUM_MICRO_BATCHES):
         forward_stage1(worker, m)
         backward_stage1(worker, m)
+    weights_stage1(worker, 3)
     worker.finish_reductions()
     worker.update()
 

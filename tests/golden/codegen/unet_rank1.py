@@ -15,8 +15,8 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
-# Number of layers whose weight gradients the last backward defers.
-HEAD_STARTS = {"stage1": 2}
+# Micro-batches whose weight gradients come with `weights_...`.
+DEFERRED = {"stage1": (3,)}
 
 # What comes in and goes out, for each micro-batch.
 E3_AND_MAX_POOL2D = Message(
@@ -69,7 +69,11 @@ def backward_stage1(worker: Worker, m: int) -> None:
     grad_d3 = worker.receive(D3.gradient, m)  # from rank 2
     grad_e3, grad_max_pool2d = worker.backward("stage1", m, grad_d3)
     worker.send(E3_AND_MAX_POOL2D.gradient, m, grad_e3, grad_max_pool2d)  # to rank 0
-    worker.weights("stage1", m)  # that the last backward left
+
+
+def weights_stage1(worker: Worker, m: int) -> None:
+    """Add stage 1's weight gradients of micro-batch m."""
+    worker.weights("stage1", m)
 
 
 def evaluate_stage1(worker: Worker, m: int) -> None:
@@ -86,6 +90,7 @@ def train_step(worker: Worker) -> None:
         forward_stage1(worker, m)
         backward_stage1(worker, m - 1)
     backward_stage1(worker, 3)
+    weights_stage1(worker, 3)
     worker.update()
 
 

@@ -15,8 +15,8 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
-# Number of layers whose weight gradients the last backward defers.
-HEAD_STARTS = {"stage2": 2}
+# Micro-batches whose weight gradients come with `weights_...`.
+DEFERRED = {"stage2": (3,)}
 
 # What comes in and goes out, for each micro-batch.
 E1_AND_E2 = Message(
@@ -79,7 +79,11 @@ def backward_stage2(worker: Worker, m: int) -> None:
     # to rank 0, a skip over 1 stage
     worker.send(E1_AND_E2.gradient, m, grad_e1, grad_e2)
     worker.send(D3.gradient, m, grad_d3)  # to rank 1
-    worker.weights("stage2", m)  # that the last backward left
+
+
+def weights_stage2(worker: Worker, m: int) -> None:
+    """Add stage 2's weight gradients of micro-batch m."""
+    worker.weights("stage2", m)
 
 
 def evaluate_stage2(worker: Worker, m: int) -> None:
@@ -96,6 +100,7 @@ def train_step(worker: Worker) -> None:
     for m in range(NUM_MICRO_BATCHES):
         forward_stage2(worker, m)
         backward_stage2(worker, m)
+    weights_stage2(worker, 3)
     worker.update()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,19 @@ from gemsc import CompileOptions
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.planner.from_plan import task_of, timeline_of
-from gemsc.planner.head_start import with_head_starts
 from gemsc.runtime.worker.deferral import Deferred
-from gemsc.schedules import SCHEDULES, HeadStart, StageCost, Task, run
+from gemsc.schedules import (
+    SCHEDULES,
+    Kind,
+    StageCost,
+    Task,
+    Timeline,
+    run,
+    split_last_backwards,
+)
 from gemsc.viz.tables import show
 
 SECONDS = 1.0
-
-
-@dataclass
-class Possible:
-    """Head starts that are the same for any number of layers."""
-
-    stages: dict[int, HeadStart]
-
-    def of(self, stage: int, level: int) -> HeadStart | None:
-        """Stands for that of `HeadStarts`."""
-        return self.stages.get(stage) if level else None
-
-
 STAGE = StageCost(
     1.0,
     2.0,
@@ -47,13 +41,14 @@ STAGE = StageCost(
     transient_bytes=3,
     first_transient_bytes=7,
     gradient_bytes=20,
+    waiting_bytes=50,
 )
 
 
-def chain(num_stages: int, micro_batches: int, head_start: HeadStart | None) -> Task:
-    """Return equal stages; all but the first have the head start."""
-    later = replace(STAGE, head_start=head_start)
-    return Task.chain([STAGE, *[later] * (num_stages - 1)], [micro_batches])
+def split_stages(timeline: Timeline) -> list[int]:
+    """Return the stages whose weight gradients are actions of their own."""
+    weights = {a for o in timeline.orders for a in o if a.kind is Kind.WEIGHT}
+    return sorted(action.stage for action in weights)
 
 
 # ---------------------------------------------------------------- in a schedule
@@ -75,44 +70,55 @@ def test_a_step_is_shorter_by_weight_gradients(
     num_stages: int, schedule: str, micro_batches: int, earlier: int | None
 ) -> None:
     """For equal stages, B = 2F = 2W: 3 (M + N - 1) without."""
-    task = chain(num_stages, micro_batches, None)
+    task = Task.chain([STAGE] * num_stages, [micro_batches])
     plain = run(task, SCHEDULES[schedule].policy)
     assert plain.makespan == 3 * (micro_batches + num_stages - 1)
-    possible = dict.fromkeys(range(num_stages), HeadStart(SECONDS))
-    faster, found = with_head_starts(task, plain, Possible(possible))
+    found = split_last_backwards(task, plain)
     count = num_stages - 1 if earlier is None else earlier
     assert found.makespan == plain.makespan - count * SECONDS
-    assert found.orders == plain.orders
-    ahead = [stage.head_start is not None for stage in faster.stages]
-    assert ahead == [False] * (num_stages - count) + [True] * count
+    assert split_stages(found) == [*range(num_stages - count, num_stages)]
+    for order, before in zip(found.orders, plain.orders, strict=True):
+        assert [a for a in order if a.kind is not Kind.WEIGHT] == [*before]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "basic"])
-def test_the_checker_counts_what_is_held_meanwhile(
-    schedule: str, micro_batches: int
-) -> None:
-    task = chain(3, micro_batches, HeadStart(SECONDS, 400, 450))
-    timeline = run(task, SCHEDULES[schedule].policy)
+def test_what_is_held_meanwhile_is_counted(schedule: str, micro_batches: int) -> None:
+    stage = replace(
+        STAGE, split_transient_bytes=400, first_split_transient_bytes=450,
+        waiting_gradient_bytes=15, waiting_bytes=300,
+    )  # fmt: skip
+    task = Task.chain([replace(STAGE, resident_bytes=1000), stage], [micro_batches])
+    plain = run(task, SCHEDULES[schedule].policy)
+    found = split_last_backwards(task, plain)
+    if schedule == "gpipe" and micro_batches > 1:
+        assert found == plain
+        return
+    assert split_stages(found) == [1]
     # before the last backward all else is done; the first one makes the gradients
     meanwhile = 100 + (450 if micro_batches == 1 else 400 + 20)
-    most = 100 * timeline.peak_live[1] + (3 + 20 if micro_batches > 1 else 0)
-    assert timeline.peak_bytes[1] == max(meanwhile, most)
-    proved(task, timeline)
+    assert found.peak_bytes[1] == meanwhile
+    proved(task, found)
 
 
-def test_nobody_becomes_the_fullest_by_it() -> None:
-    task = chain(3, 1, None)
-    timeline = run(task, SCHEDULES["1f1b"].policy)
-    assert timeline.peak_bytes == (107, 107, 107)
-    possible = {1: HeadStart(SECONDS, 0, 7), 2: HeadStart(SECONDS, 0, 8)}  # too much
-    faster, found = with_head_starts(task, timeline, Possible(possible))
-    assert [stage.head_start for stage in faster.stages] == [None, possible[1], None]
-    assert found.makespan == timeline.makespan - SECONDS
-    assert found.peak_bytes == (107, 107, 107)
-    task = replace(task, memory_cap=108)
-    roomy, _ = with_head_starts(task, timeline, Possible(possible))
-    assert roomy.stages[2].head_start == possible[2]
+def test_no_rank_holds_more_than_the_fullest_did() -> None:
+    leaner = replace(STAGE, first_split_transient_bytes=7, waiting_bytes=87)
+    task = Task.chain([STAGE, leaner, leaner], [1])
+    plain = run(task, SCHEDULES["1f1b"].policy)
+    assert plain.peak_bytes == (107, 107, 107)
+    assert split_stages(split_last_backwards(task, plain)) == [1, 2]
+    for more in ({"first_split_transient_bytes": 8}, {"waiting_bytes": 88}):
+        fuller = Task.chain([STAGE, leaner, replace(leaner, **more)], [1])
+        found = split_last_backwards(fuller, plain)
+        assert split_stages(found) == [1]
+        assert found.makespan == plain.makespan - SECONDS
+        assert found.peak_bytes == (107, 107, 107)
+
+
+def test_what_all_backwards_split_is_left_as_it_is() -> None:
+    task = Task.chain([STAGE] * 3, [4])
+    plain = run(task, SCHEDULES["zb-h1"].policy)
+    assert split_last_backwards(task, plain) is plain
 
 
 # ------------------------------------------------------------------ in a program
@@ -120,20 +126,17 @@ def test_nobody_becomes_the_fullest_by_it() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("name", ["resnet18", "unet", "encoder", "densecnn", "mlp"])
-def test_memory_of_a_program_that_has_them(
+def test_memory_of_a_program_that_splits_backwards(
     name: str, micro_batches: int, tmp_path: Path
 ) -> None:
     options = CompileOptions(ranks=3, micro_batches=micro_batches)
     program = lower(traced(name), options)
     plan = program.plan
     task = task_of(plan)
-    ahead = [stage.index for stage in plan.stages if stage.head_start_layers]
-    assert ahead
-    assert 0 not in ahead
-    without = replace(
-        task, stages=tuple(replace(s, head_start=None) for s in task.stages)
-    )
-    slower = run(without, SCHEDULES["1f1b"].policy)
+    split = split_stages(timeline_of(plan))
+    assert split
+    assert 0 not in split
+    slower = run(task, SCHEDULES["1f1b"].policy)
     assert timeline_of(plan).makespan < slower.makespan
     assert max(plan.peak_bytes) == max(slower.peak_bytes)
 
@@ -142,8 +145,9 @@ def test_memory_of_a_program_that_has_them(
     record = run_on_threads(tmp_path / "program", 3, [batch] * 2, dtype=torch.float32)
     assert record.peak_bytes == plan.peak_bytes
     for rank, text in enumerate(program.rank_modules().values()):
-        assert ("HEAD_STARTS" in text) == (rank in ahead)
-        assert (f'worker.weights("stage{rank}", m)' in text) == (rank in ahead)
+        last = micro_batches - 1
+        assert ("DEFERRED" in text) == (rank in split)
+        assert (f"weights_stage{rank}(worker, {last})" in text) == (rank in split)
 
 
 @pytest.mark.parametrize(
@@ -152,16 +156,15 @@ def test_memory_of_a_program_that_has_them(
         {"tiles": ("3x1",), "ranks": 3},
         {"recompute": ("all",)},
         {"offload": ("all",)},
-        {"schedule": "zb-h1"},
         {"ranks": 1},
     ],
     ids=str,
 )
-def test_what_has_none(choice: dict[str, Any]) -> None:
+def test_what_splits_none(choice: dict[str, Any]) -> None:
     options = replace(CompileOptions(ranks=2, micro_batches=2), **choice)
     program = lower(traced("unet"), options)
-    assert not any(stage.head_start_layers for stage in program.plan.stages)
-    assert "HEAD_STARTS" not in "".join(program.rank_modules().values())
+    assert not split_stages(timeline_of(program.plan))
+    assert "DEFERRED" not in "".join(program.rank_modules().values())
 
 
 def test_weights_with_hooks_are_left_to_autograd() -> None:
@@ -185,9 +188,8 @@ def test_show_says_so() -> None:
     plan = lower(traced("unet"), CompileOptions(ranks=3, micro_batches=1)).plan
     console = Console(width=200, record=True, file=io.StringIO())
     show(plan, console)
-    stages = [str(stage.index) for stage in plan.stages if stage.head_start_layers]
-    line = "deferred weight gradients: in its last backward, stage "
-    line += f"{', '.join(stages)} first sends the gradients of its inputs"
+    stages = ", ".join(map(str, split_stages(timeline_of(plan))))
+    line = f"deferred weight gradients: stage {stages} first sends the gradients of its"
     assert line in console.export_text()
     alone = lower(traced("unet"), CompileOptions(ranks=1)).plan
     show(alone, console)
