@@ -193,9 +193,18 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
             2,
             *(f"forward_stage2(worker, {m})" for m in range(4)),
             *(f"backward_stage2(worker, {m})" for m in range(4)),
+            "weights_stage2(worker, 3)",
             "worker.update()",
         ),
-        "ranks wait for each other (2B0 <- 2F3 <- 2F2 <- 1F2 <- 1B0): 2B0, stage 2",
+        "ranks wait for each other (1F3 <- 1B1 <- 2B1 <- 2B0 <- 2F3): 1F3, stage 1",
+    ),
+    "weight gradients are deferred and left out": (
+        drop(2, "    weights_stage2(worker, 3)"),
+        "rank 2 leaves out an action: 2W3, stage 2",
+    ),
+    "weight gradients of another micro-batch are deferred": (
+        edit(2, ('"stage2": (3,)', '"stage2": (2,)')),
+        "rank 2 has an unknown action: 2W3, stage 2",
     ),
     "a call that the proof does not know": (
         edit(0, ("worker.send(", "worker.post(")),
@@ -219,6 +228,7 @@ INTERLEAVED: dict[str, tuple[Damage, str]] = {  # rank 0 hands a skip to itself
             *(f"backward_stage0(worker, {m})" for m in range(4)),
             *(f"forward_stage2(worker, {m})" for m in range(4)),
             *(f"backward_stage2(worker, {m})" for m in range(4)),
+            "weights_stage2(worker, 3)",
             "worker.update()",
         ),
         "rank 0 uses a value that 0B0 has freed, e2 float32[2, 8, 8, 8] of networks.py",
@@ -235,7 +245,7 @@ MAST: dict[str, tuple[Damage, str]] = {  # two mirrored copies add their gradien
     ),
     "all-reduces in another order on one rank": (
         swap(0, f'{SUM}("stage1")', f'{SUM}("stage0")'),
-        "wait for each other (the all-reduce of 'stage1' <- the all-reduce of 'stage0'",
+        "wait for each other (the all-reduce of 'stage0' <- the all-reduce of 'stage1'",
     ),
     "an all-reduce over another group": (
         edit(1, ('"stage0": (0, 1)', '"stage0": (1,)')),
