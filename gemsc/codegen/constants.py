@@ -75,9 +75,7 @@ class Constants:
         line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
         line(f"NUM_REPLICAS = {replicas}")
         if deferred := self._deferred():
-            line(
-                "# Micro-batches whose backward leaves weight gradients to `weights_...`."
-            )
+            line("# Micro-batches that leave weight gradients to `weights_...`.")
             self.writer.call("DEFERRED = {", deferred, "}")
         if opaques(self.text.program.module):
             line("DEPENDS_ON_DATA = True  # some gradients may be absent")

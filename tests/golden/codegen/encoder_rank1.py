@@ -15,7 +15,7 @@ from gemsc.runtime import Input, Message, Value, Worker
 
 NUM_MICRO_BATCHES = 4
 NUM_REPLICAS = 1
-# Micro-batches whose backward leaves weight gradients to `weights_...`.
+# Micro-batches that leave weight gradients to `weights_...`.
 DEFERRED = {"stage1": (3,)}
 
 # What comes in and goes out, for each micro-batch.
