@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gemsc.errors import GemscError
 
-__all__ = ["AUTO", "BALANCES", "CompileOptions", "choose"]
+__all__ = ["AUTO", "BALANCES", "CompileOptions", "choose", "flag", "text_of", "typed"]
 
 Choice = TypeVar("Choice")
 
@@ -20,61 +20,61 @@ MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
 GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
+def option(default: Any, help: str = "", *, auto: bool = False, unit: str = "") -> Any:
+    """Return a field: `help` is the command line's, `auto` whether AUTO is a value."""
+    return field(default=default, metadata={"help": help, "auto": auto, "unit": unit})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
     """The user's choices: the same names on the command line and in Python.
 
-    `balance` is "compute" (least time of the slowest stage), "memory" (least memory of
-    the rank with the highest peak) or "explicit", in which case either `blocks` is the
-    number of blocks of each stage, or `cuts` the module path at which each later stage
-    begins; one of the two is enough.
-
-    `ranks` share one data-parallel replica of the model; `data` such replicas share the
-    batch. `micro_batches` counts those of one data-parallel replica in one step; in
-    schedules with two mirrored replicas each gets half of them. `times` is the number
-    of pairs of runs of `master`: 2 x times micro-batches. `placement` "natural" is the
-    one that the schedule is made for; `chunks` is the number of stages on each rank
-    under `looped` placement; "0,1,1,0" lists the rank of each stage. `schedule`,
-    `placement` and `balance` may be "auto", `micro_batches` and `data` AUTO: the
-    compiler takes what is predicted to be fastest and fits `device_memory`. With `data`
-    AUTO, `ranks` and `micro_batches` are those of all data-parallel replicas together.
-
-    `hardware` names a shipped machine or a hardware file; "" is one core of a CPU.
-    `profile` times the model's blocks on this machine instead of predicting them.
-    `recompute` and `offload` name blocks or modules whose saved activations are
-    recomputed in the backward, or wait for it in host memory. "auto" takes as few as
-    `device_memory` requires, "all" every block where that frees anything.
-    `tiles` splits the images of the leading groups of ranks: with "2x2" the first stage
-    runs on four ranks, with a tile of 2 x 2 each; with "2x2,2x1" the second stage runs
-    on two. Each of the remaining ranks has one stage, as without tiles. There is one
-    number for each spatial axis. "auto" takes the grid that is predicted to be fastest,
-    or none. `local_batchnorm` lets each tile normalise by its own statistics, which is
-    not what the model does on one rank. `fuse_halos` is the most layers
-    for which one wider halo is sent, which recompute the rows in between; 0 is none.
-    `overlap_halos` convolves a tile while its halo is on its way.
+    Either `blocks` or `cuts` makes `balance` "explicit". "auto", for numbers AUTO, is
+    what is predicted to be fastest and fits `device_memory`; with `data` AUTO, `ranks`
+    and `micro_batches` are those of all data-parallel replicas together. In schedules
+    with two mirrored replicas each gets half of the micro-batches; `master` has
+    2 x `times`. A `placement` "0,1,1,0" lists the rank of each stage. `tiles` "2x2,2x1"
+    splits the first stage over four ranks and the second over two; each of the
+    remaining ranks has one stage. `hardware` "" is one core of a CPU. `recompute` and
+    `offload` "auto" take as few blocks as `device_memory` requires, "all" every block
+    where that frees anything.
     """
 
-    ranks: int = 2
-    data: int = 1
-    schedule: str = "1f1b"
-    micro_batches: int = 4
-    times: int | None = None
-    chunks: int = 2
-    balance: str = "compute"
-    blocks: tuple[int, ...] = ()
-    cuts: tuple[str, ...] = ()
-    placement: str = "natural"
-    frontend: str = "record"
-    device_memory: int | None = None
-    hardware: str = ""
-    profile: bool = False
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    check: bool = True
-    tiles: tuple[str, ...] = ()
-    local_batchnorm: bool = False
-    fuse_halos: int = 0
-    overlap_halos: bool = True
+    ranks: int = option(2, "processes that hold one replica of the model")
+    data: int = option(1, "data-parallel replicas, or auto", auto=True)
+    schedule: str = option("1f1b")
+    micro_batches: int = option(
+        4, "micro-batches (of example_inputs()) in one step, or auto", auto=True
+    )
+    times: int | None = option(None, "master: pairs of runs in one step")
+    chunks: int = option(2, "looped placement: stages on each rank")
+    balance: str = option("compute")
+    blocks: tuple[int, ...] = option((), "explicit: blocks of each stage, 3,4,4,5")
+    cuts: tuple[str, ...] = option(
+        (), "explicit: modules at which the later stages begin"
+    )
+    placement: str = option("natural")
+    frontend: str = option("record")
+    device_memory: int | None = option(
+        None, "memory limit of each rank, for example 16GiB", unit="bytes"
+    )
+    hardware: str = option("", "machine to plan for: a shipped one, or a .toml file")
+    profile: bool = option(False, "time the model's blocks on this machine")
+    recompute: tuple[str, ...] = option(
+        (), "off, all, auto or blocks to recompute in the backward"
+    )
+    offload: tuple[str, ...] = option(
+        (), "off, auto or blocks whose activations wait on the host"
+    )
+    check: bool = option(True, "compare the traced graph with the model")
+    tiles: tuple[str, ...] = option(
+        (), "split images over ranks: off, auto, 2x2, 4x1, 2x2x2, 2x2,2x1"
+    )
+    local_batchnorm: bool = option(
+        False, "BatchNorm with each tile's own statistics: cheaper, not exact"
+    )
+    fuse_halos: int = option(0, "most layers that share one wide halo; 0: none do")
+    overlap_halos: bool = option(True, "convolve a tile while its halo travels")
 
     def __post_init__(self) -> None:
         """Refuse values that no model could be compiled with.
@@ -171,32 +171,44 @@ class CompileOptions:
     def _check_counts(self) -> None:
         for name in ("ranks", "data", "micro_batches", "times", "chunks"):
             value = getattr(self, name)
-            if value == AUTO and name in ("data", "micro_batches"):
+            if value == AUTO and name in MAY_BE_AUTO:
                 continue
             if value is not None and not 1 <= value <= MOST:
-                flag = name.replace("_", "-")
                 raise GemscError(
-                    f"--{flag} is {value}",
-                    help=f"give --{flag} a value from 1 to {MOST:,}",
+                    f"{flag(name)} is {value}",
+                    help=f"give {flag(name)} a value from 1 to {MOST:,}",
                 )
 
     def command_line(self) -> str:
         """Return the flags that differ from the defaults, as a user would type them."""
-        words = [f"--ranks {self.ranks}"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "ranks" or value == field.default:
-                continue
-            flag = field.name.replace("_", "-")
-            if value == AUTO and field.name in ("data", "micro_batches"):
-                words.append(f"--{flag} auto")
-            elif isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            elif isinstance(value, tuple):
-                words.append(f"--{flag} {','.join(map(str, value))}")
-            else:
-                words.append(f"--{flag} {value}")
-        return " ".join(words)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return " ".join(
+            typed(each.name, values[each.name])
+            for each in fields(self)
+            if each.name == "ranks" or values[each.name] != each.default
+        )
+
+
+MAY_BE_AUTO = {each.name for each in fields(CompileOptions) if each.metadata["auto"]}
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def typed(name: str, value: Any) -> str:
+    """Return the flag and the value of an option as a user would type them."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no-{name}")
+    return f"{flag(name)} {text_of(value)}"
+
+
+def text_of(value: Any) -> str:
+    """Return a value as a user would type it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "off"
+    return "auto" if value == AUTO else str(value)
 
 
 def _check_names(option: str, names: tuple[str, ...]) -> None:

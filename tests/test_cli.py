@@ -72,7 +72,7 @@ def test_show_prints_every_decision(gemsc: Gemsc) -> None:
     gemsc("compile", "model.py", "-o", "program")
     outcome = gemsc("show", "program")
     assert outcome.code == 0
-    for part in ("Net: 2 ranks, 1f1b, 4 micro-batches", "stages", "transfers", "0F0"):
+    for part in ("Net: 2 ranks, 1f1b, 4 micro-batches", "stages", "transfers", "F0-"):
         assert part in outcome.out
 
 

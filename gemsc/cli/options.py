@@ -1,49 +1,36 @@
-"""The flags that decide a compilation: each stands here once, for all commands."""
+"""A flag for each choice of a compilation, for all commands."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import Field, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from gemsc.base.units import parse_bytes
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
-from gemsc.options import AUTO, BALANCES, CompileOptions
+from gemsc.options import AUTO, BALANCES, CompileOptions, flag, text_of, typed
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
 
 __all__ = ["DEFAULTS", "Model", "takes_options", "typed_flags"]
 
 DEFAULTS = CompileOptions()
+FIELDS = {field.name: field for field in fields(CompileOptions)}
+HINTS = get_type_hints(CompileOptions)
+NAMES = {
+    "schedule": ("auto", *SCHEDULES),
+    "balance": BALANCES,
+    "placement": ("natural", "auto", *PLACEMENTS),
+    "frontend": tuple(FRONTENDS),
+}
 
 Model = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
 Command = Callable[..., None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Flag:
-    """A flag of the command line; `read` makes its value that of `CompileOptions`."""
-
-    help: str
-    default: Any
-    kind: Any = str
-    words: tuple[str, ...] = ()
-    read: Callable[[Any], Any] = lambda value: value
-
-    def parameter(self, name: str, default: Any) -> inspect.Parameter:
-        """Return what typer makes the flag of."""
-        option = typer.Option(*self.words, help=self.help)
-        return inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=default,
-            annotation=Annotated[self.kind, option],
-        )
 
 
 def takes_options(
@@ -51,23 +38,32 @@ def takes_options(
 ) -> Callable[[Command], Command]:
     """Give a command a flag for each of these options, in place of its `options`.
 
-    All of them if no names are given; `defaults` are those of this command only.
+    All of them if no names are given; `defaults` are those of this command only. A
+    command with `given` instead gets the values of those that were typed.
     """
-    chosen = {name: FLAGS[name] for name in names or FLAGS}
+    chosen = [FIELDS[name] for name in names or FIELDS]
 
     def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+        only_typed = "given" in own
+
         @functools.wraps(command)
-        def with_flags(**given: Any) -> None:
-            read = {name: flag.read(given.pop(name)) for name, flag in chosen.items()}
-            command(options=CompileOptions(**read), **given)
+        def with_flags(**others: Any) -> None:
+            values = {f.name: _read(f, others.pop(f.name)) for f in chosen}
+            if only_typed:
+                given = {k: value for k, value in values.items() if value is not None}
+                command(given=given, **others)
+            else:
+                command(options=CompileOptions(**values), **others)
 
         shown: list[inspect.Parameter] = []
-        for own in inspect.signature(command, eval_str=True).parameters.values():
-            if own.name != "options":
-                shown.append(own)
+        for parameter in own.values():
+            if parameter.name not in ("options", "given"):
+                shown.append(parameter)
                 continue
-            for name, flag in chosen.items():
-                shown.append(flag.parameter(name, defaults.get(name, flag.default)))
+            for f in chosen:
+                default = None if only_typed else defaults.get(f.name, f.default)
+                shown.append(_parameter(f, default))
         with_flags.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {each.name: each.annotation for each in shown}
         return with_flags
@@ -75,28 +71,53 @@ def takes_options(
     return decorate
 
 
+def _parameter(field: Field[Any], default: Any) -> inspect.Parameter:
+    """Return what typer makes the flag of."""
+    kind = HINTS[field.name] if _reader(field) is None else str
+    if default is None:
+        kind |= None
+    elif kind is str:
+        default = text_of(default)
+    words = (flag(field.name),) if field.default is False else ()
+    names = ", ".join(NAMES.get(field.name, ()))
+    option = typer.Option(*words, help=field.metadata["help"] or names)
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=default,
+        annotation=Annotated[kind, option],
+    )
+
+
+def _reader(field: Field[Any]) -> Callable[[str, str], Any] | None:
+    """Return what reads a value that is more than typer's text or number."""
+    if field.metadata["auto"]:
+        return _count
+    if field.metadata["unit"] == "bytes":
+        return _bytes
+    return {tuple[int, ...]: _numbers, tuple[str, ...]: _words}.get(HINTS[field.name])
+
+
+def _read(field: Field[Any], value: Any) -> Any:
+    reader = _reader(field)
+    return value if reader is None or value is None else reader(value, flag(field.name))
+
+
 def typed_flags(context: typer.Context) -> list[str]:
     """Return the flags that the user gave to the running command, as typed."""
     words = []
-    for name in FLAGS:
+    for name in FIELDS:
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE":
             continue
-        flag, value = f"--{name.replace('_', '-')}", context.params[name]
-        if isinstance(value, bool):
-            words.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            words.append(f"{flag} {value}")
+        words.append(typed(name, context.params[name]))
     return words
 
 
 def _count(text: str, flag: str) -> int:
     if text == "auto":
         return AUTO
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
+    count = int(text) if text.isdecimal() else 0
     if count < 1:
         raise GemscError(
             f"{flag} is {text}", help=f"give {flag} a value of 1 or more, or auto"
@@ -104,112 +125,20 @@ def _count(text: str, flag: str) -> int:
     return count
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(map(int, _words(text, flag)))
     except ValueError:
         raise GemscError(
-            f"--blocks {text} is not a list of numbers", help="write --blocks 3,4,4,5"
+            f"{flag} {text} is not a list of numbers", help=f"write {flag} 3,4,4,5"
         ) from None
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _words(text: str, flag: str) -> tuple[str, ...]:
     """Read words between commas; `off` is none."""
     words = (word.strip() for word in text.split(","))
     return () if text == "off" else tuple(filter(None, words))
 
 
-def _bytes(text: str | None) -> int | None:
-    return parse_bytes(text) if text else None
-
-
-FLAGS = {
-    "ranks": _Flag(
-        kind=int,
-        help="processes that hold one replica of the model",
-        default=DEFAULTS.ranks,
-    ),
-    "data": _Flag(
-        help="data-parallel replicas, or auto",
-        default=str(DEFAULTS.data),
-        read=functools.partial(_count, flag="--data"),
-    ),
-    "schedule": _Flag(help=", ".join(("auto", *SCHEDULES)), default=DEFAULTS.schedule),
-    "micro_batches": _Flag(
-        help="micro-batches (of example_inputs()) in one step, or auto",
-        default=str(DEFAULTS.micro_batches),
-        read=functools.partial(_count, flag="--micro-batches"),
-    ),
-    "times": _Flag(
-        kind=int | None,
-        help="master: pairs of runs in one step",
-        default=DEFAULTS.times,
-    ),
-    "chunks": _Flag(
-        kind=int, help="looped placement: stages on each rank", default=DEFAULTS.chunks
-    ),
-    "balance": _Flag(help=", ".join(BALANCES), default=DEFAULTS.balance),
-    "blocks": _Flag(
-        help="explicit: blocks of each stage, 3,4,4,5", default="", read=_numbers
-    ),
-    "cuts": _Flag(
-        help="explicit: modules at which the later stages begin",
-        default="",
-        read=_names,
-    ),
-    "placement": _Flag(
-        help=", ".join(("natural", "auto", *PLACEMENTS)), default=DEFAULTS.placement
-    ),
-    "frontend": _Flag(help=", ".join(FRONTENDS), default=DEFAULTS.frontend),
-    "device_memory": _Flag(
-        kind=str | None,
-        help="memory limit of each rank, for example 16GiB",
-        default=None,
-        read=_bytes,
-    ),
-    "hardware": _Flag(
-        help="machine to plan for: a shipped one, or a .toml file",
-        default=DEFAULTS.hardware,
-    ),
-    "profile": _Flag(
-        kind=bool,
-        help="time the model's blocks on this machine",
-        default=DEFAULTS.profile,
-    ),
-    "recompute": _Flag(
-        help="off, all, auto or blocks to recompute in the backward",
-        default="off",
-        read=_names,
-    ),
-    "offload": _Flag(
-        help="off, auto or blocks whose activations wait on the host",
-        default="off",
-        read=_names,
-    ),
-    "check": _Flag(
-        kind=bool,
-        help="compare the traced graph with the model",
-        default=DEFAULTS.check,
-    ),
-    "tiles": _Flag(
-        help="split images over ranks: off, auto, 2x2, 4x1, 2x2x2, 2x2,2x1",
-        default="",
-        read=_names,
-    ),
-    "local_batchnorm": _Flag(
-        kind=bool,
-        words=("--local-batchnorm",),
-        help="BatchNorm with each tile's own statistics: cheaper, not exact",
-        default=DEFAULTS.local_batchnorm,
-    ),
-    "fuse_halos": _Flag(
-        kind=int,
-        help="most layers that share one wide halo; 0: none do",
-        default=DEFAULTS.fuse_halos,
-    ),
-    "overlap_halos": _Flag(
-        kind=bool,
-        help="convolve a tile while its halo travels",
-        default=DEFAULTS.overlap_halos,
-    ),
-}
+def _bytes(text: str, flag: str) -> int:
+    return parse_bytes(text)

@@ -10,6 +10,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
+from gemsc.cli.options import takes_options
 from gemsc.cli.terminal import console
 from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, Link, read_hardware
@@ -28,7 +29,13 @@ from gemsc.user_model import UserModel, load_user_model
 
 __all__ = ["simulate_command"]
 
+CHANGED = (
+    *("hardware", "schedule", "micro_batches", "times", "chunks", "placement"),
+    "balance",
+)
 
+
+@takes_options(CHANGED)
 def simulate_command(
     target: Annotated[str, typer.Argument(help="a model, or a program directory")],
     ranks: Annotated[
@@ -37,18 +44,10 @@ def simulate_command(
     data: Annotated[
         int | None, typer.Option(help="data-parallel replicas", min=1)
     ] = None,
-    hardware: Annotated[
-        str, typer.Option(help="machine: a shipped one, or a .toml file")
-    ] = "",
     curve: Annotated[
         str, typer.Option(help="numbers of replicas, 1,4,16; default: powers of two")
     ] = "",
-    schedule: Annotated[str | None, typer.Option(help="as for compile")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="of each replica")] = None,
-    times: Annotated[int | None, typer.Option(help="master: pairs of runs")] = None,
-    chunks: Annotated[int | None, typer.Option(help="looped: stages per rank")] = None,
-    placement: Annotated[str | None, typer.Option(help="as for compile")] = None,
-    balance: Annotated[str | None, typer.Option(help="compute or memory")] = None,
+    given: dict[str, Any] | None = None,
     allreduce: Annotated[
         str, typer.Option(help=f"auto, {', '.join(ROUNDS)}; default: the machine's")
     ] = "",
@@ -62,16 +61,7 @@ def simulate_command(
             f"cannot draw {output}", help="give -o a name that ends in .svg"
         )
     user, options = _read(target)
-    given: dict[str, Any] = {
-        "schedule": schedule,
-        "micro_batches": micro_batches,
-        "times": times,
-        "chunks": chunks,
-        "placement": placement,
-        "balance": balance,
-        "hardware": hardware or None,
-    }
-    options = replace(options, **{k: v for k, v in given.items() if v is not None})
+    options = replace(options, **(given or {}))
     options = _with_ranks(options, ranks, data, fixed=Path(target).is_dir())
     machine = _machine(options.hardware, allreduce)
     traced = trace_unfilled(user, machine, options.frontend)
