@@ -8,12 +8,14 @@ EPOCHS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# a worker of xdist that crashes fails the run: with loadfile, or a new one, it may hang
+PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal --max-worker-restart 0
 UNET := examples/unet_histology/model.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test format bench clean
+.PHONY: help demo test nightly format bench clean
 
 help:  ## say what the commands are
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,8 +38,10 @@ test: $(READY)  ## lint, types and all tests, with real mpirun jobs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not mpi" --numprocesses auto --maxprocesses 8 --dist loadfile
-	$(BIN)/python -m pytest -m mpi
+	$(BIN)/python -m pytest $(PARALLEL)
+
+nightly: $(READY)  ## all tests with those that take long
+	$(BIN)/python -m pytest $(PARALLEL) --nightly
 
 format: $(READY)  ## put all files into the one format
 	$(BIN)/ruff check --fix .

@@ -30,19 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write the texts that golden tests see; look at `git diff` afterwards",
     )
     parser.addoption(
-        "--many-graphs",
-        type=int,
-        default=0,
-        help="how many more random networks the tests of tiles try",
-    )
-    parser.addoption(
-        "--all-streams",
+        "--nightly",
         action="store_true",
-        help="try every schedule on the simulated CUDA device, in eight orders",
+        help="run what takes long as well: benchmarks, 300 random networks on tiles, "
+        "every schedule on the simulated CUDA device",
     )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("nightly") and not item.config.getoption("--nightly"):
+        pytest.skip("only with --nightly")
     for name, missing in (("mpi", mpi_is_missing), ("gpu", gpu_is_missing)):
         if item.get_closest_marker(name) and (reason := missing()):
             pytest.skip(reason)

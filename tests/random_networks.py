@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["RandomNetwork", "random_case"]
+__all__ = ["RandomNetwork", "random_case", "seeds"]
 
 Shape = tuple[int, ...]
 MODES = {
@@ -403,6 +404,15 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "smooth": lambda o, t: F.cross_entropy(o, t.softmax(1), label_smoothing=0.1),
     "dice": lambda o, t: dice(o.sigmoid(), t.sigmoid()),
 }
+
+
+def seeds(now: int, nightly: int, size: int) -> list[Any]:
+    """Return the first seed of each test; those from `now` on are for nights."""
+    late = pytest.mark.nightly
+    return [
+        pytest.param(first, marks=late if first >= now else ())
+        for first in range(0, nightly, size)
+    ]
 
 
 def random_case(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 

@@ -1,6 +1,6 @@
 """Programs on a simulated CUDA device: the numbers of the CPU, whatever comes first.
 
-`pytest tests/test_cuda_streams.py --all-streams` runs every schedule with all that uses
+`pytest tests/test_cuda_streams.py --nightly` runs every schedule with all that uses
 streams, through the host and with a CUDA-aware library, in eight orders each.
 """
 
@@ -177,9 +177,9 @@ def assert_equal(found: list[Result], expected: list[Result]) -> None:
 def test_a_device_gives_the_numbers_of_the_cpu(
     schedule: str, use: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    thorough = request.config.getoption("--all-streams")
+    thorough = request.config.getoption("--nightly")
     if not thorough and (schedule, use) not in FEW:
-        pytest.skip("only with --all-streams")
+        pytest.skip("only with --nightly")
     if schedule == "zb-h1" and use not in ("plain", "data 2"):
         with pytest.raises(GemscError, match="cannot be used with"):
             compiled(tmp_path, schedule, use)

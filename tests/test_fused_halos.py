@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MODELS, ResNetV2
-from random_networks import random_case
+from random_networks import random_case, seeds
 from tile_support import Step, assert_same, eager, on_tiles
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ def exchanges_of(step: Step) -> int:
     return num_exchanges(step.programs[0])
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", seeds(20, 60, 20))
 def test_random_networks_are_the_networks(first: int) -> None:
     for seed in range(first, first + 20):
         model, inputs, loss, target, grid = random_case(seed)

@@ -110,6 +110,7 @@ def test_more_parts_than_items_are_refused() -> None:
         partition([[1.0, 2.0]] * 3)
 
 
+@pytest.mark.nightly
 def test_a_thousand_items_on_64_parts_take_seconds_at_most() -> None:
     numbers = random.Random(0)
     row = [numbers.random() for _ in range(1000)]

@@ -145,6 +145,7 @@ def test_a_drawn_graph_is_put_in_and_a_stale_one_is_not(tmp_path: Path) -> None:
     assert '<section id="graph">' not in path.read_text()
 
 
+@pytest.mark.nightly
 def test_a_thousand_ranks_are_summed_up(tmp_path: Path) -> None:
     text = report(made_up_plan(1000, 16), tmp_path)
     assert len(text) < 3_000_000
