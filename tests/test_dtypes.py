@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import NullStreams
 from gemsc.runtime.transport.transport import Transport
@@ -92,7 +92,10 @@ def test_clipping_counts_both_parts_of_a_complex_gradient() -> None:
     parameter.grad = torch.tensor([3 + 4j])
 
     def clip(transport: Transport) -> None:
-        link, group = Link(transport, NullStreams()), transport.group((0,), "norm")
+        link, group = (
+            DeviceTransport(transport, NullStreams()),
+            transport.group((0,), "norm"),
+        )
         clip_gradients(1.0, [parameter], [parameter], link, group)
 
     run_local(1, clip)

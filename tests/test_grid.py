@@ -15,7 +15,7 @@ from gemsc.base.boxes import Box, everything, shape_of
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime.tiles.grid import Grid, ShapeGrid
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import NullStreams
 
@@ -26,7 +26,7 @@ def on_tiles(num_tiles: int, work: Callable[[Grid], T]) -> list[T]:
     """Return what `work(grid)` gives on each tile, a thread each."""
 
     def main(transport: object) -> T:
-        link = Link(transport, NullStreams())  # type: ignore[arg-type]
+        link = DeviceTransport(transport, NullStreams())  # type: ignore[arg-type]
         rank = transport.rank  # type: ignore[attr-defined]
         return work(Grid(link, tuple(range(num_tiles)), rank))
 

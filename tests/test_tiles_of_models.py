@@ -16,7 +16,7 @@ from gemsc.base.boxes import everything
 from gemsc.ir import meta
 from gemsc.passes.spatial.need import mirrored, support, transposed, window
 from gemsc.runtime.tiles.grid import Grid, ShapeGrid
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import NullStreams
 
@@ -307,7 +307,7 @@ def test_running_statistics_do_not_depend_on_how_unlike_the_tiles_are() -> None:
     expected = whole(value)
 
     def main(transport: Any) -> Tensor:
-        grid = Grid(Link(transport, NullStreams()), (0, 1), transport.rank)
+        grid = Grid(DeviceTransport(transport, NullStreams()), (0, 1), transport.rank)
         layer = nn.BatchNorm2d(4, dtype=torch.float32)
         rows = slice(4 * transport.rank, 4 * transport.rank + 4)
         result = grid.batch_norm(value[:, :, rows].contiguous(), layer)

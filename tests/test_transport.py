@@ -14,7 +14,7 @@ from mpi_transport_program import CASES
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import find_mpirun, launch
 from gemsc.runtime.transport import mpi
-from gemsc.runtime.transport.link import MOST_DEFERRED, Link
+from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams, NullStreams, Pending
 from gemsc.runtime.transport.waiting import wait
@@ -270,7 +270,7 @@ class Turns(Countdown):
 
 def test_deferred_messages_and_sums_start_in_order_while_a_rank_waits():
     def main(transport: LocalTransport) -> None:
-        link = Link(transport, SlowStreams())
+        link = DeviceTransport(transport, SlowStreams())
         other = 1 - transport.rank
         incoming = [link.receive((3,), torch.float32, other, 1) for _ in range(6)]
         sends = [link.send(torch.full((3,), float(n)), other, 1) for n in range(6)]
@@ -288,7 +288,7 @@ def test_a_deferred_message_starts_whatever_its_sender_waits_for():
     """The receiver comes to that only when it has the message."""
 
     def main(transport: LocalTransport) -> None:
-        link = Link(transport, SlowStreams())
+        link = DeviceTransport(transport, SlowStreams())
         if transport.rank == 0:
             assert link.receive((3,), torch.float32, 1, 1).take()[0] == 7
         else:
@@ -302,7 +302,7 @@ def test_a_host_that_is_far_ahead_waits_for_the_device():
     """What is deferred holds memory."""
 
     def main(transport: LocalTransport) -> int:
-        link = Link(transport, SlowStreams())
+        link = DeviceTransport(transport, SlowStreams())
         most = 0
         for number in range(20):
             if transport.rank == 0:
@@ -329,7 +329,7 @@ def test_a_link_carries_tensors_between_streams_of_a_device(cuda_aware):
         other = 1 - transport.rank
         results = []
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            link = Link(transport, CudaStreams(device))
+            link = DeviceTransport(transport, CudaStreams(device))
             for step in range(20):
                 incoming = link.receive((512, 512), torch.float32, other, 1)
                 busy = torch.ones(512, 512, device=device)

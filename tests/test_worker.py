@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input, Message, Value
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import streams_for
 from gemsc.runtime.worker.stages import Stages
@@ -30,7 +30,7 @@ def worker_of(
     transport: LocalTransport, stage: nn.Module | None = None, **options: Any
 ) -> Worker:
     return Worker(
-        Link(transport, streams_for(torch.device("cpu"))),
+        DeviceTransport(transport, streams_for(torch.device("cpu"))),
         Stages(stage0=stage or nn.Identity()),
         options.pop("inputs", {}),
         options.pop("num_micro_batches", 1),

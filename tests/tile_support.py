@@ -24,7 +24,7 @@ from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import overlap
 from gemsc.passes.split_tiles import SplitTiles, find_halos
 from gemsc.runtime.tiles.grid import Grid, saved_in_parts
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import NullStreams
 
@@ -146,7 +146,7 @@ def on_tiles(
 
     def main(transport: Any) -> dict[str, Any]:
         tile = transport.rank
-        link = Link(transport, NullStreams())
+        link = DeviceTransport(transport, NullStreams())
         with on_grid(Grid(link, tuple(range(count)), tile)):
             return _run(programs[tile], modules[tile], feed, count, tile)
 

@@ -24,7 +24,7 @@ from gemsc.runtime.tiles.layers import LayersOnTiles
 from gemsc.runtime.tiles.messages import TileMailbox
 from gemsc.runtime.tiles.saving import kept_of, remember, saved_in_parts
 from gemsc.runtime.tiles.windows import AxisWindows, Resize, rows_read, taps
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 
 __all__ = [
@@ -49,13 +49,15 @@ class Grid(LayersOnTiles):
     All tiles call the same methods in the same order.
     """
 
-    def __init__(self, link: Link, ranks: tuple[int, ...], tile: int) -> None:
-        self.link = link
+    def __init__(
+        self, transport: DeviceTransport, ranks: tuple[int, ...], tile: int
+    ) -> None:
+        self.transport = transport
         self.ranks = ranks
         self.tile = tile
         self._group: Group | None = None
         self._among: dict[tuple[int, ...], Grid] = {}
-        self._mailbox = TileMailbox(link, ranks)
+        self._mailbox = TileMailbox(transport, ranks)
         self._overlapped: dict[tuple[int, int], Crossing] = {}
 
     @property
@@ -69,7 +71,7 @@ class Grid(LayersOnTiles):
             return self
         if tiles not in self._among:
             ranks = tuple(self.ranks[tile] for tile in tiles)
-            self._among[tiles] = Grid(self.link, ranks, tiles.index(self.tile))
+            self._among[tiles] = Grid(self.transport, ranks, tiles.index(self.tile))
         return self._among[tiles]
 
     def redistribute(self, value: Tensor, exchange: Exchange) -> Tensor:
@@ -101,8 +103,8 @@ class Grid(LayersOnTiles):
         """Put the sum over the tiles into the tensor; return it."""
         if self._group is None:
             key = f"tiles of {self.ranks}"
-            self._group = self.link.transport.group(tuple(sorted(self.ranks)), key)
-        self.link.wait(self.link.all_reduce(self._group, tensor))
+            self._group = self.transport.host.group(tuple(sorted(self.ranks)), key)
+        self.transport.wait(self.transport.all_reduce(self._group, tensor))
         return tensor
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:

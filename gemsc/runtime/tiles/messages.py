@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange, Piece, View
-from gemsc.runtime.transport.link import Incoming, Link
+from gemsc.runtime.transport.device_transport import DeviceTransport, Incoming
 from gemsc.runtime.transport.waiting import Request
 
 __all__ = ["Flight", "TileMailbox", "tag_of"]
@@ -41,7 +41,7 @@ class Flight:
 
     def finish(self) -> None:
         """Wait until all is sent: the next exchange may begin."""
-        self._mailbox.link.wait(*self.outgoing)
+        self._mailbox.transport.wait(*self.outgoing)
         self._mailbox.flying = False
 
 
@@ -51,8 +51,8 @@ class TileMailbox:
     `ranks` are the transport's ranks of all tiles.
     """
 
-    def __init__(self, link: Link, ranks: tuple[int, ...]) -> None:
-        self.link = link
+    def __init__(self, transport: DeviceTransport, ranks: tuple[int, ...]) -> None:
+        self.transport = transport
         self.ranks = ranks
         self.flying = False
 
@@ -95,9 +95,9 @@ class TileMailbox:
         flight = Flight(self, receives)
         for tile, shapes in receives.items():
             count, rank = sum(map(prod, shapes)), self.ranks[tile]
-            flight.incoming[tile] = self.link.receive((count,), dtype, rank, tag)
+            flight.incoming[tile] = self.transport.receive((count,), dtype, rank, tag)
         for tile, tensors in sends.items():
-            request = self.link.send(_together(tensors), self.ranks[tile], tag)
+            request = self.transport.send(_together(tensors), self.ranks[tile], tag)
             flight.outgoing.append(request)
         return flight
 

@@ -44,7 +44,7 @@ NEEDED = {"steps", "parameters", "buffers", "gradients", "kinds", "states"}
 
 def save(worker: Worker, directory: Path) -> None:
     """Write a checkpoint of all ranks: see `Trainer.save`."""
-    transport, step = worker.link.transport, worker.steps_done
+    transport, step = worker.transport.host, worker.steps_done
     beside = directory
     with _told(directory, step):
         if transport.rank == 0:
@@ -77,7 +77,7 @@ def _write_part(worker: Worker, folder: Path) -> tuple[str, Facts]:
 
     The rank's part of the model is joined with the others'.
     """
-    rank = worker.link.transport.rank
+    rank = worker.transport.host.rank
     first = worker.tile == 0  # the other tiles of a grid have the same
     write_tensors(_part(folder, rank), worker.stages.state_dict() if first else {})
     path = folder / _progress_name(rank)
@@ -146,7 +146,7 @@ def _join_parts(
 
 def resume(worker: Worker, directory: Path) -> None:
     """Take what `save` wrote, once it fits on all ranks: see `Trainer.resume`."""
-    transport = worker.link.transport
+    transport = worker.transport.host
     before = {key: part.state_dict() for key, part in _stateful(worker).items()}
     found, problem = None, None
     try:
@@ -175,7 +175,7 @@ class _Found:
 
 
 def _read(worker: Worker, directory: Path) -> _Found:
-    transport = worker.link.transport
+    transport = worker.transport.host
     folder, manifest = check_checkpoint(directory, transport.size)
     if manifest is None:
         return _Found(_read_weights(worker, folder), {})
@@ -212,7 +212,7 @@ def _fitting(value: Tensor, target: Tensor, name: str, folder: Path) -> Tensor:
 
 def _read_progress(worker: Worker, folder: Path, step: int) -> dict[str, Any]:
     """Read what this rank needs besides the model; make sure that it fits."""
-    path = folder / _progress_name(worker.link.transport.rank)
+    path = folder / _progress_name(worker.transport.host.rank)
     try:
         found = torch.load(path, weights_only=True, map_location=worker.device)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:

@@ -21,7 +21,7 @@ from gemsc.runtime.process.device import choose_device
 from gemsc.runtime.process.progress import Status
 from gemsc.runtime.training import checkpoint
 from gemsc.runtime.training.program_directory import check_dtype
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.stages import Stages
@@ -91,7 +91,7 @@ class Trainer:
             weights = directory / "weights" / f"stage{index}.safetensors"
             self.stages.add(key, kind, weights, self.device, dtype)
         self.worker = Worker(
-            Link(transport, streams),
+            DeviceTransport(transport, streams),
             self.stages,
             self.module.INPUTS,
             self.module.NUM_MICRO_BATCHES,
@@ -191,9 +191,9 @@ class Trainer:
         """Return the mean loss; sends that wait for their data start meanwhile."""
         worker = self.worker
         worker.status.enter("sum of the losses")
-        loss, transport = worker.loss_sum(), worker.link.transport
+        loss, transport = worker.loss_sum(), worker.transport.host
         everyone = transport.group(tuple(range(transport.size)), "losses")
-        worker.link.wait(everyone.all_reduce(loss))
+        worker.transport.wait(everyone.all_reduce(loss))
         return float(loss) / (worker.copy_micro_batches * worker.num_copies)
 
 

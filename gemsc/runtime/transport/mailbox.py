@@ -11,7 +11,7 @@ from torch import Tensor
 from gemsc.errors import GemscError
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message, Value
-from gemsc.runtime.transport.link import Incoming, Link
+from gemsc.runtime.transport.device_transport import DeviceTransport, Incoming
 from gemsc.runtime.transport.waiting import Request
 
 __all__ = ["Mailbox"]
@@ -39,15 +39,15 @@ class Mailbox:
 
     def __init__(
         self,
-        link: Link,
+        transport: DeviceTransport,
         first_rank: int,
         float_dtype: torch.dtype | None,
         *,
         apart: Callable[[int], bool],
     ) -> None:
-        self._link = link
+        self._transport = transport
         self._first_rank = first_rank
-        self._rank = link.transport.rank - first_rank
+        self._rank = transport.host.rank - first_rank
         self._dtype = float_dtype
         self._apart = apart
         self._num_expected = 0
@@ -63,7 +63,7 @@ class Mailbox:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        self._link.wait(*self._sends)
+        self._transport.wait(*self._sends)
         self._sends.clear()
 
     def let_go(self) -> None:
@@ -117,7 +117,9 @@ class Mailbox:
     def _start(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
         """Start to send the values of a message, packed if they are several."""
         dest = message.dest + self._first_rank
-        self._sends.append(self._link.send(message.pack(tensors), dest, message.tag))
+        self._sends.append(
+            self._transport.send(message.pack(tensors), dest, message.tag)
+        )
 
     def _take(self, message: Message, m: int) -> list[Tensor]:
         """Wait for a message and post the receive of the next one."""
@@ -140,7 +142,7 @@ class Mailbox:
             box = _Letterbox(*message.buffer(dtypes), dtypes, source)
             self._letterboxes[message] = box
         if box.incoming is None:
-            box.incoming = self._link.receive(
+            box.incoming = self._transport.receive(
                 box.shape, box.dtype, box.source, message.tag
             )
         return box
@@ -153,7 +155,9 @@ class Mailbox:
         received = [(part, self._take(part.message, m)) for part in parts]
         whole = (value.part(value.shape) for value in message.given)
         dtypes = [value.dtype_in(self._dtype) for value in whole]
-        return message.join(self._rank, received, dtypes, self._link.streams.device)
+        return message.join(
+            self._rank, received, dtypes, self._transport.streams.device
+        )
 
 
 def _misfit(value: Value, tensor: Tensor) -> GemscError:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 
 __all__ = ["clip_gradients"]
@@ -19,7 +19,7 @@ def clip_gradients(
     limit: float,
     own: Collection[nn.Parameter],
     everything: Collection[nn.Parameter],
-    link: Link,
+    transport: DeviceTransport,
     group: Group,
 ) -> None:
     """Scale `everything` so that its norm over the group's ranks is at most `limit`.
@@ -31,7 +31,7 @@ def clip_gradients(
     if gradients:  # one number goes to the host
         squares = [each.abs().double().square().sum() for each in gradients]
         square = torch.stack(squares).sum().cpu()
-    link.wait(group.all_reduce(square))
+    transport.wait(group.all_reduce(square))
     scale = limit / (float(square.sqrt()) + EPSILON)
     if scale < 1.0:
         for parameter in everything:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
 
@@ -34,8 +34,8 @@ class GradientSums:
     backward is done and waited for before the optimizer's step.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, transport: DeviceTransport) -> None:
+        self._transport = transport
         self._buckets: list[_Bucket] = []
         self._counted: list[tuple[list[nn.Parameter], Tensor]] = []
 
@@ -61,12 +61,12 @@ class GradientSums:
 
     def _start(self, group: Group, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        request = self._link.all_reduce(group, flat)
+        request = self._transport.all_reduce(group, flat)
         self._buckets.append(_Bucket(gradients, flat, request))
 
     def finish(self) -> None:
         """Wait for all sums and put them into the gradients."""
-        self._link.wait(*(bucket.request for bucket in self._buckets))
+        self._transport.wait(*(bucket.request for bucket in self._buckets))
         for bucket in self._buckets:
             sizes = [gradient.numel() for gradient in bucket.gradients]
             pairs = zip(torch.split(bucket.flat, sizes), bucket.gradients, strict=True)
@@ -126,7 +126,9 @@ class RunningStatistics:
             for layer in layers
         ]
 
-    def start(self, link: Link, group: Group | None) -> tuple[Request, ...]:
+    def start(
+        self, transport: DeviceTransport, group: Group | None
+    ) -> tuple[Request, ...]:
         """Start to add up what each run has seen; `finish` once the sum is done."""
         parts: list[Tensor] = []
         for index, before in enumerate(self._before):
@@ -143,7 +145,7 @@ class RunningStatistics:
         self._sum = torch.cat(parts)
         if not self._counts:
             self._sum.zero_()
-        return (link.all_reduce(group, self._sum),) if group is not None else ()
+        return (transport.all_reduce(group, self._sum),) if group is not None else ()
 
     def _share(
         self, layer: _NormBase, before: dict[str, Tensor], run: int

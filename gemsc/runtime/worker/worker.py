@@ -1,4 +1,4 @@
-"""Worker: what a rank has (stages, link, batch) and what its generated file calls."""
+"""Worker: what a rank has (stages, batch), and what its generated file calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gemsc.runtime.memory.offload import OffloadedRun, Store, store_for
 from gemsc.runtime.process.progress import Status
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.saving import saved_in_parts
-from gemsc.runtime.transport.link import Link
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
@@ -50,7 +50,7 @@ class _InFlight:
 class Worker:
     """One rank at work: a step at a time, with what its generated file asks for."""
 
-    link: Link
+    transport: DeviceTransport
     stages: Stages
     inputs: Mapping[str, Input]
     num_micro_batches: int  # of each replica
@@ -81,7 +81,7 @@ class Worker:
         self._results: list[tuple[Tensor | None, Any]] = []
         self._training = True
         self._mail = Mailbox(
-            self.link, self.first_rank, self.float_dtype, apart=self._defers
+            self.transport, self.first_rank, self.float_dtype, apart=self._defers
         )
         self._shape = BatchShape(
             self.inputs,
@@ -90,7 +90,7 @@ class Worker:
             self.copy,
             self.float_dtype,
         )
-        self._sums = GradientSums(self.link)
+        self._sums = GradientSums(self.transport)
         self._summed: dict[str, list[nn.Parameter]] = {}
         self._statistics = self._running_statistics()
         self._grids: dict[str, Grid] = {}  # by stage, where it is split
@@ -100,7 +100,7 @@ class Worker:
     @property
     def copy(self) -> int:
         """Which of the data-parallel copies this rank belongs to."""
-        return self.link.transport.rank // self.copy_ranks
+        return self.transport.host.rank // self.copy_ranks
 
     @property
     def first_rank(self) -> int:
@@ -115,12 +115,12 @@ class Worker:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return self.link.streams.device
+        return self.transport.streams.device
 
     @property
     def rank(self) -> int:
         """The number of this rank among those of its copy of the model."""
-        return self.link.transport.rank - self.first_rank
+        return self.transport.host.rank - self.first_rank
 
     @property
     def tile(self) -> int:
@@ -345,10 +345,10 @@ class Worker:
         waits = [
             request
             for key, statistics in self._statistics.items()
-            for request in statistics.start(self.link, self._groups.get(key))
+            for request in statistics.start(self.transport, self._groups.get(key))
         ]
         self._sums.finish()
-        self.link.wait(*waits)
+        self.transport.wait(*waits)
         for statistics in self._statistics.values():
             statistics.finish()
 
@@ -373,7 +373,7 @@ class Worker:
     @cached_property
     def _store(self) -> Store:
         """Where offloaded activations wait."""
-        return store_for(self.link.streams)
+        return store_for(self.transport.streams)
 
     @property
     def _is_update(self) -> bool:
@@ -386,10 +386,10 @@ class Worker:
             return None
         ranks = tuple(self.first_rank + rank for rank in self.tiles.ranks)
         for key, stage in self.stages.items():
-            grid = Grid(self.link, ranks, self.tiles.tile)
+            grid = Grid(self.transport, ranks, self.tiles.tile)
             grid = self._grids.setdefault(stage_of(key), grid)
             stage.grid = grid  # type: ignore[assignment]
-        return Grid(self.link, ranks, self.tiles.tile)
+        return Grid(self.transport, ranks, self.tiles.tile)
 
     def _make_group(self, key: str) -> Group:
         members = tuple(
@@ -397,7 +397,7 @@ class Worker:
             for copy in range(self.num_copies)
             for rank in self.reductions[key]
         )
-        return self.link.transport.group(members, key)
+        return self.transport.host.group(members, key)
 
     def _stage_parameters(self, stage: str) -> list[nn.Parameter]:
         """Return a stage's parameters, less the tied ones: those have their own sum."""
@@ -433,8 +433,8 @@ class Worker:
             limit,
             own.values(),
             self.stages.parameters.values(),
-            self.link,
-            self.link.transport.group(ranks, "norm"),
+            self.transport,
+            self.transport.host.group(ranks, "norm"),
         )
 
     def _contexts(

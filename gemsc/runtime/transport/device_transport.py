@@ -12,7 +12,7 @@ from gemsc.runtime.transport.streams import Pending, Streams
 from gemsc.runtime.transport.transport import Group, Transport
 from gemsc.runtime.transport.waiting import Request, wait
 
-__all__ = ["Incoming", "Link"]
+__all__ = ["DeviceTransport", "Incoming"]
 
 MOST_DEFERRED = 4  # how far the host may be ahead of the device
 
@@ -20,18 +20,18 @@ MOST_DEFERRED = 4  # how far the host may be ahead of the device
 class _Deferred:
     """An operation that starts once its data has come to where the library reads it."""
 
-    __slots__ = ("_finish", "_link", "copy", "request", "start")
+    __slots__ = ("_finish", "_transport", "copy", "request", "start")
 
     def __init__(
         self,
-        link: Link,
+        transport: DeviceTransport,
         copy: Pending,
         start: Callable[[], Request],
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.copy = copy
         self.start = start
-        self._link = link
+        self._transport = transport
         self._finish = finish
         self.request: Request | None = None
 
@@ -39,7 +39,7 @@ class _Deferred:
         self.request = self.start()
 
     def done(self) -> bool:
-        self._link.advance()
+        self._transport.advance()
         if self.request is None or not self.request.done():
             return False
         self.finish()
@@ -55,19 +55,22 @@ class _Deferred:
 class _Fewer:
     """True once at most so many are deferred, or all `requests` are done, if given."""
 
-    __slots__ = ("_link", "_most", "_requests")
+    __slots__ = ("_most", "_requests", "_transport")
 
     def __init__(
-        self, link: Link, most: int, requests: Sequence[Request] | None = None
+        self,
+        transport: DeviceTransport,
+        most: int,
+        requests: Sequence[Request] | None = None,
     ) -> None:
-        self._link = link
+        self._transport = transport
         self._most = most
         self._requests = requests
 
     def done(self) -> bool:
         """Start what is ready, whatever is waited for: other ranks may need it."""
-        self._link.progress()
-        if len(self._link._deferred) <= self._most:
+        self._transport.progress()
+        if len(self._transport._deferred) <= self._most:
             return True
         return self._requests is not None and all(r.done() for r in self._requests)
 
@@ -75,19 +78,23 @@ class _Fewer:
 class Incoming:
     """A message on its way to this rank, perhaps through a buffer of the host."""
 
-    __slots__ = ("_link", "_room", "_staged", "request")
+    __slots__ = ("_room", "_staged", "_transport", "request")
 
     def __init__(
-        self, link: Link, request: Request, room: Pending, staged: Tensor | None = None
+        self,
+        transport: DeviceTransport,
+        request: Request,
+        room: Pending,
+        staged: Tensor | None = None,
     ) -> None:
-        self._link = link
+        self._transport = transport
         self.request = request
         self._room = room
         self._staged = staged
 
     def done(self) -> bool:
         """Give the library a turn; True once the message is here."""
-        self._link.advance()
+        self._transport.advance()
         return self.request.done()
 
     @property
@@ -101,25 +108,25 @@ class Incoming:
         On CUDA the tensor can be used at once on the current stream, which waits for
         the copy where it must.
         """
-        self._link.wait(self)
+        self._transport.wait(self)
         if self._staged is None:
             return self._room.tensor
-        return self._link.streams.to_device(self._staged, self._room)
+        return self._transport.streams.to_device(self._staged, self._room)
 
 
-class Link:
+class DeviceTransport:
     """What a rank sends and receives with: tensors of its device, on any transport.
 
     Where the library cannot read the device, or the device is not done with a tensor, a
-    message is deferred: it starts at a later call of this link, in order. All that is
+    message is deferred: it starts at a later call, in order. All that is
     deferred holds memory: with more of it than MOST_DEFERRED, the host waits for the
     device, and for nobody else.
     """
 
-    def __init__(self, transport: Transport, streams: Streams) -> None:
-        self.transport = transport
+    def __init__(self, host: Transport, streams: Streams) -> None:
+        self.host = host
         self.streams = streams
-        self._direct = streams.in_order or transport.cuda_aware
+        self._direct = streams.in_order or host.cuda_aware
         self._deferred: deque[_Deferred] = deque()
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
@@ -127,10 +134,10 @@ class Link:
         # the memory of a lazy conjugate or negative is not its value
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if self.streams.in_order:
-            return self.transport.send(tensor, dest, tag)
+            return self.host.send(tensor, dest, tag)
         streams = self.streams
         copy = streams.in_place(tensor) if self._direct else streams.to_host(tensor)
-        return self._defer(copy, lambda: self.transport.send(copy.tensor, dest, tag))
+        return self._defer(copy, lambda: self.host.send(copy.tensor, dest, tag))
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int
@@ -139,15 +146,11 @@ class Link:
         room = self.streams.device_buffer(shape, dtype)
         if not self._direct:
             buffer = self.streams.host_buffer(shape, dtype)
-            request = self.transport.receive(buffer, source, tag)
+            request = self.host.receive(buffer, source, tag)
             return Incoming(self, request, room, buffer)
         if self.streams.in_order:
-            return Incoming(
-                self, self.transport.receive(room.tensor, source, tag), room
-            )
-        request = self._defer(
-            room, lambda: self.transport.receive(room.tensor, source, tag)
-        )
+            return Incoming(self, self.host.receive(room.tensor, source, tag), room)
+        request = self._defer(room, lambda: self.host.receive(room.tensor, source, tag))
         return Incoming(self, request, room)
 
     def all_reduce(self, group: Group, tensor: Tensor) -> Request:
@@ -189,7 +192,7 @@ class Link:
         """Return when all are complete; what was deferred starts meanwhile."""
         if self._deferred:
             wait(_Fewer(self, 0, requests))
-        self.transport.wait(*map(_plain, requests))
+        self.host.wait(*map(_plain, requests))
         for request in requests:
             if isinstance(request, _Deferred):
                 request.finish()
@@ -197,7 +200,7 @@ class Link:
     def progress(self) -> None:
         """Give the library one cheap turn, between two layers for instance."""
         self.advance()
-        self.transport.progress()
+        self.host.progress()
 
 
 def _plain(request: Request | None) -> Request:
