@@ -293,7 +293,7 @@ def test_a_deferred_message_starts_whatever_its_sender_waits_for():
             assert link.receive((3,), torch.float32, 1, 1).take()[0] == 7
         else:
             link.send(torch.full((3,), 7.0), 0, 1)
-        link.wait(link.transport.group((0, 1)).all_reduce(torch.ones(1)))
+        link.wait(link.host.group((0, 1)).all_reduce(torch.ones(1)))
 
     run_local(2, main, timeout=10)
 
