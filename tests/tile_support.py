@@ -19,6 +19,7 @@ from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.tile_ops import on_grid
+from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import overlap
@@ -126,7 +127,7 @@ def on_tiles(
 ) -> Step:
     """Run one step on the tiles of a grid, each a thread; put the parts together.
 
-    With `facts` the whole pass runs, without only the lowering: that is quicker. `fuse`
+    With `facts` the tiles' programs are annotated: that takes longer. `fuse`
     is how many layers may share one wide halo; with `overlaps` every halo that can
     travels while the inner part of its layer is computed.
     """
@@ -135,10 +136,8 @@ def on_tiles(
     count = prod(grid)
     halos = find_halos(program, (grid,), fuse)
     passes = [SplitTiles((grid,), tile, halos=halos) for tile in range(count)]
-    programs = [
-        run_passes(program, (step,)) if facts else step.lower(program)
-        for step in passes
-    ]
+    more = (Annotate(),) if facts else ()
+    programs = [run_passes(program, (step, *more)) for step in passes]
     if overlaps:
         programs = [overlap(each) for each in programs]
     feed = {"input": inputs, "target": target}

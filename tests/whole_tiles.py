@@ -7,13 +7,11 @@ from math import prod
 
 from torch import fx
 
-from gemsc.costs.hardware import Device
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import Program
 from gemsc.ir.tile_ops import Exchange, redistribute
-from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.halos import Halos
 
@@ -28,8 +26,6 @@ class WholeTiles(Pass):
 
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
-    training: bool = True
-    device: Device | None = None
     halos: Halos = field(default_factory=Halos)
 
     def apply(self, program: Program) -> Program:
@@ -65,7 +61,6 @@ class WholeTiles(Pass):
             block = replace(stage_.blocks[0], index=stage_.index, nodes=tuple(nodes))
             blocks.append(block)
             stages.append(replace(stage_, blocks=(block,)))
-        annotate(new, training=self.training)
         return replace(
             new,
             blocks=tuple(blocks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gemsc.errors import InternalError
+from gemsc.ir import meta
 from gemsc.ir.program import Program
 
 __all__ = ["verify"]
@@ -93,6 +94,19 @@ def transfers_cover_what_stages_use(program: Program) -> None:
             raise InternalError(f"transfer {transfer.index} does not lead forward")
 
 
+def tiles_hold_what_their_layouts_say(program: Program) -> None:
+    """A value of a split stage has the shape of its tile's box."""
+    for node in program.graph.nodes:
+        layout = meta.layout(node)
+        if layout is not None:
+            tile = program.tile % layout.num_tiles
+            found, wanted = meta.spec(node).shape, layout.local_shape(tile)
+            if found != wanted:
+                raise InternalError(
+                    f"%{node.name} has shape {found} on tile {tile}, not {wanted}"
+                )
+
+
 CHECKS: tuple[Callable[[Program], None], ...] = (
     every_value_is_computed_before_it_is_used,
     placeholders_are_the_inputs,
@@ -100,4 +114,5 @@ CHECKS: tuple[Callable[[Program], None], ...] = (
     stages_hold_every_block_once_in_order,
     every_stage_is_placed,
     transfers_cover_what_stages_use,
+    tiles_hold_what_their_layouts_say,
 )

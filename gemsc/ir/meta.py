@@ -19,7 +19,9 @@ __all__ = [
     "TensorSpec",
     "TileSum",
     "TypedNumber",
+    "copy_facts",
     "copy_meta",
+    "drop_facts",
     "dtypes",
     "facts",
     "glue",
@@ -227,6 +229,18 @@ def facts(node: fx.Node) -> Facts:
 def set_facts(node: fx.Node, facts: Facts) -> None:
     """Attach the facts."""
     node.meta["gemsc_facts"] = facts
+
+
+def copy_facts(source: fx.Node, target: fx.Node) -> None:
+    """Give `target` what the annotate pass knows of `source`, and its fake value."""
+    for key in ("val", "gemsc_facts", "gemsc_needs_gradient"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def drop_facts(node: fx.Node) -> None:
+    """Forget what the annotate pass knew: the node's sizes are others now."""
+    node.meta.pop("gemsc_facts", None)
 
 
 def needs_gradient(node: fx.Node) -> bool:

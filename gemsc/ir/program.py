@@ -203,6 +203,7 @@ class Program:
     `only_dtype` says why the program can run in the dtype of the trace only, "" if it
     can run in others.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
+    `tile` is the one of each grid that runs the graph (`tile % size` of smaller ones).
     `barriers` are the places where split stages had to gather a value. `unfused` are,
     by stage, the exchanges and their bytes if no halo served several layers; only
     stages where some does. `notes` tell the user what is done otherwise than the model
@@ -225,6 +226,7 @@ class Program:
     segments: tuple[Segment, ...] | None = None
     transfers: tuple[Transfer, ...] | None = None
     optimizer_bytes: dict[str, int] = field(default_factory=dict)
+    tile: int = 0
     barriers: tuple[Barrier, ...] = ()
     unfused: dict[int, tuple[int, int]] = field(default_factory=dict)
 

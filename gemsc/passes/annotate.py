@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -30,11 +30,15 @@ from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.opaque import OpaqueCall, told_of_calls
 from gemsc.ir.program import Program
+from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import kept_of, told_of_sums
 from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
+from gemsc.passes.signature import signature
 
-__all__ = ["Annotate", "annotate"]
+__all__ = ["Annotate", "Known", "annotate"]
+
+Known = dict[Hashable, Program]  # programs with facts, by what these depend on
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Annotate(Pass):
        operators are those of a real one: their seconds are booked on the node whose
        forward recorded them.
 
-    `device` None is that of the shipped default.
+    `device` None is that of the shipped default. Facts are taken from a program in
+    `known` that runs the same operators on the same sizes: most tiles have their like.
     """
 
     name: ClassVar[str] = "annotate"
@@ -57,20 +62,31 @@ class Annotate(Pass):
 
     device: Device | None = None
     training: bool = True
+    known: Known = field(default_factory=dict, repr=False, compare=False)
 
     def apply(self, program: Program) -> Program:
         """Return the program with facts on every node (of a copied graph)."""
-        graph, _ = copied_graph(program.graph)
-        module = with_graph(program.module, graph)
-        program = program.with_module(module)
-        annotate(program, device=self.device, training=self.training)
+        graph, copies = copied_graph(program.graph)
+        if program.stages is None:
+            program = program.with_module(with_graph(program.module, graph))
+        else:
+            program = keep_stages(program, graph, copies)
+        key = signature(program)
+        if key in self.known:
+            for node, like in zip(
+                graph.nodes, self.known[key].graph.nodes, strict=True
+            ):
+                meta.copy_facts(like, node)
+        else:
+            annotate(program, device=self.device, training=self.training)
+            self.known[key] = program
         return program
 
 
 def annotate(
     program: Program, *, device: Device | None = None, training: bool = True
-) -> dict[fx.Node, Any]:
-    """Attach facts to the nodes of a program's own graph; return their fake values."""
+) -> None:
+    """Attach facts and fake values to the nodes of a program's own graph."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fake_copy(program.module, mode)
     fake.train(training)
@@ -98,7 +114,8 @@ def annotate(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             meta.set_facts(node, _facts_of_input(values[node]))
-    return values
+    for node, value in values.items():
+        meta.set_value(node, value)
 
 
 def _storage_sizes(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:

@@ -13,13 +13,11 @@ from typing import ClassVar, cast
 from torch import fx, nn
 from torch.nn import functional as F
 
-from gemsc.costs.hardware import Device
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, functional_batch_norm
-from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 
 __all__ = ["LocalBatchnorm"]
@@ -35,9 +33,6 @@ class LocalBatchnorm(Pass):
 
     name: ClassVar[str] = "local-batchnorm"
     requires: ClassVar[tuple[str, ...]] = ("stages",)
-
-    training: bool = True
-    device: Device | None = None
 
     def apply(self, program: Program) -> Program:
         """Return the program with the user's own layers in the place of the grid's."""
@@ -55,5 +50,4 @@ class LocalBatchnorm(Pass):
                 if isinstance(layer, TileLayer) and layer.method == "batch_norm":
                     own = cast("nn.Module", layer.layer)
                     put_layer(changed.module, str(node.target), own)
-        annotate(changed, device=self.device, training=self.training)
         return changed

@@ -14,14 +14,12 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from gemsc.costs.hardware import Device
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange
 from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.tile_ops import TileLayer, reach
-from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 
 __all__ = ["OverlapHalos", "overlap"]
@@ -38,14 +36,9 @@ class OverlapHalos(Pass):
     name: ClassVar[str] = "overlap-halos"
     requires: ClassVar[tuple[str, ...]] = ("stages",)
 
-    device: Device | None = None
-    training: bool = True
-
     def apply(self, program: Program) -> Program:
         """Return the program in which these layers get their halo on the way."""
-        changed = overlap(program)
-        annotate(changed, device=self.device, training=self.training)
-        return changed
+        return overlap(program)
 
 
 def overlap(program: Program) -> Program:

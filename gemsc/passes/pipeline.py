@@ -130,15 +130,16 @@ def tile_programs(
     if training is not None:
         comms = InsertComms(outputs=True, first_index=len(training.transfers or ()))
     device = read_hardware(options.hardware).device
-    trains = training is None
-    local = (LocalBatchnorm(trains, device),) if options.local_batchnorm else ()
-    overlaps = (OverlapHalos(device, trains),) if options.overlap_halos else ()
+    annotate = Annotate(device, training=training is None)
+    local = (LocalBatchnorm(),) if options.local_batchnorm else ()
+    overlaps = (OverlapHalos(),) if options.overlap_halos else ()
     found: list[Program] = []
     for tile in range(placement.num_tiles) if tiles is None else tiles:
         passes: tuple[Pass, ...] = (
-            SplitTiles(placement.grids, tile, trains, device, halos),
+            SplitTiles(placement.grids, tile, halos),
             *local,
             *overlaps,
+            annotate,
             comms,
         )
         watch = after_each if tile == 0 else None  # the others differ in sizes only

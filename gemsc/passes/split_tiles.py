@@ -9,20 +9,18 @@ Example, two tiles one above the other, on the upper one:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
-from torch import Tensor, fx
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gemsc.costs.hardware import Device
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy
 from gemsc.ir.program import Program
-from gemsc.passes.annotate import annotate
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.cuts import num_tiles
 from gemsc.passes.spatial.fusing import choose
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
@@ -32,6 +30,7 @@ from gemsc.planner.tiles import exchanges
 __all__ = ["SplitTiles", "find_halos"]
 
 NO_HALOS = Halos()
+_PROBES: WeakKeyDictionary[nn.Module, Probe] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,31 +58,19 @@ class SplitTiles(Pass):
 
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
-    training: bool = True
-    device: Device | None = None
     halos: Halos = NO_HALOS
 
     def apply(self, program: Program) -> Program:
-        """Return the program of one tile."""
+        """Return the program of one tile, with layouts and without facts."""
         num_stages = len(program.require_stages())
         if len(self.grids) != num_stages:
             raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
-        lowered = self.lower(program)
-        for node, value in self._facts(lowered).items():
-            meta.set_value(node, value)
-        _check_shapes(lowered, self.grids, self.tile)
+        probe, halos = _probe(program), self.halos
+        low = Lowering(program, self.grids, self.tile, probe, lower, halos=halos)
+        lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused)
+        for node in lowered.graph.nodes:
+            meta.drop_facts(node)
         return lowered
-
-    def _facts(self, lowered: Program) -> dict[fx.Node, Any]:
-        return annotate(lowered, device=self.device, training=self.training)
-
-    def lower(self, program: Program) -> Program:
-        """Return the program of one tile with layouts, but without facts."""
-        probe = _probe(program)
-        lowering = Lowering(
-            program, self.grids, self.tile, probe, lower, halos=self.halos
-        )
-        return replace(lowering.run(), unfused=self.halos.unfused)
 
 
 def find_halos(
@@ -116,22 +103,8 @@ def _traffic(program: Program) -> dict[int, tuple[int, int]]:
 
 
 def _probe(program: Program) -> Probe:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return Probe(mode, fake_copy(program.module, mode))
-
-
-def _check_shapes(
-    program: Program, grids: tuple[tuple[int, ...], ...], tile: int
-) -> None:
-    """Compare what fake tensors gave with what the layouts say."""
-    for stage, grid in zip(program.require_stages(), grids, strict=True):
-        place = tile % num_tiles(grid)
-        for node in stage.nodes:
-            layout = meta.layout(node)
-            if layout is None or not isinstance(meta.value(node), Tensor):
-                continue
-            found, wanted = tuple(meta.value(node).shape), layout.local_shape(place)
-            if found != wanted:
-                raise InternalError(
-                    f"%{node.name} has shape {found} on tile {place}, not {wanted}"
-                )
+    """Return what classifies the program's nodes, the same for all tiles."""
+    if program.module not in _PROBES:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        _PROBES[program.module] = Probe(mode, fake_copy(program.module, mode))
+    return _PROBES[program.module]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import lru_cache
 
 from gemsc.base.boxes import Box, Interval
 
@@ -39,6 +40,7 @@ def coordinates(grid: tuple[int, ...], tile: int) -> tuple[int, ...]:
     return tuple(reversed(result))
 
 
+@lru_cache(maxsize=1024)
 def boxes(shape: tuple[int, ...], axes: Axes, grid: tuple[int, ...]) -> tuple[Box, ...]:
     """Return what each tile owns of a value, by tile."""
     result = []

@@ -1,0 +1,68 @@
+"""Signature: what the facts of a program depend on; tiles that agree in it share them.
+
+Example, a grid of 4 x 4 tiles: the four corners have one signature, the upper and the
+lower edge one, the left and the right edge one, and so have the four tiles inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import fx, nn
+
+from gemsc.base.boxes import shape_of
+from gemsc.ir import meta
+from gemsc.ir.flow import exchange_of, is_exchange
+from gemsc.ir.program import Program
+from gemsc.ir.tile_ops import Exchange
+
+__all__ = ["signature"]
+
+
+def signature(program: Program) -> Hashable:
+    """Return which operators a program runs, on tensors of which sizes."""
+    places = {node: place for place, node in enumerate(program.graph.nodes)}
+
+    def of(value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return places[value]
+        if isinstance(value, tuple | list):
+            return tuple(map(of, value))
+        if isinstance(value, dict):
+            return tuple((name, of(item)) for name, item in value.items())
+        if isinstance(value, slice):
+            return value.start, value.stop, value.step
+        return value if isinstance(value, Hashable) else id(value)
+
+    def call(node: fx.Node) -> Hashable:
+        target: Hashable = node.target
+        args: Hashable = of(node.args)
+        if node.op == "placeholder":
+            target = meta.spec(node)
+        if node.op == "call_module":
+            target = of(_settings(program.module.get_submodule(str(node.target))))
+        if is_exchange(node):
+            args = of(node.args[0]), _sizes(exchange_of(node), program.tile)
+        modes = meta.region(node), meta.whole_gradients(node)
+        return node.op, target, args, of(node.kwargs), modes
+
+    return program.frozen, tuple(map(call, program.graph.nodes))
+
+
+def _sizes(exchange: Exchange, tile: int) -> Hashable:
+    """Return the sizes of what a tile holds, wants and receives."""
+    held, wanted = exchange.held, exchange.wanted
+    received = []
+    if not exchange.arrives:
+        pieces = exchange.seen_from(tile % len(held)).received.values()
+        received = sorted(piece.shape for each in pieces for piece in each)
+    ends = shape_of(held[tile % len(held)]), shape_of(wanted[tile % len(wanted)])
+    return *ends, tuple(received)
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a layer; of one on tiles also those of the user's."""
+    found = {"type": type(layer), **vars(layer)}
+    inner = found.pop("layer", None)
+    return found | _settings(inner) if isinstance(inner, nn.Module) else found
