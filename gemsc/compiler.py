@@ -39,7 +39,7 @@ from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import settled
 from gemsc.search.candidates import Candidate
 from gemsc.search.staging import Scheduled, schedule_stages, with_evaluation
-from gemsc.viz.graph import draw, render
+from gemsc.viz.graph import draw_graph, render
 from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline
 
@@ -72,7 +72,7 @@ class CompiledProgram:
 
     def graph(self) -> str:
         """Return the graph of the stages as DOT text."""
-        return draw(self.compilation.program, self.plan)
+        return draw_graph(self.compilation.program, self.plan)
 
     def write(self, directory: str | Path) -> str | None:
         """Write the program directory; return why graph.svg is missing, if it is."""

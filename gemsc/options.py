@@ -12,7 +12,7 @@ from gemsc.errors import GemscError
 
 __all__ = ["AUTO", "BALANCES", "CompileOptions", "choose", "flag", "text_of", "typed"]
 
-Choice = TypeVar("Choice")
+Entry = TypeVar("Entry")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
 AUTO = -1  # a number that is left to the compiler
@@ -221,7 +221,7 @@ def _check_names(option: str, names: tuple[str, ...]) -> None:
         )
 
 
-def choose(what: str, name: str, table: Mapping[str, Choice]) -> Choice:
+def choose(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """Return the entry of a table that an option names.
 
     Raises:

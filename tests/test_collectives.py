@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from gemsc.costs.collectives import BUCKET_BYTES, ROUNDS, allreduce, nic
-from gemsc.costs.hardware import Allreduce, Link, Network
+from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
 from gemsc.runtime.worker import reduction
 
 LATENCY, BANDWIDTH, ADDING = 3e-6, 2e9, 5e9
-LINK = Link(latency=LATENCY, bandwidth=BANDWIDTH)
+LINK = LinkSpeed(latency=LATENCY, bandwidth=BANDWIDTH)
 MIB = 2**20
 
 
@@ -92,7 +92,7 @@ def test_buckets_are_summed_one_after_the_other() -> None:
 
 
 def test_groups_that_leave_a_node_together_share_its_interface() -> None:
-    fast = Link(latency=0.0, bandwidth=1e15)
+    fast = LinkSpeed(latency=0.0, bandwidth=1e15)
     where = network("ring", 4, intra=fast, nic_ranks=4)
     groups = [[stage + 4 * copy for copy in range(8)] for stage in range(4)]
     alone = seconds(where, groups[:1], 8 * MIB)[0]
@@ -104,7 +104,7 @@ def test_groups_that_leave_a_node_together_share_its_interface() -> None:
 
 
 def test_a_group_inside_a_node_never_touches_the_interface() -> None:
-    slow = Link(latency=1.0, bandwidth=1.0)
+    slow = LinkSpeed(latency=1.0, bandwidth=1.0)
     assert seconds(network("auto", 8, inter=slow), [[8, 9, 10, 11]])[0] < 1.0
     assert seconds(network("auto", 8, inter=slow), [[6, 7, 8, 9]])[0] > 1.0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gemsc.costs.hardware import Hardware, Link, read_hardware, shipped_hardware
+from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware, shipped_hardware
 from gemsc.errors import GemscError
 
 TEXT = """\
@@ -76,7 +76,7 @@ def test_a_file_without_a_host_bandwidth_is_read(tmp_path: Path) -> None:
 
 def test_ranks_of_one_node_talk_over_the_inner_link(tmp_path: Path) -> None:
     network = Hardware.read(written(tmp_path)).network
-    assert network.link(0, 1) == Link(latency=1e-6, bandwidth=1e9)
+    assert network.link(0, 1) == LinkSpeed(latency=1e-6, bandwidth=1e9)
     assert network.link(1, 2) == network.link(3, 0) == network.inter
     assert network.inter.seconds(1e8) == pytest.approx(1 + 1e-5)
 

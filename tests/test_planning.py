@@ -13,7 +13,7 @@ from torch import nn
 
 import gemsc
 from gemsc.compiler import trace
-from gemsc.costs.hardware import Link, read_hardware
+from gemsc.costs.hardware import LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
@@ -70,7 +70,7 @@ def test_sums_of_gradients_count_for_schedules_with_two_replicas(
 
     def fastest(efficiency: float) -> Candidate:
         """Return the best of two, where sums are quick or slow and messages free."""
-        link = Link(latency=0.0, bandwidth=1e15)
+        link = LinkSpeed(latency=0.0, bandwidth=1e15)
         sums = replace(machine.network.allreduce, efficiency=efficiency)
         network = replace(machine.network, intra=link, inter=link, allreduce=sums)
         file = tmp_path / f"{efficiency}.toml"

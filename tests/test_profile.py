@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gemsc.calibrate.machine import check_output
 from gemsc.calibrate.network import fit_link, measured_network
 from gemsc.compiler import compile, trace
-from gemsc.costs.hardware import Link, read_hardware
+from gemsc.costs.hardware import LinkSpeed, read_hardware
 from gemsc.costs.profile import time_nodes
 from gemsc.errors import GemscError
 from gemsc.ir import meta
@@ -142,7 +142,7 @@ def test_a_link_is_found_from_its_messages() -> None:
 
 def test_what_was_not_measured_stays_as_it_was() -> None:
     before = read_hardware("v100").network
-    link = Link(latency=1e-5, bandwidth=1e9)
+    link = LinkSpeed(latency=1e-5, bandwidth=1e9)
     times = [(size, link.seconds(size)) for size in (1024, 2**20, 2**24)]
     sums = [(size, 3 * link.seconds(size)) for size in (1024, 2**24)]
     found = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gemsc.costs.hardware import Hardware, Link, read_hardware
+from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
 from gemsc.planner.ending import PACKING, UPDATE
 from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, place, run
 from gemsc.simulate.scaling import Simulator
@@ -22,8 +22,8 @@ def machine(
         MACHINE.network,
         ranks_per_node=per_node,
         nic_ranks=nic_ranks,
-        intra=Link(latency=0.0, bandwidth=intra),
-        inter=Link(latency=0.0, bandwidth=inter),
+        intra=LinkSpeed(latency=0.0, bandwidth=intra),
+        inter=LinkSpeed(latency=0.0, bandwidth=inter),
     )
     return replace(MACHINE, network=network)
 

@@ -28,7 +28,7 @@ from gemsc.runtime.transport.local import run_local
 from gemsc.schedules import SCHEDULES, Kind, Task, Timeline, run
 from gemsc.viz.panel import Panel, measured_panel, panels_of, predicted_panel
 from gemsc.viz.strip import grid
-from gemsc.viz.timeline import MOST_ARROWS, draw, write_timeline
+from gemsc.viz.timeline import MOST_ARROWS, draw_timeline, write_timeline
 from gemsc.viz.trace import trace_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -113,7 +113,7 @@ def test_an_order_that_cannot_be_is_told(change, tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_there_is_a_box_for_each_action(name, seed):
     task, timeline = scheduled(name, seed)
-    svg = draw(name, [predicted_panel(task, timeline)])
+    svg = draw_timeline(name, [predicted_panel(task, timeline)])
     rows = elements(svg, "g", "row")
     assert len(rows) == task.num_ranks
     for row, actions in zip(rows, timeline.ranks, strict=True):
@@ -134,7 +134,7 @@ def test_the_memory_curve_reaches_the_peak_and_comes_back(name, has_backward):
     for row, peak in zip(panel.rows, timeline.peak_bytes, strict=True):
         assert max(held for _, held in row.memory) == row.peak_bytes == peak
         assert row.memory[0][1] == row.memory[-1][1] == row.resident_bytes
-    svg = draw(name, [panel])
+    svg = draw_timeline(name, [panel])
     curves = elements(svg, "path", "memory")
     assert [int(c.attrib["data-peak"]) for c in curves] == list(timeline.peak_bytes)
     notes = [e.text for e in elements(svg, "text", "note")]
@@ -148,7 +148,7 @@ def test_messages_go_from_their_maker_to_their_user():
     pairs = [(a.source, a.dest) for a in panel.arrows]
     assert sorted(pairs) == sorted([(0, 1), (1, 2), (2, 1), (1, 0)] * 2)
     assert all(arrow.start <= arrow.end for arrow in panel.arrows)
-    assert len(elements(draw("", [panel]), "path", "arrow")) == len(pairs)
+    assert len(elements(draw_timeline("", [panel]), "path", "arrow")) == len(pairs)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
@@ -156,7 +156,7 @@ def test_a_large_picture_has_no_arrows_and_no_labels_in_narrow_boxes(name):
     task = equal_task(SCHEDULES[name], 64, 64)
     panel = predicted_panel(task, run(task, SCHEDULES[name].policy))
     assert len(panel.arrows) > MOST_ARROWS
-    svg = draw("large", [panel])
+    svg = draw_timeline("large", [panel])
     assert not elements(svg, "path", "arrow")
     assert "messages are not drawn" in svg
     boxes = elements(svg, "rect", "action")
@@ -169,12 +169,14 @@ def test_a_large_picture_has_no_arrows_and_no_labels_in_narrow_boxes(name):
 def test_replicas_and_stages_have_colours_of_their_own():
     chimera = compiled("chimera").plan
     names = {
-        c.get("fill") for c in elements(draw("", panels_of(chimera)), "rect", "action")
+        c.get("fill")
+        for c in elements(draw_timeline("", panels_of(chimera)), "rect", "action")
     }
     assert len(names) == 6  # three kinds, two replicas
     folded = compiled("folded").plan
     names = {
-        c.get("fill") for c in elements(draw("", panels_of(folded)), "rect", "action")
+        c.get("fill")
+        for c in elements(draw_timeline("", panels_of(folded)), "rect", "action")
     }
     assert len(names) == 6  # three kinds, two stages
 
@@ -188,7 +190,9 @@ def test_names_are_escaped(tmp_path):
 
 
 def test_an_empty_step_can_be_drawn():
-    ElementTree.fromstring(draw("nothing", [Panel("measured", (), (), 0.0)]).encode())
+    ElementTree.fromstring(
+        draw_timeline("nothing", [Panel("measured", (), (), 0.0)]).encode()
+    )
 
 
 def test_the_text_names_every_action():
@@ -294,7 +298,7 @@ def test_every_action_is_recorded_once_and_in_order(name, tmp_path):
     assert len(panel.arrows) == plan.data * len(predicted.arrows)
     assert all(arrow.start <= arrow.end for arrow in panel.arrows)
     assert all(arrow.start <= arrow.end for arrow in predicted.arrows)
-    ElementTree.fromstring(draw("", panels_of(plan, marks)).encode())
+    ElementTree.fromstring(draw_timeline("", panels_of(plan, marks)).encode())
 
 
 gemsc = pytest.fixture(gemsc_here)
@@ -360,7 +364,7 @@ def test_each_panel_has_its_own_time_axis(tmp_path):
         for row in predicted.rows
     )
     slower = Panel("measured", rows, (), 5 * predicted.makespan)
-    text = draw("two", [predicted, slower])
+    text = draw_timeline("two", [predicted, slower])
     rows_drawn = [r for r in elements(text, "rect", "idle") if r.get("width") != "18"]
     assert len(rows_drawn) == 2 * len(predicted.rows)
     assert len({box.get("width") for box in rows_drawn}) == 1  # both fill the picture

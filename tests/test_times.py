@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gemsc.calibrate.fit import fit_seconds, least_squares
 from gemsc.calibrate.samples import FAMILIES, Draw
 from gemsc.costs.hardware import read_hardware, shipped_hardware
-from gemsc.costs.operators import describe
+from gemsc.costs.operators import work_of
 from gemsc.costs.times import roofline, seconds
 from gemsc.frontend import record
 from gemsc.ir import meta
@@ -75,7 +75,7 @@ def convolved(channels: int, size: int, batch: int, kernel: int) -> float:
     shape = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
     args = (x, weight, None, *shape)
     operator = ATEN.convolution.default
-    _, (work,) = describe(operator, args, {}, operator(*args))
+    _, (work,) = work_of(operator, args, {}, operator(*args))
     return sum(seconds(read_hardware(name).device, work) for name in shipped_hardware())
 
 
@@ -98,7 +98,7 @@ def test_every_sampled_operator_takes_some_time(hardware: str) -> None:
         assert calls
         for call in calls:
             result = call.operator(*call.args)
-            _, works = describe(call.operator, call.args, {}, result)
+            _, works = work_of(call.operator, call.args, {}, result)
             (work,) = works
             seen.add(work.kind)
             assert seconds(device, work) > 0
@@ -111,8 +111,8 @@ def test_the_roofline_is_the_longer_of_computing_and_moving() -> None:
     device = read_hardware("v100").device
     operator = ATEN.mm.default
     a, b = torch.zeros(64, 4096), torch.zeros(4096, 4096)
-    _, (thin,) = describe(operator, (a[:1], b), {}, torch.zeros(1, 4096))
-    _, (thick,) = describe(operator, (b, b), {}, b)
+    _, (thin,) = work_of(operator, (a[:1], b), {}, torch.zeros(1, 4096))
+    _, (thick,) = work_of(operator, (b, b), {}, b)
     moved = 4 * (4096 + 4096**2 + 4096)
     assert roofline(device, thin) == pytest.approx(moved / (900e9 * 0.8))
     flops = 2 * 4096**3 + device.half_flops

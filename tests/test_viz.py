@@ -19,7 +19,7 @@ from torch import nn
 import gemsc
 from gemsc.base.units import show_bytes
 from gemsc.ir.program import Program
-from gemsc.viz.graph import draw, render
+from gemsc.viz.graph import draw_graph, render
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def program() -> Program:
 
 
 def drawn(program: Program) -> str:
-    return draw(program, made_up_plan(len(program.require_stages())))
+    return draw_graph(program, made_up_plan(len(program.require_stages())))
 
 
 def test_each_stage_is_a_cluster_of_its_blocks(program: Program) -> None:

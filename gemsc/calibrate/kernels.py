@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.rng import seeded
 from gemsc.calibrate.fit import fit_seconds
-from gemsc.calibrate.samples import FAMILIES, Call, Draw
+from gemsc.calibrate.samples import FAMILIES, AtenCall, Draw
 from gemsc.costs.hardware import Device
-from gemsc.costs.operators import describe
+from gemsc.costs.operators import work_of
 from gemsc.costs.stopwatch import clock_of
 from gemsc.ir.work import Work
 
@@ -124,7 +124,7 @@ def measure_operators(
 
 def _measure(
     name: str,
-    source: Callable[[Draw], Iterator[Call]],
+    source: Callable[[Draw], Iterator[AtenCall]],
     count: int,
     effort: Effort,
     seconds: float,
@@ -140,10 +140,10 @@ def _measure(
 
 
 def _chunks(
-    draw: Draw, source: Callable[[Draw], Iterator[Call]], count: int
-) -> Iterator[list[Call]]:
+    draw: Draw, source: Callable[[Draw], Iterator[AtenCall]], count: int
+) -> Iterator[list[AtenCall]]:
     """Yield calls in lists that are small enough to be kept all at once."""
-    calls: list[Call] = []
+    calls: list[AtenCall] = []
     for _ in range(count):
         calls += source(draw)
         if sum(_size(call) for call in calls) > CHUNK_BYTES:
@@ -153,13 +153,13 @@ def _chunks(
         yield calls
 
 
-def _size(call: Call) -> int:
+def _size(call: AtenCall) -> int:
     leaves = pytree.tree_leaves(call.args)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _time_in_turn(
-    calls: list[Call], rounds: int, device: str
+    calls: list[AtenCall], rounds: int, device: str
 ) -> Iterator[tuple[Work, list[float]]]:
     """Time each call once a round, after all the others.
 
@@ -176,9 +176,9 @@ def _time_in_turn(
     return zip(works, times, strict=True)
 
 
-def _describe(call: Call) -> Work:
+def _describe(call: AtenCall) -> Work:
     result = call.run()
-    _, works = describe(call.operator, call.args, {}, result)
+    _, works = work_of(call.operator, call.args, {}, result)
     (work,) = works
     return work
 

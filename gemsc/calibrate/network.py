@@ -8,7 +8,7 @@ from typing import Any
 
 from gemsc.calibrate.fit import fit_seconds
 from gemsc.calibrate.kernels import rounded
-from gemsc.costs.hardware import Allreduce, Link, Network
+from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
 
 __all__ = ["measured_network"]
 
@@ -40,18 +40,18 @@ def measured_network(found: dict[str, Any], before: Network) -> Network:
     )
 
 
-def fit_link(times: Times) -> Link:
+def fit_link(times: Times) -> LinkSpeed:
     """Return latency and bandwidth: seconds = latency + bytes / bandwidth."""
     rows = [{"messages": 1.0, "bytes": float(size)} for size, _ in times]
     fitted = fit_seconds(rows, [seconds for _, seconds in times])
     fastest = max(size / seconds for size, seconds in times)
     per_byte = fitted.get("bytes", 1.0 / fastest)
     latency = fitted.get("messages", 0.0)
-    return Link(latency=latency, bandwidth=rounded(1.0 / per_byte))
+    return LinkSpeed(latency=latency, bandwidth=rounded(1.0 / per_byte))
 
 
 def sum_efficiency(
-    times: Times, ranks: int, link: Link, reduce_bandwidth: float
+    times: Times, ranks: int, link: LinkSpeed, reduce_bandwidth: float
 ) -> float:
     """Return the share of the link's bandwidth that the largest sum reached.
 

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FAMILIES", "Call", "Draw"]
+__all__ = ["FAMILIES", "AtenCall", "Draw"]
 
 _ATEN = torch.ops.aten
 POWERS = 0.4  # of the numbers of channels
 
 
 @dataclass(frozen=True)
-class Call:
+class AtenCall:
     """An ATen operator with its arguments.
 
     `warm` are those that the operator before has just computed, when a model runs.
@@ -98,7 +98,7 @@ class Draw:
         return batch, channels, size, size
 
 
-Source = Callable[[Draw], Iterator[Call]]
+Source = Callable[[Draw], Iterator[AtenCall]]
 
 
 def convolution(
@@ -111,7 +111,7 @@ def convolution(
     single: bool = False,
     batch: int | None = None,
     last: bool = False,
-) -> Iterator[Call]:
+) -> Iterator[AtenCall]:
     """Yield a convolution and its two gradients.
 
     `single` of one small picture; `last` as at the end of a network: few positions and
@@ -143,27 +143,27 @@ def convolution(
     shape = ([stride] * dims, [padding] * dims, [1] * dims)
     rest = (*shape, transposed, [0] * dims, groups)
     forward = (x, weight, draw.tensor(channels_out), *rest)
-    yield Call(_ATEN.convolution.default, forward, (x,))
+    yield AtenCall(_ATEN.convolution.default, forward, (x,))
     gradient = torch.empty_like(_ATEN.convolution.default(*forward)).normal_()
     back = (gradient, x, weight, [channels_out], *rest)
     for wanted in ([True, False, False], [False, True, True]):
         call = _ATEN.convolution_backward.default
-        yield Call(call, (*back, wanted), (gradient,))
+        yield AtenCall(call, (*back, wanted), (gradient,))
 
 
-def matmul(draw: Draw) -> Iterator[Call]:
+def matmul(draw: Draw) -> Iterator[AtenCall]:
     """Yield a linear layer's product and the two of its backward."""
     inner, columns = draw.channels(16, 2048), draw.channels(16, 2048)
     rows = max(1, min(8192, round(draw.work() / (2 * inner * columns))))
     x, weight = draw.tensor(rows, inner), draw.tensor(columns, inner)
     gradient = draw.tensor(rows, columns)
     bias = draw.tensor(columns)
-    yield Call(_ATEN.addmm.default, (bias, x, weight.t()), (x,))
-    yield Call(_ATEN.mm.default, (gradient, weight), (gradient,))
-    yield Call(_ATEN.mm.default, (gradient.t(), x), (gradient,))
+    yield AtenCall(_ATEN.addmm.default, (bias, x, weight.t()), (x,))
+    yield AtenCall(_ATEN.mm.default, (gradient, weight), (gradient,))
+    yield AtenCall(_ATEN.mm.default, (gradient.t(), x), (gradient,))
 
 
-def batched_matmul(draw: Draw) -> Iterator[Call]:
+def batched_matmul(draw: Draw) -> Iterator[AtenCall]:
     """Yield the two products of attention that is written out."""
     batch, length = draw.between(4, 128), draw.between(16, 512)
     size = draw.pick(16, 32, 64, 128)
@@ -171,11 +171,11 @@ def batched_matmul(draw: Draw) -> Iterator[Call]:
         return
     query, key = draw.tensor(batch, length, size), draw.tensor(batch, length, size)
     scores = draw.tensor(batch, length, length)
-    yield Call(_ATEN.bmm.default, (query, key.transpose(1, 2)), (query,))
-    yield Call(_ATEN.bmm.default, (scores, key), (scores,))
+    yield AtenCall(_ATEN.bmm.default, (query, key.transpose(1, 2)), (query,))
+    yield AtenCall(_ATEN.bmm.default, (scores, key), (scores,))
 
 
-def attention(draw: Draw) -> Iterator[Call]:
+def attention(draw: Draw) -> Iterator[AtenCall]:
     """Yield scaled dot product attention and its backward."""
     heads, size = draw.pick(4, 8, 12), draw.pick(16, 32, 64, 128)
     length, batch = draw.between(16, 512), draw.between(1, 16)
@@ -186,40 +186,40 @@ def attention(draw: Draw) -> Iterator[Call]:
     query, key, value = (draw.tensor(*shape).transpose(1, 2) for _ in range(3))
     forward = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
     backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
-    yield Call(forward, (query, key, value, 0.0, False), (query, key, value))
+    yield AtenCall(forward, (query, key, value, 0.0, False), (query, key, value))
     out, sums = forward(query, key, value, 0.0, False)
     gradient = draw.tensor(*shape).transpose(1, 2)
     args = (gradient, query, key, value, out, sums, 0.0, False)
-    yield Call(backward, args, (gradient,))
+    yield AtenCall(backward, args, (gradient,))
 
 
-def batch_norm(draw: Draw) -> Iterator[Call]:
+def batch_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield batch norm in training and its backward."""
     x = draw.tensor(*draw.picture(draw.elements(), smallest=2, widest=2048))
     channels = x.shape[1]
     weight, bias, mean = (draw.tensor(channels) for _ in range(3))
     variance = draw.tensor(channels).abs() + 1
     args = (x, weight, bias, mean, variance, True, 0.1, 1e-5)
-    yield Call(_ATEN.native_batch_norm.default, args, (x,))
+    yield AtenCall(_ATEN.native_batch_norm.default, args, (x,))
     _, saved_mean, saved_scale = _ATEN.native_batch_norm.default(*args)
     gradient = draw.tensor(*x.shape)
     back = (gradient, x, weight, mean, variance, saved_mean, saved_scale)
     call = _ATEN.native_batch_norm_backward.default
-    yield Call(call, (*back, True, 1e-5, [True, True, True]), (gradient,))
+    yield AtenCall(call, (*back, True, 1e-5, [True, True, True]), (gradient,))
 
 
-def group_norm(draw: Draw) -> Iterator[Call]:
+def group_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield group norm and its backward."""
     x = draw.tensor(*draw.picture(draw.elements()))
     batch, channels, height, width = x.shape
     weight, bias = draw.tensor(channels), draw.tensor(channels)
     sizes = (batch, channels, height * width, draw.pick(1, 4, 8))
     args = (x, weight, bias, *sizes, 1e-5)
-    yield Call(_ATEN.native_group_norm.default, args, (x,))
+    yield AtenCall(_ATEN.native_group_norm.default, args, (x,))
     _, mean, scale = _ATEN.native_group_norm.default(*args)
     gradient = draw.tensor(*x.shape)
     back = (gradient, x, mean, scale, weight, *sizes, [True, True, True])
-    yield Call(_ATEN.native_group_norm_backward.default, back, (gradient,))
+    yield AtenCall(_ATEN.native_group_norm_backward.default, back, (gradient,))
 
 
 def _table(draw: Draw) -> Tensor:
@@ -227,7 +227,7 @@ def _table(draw: Draw) -> Tensor:
     return draw.tensor(max(1, draw.elements() // width), width)
 
 
-def layer_norm(draw: Draw) -> Iterator[Call]:
+def layer_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield layer norm and its backward."""
     x = _table(draw)
     width = [x.shape[1]]
@@ -237,111 +237,111 @@ def layer_norm(draw: Draw) -> Iterator[Call]:
         draw.tensor(*x.shape),
     )
     forward = _ATEN.native_layer_norm.default
-    yield Call(forward, (x, width, weight, bias, 1e-5), (x,))
+    yield AtenCall(forward, (x, width, weight, bias, 1e-5), (x,))
     _, mean, scale = forward(x, width, weight, bias, 1e-5)
     back = (gradient, x, width, mean, scale, weight, bias, [True, True, True])
-    yield Call(_ATEN.native_layer_norm_backward.default, back, (gradient,))
+    yield AtenCall(_ATEN.native_layer_norm_backward.default, back, (gradient,))
 
 
-def softmax(draw: Draw) -> Iterator[Call]:
+def softmax(draw: Draw) -> Iterator[AtenCall]:
     """Yield softmax and its backward."""
     x = _table(draw)
     gradient = draw.tensor(*x.shape)
-    yield Call(_ATEN._softmax.default, (x, -1, False), (x,))
+    yield AtenCall(_ATEN._softmax.default, (x, -1, False), (x,))
     out = _ATEN._softmax.default(x, -1, False)
     back = (gradient, out, -1, x.dtype)
-    yield Call(_ATEN._softmax_backward_data.default, back, (gradient,))
+    yield AtenCall(_ATEN._softmax_backward_data.default, back, (gradient,))
 
 
-def pointwise(draw: Draw) -> Iterator[Call]:
+def pointwise(draw: Draw) -> Iterator[AtenCall]:
     """Yield what activations and residuals cost, forward and backward."""
     x = draw.tensor(*draw.picture(draw.elements()))
     y = draw.tensor(*x.shape)
-    yield Call(_ATEN.relu.default, (x,), (x,))
-    yield Call(_ATEN.threshold_backward.default, (x, y, 0), (x,))
-    yield Call(_ATEN.add.Tensor, (x, y), (x,))
-    yield Call(_ATEN.mul.Tensor, (x, y), (x,))
+    yield AtenCall(_ATEN.relu.default, (x,), (x,))
+    yield AtenCall(_ATEN.threshold_backward.default, (x, y, 0), (x,))
+    yield AtenCall(_ATEN.add.Tensor, (x, y), (x,))
+    yield AtenCall(_ATEN.mul.Tensor, (x, y), (x,))
 
 
-def functions(draw: Draw) -> Iterator[Call]:
+def functions(draw: Draw) -> Iterator[AtenCall]:
     """Yield the functions that take more than a few operations an element."""
     x = draw.tensor(*draw.picture(draw.elements()))
     y = draw.tensor(*x.shape)
-    yield Call(_ATEN.gelu.default, (x,), (x,))
-    yield Call(_ATEN.gelu_backward.default, (x, y), (x,))
-    yield Call(_ATEN.silu.default, (x,), (x,))
-    yield Call(_ATEN.sigmoid.default, (x,), (x,))
-    yield Call(_ATEN.silu_backward.default, (x, y), (x,))
-    yield Call(_ATEN.bernoulli.p, (x, 0.9), (x,))
+    yield AtenCall(_ATEN.gelu.default, (x,), (x,))
+    yield AtenCall(_ATEN.gelu_backward.default, (x, y), (x,))
+    yield AtenCall(_ATEN.silu.default, (x,), (x,))
+    yield AtenCall(_ATEN.sigmoid.default, (x,), (x,))
+    yield AtenCall(_ATEN.silu_backward.default, (x, y), (x,))
+    yield AtenCall(_ATEN.bernoulli.p, (x, 0.9), (x,))
 
 
-def sums(draw: Draw) -> Iterator[Call]:
+def sums(draw: Draw) -> Iterator[AtenCall]:
     """Yield sums over rows (the gradient of a bias), columns and pictures."""
     x = _table(draw)
-    yield Call(_ATEN.sum.dim_IntList, (x, [0]), (x,))
+    yield AtenCall(_ATEN.sum.dim_IntList, (x, [0]), (x,))
     picture = draw.tensor(*draw.picture(draw.elements()))
-    yield Call(_ATEN.mean.dim, (picture, [-1, -2]), (picture,))
+    yield AtenCall(_ATEN.mean.dim, (picture, [-1, -2]), (picture,))
 
 
-def copies(draw: Draw) -> Iterator[Call]:
+def copies(draw: Draw) -> Iterator[AtenCall]:
     """Yield concatenation, a gradient's slice, and copies in another order."""
     batch, channels, height, width = draw.picture(draw.elements())
     x = draw.tensor(batch, channels, height, width)
     y = draw.tensor(batch, channels, height, width)
-    yield Call(_ATEN.cat.default, ([x, y], 1), (x,))
+    yield AtenCall(_ATEN.cat.default, ([x, y], 1), (x,))
     part = x[:, : channels // 2]
-    yield Call(_ATEN.clone.default, (part,), (x,))
+    yield AtenCall(_ATEN.clone.default, (part,), (x,))
     rows = draw.tensor(batch, height * width, channels)
     swapped = rows.transpose(1, 2)
     args = (swapped,)
-    yield Call(_ATEN.clone.default, args, (rows,))
+    yield AtenCall(_ATEN.clone.default, args, (rows,))
 
 
-def pooling(draw: Draw) -> Iterator[Call]:
+def pooling(draw: Draw) -> Iterator[AtenCall]:
     """Yield max and average pooling and their backwards."""
     x = draw.activation(*draw.picture(draw.elements(), smallest=8))
     kernel = draw.pick(2, 2, 3)
     window = ([kernel] * 2, [2, 2], [kernel // 2 if kernel == 3 else 0] * 2)
     forward = _ATEN.max_pool2d_with_indices.default
-    yield Call(forward, (x, *window), (x,))
+    yield AtenCall(forward, (x, *window), (x,))
     out, indices = forward(x, *window)
     gradient = torch.randn_like(out)
     back = (gradient, x, *window, [1, 1], False, indices)
-    yield Call(_ATEN.max_pool2d_with_indices_backward.default, back, (gradient,))
-    yield Call(_ATEN.avg_pool2d.default, (x, *window), (x,))
+    yield AtenCall(_ATEN.max_pool2d_with_indices_backward.default, back, (gradient,))
+    yield AtenCall(_ATEN.avg_pool2d.default, (x, *window), (x,))
     average = (gradient, x, *window, False, True, None)
-    yield Call(_ATEN.avg_pool2d_backward.default, average, (gradient,))
+    yield AtenCall(_ATEN.avg_pool2d_backward.default, average, (gradient,))
 
 
-def pooling_3d(draw: Draw) -> Iterator[Call]:
+def pooling_3d(draw: Draw) -> Iterator[AtenCall]:
     """Yield max pooling of volumes and its backward."""
     batch, channels = draw.between(1, 4), draw.channels(8, 128)
     side = max(4, min(64, round((draw.elements() / (batch * channels)) ** (1 / 3))))
     x = draw.activation(batch, channels, side, side, side)
     window = ([2] * 3, [2] * 3)
     forward = _ATEN.max_pool3d_with_indices.default
-    yield Call(forward, (x, *window), (x,))
+    yield AtenCall(forward, (x, *window), (x,))
     out, indices = forward(x, *window)
     gradient = torch.randn_like(out)
     back = (gradient, x, *window, [0] * 3, [1] * 3, False, indices)
-    yield Call(_ATEN.max_pool3d_with_indices_backward.default, back, (gradient,))
+    yield AtenCall(_ATEN.max_pool3d_with_indices_backward.default, back, (gradient,))
 
 
-def interpolation(draw: Draw) -> Iterator[Call]:
+def interpolation(draw: Draw) -> Iterator[AtenCall]:
     """Yield interpolation to twice the size, and its backward."""
     x = draw.tensor(*draw.picture(draw.elements() // 4))
     size = [2 * x.shape[2], 2 * x.shape[3]]
     gradient = draw.tensor(*x.shape[:2], *size)
     shape = list(x.shape)
     nearest, back = _ATEN.upsample_nearest2d, _ATEN.upsample_nearest2d_backward
-    yield Call(nearest.default, (x, size), (x,))
-    yield Call(back.default, (gradient, size, shape), (gradient,))
+    yield AtenCall(nearest.default, (x, size), (x,))
+    yield AtenCall(back.default, (gradient, size, shape), (gradient,))
     linear, back = _ATEN.upsample_bilinear2d, _ATEN.upsample_bilinear2d_backward
-    yield Call(linear.default, (x, size, False), (x,))
-    yield Call(back.default, (gradient, size, shape, False), (gradient,))
+    yield AtenCall(linear.default, (x, size, False), (x,))
+    yield AtenCall(back.default, (gradient, size, shape, False), (gradient,))
 
 
-def tables(draw: Draw) -> Iterator[Call]:
+def tables(draw: Draw) -> Iterator[AtenCall]:
     """Yield an embedding and its backward."""
     words, width = draw.between(100, 30000), draw.channels(16, 512)
     if words * width > draw.largest / 100:
@@ -349,50 +349,50 @@ def tables(draw: Draw) -> Iterator[Call]:
     weight = draw.tensor(words, width)
     tokens = max(1, draw.elements() // width)
     index = torch.randint(words, (tokens,), device=draw.device)
-    yield Call(_ATEN.embedding.default, (weight, index), ())
+    yield AtenCall(_ATEN.embedding.default, (weight, index), ())
     gradient = draw.tensor(tokens, width)
     back = (gradient, index, words, -1, False)
-    yield Call(_ATEN.embedding_dense_backward.default, back, (gradient,))
+    yield AtenCall(_ATEN.embedding_dense_backward.default, back, (gradient,))
 
 
-def _conv_2d(draw: Draw) -> Iterator[Call]:
+def _conv_2d(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(3, 3, 3, 5, 7))
 
 
-def _conv_1x1(draw: Draw) -> Iterator[Call]:
+def _conv_1x1(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(1,))
 
 
-def _conv_1x1_many(draw: Draw) -> Iterator[Call]:
+def _conv_1x1_many(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(1,), batch=draw.pick(16, 24, 32))
 
 
-def _conv_1x1_last(draw: Draw) -> Iterator[Call]:
+def _conv_1x1_last(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(1,), batch=draw.between(2, 16), last=True)
 
 
-def _conv_2d_last(draw: Draw) -> Iterator[Call]:
+def _conv_2d_last(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(3,), batch=draw.between(2, 16), last=True)
 
 
-def _conv_3d(draw: Draw) -> Iterator[Call]:
+def _conv_3d(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(3,), dims=3)
 
 
-def _conv_single(draw: Draw) -> Iterator[Call]:
+def _conv_single(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(3,), dims=draw.pick(2, 3, 3), single=True)
 
 
-def _conv_transposed_single(draw: Draw) -> Iterator[Call]:
+def _conv_transposed_single(draw: Draw) -> Iterator[AtenCall]:
     dims = draw.pick(2, 3)
     return convolution(draw, kernels=(2, 4), dims=dims, transposed=True, single=True)
 
 
-def _conv_depthwise(draw: Draw) -> Iterator[Call]:
+def _conv_depthwise(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(3, 3, 5, 7), depthwise=True)
 
 
-def _conv_transposed(draw: Draw) -> Iterator[Call]:
+def _conv_transposed(draw: Draw) -> Iterator[AtenCall]:
     return convolution(draw, kernels=(2, 4), dims=draw.pick(2, 2, 3), transposed=True)
 
 

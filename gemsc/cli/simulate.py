@@ -13,14 +13,14 @@ from gemsc.base.units import show_bytes, show_seconds
 from gemsc.cli.options import takes_options
 from gemsc.cli.terminal import console
 from gemsc.costs.collectives import ROUNDS
-from gemsc.costs.hardware import Hardware, Link, read_hardware
+from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.simulate.curve import draw_curve
 from gemsc.simulate.simulation import (
     Simulation,
-    options_of,
     read_counts,
+    read_program,
     simulate,
     trace_unfilled,
 )
@@ -75,7 +75,7 @@ def simulate_command(
 
 def _read(target: str) -> tuple[UserModel, CompileOptions]:
     if Path(target).is_dir():
-        return options_of(Path(target))
+        return read_program(Path(target))
     return load_user_model(target), CompileOptions()
 
 
@@ -155,5 +155,5 @@ def _print(found: Simulation) -> None:
     )
 
 
-def _rate(link: Link) -> str:
+def _rate(link: LinkSpeed) -> str:
     return f"{link.bandwidth / 1e9:g} GB/s and {link.latency * 1e6:g} us"

@@ -16,7 +16,7 @@ from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name
 from gemsc.ir.opaque import opaques
-from gemsc.ir.program import Input, Program, Transfer
+from gemsc.ir.program import GraphInput, Program, Transfer
 from gemsc.ir.tile_ops import Exchange
 from gemsc.planner.tiles import ends
 
@@ -160,10 +160,10 @@ class Constants:
             quoted(self.text.names[value]),
             as_tuple(exchange.shape),
             str(meta.spec(value).dtype),
-            f"held={boxes(exchange.held)}",
+            f"held={box_constants(exchange.held)}",
         ]
         if exchange.wanted != exchange.held:
-            arguments.append(f"wanted={boxes(exchange.wanted)}")
+            arguments.append(f"wanted={box_constants(exchange.wanted)}")
         if meta.needs_gradient(value):
             arguments.append("gradient=True")
         if meta.dtypes(value).value:
@@ -185,8 +185,8 @@ class Constants:
             arguments = [
                 f"index={exchange.index}",
                 f"shape={as_tuple(exchange.shape)}",
-                f"held={boxes(exchange.held)}",
-                f"wanted={boxes(exchange.wanted)}",
+                f"held={box_constants(exchange.held)}",
+                f"wanted={box_constants(exchange.wanted)}",
                 *_rest(exchange),
             ]
             self.writer.call(f"{name} = Exchange(", arguments)
@@ -220,7 +220,7 @@ class Constants:
                     self.writer.call(f"{quoted(name)}: {head}", arguments, f"{tail},")
         self.writer.line("}")
 
-    def _input(self, item: Input, node: fx.Node) -> str:
+    def _input(self, item: GraphInput, node: fx.Node) -> str:
         layout = meta.layout(node)
         whole = layout.shape if layout is not None else item.spec.shape
         path = as_tuple(item.path)
@@ -233,7 +233,7 @@ class Constants:
         return f"Input({', '.join(arguments)})"
 
 
-def boxes(values: Sequence[Box]) -> str:
+def box_constants(values: Sequence[Box]) -> str:
     """Return boxes as text, short where they are all the same, or rows of a grid."""
     axes = [tuple(dict.fromkeys(axis)) for axis in zip(*values, strict=True)]
     if len(values) > 1 and len(set(values)) == 1:
@@ -247,5 +247,5 @@ def boxes(values: Sequence[Box]) -> str:
 def _rest(exchange: Exchange) -> list[str]:
     """Return the arguments of an exchange that are seldom there."""
     rest = [f"fill={literal(exchange.fill)}"] if exchange.fill else []
-    rest += [f"owned={boxes(exchange.owned)}"] if exchange.owned else []
+    rest += [f"owned={box_constants(exchange.owned)}"] if exchange.owned else []
     return rest + (["wraps=True"] if exchange.wraps else [])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from gemsc.ir.flow import StageFlow, message_tag
-from gemsc.ir.program import Input, Program, Segment, Transfer
+from gemsc.ir.program import GraphInput, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
 from gemsc.schedules.loops import Step, expand
 
@@ -92,7 +92,7 @@ class RankText:
         both = [t for flow in flows for t in (*flow.incoming, *flow.outgoing)]
         return tuple({transfer.index: transfer for transfer in both}.values())
 
-    def is_batched(self, item: Input) -> bool:
+    def is_batched(self, item: GraphInput) -> bool:
         """Whether an input has samples in dimension 0, as the first input has."""
         sizes = (each.spec.shape[0] for each in self.program.inputs if each.spec.shape)
         return bool(item.spec.shape) and item.spec.shape[0] == next(sizes)

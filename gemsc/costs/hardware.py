@@ -18,7 +18,7 @@ __all__ = [
     "Allreduce",
     "Device",
     "Hardware",
-    "Link",
+    "LinkSpeed",
     "Network",
     "read_hardware",
     "shipped_hardware",
@@ -68,7 +68,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkSpeed:
     """A connection between two ranks: seconds and bytes per second, one way."""
 
     latency: float
@@ -101,12 +101,12 @@ class Network:
     """
 
     ranks_per_node: int
-    intra: Link
-    inter: Link
+    intra: LinkSpeed
+    inter: LinkSpeed
     nic_ranks: int = 1
     allreduce: Allreduce = field(default_factory=Allreduce)
 
-    def link(self, source: int, dest: int) -> Link:
+    def link(self, source: int, dest: int) -> LinkSpeed:
         """Return what connects two ranks, which fill nodes in order."""
         same = source // self.ranks_per_node == dest // self.ranks_per_node
         return self.intra if same else self.inter

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gemsc.ir.work import Work
 
-__all__ = ["describe", "draws", "family", "runs_a_kernel"]
+__all__ = ["draws", "family", "runs_a_kernel", "work_of"]
 
 _ATEN = torch.ops.aten
 _FREE = frozenset(
@@ -58,7 +58,7 @@ def family(kind: str) -> str:
     return kind.split("-", 1)[0]
 
 
-def describe(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[Work]]:
+def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[Work]]:
     """Return the operations of an ATen operator, and the kernels that it runs."""
     name = func._schema.name.removeprefix("aten::")
     packet = func._overloadpacket

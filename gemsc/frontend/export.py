@@ -27,7 +27,7 @@ from gemsc.ir.fake import fake_copy
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import Region, TensorSpec
 from gemsc.ir.opaque import Opaque
-from gemsc.ir.program import Input, Program
+from gemsc.ir.program import GraphInput, Program
 
 __all__ = ["export"]
 
@@ -151,7 +151,7 @@ class _Writer:
     traced: fx.GraphModule
     names: frozenset[str]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    inputs: list[Input] = field(default_factory=list)
+    inputs: list[GraphInput] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     attributes: dict[str, fx.Node] = field(default_factory=dict)
 
@@ -163,7 +163,7 @@ class _Writer:
             copied = self.graph.placeholder(name_of(path))
             _describe(node, copied, Region())
             spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            self.inputs.append(Input(copied.name, path, spec))
+            self.inputs.append(GraphInput(copied.name, path, spec))
             values[node] = copied
         results = tuple(self._copy(self.traced, values, Region()))
         loss, outputs = None, results

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import map_tensors, named_tuple, tensor_leaves
-from gemsc.costs.operators import describe, draws, runs_a_kernel
+from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
 from gemsc.ir.work import Work
@@ -155,7 +155,7 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if not runs_a_kernel(func, result):
             return result
-        flops, works = describe(func, args, kwargs or {}, result)
+        flops, works = work_of(func, args, kwargs or {}, result)
         leaves = pytree.tree_leaves((args, kwargs, result))
         self.random |= draws(func, args, kwargs or {})
         self.operators += 1

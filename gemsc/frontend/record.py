@@ -33,7 +33,7 @@ from gemsc.frontend.writer import GraphWriter, fixed_nodes
 from gemsc.ir.holder import put_layer
 from gemsc.ir.meta import TensorSpec, location, region
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
-from gemsc.ir.program import Input, Program
+from gemsc.ir.program import GraphInput, Program
 
 __all__ = ["record"]
 
@@ -66,7 +66,7 @@ class _Request:
 @dataclass
 class _Trace:
     writer: GraphWriter
-    inputs: list[Input] = field(default_factory=list)
+    inputs: list[GraphInput] = field(default_factory=list)
     returned: Returned = field(default_factory=Returned)
     frozen: frozenset[str] = frozenset()
     checkpoints: list[SourceLocation] = field(default_factory=list)
@@ -195,7 +195,7 @@ def _placeholders(
         node = trace.writer.placeholder(name_of(path), copied)
         dtype = within(tensor.dtype, request.dtype)
         spec = TensorSpec(tuple(tensor.shape), dtype)
-        trace.inputs.append(Input(node.name, path, spec))
+        trace.inputs.append(GraphInput(node.name, path, spec))
         return copied
 
     return map_tensors(values, add, (kind,))

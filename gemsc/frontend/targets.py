@@ -13,9 +13,9 @@ from torch._jit_internal import boolean_dispatched
 
 from gemsc.errors import GemscError
 
-__all__ = ["Call", "describe_call", "is_ignored"]
+__all__ = ["TargetCall", "describe_call", "is_ignored"]
 
-Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+TargetCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """(op, target, args, kwargs) of an FX node, with tensors in the arguments."""
 
 _REVERSED: dict[str, Callable[..., Any]] = {
@@ -91,7 +91,7 @@ def describe_call(
     kwargs: dict[str, Any],
     *,
     written_as_operator: bool,
-) -> Call:
+) -> TargetCall:
     """Return the node for a torch function, as the user wrote it.
 
     Raises:
@@ -116,7 +116,7 @@ def describe_call(
     return "call_function", func, args, _without_defaults(func, kwargs)
 
 
-def _attribute(kind: str, attribute: str, args: tuple[Any, ...]) -> Call:
+def _attribute(kind: str, attribute: str, args: tuple[Any, ...]) -> TargetCall:
     if kind == "__get__":
         return "call_function", getattr, (args[0], attribute), {}
     if attribute == "requires_grad":

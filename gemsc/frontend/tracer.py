@@ -23,7 +23,7 @@ from gemsc.base.recomputed import checkpoints_off
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.opaque import DependsOnDataError
-from gemsc.frontend.targets import Call, describe_call, is_ignored
+from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, failing_line, user_line
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.mutation import call_mutates
@@ -193,7 +193,7 @@ class Tracer(TorchFunctionMode):
             elif any(True for _ in tensor_leaves(result)):
                 self.writer.call(("call_function", func, args, kwargs), result)
 
-    def _record(self, call: Call, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    def _record(self, call: TargetCall, func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         changes = _changes(call, args)
         with self.pause():
             old = [
@@ -245,7 +245,7 @@ def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _changes(call: Call, args: _Args) -> bool:
+def _changes(call: TargetCall, args: _Args) -> bool:
     op, target, _, kwargs = call
     if op == "call_module":
         return getattr(args[0], "inplace", False) is True

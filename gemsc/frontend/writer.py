@@ -16,7 +16,7 @@ from gemsc.base.nests import Path, named_tuple, tensor_leaves
 from gemsc.base.rng import may_draw
 from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import FakeCopy
-from gemsc.frontend.targets import Call
+from gemsc.frontend.targets import TargetCall
 from gemsc.frontend.user_code import UserLine
 from gemsc.ir import meta
 from gemsc.ir.meta import Region
@@ -70,7 +70,7 @@ class GraphWriter:
         self._finish(node, value)
         return node
 
-    def call(self, call: Call, result: Any) -> fx.Node:
+    def call(self, call: TargetCall, result: Any) -> fx.Node:
         """Add a node for a call and remember what it gave."""
         op, target, args, kwargs = call
         node_args = self._argument(args)
@@ -241,7 +241,7 @@ class GraphWriter:
             help="pass tensors, numbers and strings to torch functions",
         )
 
-    def _node_name(self, call: Call) -> str | None:
+    def _node_name(self, call: TargetCall) -> str | None:
         op, target, args, _ = call
         if self.line and isinstance(self.line.target, str):
             return self.line.target

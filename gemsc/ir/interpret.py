@@ -14,7 +14,7 @@ from gemsc.ir.meta import region, whole_gradients
 
 __all__ = ["run_node", "run_nodes"]
 
-Observer = Callable[[fx.Node], AbstractContextManager[Any]]
+NodeContext = Callable[[fx.Node], AbstractContextManager[Any]]
 
 
 def _observe_nothing(node: fx.Node) -> AbstractContextManager[Any]:
@@ -26,7 +26,7 @@ def run_nodes(
     values: dict[fx.Node, Any],
     module: torch.nn.Module,
     *,
-    observe: Observer = _observe_nothing,
+    observe: NodeContext = _observe_nothing,
 ) -> None:
     """Run `nodes` in order and put what each computes into `values`.
 

@@ -14,7 +14,7 @@ __all__ = [
     "Barrier",
     "Block",
     "DataclassValue",
-    "Input",
+    "GraphInput",
     "Placement",
     "Program",
     "Segment",
@@ -26,7 +26,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class GraphInput:
     """One placeholder of the graph.
 
     `path` says where its tensor is in what the user feeds: ("input", 0) is the first
@@ -212,7 +212,7 @@ class Program:
 
     name: str
     module: fx.GraphModule
-    inputs: tuple[Input, ...]
+    inputs: tuple[GraphInput, ...]
     structure: Any = None
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

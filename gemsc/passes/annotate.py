@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.hardware import Device, read_hardware
-from gemsc.costs.operators import describe, draws, runs_a_kernel
+from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.costs.times import seconds
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
@@ -212,7 +212,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _book(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = self.counts[self.node]
-        flops, works = describe(func, args, kwargs, result)
+        flops, works = work_of(func, args, kwargs, result)
         leaves = pytree.tree_leaves((args, kwargs, result))
         count.random |= draws(func, args, kwargs)
         count.flops += flops
@@ -242,7 +242,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def book_sum(self, node: fx.Node, gradient: Tensor) -> None:
         """Book adding a parameter's gradient to that of earlier micro-batches."""
         add = torch.ops.aten.add_.Tensor
-        _, works = describe(add, (gradient, gradient), {}, gradient)
+        _, works = work_of(add, (gradient, gradient), {}, gradient)
         count = self.counts[node]
         spent = sum(seconds(self.device, work) for work in works)
         count.backward_seconds += spent
@@ -260,7 +260,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = bisect_right(self.first_numbers, running._sequence_nr()) - 1
             self.node = self.ran[place] if place >= 0 else None
         count = self.counts[self.node]
-        _, works = describe(func, args, kwargs, result)
+        _, works = work_of(func, args, kwargs, result)
         count.backward_seconds += self.device.backward_overhead
         count.backward_seconds += self._seconds(works)
         if count.weights:

@@ -12,7 +12,7 @@ from torch import fx
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
-from gemsc.ir.program import Input, Program
+from gemsc.ir.program import GraphInput, Program
 from gemsc.passes.base import Pass
 
 __all__ = ["CheckTiles"]
@@ -63,7 +63,7 @@ class CheckTiles(Pass):
         return program
 
 
-def _check(grid: tuple[int, ...], item: Input, at: SourceLocation | None) -> None:
+def _check(grid: tuple[int, ...], item: GraphInput, at: SourceLocation | None) -> None:
     sizes = item.spec.shape[2:]
     if len(sizes) != len(grid):
         given = "x".join(["2"] + ["1"] * (len(sizes) - 1))

@@ -30,7 +30,7 @@ from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.split_tiles import SplitTiles, find_halos
-from gemsc.planner.layout import Layout
+from gemsc.planner.layout import StageLayout
 
 __all__ = [
     "choose_halos",
@@ -51,7 +51,7 @@ def graph_passes(device: Device | None = None) -> tuple[Pass, ...]:
     )
 
 
-def stage_passes(options: CompileOptions, chosen: Layout) -> tuple[Pass, ...]:
+def stage_passes(options: CompileOptions, chosen: StageLayout) -> tuple[Pass, ...]:
     """Return the passes that turn blocks into stages that talk to each other."""
     return (
         BalanceStages(

@@ -51,7 +51,7 @@ class EditedPlan:
 
     def check(self, blocks: Sequence[Block]) -> None:
         """Make sure that its stages hold these blocks (see `check_blocks`)."""
-        check_blocks(self.plan, blocks, self.file)
+        check_edited_blocks(self.plan, blocks, self.file)
 
     @contextmanager
     def lines(self) -> Iterator[None]:
@@ -199,7 +199,7 @@ def _named_rows(plan: Plan) -> list[tuple[int, ...]]:
     return [tuple(sorted(set(ranks))) for ranks in zip(*placed, strict=True)]
 
 
-def check_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> None:
+def check_edited_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> None:
     """Make sure that the plan's stages hold the model's blocks, in their order.
 
     Raises:

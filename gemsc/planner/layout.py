@@ -10,13 +10,13 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 
-__all__ = ["PLACEMENTS", "Layout", "check_blocks", "layout"]
+__all__ = ["PLACEMENTS", "StageLayout", "check_blocks", "stage_layout"]
 
 PLACEMENTS = ("linear", "mirrored", "folded", "looped")
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """What the options mean for one schedule.
 
     `micro_batches` holds the number of micro-batches of each replica, `live` how many
@@ -50,7 +50,7 @@ class Layout:
         return tuple(prod(grid) for grid in self.grids)
 
 
-def layout(options: CompileOptions) -> Layout:
+def stage_layout(options: CompileOptions) -> StageLayout:
     """Read the options.
 
     Raises:
@@ -89,12 +89,12 @@ def layout(options: CompileOptions) -> Layout:
         peak = run(task, schedule.policy).peak_live
         live = tuple(-(-peak[group] // rows[0].count(group)) for group in rows[0])
     name = "explicit" if explicit else kind
-    return Layout(name, num_stages, counts, live, rows, groups)
+    return StageLayout(name, num_stages, counts, live, rows, groups)
 
 
 def check_blocks(
     options: CompileOptions,
-    chosen: Layout,
+    chosen: StageLayout,
     model: str,
     blocks: Sequence[str],
     *,

@@ -28,7 +28,7 @@ from gemsc.planner.activations import (
     waiting_gradient_bytes,
 )
 from gemsc.planner.ending import after_backward
-from gemsc.planner.layout import Layout
+from gemsc.planner.layout import StageLayout
 from gemsc.planner.memory import peak_parts, stage_weights
 from gemsc.planner.tiles import (
     exchanges,
@@ -51,7 +51,7 @@ __all__ = [
 
 def schedule_task(
     tiles: Sequence[Program],
-    chosen: Layout,
+    chosen: StageLayout,
     memory_cap: int | None,
     hardware: Hardware,
 ) -> Task:

@@ -10,7 +10,7 @@ from math import prod
 from torch import fx
 
 from gemsc.base.boxes import everything, shape_of
-from gemsc.costs.hardware import Link
+from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, exchanged, is_exchange, is_overlapped, joins
 from gemsc.ir.program import Program, Stage, Transfer
@@ -151,7 +151,7 @@ def inner_share(node: fx.Node) -> float:
     return own / prod(shape_of(view.wanted))
 
 
-def waiting(node: fx.Node, link: Link) -> tuple[float, float]:
+def waiting(node: fx.Node, link: LinkSpeed) -> tuple[float, float]:
     """Return the seconds that an exchange takes, forward and backward.
 
     The inner part of a layer that overlaps hides as much as it takes itself.

@@ -23,7 +23,7 @@ from gemsc.passes.pipeline import (
     tile_programs,
 )
 from gemsc.passes.spatial.halos import Halos
-from gemsc.planner.layout import Layout, check_blocks, layout
+from gemsc.planner.layout import StageLayout, check_blocks, stage_layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run, split_last_backwards
@@ -72,7 +72,7 @@ def schedule_stages(
     known there is computed again.
     """
     schedule = choose("schedule", options.schedule, SCHEDULES)
-    chosen = layout(options)
+    chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
     check_blocks(options, chosen, traced.program.name, names)
     passes = stage_passes(options, chosen)
@@ -118,7 +118,7 @@ def _staged(program: Program, passes: Sequence[Pass], known: Known) -> Program:
 def _fitted(
     program: Program,
     tiles: Sequence[Program],
-    chosen: Layout,
+    chosen: StageLayout,
     policy: Policy,
     options: CompileOptions,
 ) -> Scheduled:

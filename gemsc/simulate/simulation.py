@@ -15,7 +15,7 @@ from gemsc.options import CompileOptions
 from gemsc.passes.manager import run_passes
 from gemsc.passes.pipeline import graph_passes, stage_passes
 from gemsc.plan import Plan
-from gemsc.planner.layout import check_blocks, layout
+from gemsc.planner.layout import check_blocks, stage_layout
 from gemsc.planner.predict import reduced_bytes, schedule_task
 from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.search.auto import search
@@ -26,9 +26,9 @@ from gemsc.user_model import UserModel, load_user_model
 
 __all__ = [
     "Simulation",
-    "options_of",
     "powers_of_two",
     "read_counts",
+    "read_program",
     "simulate",
     "trace_unfilled",
 ]
@@ -89,7 +89,7 @@ def simulate(
         options = search(traced, options)[0].options
     hardware = machine or read_hardware(options.hardware)
     policy = SCHEDULES[options.schedule].policy
-    chosen = layout(options)
+    chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
     check_blocks(options, chosen, traced.program.name, names, replicas=options.data)
     program = run_passes(traced.program, stage_passes(options, chosen))
@@ -125,7 +125,7 @@ def trace_unfilled(
     return Traced(program, program, None)
 
 
-def options_of(directory: Path) -> tuple[UserModel, CompileOptions]:
+def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:
     """Return the model and options that a program directory was compiled from.
 
     The stages keep their blocks.

@@ -26,7 +26,7 @@ from gemsc.user_model import UserModel
 
 __all__ = ["PlainRun", "RunSettings"]
 
-Part = list[tuple[int, dict[str, float]]]  # samples and the figures of a part of data
+Scores = list[tuple[int, dict[str, float]]]  # samples and the figures of a part of data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class PlainRun:
     settings: RunSettings
     losses: list[float] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
-    evaluations: list[Part] = field(default_factory=list)
+    evaluations: list[Scores] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         seed, dtype = self.settings.seed, self.settings.dtype
@@ -176,7 +176,7 @@ class PlainRun:
             parameter.grad = None
 
     @torch.no_grad()
-    def _evaluate(self) -> Part:
+    def _evaluate(self) -> Scores:
         """Return the loss and the user's metrics of each batch of eval_dataset."""
         parts = [p for p in (self.model, self.loss) if isinstance(p, nn.Module)]
         modes = [(module, module.training) for p in parts for module in p.modules()]
@@ -184,7 +184,7 @@ class PlainRun:
             part.eval()
         settings, count = self.settings, len(self.eval_samples.data)
         size = settings.replicas * settings.part_size
-        found: Part = []
+        found: Scores = []
         for first in range(0, count, size):
             rows = list(range(first, min(first + size, count)))
             samples = self.eval_samples.take(0, rows)

@@ -16,7 +16,7 @@ from gemsc.ir import meta
 from gemsc.ir.program import Block, Program
 from gemsc.plan import Plan, PlannedStage
 
-__all__ = ["draw", "render"]
+__all__ = ["draw_graph", "render"]
 
 FILLS = ("#dbe9f6", "#fde5cf", "#dff0d8", "#f6dbe9", "#e9e3f5", "#fdf3c7", "#d7f0ef")
 LINES = ("#2f6ea8", "#c26a12", "#3d8b37", "#a8326e", "#6a4fa3", "#a08a00", "#1d8a86")
@@ -24,7 +24,7 @@ SKIP = "#c0392b"
 DOT_SECONDS = 60
 
 
-def draw(program: Program, plan: Plan) -> str:
+def draw_graph(program: Program, plan: Plan) -> str:
     """Return the DOT text of a program with stages and transfers.
 
     The title of a stage is a node beside its first block: arrows go around it.

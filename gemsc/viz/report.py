@@ -19,7 +19,7 @@ from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import Column, column, sample
 from gemsc.viz.listings import block_names, list_candidates, list_plan
 from gemsc.viz.panel import Panel, panels_of
-from gemsc.viz.timeline import NARROWEST, WIDEST, draw
+from gemsc.viz.timeline import NARROWEST, WIDEST, draw_timeline
 
 __all__ = ["write_report"]
 
@@ -126,7 +126,7 @@ def _step(panel: Panel) -> dict[str, str]:
     if sum(len(row.spans) for row in shown.rows) > MOST_SPANS:
         shown, widest = shown.coarse(), NARROWEST
         note += " Too many actions to draw each: colours say what is done most."
-    return {"timeline": draw("", [shown], widest), "step_note": note.strip()}
+    return {"timeline": draw_timeline("", [shown], widest), "step_note": note.strip()}
 
 
 def _ranks(plan: Plan, panel: Panel, memory: Sequence[Column]) -> list[Column]:

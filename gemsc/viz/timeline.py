@@ -14,7 +14,7 @@ from gemsc.plan import Plan
 from gemsc.viz.panel import Arrow, Mark, Panel, Row, Span, panels_of
 from gemsc.viz.svg import n, picture, rect, text
 
-__all__ = ["draw", "write_timeline"]
+__all__ = ["draw_timeline", "write_timeline"]
 
 MOST_ARROWS = 400
 HUES = (0.575, 0.075, 0.33, 0.86)  # replica 0 is blue, its mirror orange
@@ -67,10 +67,10 @@ def write_timeline(
         f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
         f"{show_micro_batches(plan.micro_batches)}{copies}"
     )
-    write_text(path, draw(heading, panels_of(plan, marks)))
+    write_text(path, draw_timeline(heading, panels_of(plan, marks)))
 
 
-def draw(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -> str:
+def draw_timeline(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -> str:
     """Return the SVG text of panels, each with a time axis of its own."""
     width = max((_width(panel, widest) for panel in panels), default=NARROWEST)
     most_rows = max((len(panel.rows) for panel in panels), default=0)

@@ -32,7 +32,11 @@ def _all(pid: int, panel: Panel) -> Iterator[Event]:
             yield _span(pid, rank, span)
         yield from _memory(pid, row)
     for number, arrow in enumerate(panel.arrows):
-        shared: Event = {"name": "message", "cat": "message", "id": f"{pid}.{number}"}
+        shared: Event = {
+            "name": "message",
+            "cat": "message",
+            "id": f"{pid}.{number}",
+        }
         start = max(0.0, _us(arrow.start) - INSIDE)
         yield {
             **shared,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-__all__ = ["Call", "describe"]
+__all__ = ["Call", "call_of"]
 
 _CONV = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
@@ -70,7 +70,7 @@ class Call:
         return node
 
 
-def describe(node: fx.Node, module: nn.Module) -> Call:
+def call_of(node: fx.Node, module: nn.Module) -> Call:
     """Return a node's kind ("" if it has none) and its arguments by name."""
     if node.op == "call_module":
         return _describe_layer(node, module.get_submodule(str(node.target)))

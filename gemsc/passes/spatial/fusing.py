@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from gemsc.base.boxes import Box, everything, hull, intersection
 from gemsc.ir import meta
 from gemsc.ir.program import Stage
-from gemsc.passes.spatial.calls import describe
+from gemsc.passes.spatial.calls import call_of
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import RULES
@@ -200,7 +200,7 @@ class _Chains:
             return False
         if not all(user in self._place for user in node.users):
             return False
-        kind = describe(node, self._low.program.module).kind
+        kind = call_of(node, self._low.program.module).kind
         if kind in RULES:
             return kind in WIDE_KINDS
         return node.target is not getitem and self._low.probe.is_pointwise(node)

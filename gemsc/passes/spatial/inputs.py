@@ -9,23 +9,23 @@ from torch import fx
 from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
-from gemsc.ir.program import Input, Program
+from gemsc.ir.program import GraphInput, Program
 from gemsc.passes.spatial.cuts import Axes, fits, num_tiles
 from gemsc.passes.spatial.halos import Wide
 from gemsc.passes.spatial.values import (
     Local,
-    describe,
+    annotate_part,
     held_boxes,
     last_axes,
     whole_shape,
 )
 
-__all__ = ["Inputs"]
+__all__ = ["Placeholders"]
 
 Key = tuple[fx.Node, tuple[int, ...]]  # a placeholder, the grid that uses it
 
 
-class Inputs:
+class Placeholders:
     """The placeholders: one for each input of the program and each grid that uses it.
 
     `wide` are inputs that come with more than their own tile; a lowering without finds
@@ -74,7 +74,7 @@ class Inputs:
         own = held_boxes(whole_shape(node), self._locals[node, grid].axes, grid)
         return self._given(node, grid) or own
 
-    def add_to(self, graph: fx.Graph) -> tuple[Input, ...]:
+    def add_to(self, graph: fx.Graph) -> tuple[GraphInput, ...]:
         """Add a placeholder for each input and each grid that uses it."""
         result = []
         for node in self._program.graph.nodes:
@@ -85,7 +85,7 @@ class Inputs:
             for grid in grids or {(): None}:
                 axes = self._image_axes(node, grid)
                 new = graph.placeholder(node.name)
-                describe(new, node, axes, grid, self._tile)
+                annotate_part(new, node, axes, grid, self._tile)
                 self._widen(new, node, axes, grid)
                 self._locals[node, grid] = Local(new, axes)
                 item = self._items[node.name]

@@ -19,15 +19,15 @@ from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.halos import Halos, Need
-from gemsc.passes.spatial.inputs import Inputs
+from gemsc.passes.spatial.inputs import Placeholders
 from gemsc.passes.spatial.layers import Layers
 from gemsc.passes.spatial.parts import Parts
 from gemsc.passes.spatial.refused import Refused
 from gemsc.passes.spatial.values import (
     Flattened,
     Local,
+    annotate_part,
     covers,
-    describe,
     held_boxes,
     last_axes,
     whole_shape,
@@ -73,7 +73,7 @@ class Lowering(Parts):
         self._halos = halos or Halos()
         self._needs: list[Need] = []
         self.layers = Layers(program, self.module)
-        self.inputs = Inputs(program, grids, tile, self._halos.inputs)
+        self.inputs = Placeholders(program, grids, tile, self._halos.inputs)
 
     # ------------------------------------------------------------ run
 
@@ -256,7 +256,7 @@ class Lowering(Parts):
             {},
             node.name,
         )
-        describe(new, node, axes, self.grid, self._tile, shape=shape)
+        annotate_part(new, node, axes, self.grid, self._tile, shape=shape)
         return Local(new, axes)
 
     def axes(self, node: fx.Node) -> Axes | None:
@@ -308,7 +308,7 @@ class Lowering(Parts):
 
     def _describe(self, new: fx.Node, old: fx.Node, axes: Axes | None) -> None:
         wide = self._halos.wide.get(old.name)
-        describe(new, old, axes, self.grid, self._tile, wide, self.shape(old))
+        annotate_part(new, old, axes, self.grid, self._tile, wide, self.shape(old))
 
     def copy(
         self,
@@ -395,7 +395,7 @@ class Lowering(Parts):
         if key not in self._parts:
             args = (held, *whole_shape(node))
             new = self._create("call_method", "reshape", args, {}, node.name)
-            describe(new, node, None, self.grid, self._tile)
+            annotate_part(new, node, None, self.grid, self._tile)
             self._parts[key] = new
         return self._parts[key]
 

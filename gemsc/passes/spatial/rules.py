@@ -20,7 +20,7 @@ from gemsc.passes.spatial import (
     shapes,
     windows,
 )
-from gemsc.passes.spatial.calls import Call, describe
+from gemsc.passes.spatial.calls import Call, call_of
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 
 __all__ = ["lower"]
@@ -76,7 +76,7 @@ def lower(low: Lowering, node: fx.Node) -> Local:
     Raises:
         Refused: its inputs must be gathered.
     """
-    call = describe(node, low.program.module)
+    call = call_of(node, low.program.module)
     is_cut = any(low.axes(source) is not None for source in node.all_input_nodes)
     if not is_cut and call.kind not in CUTS_AGAIN:
         return low.copy(node, None)

@@ -14,8 +14,8 @@ from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
 __all__ = [
     "Flattened",
     "Local",
+    "annotate_part",
     "covers",
-    "describe",
     "held_boxes",
     "last_axes",
     "whole_shape",
@@ -81,7 +81,7 @@ def covers(
     )
 
 
-def describe(
+def annotate_part(
     new: fx.Node,
     old: fx.Node,
     axes: Axes | None,

@@ -19,7 +19,7 @@ from gemsc.base.boxes import Box, Interval, everything, hull, intersection
 from gemsc.ir import meta, tile_ops
 from gemsc.ir.tile_ops import AxisWindows
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.calls import Call, describe
+from gemsc.passes.spatial.calls import Call, call_of
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
@@ -349,7 +349,7 @@ def _pooling_of(low: Lowering, indices: fx.Node) -> Call:
     if indices.target is operator.getitem and indices.args[1] == 1:
         pooling = indices.args[0]
         assert isinstance(pooling, fx.Node)
-        call = describe(pooling, low.program.module)
+        call = call_of(pooling, low.program.module)
         if call.kind == "max_pool":
             return call
     raise Refused("its indices are not those of a max pooling")

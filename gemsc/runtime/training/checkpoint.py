@@ -24,7 +24,7 @@ from gemsc.errors import GemscError
 from gemsc.runtime.training.manifest import (
     MODEL,
     WEIGHTS_ALONE,
-    Facts,
+    FileFacts,
     Manifest,
     check_checkpoint,
     check_digests,
@@ -55,7 +55,9 @@ def save(worker: Worker, directory: Path) -> None:
     parts = transport.all_gather_object((step, name, facts))
     with _told(directory, step):
         if transport.rank == 0:
-            _join_parts(directory, beside, cast("list[tuple[int, str, Facts]]", parts))
+            _join_parts(
+                directory, beside, cast("list[tuple[int, str, FileFacts]]", parts)
+            )
     transport.barrier()
 
 
@@ -72,7 +74,7 @@ def _told(directory: Path, step: int) -> Iterator[None]:
         ) from error
 
 
-def _write_part(worker: Worker, folder: Path) -> tuple[str, Facts]:
+def _write_part(worker: Worker, folder: Path) -> tuple[str, FileFacts]:
     """Write what this rank has; return the name and the facts of the file that stays.
 
     The rank's part of the model is joined with the others'.
@@ -119,7 +121,7 @@ def _progress(worker: Worker) -> dict[str, Any]:
 
 
 def _join_parts(
-    directory: Path, folder: Path, parts: list[tuple[int, str, Facts]]
+    directory: Path, folder: Path, parts: list[tuple[int, str, FileFacts]]
 ) -> None:
     """Put the ranks' parts together, write down what there is, and switch to it."""
     steps = [step for step, _, _ in parts]

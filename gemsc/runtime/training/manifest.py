@@ -27,7 +27,7 @@ __all__ = [
     "LATEST",
     "MODEL",
     "WEIGHTS_ALONE",
-    "Facts",
+    "FileFacts",
     "Manifest",
     "check_checkpoint",
     "check_digests",
@@ -46,7 +46,7 @@ WEIGHTS_ALONE = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class FileFacts:
     """What a file must be."""
 
     bytes: int
@@ -59,7 +59,7 @@ class Manifest:
 
     step: int
     ranks: int
-    files: Mapping[str, Facts]
+    files: Mapping[str, FileFacts]
 
     def write(self, folder: Path) -> None:
         """Write it into the folder of its files."""
@@ -84,7 +84,7 @@ class Manifest:
                     help="resume with the gemsc that saved it",
                 )
             files = {
-                str(name): Facts(**facts) for name, facts in found["files"].items()
+                str(name): FileFacts(**facts) for name, facts in found["files"].items()
             }
             return Manifest(int(found["step"]), int(found["ranks"]), files)
         except FileNotFoundError:
@@ -157,11 +157,11 @@ def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> No
             raise _damaged(f"{folder / name} is damaged: it is not what was saved")
 
 
-def facts_of(path: Path) -> Facts:
+def facts_of(path: Path) -> FileFacts:
     """Return a file's size and digest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Facts(path.stat().st_size, digest)
+    return FileFacts(path.stat().st_size, digest)
 
 
 # ------------------------------------------------------------------- writing

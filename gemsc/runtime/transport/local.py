@@ -21,7 +21,7 @@ from gemsc.errors import InternalError
 from gemsc.runtime.transport.transport import (
     check_message,
     check_sum,
-    describe,
+    shape_text,
 )
 from gemsc.runtime.transport.waiting import Request, wait
 
@@ -29,7 +29,7 @@ __all__ = ["LocalTransport", "RankStoppedError", "run_local"]
 
 T = TypeVar("T")
 Key = tuple[int, int, int]  # source, destination, tag
-Place = tuple[tuple[int, ...], str, int]  # ranks, key of the group, number of the sum
+CallSite = tuple[tuple[int, ...], str, int]  # ranks, key of the group, its sum
 Combine = Callable[[dict[int, object]], None]
 
 GRACE_SECONDS = 5.0  # for threads to end after a failure
@@ -72,7 +72,7 @@ class _World:
         self.changed = threading.Condition()
         self.sends: dict[Key, deque[_LocalRequest]] = {}
         self.receives: dict[Key, deque[_LocalRequest]] = {}
-        self.collectives: dict[Place, _Collective] = {}
+        self.collectives: dict[CallSite, _Collective] = {}
         self.waiting: dict[int, tuple[_LocalRequest, ...]] = {}
         self.finished: set[int] = set()
         self.failure: tuple[int | None, BaseException] | None = None
@@ -112,7 +112,7 @@ class _World:
 
     def join(
         self,
-        key: Place,
+        key: CallSite,
         request: _LocalRequest,
         contribution: tuple[int, object],
         kind: str,
@@ -183,7 +183,7 @@ def _copy(send: _LocalRequest, receive: _LocalRequest) -> None:
 def _add_up(tensors: dict[int, object]) -> None:
     """Put the sum into every tensor, added in ascending rank order."""
     parts = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
-    kinds = {describe(part) for part in parts}
+    kinds = {shape_text(part) for part in parts}
     if len(kinds) != 1:
         raise InternalError(
             f"an all-reduce of different tensors: {', '.join(sorted(kinds))}"
@@ -231,12 +231,12 @@ class LocalTransport:
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send; complete when the receive was posted and the data copied."""
-        text = f"send of {describe(tensor)} to rank {dest} with tag {tag}"
+        text = f"send of {shape_text(tensor)} to rank {dest} with tag {tag}"
         return self._post(tensor, dest, (self.rank, dest, tag), text, is_send=True)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into a tensor of the message's size and dtype."""
-        text = f"receive of {describe(tensor)} from rank {source} with tag {tag}"
+        text = f"receive of {shape_text(tensor)} from rank {source} with tag {tag}"
         return self._post(tensor, source, (source, self.rank, tag), text, is_send=False)
 
     def _post(

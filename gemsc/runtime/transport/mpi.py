@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gemsc.base.lifeline import end_with_launcher
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.transport.transport import check_message, check_sum, describe
+from gemsc.runtime.transport.transport import check_message, check_sum, shape_text
 from gemsc.runtime.transport.waiting import Request, wait
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class MpiGroup:
         half = tensor.dtype in (torch.bfloat16, torch.float16)
         staged = tensor.to(torch.float32) if half else tensor
         if staged.dtype not in self._types:
-            raise InternalError(f"no all-reduce for {describe(tensor)}")
+            raise InternalError(f"no all-reduce for {shape_text(tensor)}")
         buffer = self._mpi.buffer.fromaddress(staged.data_ptr(), staged.nbytes)
         request = self._comm.Iallreduce(
             self._mpi.IN_PLACE, [buffer, self._types[staged.dtype]], self._mpi.SUM

@@ -33,7 +33,7 @@ __all__ = [
 MOST_LEAVING = 2  # tensors on their way to the host before the computation waits
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point of a stream."""
 
     def query(self) -> bool:
@@ -46,7 +46,7 @@ class Pending:
     """A tensor that the library may read, or write, once it is ready."""
 
     tensor: Tensor
-    event: Event | None = None
+    event: StreamEvent | None = None
 
     def ready(self) -> bool:
         """Whether the device is done with it; never blocks."""
@@ -167,8 +167,8 @@ class CudaStreams:
         self._cuda = cuda
         self._outward = cuda.Stream(device)
         self._inward = cuda.Stream(device)
-        self._leaving: deque[tuple[Tensor, Event]] = deque()
-        self._coming: deque[tuple[Tensor, Event]] = deque()
+        self._leaving: deque[tuple[Tensor, StreamEvent]] = deque()
+        self._coming: deque[tuple[Tensor, StreamEvent]] = deque()
 
     def to_host(self, tensor: Tensor) -> Pending:
         """Copy to pinned memory on the outward stream, after the computation so far."""
@@ -229,7 +229,7 @@ class CudaStreams:
         self._coming.append((room.tensor, event))
         return Arrival(room.tensor, partial(self._take, event))
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: StreamEvent) -> None:
         """Let what is computed next wait for a copy, and so for those before it."""
         if all(event is not each for _, each in self._coming):
             return  # it has waited for this one, or for a later one

@@ -16,7 +16,7 @@ __all__ = [
     "Transport",
     "check_message",
     "check_sum",
-    "describe",
+    "shape_text",
 ]
 
 LARGEST_TAG = 32767  # what the MPI standard guarantees
@@ -112,7 +112,7 @@ class Transport(Protocol):
         ...
 
 
-def describe(tensor: Tensor) -> str:
+def shape_text(tensor: Tensor) -> str:
     """Return shape and dtype in the form `2x3 float32`."""
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
@@ -132,10 +132,10 @@ def check_message(
 def check_memory(tensor: Tensor, *, cuda_aware: bool) -> None:
     """Raise an InternalError unless the library can read the tensor's memory."""
     if not tensor.is_contiguous():
-        raise InternalError(f"{describe(tensor)} with gaps: make it contiguous first")
+        raise InternalError(f"{shape_text(tensor)} with gaps: make it contiguous first")
     if tensor.device.type != "cpu" and not (tensor.is_cuda and cuda_aware):
         raise InternalError(
-            f"{describe(tensor)} on {tensor.device}: this transport carries "
+            f"{shape_text(tensor)} on {tensor.device}: this transport carries "
             f"{'CPU and CUDA' if cuda_aware else 'CPU'} tensors"
         )
 
@@ -148,4 +148,4 @@ def check_sum(tensor: Tensor) -> None:
     """
     check_memory(tensor, cuda_aware=False)
     if tensor.dtype == torch.bool or tensor.is_complex():
-        raise InternalError(f"no all-reduce for {describe(tensor)}")
+        raise InternalError(f"no all-reduce for {shape_text(tensor)}")
