@@ -17,7 +17,14 @@ from gemsc.schedules import (
     place,
 )
 from gemsc.schedules.check import prove
-from gemsc.schedules.rank_step import AllReduce, End, Message, RankStep, Run, Step
+from gemsc.schedules.rank_step import (
+    AllReduce,
+    End,
+    MessageEnd,
+    RankStep,
+    StageRun,
+    Step,
+)
 
 Orders = Sequence[Sequence[Action]]
 
@@ -49,7 +56,7 @@ def ranks_of(task: Task, orders: Orders) -> list[RankStep]:
     return ranks
 
 
-def run_of(task: Task, kind: Kind, replica: int, stage: int) -> Run:
+def run_of(task: Task, kind: Kind, replica: int, stage: int) -> StageRun:
     """Return what one stage sends and receives for each micro-batch."""
 
     row = task.placement[replica]
@@ -59,10 +66,10 @@ def run_of(task: Task, kind: Kind, replica: int, stage: int) -> Run:
         tag = 2 * (replica * len(task.edges) + index) + back
         source, dest = (e.dest, e.source) if back else (e.source, e.dest)
         if stage == dest and (e.gradient or not back):
-            taken.append(Message(row[source], tag, ("x",)))
+            taken.append(MessageEnd(row[source], tag, ("x",)))
         if stage == source and (e.gradient or not back):
-            given.append(Message(row[dest], tag, ("x",)))
-    return Run(tuple(taken), tuple(given))
+            given.append(MessageEnd(row[dest], tag, ("x",)))
+    return StageRun(tuple(taken), tuple(given))
 
 
 def shared_by(task: Task) -> dict[str, tuple[int, ...]]:

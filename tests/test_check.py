@@ -17,9 +17,9 @@ from gemsc.schedules.rank_step import (
     AllReduce,
     End,
     GridCall,
-    Message,
+    MessageEnd,
     RankStep,
-    Run,
+    StageRun,
     Step,
 )
 
@@ -137,7 +137,7 @@ def test_what_is_handed_over_on_a_rank_must_be_made_first_and_not_yet_freed() ->
 
 # -- messages --------------------------------------------------------------------------
 
-X = Message(1, 0, ("x",))
+X = MessageEnd(1, 0, ("x",))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_a_backward_that_waits_for_what_was_sent_can_block() -> None:
 # -- tiles -----------------------------------------------------------------------------
 
 ALL = GridCall("batch_norm", (0, 1), line="model.py:7")
-UP = GridCall("redistribute", (0, 1), (Message(1, 9, ("[0:1]",)),))
-DOWN = replace(UP, sends=(), receives=(Message(1, 9, ("[0:1]",)),))
+UP = GridCall("redistribute", (0, 1), (MessageEnd(1, 9, ("[0:1]",)),))
+DOWN = replace(UP, sends=(), receives=(MessageEnd(1, 9, ("[0:1]",)),))
 
 
 def tiles(*calls: Sequence[GridCall]) -> None:
@@ -234,7 +234,7 @@ def tiles(*calls: Sequence[GridCall]) -> None:
     )
     ranks = []
     for number, made in enumerate(calls):
-        runs = {**rank.runs, (Kind.FORWARD, 0, 0): Run(calls=tuple(made))}
+        runs = {**rank.runs, (Kind.FORWARD, 0, 0): StageRun(calls=tuple(made))}
         sums = AllReduce("stage0", (0, 1)), *ENDS
         steps = (*rank.actions, *sums)
         ranks.append(RankStep(number, runs, steps, (0, 1)))
@@ -242,7 +242,7 @@ def tiles(*calls: Sequence[GridCall]) -> None:
 
 
 def test_tiles_make_the_same_calls_in_the_same_order() -> None:
-    down = replace(DOWN, receives=(Message(0, 9, ("[0:1]",)),))
+    down = replace(DOWN, receives=(MessageEnd(0, 9, ("[0:1]",)),))
     tiles([ALL, UP], [ALL, down])
     alone = replace(ALL, ranks=(1,))
     for second, message in [

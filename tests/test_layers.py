@@ -7,7 +7,7 @@ import functools
 import graphlib
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +92,8 @@ TILES = "gemsc.runtime.tiles"
 KNOWN = {(f"{TILES}.{m}", f"{TILES}.layers") for m in ("norms", "losses", "reductions")}
 
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"], "", "runtime"}
+# each of them is where a process begins
+MANY = {"main"}
 LARGEST_ROOM, MOST_LOOSE_MODULES = 24, 8
 
 
@@ -181,6 +183,19 @@ def test_rooms_are_small():
     sizes = Counter(path.parent for path in modules().values())
     large = {str(path): size for path, size in sizes.items() if size > LARGEST_ROOM}
     assert not large
+
+
+def test_a_name_is_one_thing():
+    """But for an operation: what it does, its rule and its function share a name."""
+    places = defaultdict(set)
+    for module in modules():
+        of_tiles = room(module) in ("passes.spatial", "runtime.tiles", "ir")
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                is_operation = of_tiles and isinstance(node, ast.FunctionDef)
+                places[node.name].add("tiles" if is_operation else module)
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not [name for name in twice if name[0] != "_" and name not in MANY]
 
 
 def test_no_two_modules_import_each_other():

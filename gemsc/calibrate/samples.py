@@ -101,7 +101,7 @@ class Draw:
 Source = Callable[[Draw], Iterator[AtenCall]]
 
 
-def convolution(
+def _convolution(
     draw: Draw,
     *,
     kernels: tuple[int, ...],
@@ -193,7 +193,7 @@ def attention(draw: Draw) -> Iterator[AtenCall]:
     yield AtenCall(backward, args, (gradient,))
 
 
-def batch_norm(draw: Draw) -> Iterator[AtenCall]:
+def _batch_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield batch norm in training and its backward."""
     x = draw.tensor(*draw.picture(draw.elements(), smallest=2, widest=2048))
     channels = x.shape[1]
@@ -208,7 +208,7 @@ def batch_norm(draw: Draw) -> Iterator[AtenCall]:
     yield AtenCall(call, (*back, True, 1e-5, [True, True, True]), (gradient,))
 
 
-def group_norm(draw: Draw) -> Iterator[AtenCall]:
+def _group_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield group norm and its backward."""
     x = draw.tensor(*draw.picture(draw.elements()))
     batch, channels, height, width = x.shape
@@ -227,7 +227,7 @@ def _table(draw: Draw) -> Tensor:
     return draw.tensor(max(1, draw.elements() // width), width)
 
 
-def layer_norm(draw: Draw) -> Iterator[AtenCall]:
+def _layer_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield layer norm and its backward."""
     x = _table(draw)
     width = [x.shape[1]]
@@ -243,7 +243,7 @@ def layer_norm(draw: Draw) -> Iterator[AtenCall]:
     yield AtenCall(_ATEN.native_layer_norm_backward.default, back, (gradient,))
 
 
-def softmax(draw: Draw) -> Iterator[AtenCall]:
+def _softmax(draw: Draw) -> Iterator[AtenCall]:
     """Yield softmax and its backward."""
     x = _table(draw)
     gradient = draw.tensor(*x.shape)
@@ -327,7 +327,7 @@ def pooling_3d(draw: Draw) -> Iterator[AtenCall]:
     yield AtenCall(_ATEN.max_pool3d_with_indices_backward.default, back, (gradient,))
 
 
-def interpolation(draw: Draw) -> Iterator[AtenCall]:
+def _interpolation(draw: Draw) -> Iterator[AtenCall]:
     """Yield interpolation to twice the size, and its backward."""
     x = draw.tensor(*draw.picture(draw.elements() // 4))
     size = [2 * x.shape[2], 2 * x.shape[3]]
@@ -356,44 +356,44 @@ def tables(draw: Draw) -> Iterator[AtenCall]:
 
 
 def _conv_2d(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(3, 3, 3, 5, 7))
+    return _convolution(draw, kernels=(3, 3, 3, 5, 7))
 
 
 def _conv_1x1(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(1,))
+    return _convolution(draw, kernels=(1,))
 
 
 def _conv_1x1_many(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(1,), batch=draw.pick(16, 24, 32))
+    return _convolution(draw, kernels=(1,), batch=draw.pick(16, 24, 32))
 
 
 def _conv_1x1_last(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(1,), batch=draw.between(2, 16), last=True)
+    return _convolution(draw, kernels=(1,), batch=draw.between(2, 16), last=True)
 
 
 def _conv_2d_last(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(3,), batch=draw.between(2, 16), last=True)
+    return _convolution(draw, kernels=(3,), batch=draw.between(2, 16), last=True)
 
 
 def _conv_3d(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(3,), dims=3)
+    return _convolution(draw, kernels=(3,), dims=3)
 
 
 def _conv_single(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(3,), dims=draw.pick(2, 3, 3), single=True)
+    return _convolution(draw, kernels=(3,), dims=draw.pick(2, 3, 3), single=True)
 
 
 def _conv_transposed_single(draw: Draw) -> Iterator[AtenCall]:
     dims = draw.pick(2, 3)
-    return convolution(draw, kernels=(2, 4), dims=dims, transposed=True, single=True)
+    return _convolution(draw, kernels=(2, 4), dims=dims, transposed=True, single=True)
 
 
 def _conv_depthwise(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(3, 3, 5, 7), depthwise=True)
+    return _convolution(draw, kernels=(3, 3, 5, 7), depthwise=True)
 
 
 def _conv_transposed(draw: Draw) -> Iterator[AtenCall]:
-    return convolution(draw, kernels=(2, 4), dims=draw.pick(2, 2, 3), transposed=True)
+    return _convolution(draw, kernels=(2, 4), dims=draw.pick(2, 2, 3), transposed=True)
 
 
 # name for people, where operators come from, how many of them
@@ -411,16 +411,16 @@ FAMILIES: tuple[tuple[str, Source, int], ...] = (
     ("matrix product", matmul, 48),
     ("batched matrix product", batched_matmul, 32),
     ("attention", attention, 32),
-    ("batch norm", batch_norm, 56),
-    ("group norm", group_norm, 24),
-    ("layer norm", layer_norm, 24),
-    ("softmax", softmax, 24),
+    ("batch norm", _batch_norm, 56),
+    ("group norm", _group_norm, 24),
+    ("layer norm", _layer_norm, 24),
+    ("softmax", _softmax, 24),
     ("elementwise", pointwise, 32),
     ("functions", functions, 24),
     ("sums", sums, 24),
     ("copies", copies, 32),
     ("pooling", pooling, 24),
     ("pooling of volumes", pooling_3d, 16),
-    ("interpolation", interpolation, 24),
+    ("interpolation", _interpolation, 24),
     ("embedding", tables, 24),
 )

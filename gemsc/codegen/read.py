@@ -32,9 +32,16 @@ from gemsc.runtime import (
 )
 from gemsc.runtime.tiles.messages import tag_of
 from gemsc.runtime.worker.worker import replica_of, stage_of
-from gemsc.schedules import rank_step
 from gemsc.schedules.action import Action, Kind
-from gemsc.schedules.rank_step import AllReduce, End, GridCall, RankStep, Run, Step
+from gemsc.schedules.rank_step import (
+    AllReduce,
+    End,
+    GridCall,
+    MessageEnd,
+    RankStep,
+    StageRun,
+    Step,
+)
 
 __all__ = ["read_ranks"]
 
@@ -79,8 +86,8 @@ class _Function:
 
     kind: Kind = Kind.FORWARD
     key: str = ""
-    receives: list[rank_step.Message] = field(default_factory=list)
-    sends: list[rank_step.Message] = field(default_factory=list)
+    receives: list[MessageEnd] = field(default_factory=list)
+    sends: list[MessageEnd] = field(default_factory=list)
     calls: list[GridCall] = field(default_factory=list)
     lines: str = ""
     variables: dict[str, str] = field(default_factory=dict)
@@ -91,10 +98,10 @@ class _Function:
         return _place(self.key)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> StageRun:
         """Return it as plain data."""
         messages = tuple(self.receives), tuple(self.sends)
-        return Run(*messages, tuple(self.calls), self.lines)
+        return StageRun(*messages, tuple(self.calls), self.lines)
 
 
 @dataclass(frozen=True)
@@ -324,12 +331,12 @@ class _File:
         *,
         sends: bool,
         line: str = "",
-    ) -> Iterator[rank_step.Message]:
+    ) -> Iterator[MessageEnd]:
         """Yield this rank's ends of a message."""
         if isinstance(message, GridMessage):
             if message.is_local:
                 values = tuple(_show(value, ()) for value in message.given)
-                yield rank_step.Message(self.rank, message.tag, values, line)
+                yield MessageEnd(self.rank, message.tag, values, line)
                 return
             ranks = (*message.sources, *message.dests)
             parts = [
@@ -347,7 +354,7 @@ class _File:
                 here, peer = peer, here
             if here == self.rank:
                 values = tuple(map(_show, part.values, boxes))
-                yield rank_step.Message(peer, part.tag, values, line)
+                yield MessageEnd(peer, part.tag, values, line)
 
     # ------------------------------------------------------------ grids
 
@@ -410,9 +417,9 @@ class _File:
 
         def ends(
             pieces: Mapping[int, Sequence[Piece]],
-        ) -> tuple[rank_step.Message, ...]:
+        ) -> tuple[MessageEnd, ...]:
             return tuple(
-                rank_step.Message(ranks[tile], tag, tuple(_box(p.box) for p in each))
+                MessageEnd(ranks[tile], tag, tuple(_box(p.box) for p in each))
                 for tile, each in pieces.items()
             )
 

@@ -35,10 +35,10 @@ _HOOKS = (
 )
 _BUILTIN = (list, dict, tuple, set, slice, range, int, float, complex, str)
 
-Named = Callable[[UserObject], str]
+NamedObject = Callable[[UserObject], str]
 
 
-def user_module_source(path: str, opaque: Opaque, named: Named) -> str:
+def user_module_source(path: str, opaque: Opaque, named: NamedObject) -> str:
     """Return the expression that makes a user's module, without its tensors' values.
 
     Example: `user_module(Gate, scale=2.0, up=nn.Linear(8, 8))`. The class is imported;
@@ -63,7 +63,7 @@ def tensor_source(tensor: torch.Tensor) -> str:
 
 
 class _Source:
-    def __init__(self, opaque: Opaque, named: Named) -> None:
+    def __init__(self, opaque: Opaque, named: NamedObject) -> None:
         self.opaque = opaque
         self.named = named
         self.within: list[object] = []  # objects that are being written

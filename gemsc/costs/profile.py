@@ -37,7 +37,7 @@ class BlockTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _TimedRun:
     """One run of a group: its seconds, the pages it was first to use, its values."""
 
     forward: float
@@ -87,10 +87,10 @@ def time_nodes(
     return times
 
 
-def _steady(run: Callable[[], _Run], rounds: int) -> list[_Run]:
+def _steady(run: Callable[[], _TimedRun], rounds: int) -> list[_TimedRun]:
     """Return as many runs, the first one apart, that had no new pages, or fewest."""
     run()
-    runs: list[_Run] = []
+    runs: list[_TimedRun] = []
     steady = 0
     while steady < rounds and len(runs) < PATIENCE * rounds:
         runs.append(run())
@@ -111,7 +111,7 @@ def _feed(program: Program, module: nn.Module, inputs: Any, target: Any) -> Valu
     return values
 
 
-def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _Run:
+def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _TimedRun:
     """Run nodes forward and backward, once; the values are detached."""
     pages = _pages_used()
     own = list(nodes)
@@ -131,14 +131,14 @@ def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _Run:
         if isinstance(tensor, Tensor) and tensor.requires_grad
     ]
     if not (ends and any(meta.needs_gradient(node) for node in own)):
-        return _Run(forward, 0.0, _pages_used() - pages, _detached(given, values))
+        return _TimedRun(forward, 0.0, _pages_used() - pages, _detached(given, values))
     gradients = [torch.randn_like(tensor) for tensor in ends]
     detached = _detached(given, values)
     started = clock()
     torch.autograd.backward(ends, gradients)
     _wait(values)
     backward = clock() - started
-    return _Run(forward, backward, _pages_used() - pages, detached)
+    return _TimedRun(forward, backward, _pages_used() - pages, detached)
 
 
 def _pages_used() -> int:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.fake_copy import LOSS, fake_like, reject_unsupported
+from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
 from gemsc.frontend.root import make_root
 from gemsc.frontend.user_code import failing_line, is_user_file
 from gemsc.frontend.values import Returned, input_names, output_notes, returned
@@ -284,7 +284,7 @@ def _attach_values(root: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> No
     with mode:
         for node in root.graph.nodes:
             if node.op == "placeholder":
-                values[node] = fake_like(next(given), mode, (node.name,))
+                values[node] = fake_input(next(given), mode, (node.name,))
             elif node.op != "output":
                 values[node] = run_node(node, values, module)
             if node.op != "output":

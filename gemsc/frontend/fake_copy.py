@@ -22,7 +22,7 @@ __all__ = [
     "LOSS",
     "FakeCopy",
     "copy_on_fakes",
-    "fake_like",
+    "fake_input",
     "reject_unsupported",
 ]
 
@@ -194,7 +194,7 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def fake_like(
+def fake_input(
     tensor: torch.Tensor,
     fake: FakeTensorMode,
     path: Path,

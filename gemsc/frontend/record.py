@@ -21,7 +21,7 @@ from gemsc.frontend.dtypes import mark_dtypes
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
-    fake_like,
+    fake_input,
     reject_unsupported,
 )
 from gemsc.frontend.opaque import DependsOnDataError, Leaves
@@ -191,7 +191,7 @@ def _placeholders(
     name_of = input_names(request.model, request.inputs)
 
     def add(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-        copied = fake_like(tensor, fake, path, request.dtype)
+        copied = fake_input(tensor, fake, path, request.dtype)
         node = trace.writer.placeholder(name_of(path), copied)
         dtype = within(tensor.dtype, request.dtype)
         spec = TensorSpec(tuple(tensor.shape), dtype)

@@ -21,10 +21,10 @@ from gemsc.ir.fake import fake_copy
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.fusing import choose
+from gemsc.passes.spatial.fusing import choose_fused
 from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.rules import lower
+from gemsc.passes.spatial.rules import lower_call
 from gemsc.planner.tiles import exchanges
 
 __all__ = ["SplitTiles", "find_halos"]
@@ -66,7 +66,7 @@ class SplitTiles(Pass):
         if len(self.grids) != num_stages:
             raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
         probe, halos = _probe(program), self.halos
-        low = Lowering(program, self.grids, self.tile, probe, lower, halos=halos)
+        low = Lowering(program, self.grids, self.tile, probe, lower_call, halos=halos)
         lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused)
         for node in lowered.graph.nodes:
             meta.drop_facts(node)
@@ -82,13 +82,15 @@ def find_halos(
     to so many layers; 0: each layer has its own.
     """
     probe = _probe(program)
-    low = Lowering(program, grids, 0, probe, lower)
+    low = Lowering(program, grids, 0, probe, lower_call)
     done = low.run()
     halos = Halos()
     if layers:
         unfused = _traffic(done) if program.placement else {}
-        halos = replace(choose(low, program.require_stages(), layers), unfused=unfused)
-        low = Lowering(program, grids, 0, probe, lower, halos=halos)
+        halos = replace(
+            choose_fused(low, program.require_stages(), layers), unfused=unfused
+        )
+        low = Lowering(program, grids, 0, probe, lower_call, halos=halos)
         low.run()
     return replace(halos, inputs=low.inputs.wide_inputs())
 

@@ -41,7 +41,7 @@ class Activations:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SavedPart:
     """A segment, or a node of none: what stays of it, what its backward needs.
 
     `gradients` are the bytes of its parameters. What `waits` is left by the first part
@@ -82,7 +82,7 @@ def activations(
 
 
 def _measure(
-    received: Storages, parts: Sequence[_Part], known: Storages
+    received: Storages, parts: Sequence[_SavedPart], known: Storages
 ) -> Activations:
     """Return what is kept, and what is alive when a part's backward begins, at most.
 
@@ -117,7 +117,7 @@ def _measure(
     return Activations(kept, peak - kept, first_peak - kept, total, waiting_bytes)
 
 
-def _left_behind(parts: Sequence[_Part]) -> list[Storages]:
+def _left_behind(parts: Sequence[_SavedPart]) -> list[Storages]:
     """Return, for each part and the end, what waits of the parts from there on."""
     found: list[Storages] = [{}]
     for part in reversed(parts):
@@ -127,7 +127,7 @@ def _left_behind(parts: Sequence[_Part]) -> list[Storages]:
 
 def _parts(
     program: Program, index: int, waiting: Container[fx.Node]
-) -> tuple[Storages, list[_Part]]:
+) -> tuple[Storages, list[_SavedPart]]:
     """Return what a stage receives with a gradient, and its parts in order."""
     stage = flow(program, index, with_outputs=False)
     received: dict[int, int] = {}
@@ -136,7 +136,7 @@ def _parts(
         if meta.needs_gradient(node):
             keys = [storage for storage, _ in facts.storages]
             received.update(dict.fromkeys(keys, facts.output_bytes))
-    parts: list[_Part] = []
+    parts: list[_SavedPart] = []
     inside = {
         node: (segment.kind, nodes)
         for segment, nodes in segments_of(program, stage)
@@ -153,17 +153,17 @@ def _parts(
         parts += [_plain(each, each in waiting) for each in plain]
         plain = []
         stays = _inputs(nodes) if kind == "recompute" else {}
-        parts.append(_Part(kind, stays, _saved(nodes), _gradients(nodes)))
+        parts.append(_SavedPart(kind, stays, _saved(nodes), _gradients(nodes)))
     return received, [*parts, *(_plain(each, each in waiting) for each in plain)]
 
 
-def _plain(node: fx.Node, is_waiting: bool) -> _Part:
+def _plain(node: fx.Node, is_waiting: bool) -> _SavedPart:
     saved, gradients = _saved([node]), _gradients([node])
     facts = meta.facts(node)
     if not is_waiting or not facts.waits:
-        return _Part("plain", saved, saved, gradients)
+        return _SavedPart("plain", saved, saved, gradients)
     waits = {**saved, **dict(facts.waits)}
-    return _Part("plain", saved, saved, gradients - facts.weight_bytes, waits)
+    return _SavedPart("plain", saved, saved, gradients - facts.weight_bytes, waits)
 
 
 def waiting_gradient_bytes(program: Program, index: int) -> int:

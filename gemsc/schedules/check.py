@@ -33,7 +33,7 @@ from gemsc.schedules.rank_step import (
     AllReduce,
     End,
     GridCall,
-    Message,
+    MessageEnd,
     RankStep,
     Step,
 )
@@ -44,7 +44,7 @@ LARGEST_TAG = 32767  # MPI guarantees tags up to this one
 
 KINDS = tuple(Kind)  # in the order in which a micro-batch has them
 
-Posted = tuple[Action, Message]
+Posted = tuple[Action, MessageEnd]
 
 
 def prove(
@@ -307,8 +307,8 @@ class _Proof:
         """Make sure that what tiles call at one point of an action fits together."""
         here = dict(zip(group, calls, strict=True))
         leader, first = next((n, call) for n, call in here.items() if call is not None)
-        sent: dict[Way, Message] = {}
-        received: dict[Way, Message] = {}
+        sent: dict[Way, MessageEnd] = {}
+        received: dict[Way, MessageEnd] = {}
         ranks: dict[int, tuple[int, ...]] = {}
         for number, call in here.items():
             if call is None or call.method != first.method:

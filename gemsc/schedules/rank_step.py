@@ -8,11 +8,11 @@ from enum import StrEnum
 
 from gemsc.schedules.action import Action, Kind
 
-__all__ = ["AllReduce", "End", "GridCall", "Message", "RankStep", "Run", "Step"]
+__all__ = ["AllReduce", "End", "GridCall", "MessageEnd", "RankStep", "StageRun", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageEnd:
     """One rank's end of messages: what it sends to a peer, or receives from it.
 
     The peer is the rank itself where a value goes from one of its stages to another.
@@ -39,8 +39,8 @@ class GridCall:
 
     method: str
     ranks: tuple[int, ...]
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
+    sends: tuple[MessageEnd, ...] = ()
+    receives: tuple[MessageEnd, ...] = ()
     line: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -49,14 +49,14 @@ class GridCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StageRun:
     """One stage's work on a micro-batch, whichever: receive, compute, send.
 
     `calls` are those of its grid, in order. `lines` are the user's.
     """
 
-    receives: tuple[Message, ...] = ()
-    sends: tuple[Message, ...] = ()
+    receives: tuple[MessageEnd, ...] = ()
+    sends: tuple[MessageEnd, ...] = ()
     calls: tuple[GridCall, ...] = ()
     lines: str = ""
 
@@ -92,7 +92,7 @@ class RankStep:
     """
 
     rank: int
-    runs: Mapping[tuple[Kind, int, int], Run]
+    runs: Mapping[tuple[Kind, int, int], StageRun]
     steps: tuple[Step, ...]
     tiles: tuple[int, ...]
     deferred: frozenset[Action] = frozenset()
@@ -102,6 +102,6 @@ class RankStep:
         """What it computes, in order."""
         return [step for step in self.steps if isinstance(step, Action)]
 
-    def run(self, action: Action) -> Run:
+    def run(self, action: Action) -> StageRun:
         """Return what an action does."""
         return self.runs[action.kind, action.replica, action.stage]

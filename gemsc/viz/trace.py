@@ -10,7 +10,7 @@ from gemsc.viz.panel import Panel, Row, Span
 
 __all__ = ["trace_text"]
 
-Event = dict[str, Any]
+Json = dict[str, Any]
 INSIDE = 1e-3  # microseconds: arrows begin just before the end of a span
 
 
@@ -22,7 +22,7 @@ def trace_text(panels: Sequence[Panel]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
-def _all(pid: int, panel: Panel) -> Iterator[Event]:
+def _all(pid: int, panel: Panel) -> Iterator[Json]:
     yield _name(pid, 0, "process_name", name=panel.name)
     yield _name(pid, 0, "process_sort_index", sort_index=pid)
     for rank, row in enumerate(panel.rows):
@@ -32,7 +32,7 @@ def _all(pid: int, panel: Panel) -> Iterator[Event]:
             yield _span(pid, rank, span)
         yield from _memory(pid, row)
     for number, arrow in enumerate(panel.arrows):
-        shared: Event = {
+        shared: Json = {
             "name": "message",
             "cat": "message",
             "id": f"{pid}.{number}",
@@ -54,11 +54,11 @@ def _tid(pid: int, rank: int) -> int:
     return 10_000 * pid + rank
 
 
-def _name(pid: int, tid: int, what: str, **arguments: object) -> Event:
+def _name(pid: int, tid: int, what: str, **arguments: object) -> Json:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
 
 
-def _span(pid: int, rank: int, span: Span) -> Event:
+def _span(pid: int, rank: int, span: Span) -> Json:
     action = span.action
     return {
         "ph": "X",
@@ -78,7 +78,7 @@ def _span(pid: int, rank: int, span: Span) -> Event:
     }
 
 
-def _memory(pid: int, row: Row) -> Iterator[Event]:
+def _memory(pid: int, row: Row) -> Iterator[Json]:
     for seconds, held in row.memory:
         counter = {"name": f"{row.name} bytes", "args": {"bytes": held}}
         yield {"ph": "C", "pid": pid, "ts": _us(seconds), **counter}

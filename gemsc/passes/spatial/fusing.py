@@ -28,7 +28,7 @@ from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import RULES
 from gemsc.passes.spatial.values import covers
 
-__all__ = ["choose"]
+__all__ = ["choose_fused"]
 
 Boxes = tuple[Box, ...]
 Wishes = dict[fx.Node, tuple[Boxes, ...]]  # by user: what it wants, with a halo
@@ -55,7 +55,7 @@ WIDE_KINDS = frozenset(
 )
 
 
-def choose(low: Lowering, stages: Iterable[Stage], layers: int) -> Halos:
+def choose_fused(low: Lowering, stages: Iterable[Stage], layers: int) -> Halos:
     """Return what to compute beyond the own part; `low` has lowered the whole program.
 
     One exchange serves so many layers at most; whatever saves an exchange is done.

@@ -23,7 +23,7 @@ from gemsc.passes.spatial import (
 from gemsc.passes.spatial.calls import Call, call_of
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 
-__all__ = ["lower"]
+__all__ = ["lower_call"]
 
 RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "conv": windows.convolution,
@@ -70,7 +70,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
 CUTS_AGAIN = frozenset({"conv", "conv_transpose", "max_pool", "avg_pool"})
 
 
-def lower(low: Lowering, node: fx.Node) -> Local:
+def lower_call(low: Lowering, node: fx.Node) -> Local:
     """Lower one node of a stage that is split.
 
     Raises:

@@ -178,7 +178,7 @@ class _Packed:
         *("is_conjugate", "is_negative"),
     )
 
-    def __init__(self, part: _Part, moved: _Moved, tensor: Tensor) -> None:
+    def __init__(self, part: _OffloadedPart, moved: _Moved, tensor: Tensor) -> None:
         self.part = part
         self.moved = moved
         self.dtype = tensor.dtype
@@ -217,10 +217,10 @@ def _unpack(packed: _Packed | _PackedParts | Tensor) -> Tensor:
     return packed.view()
 
 
-class _Part:
+class _OffloadedPart:
     """One `with offloaded():` of one run, and the part before it."""
 
-    def __init__(self, run: OffloadedRun, before: _Part | None) -> None:
+    def __init__(self, run: OffloadedRun, before: _OffloadedPart | None) -> None:
         self._pack = run.pack
         self._meter = active_meter()
         self._before = before
@@ -279,7 +279,7 @@ class OffloadedRun:
         self._stage = stage
         self._staying = staying
         self._known: dict[tuple[int, int], ReferenceType[_Moved]] = {}
-        self._last: _Part | None = None
+        self._last: _OffloadedPart | None = None
 
     def __enter__(self) -> OffloadedRun:
         """Let `offloaded()` find this run, in its forward."""
@@ -302,9 +302,9 @@ class OffloadedRun:
         tensors = (*stage.parameters(), *stage.buffers(), *self._staying)
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
-    def begin_part(self) -> _Part:
+    def begin_part(self) -> _OffloadedPart:
         """Begin the next `with offloaded():`."""
-        self._last = _Part(self, self._last)
+        self._last = _OffloadedPart(self, self._last)
         return self._last
 
     def pack(self, tensor: Tensor) -> _Moved | None:

@@ -10,6 +10,9 @@ run alone (torch.utils.checkpoint would advance them twice).
 On tiles a block exchanges halos and sums, so that all tiles must run it again at the
 same point of the backward, and run all of it: before its first gradient, as a hook on
 its results tells. Elsewhere the second run ends with the last tensor that is missed.
+
+torch.utils.checkpoint does not do: it refuses a backward that reads `ctx.saved_tensors`
+twice, cannot begin before the first gradient, and keeps a halo beside what it is of.
 """
 
 from __future__ import annotations
