@@ -777,7 +777,7 @@ def test_a_mistake_that_only_a_rank_can_find_is_told_once(
     assert gemsc("compile", "model.py", "-o", "program").code == 0
     if name != "no dataset":
         edit(file, *changes)
-    outcome = start("run", "program")
+    outcome = gemsc("run", "program")
     assert outcome.code == 1
     assert outcome.err.count("error: ") == 1, outcome.err
     assert says in outcome.err
@@ -787,9 +787,9 @@ def test_a_mistake_that_only_a_rank_can_find_is_told_once(
 
 
 @pytest.mark.mpi
-def test_damaged_weights_are_told_once(program: Path, tmp_path: Path) -> None:
+def test_damaged_weights_are_told_once(program: Path, gemsc: Gemsc) -> None:
     (program / "weights" / "stage1.safetensors").write_bytes(b"damaged")
-    outcome = start("run", program)
+    outcome = gemsc("run", program)
     assert outcome.code == 1
     assert outcome.err.count("error: ") == 1, outcome.err
     assert "stage1.safetensors is damaged" in outcome.err

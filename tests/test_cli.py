@@ -178,7 +178,7 @@ def test_a_program_of_another_name_runs_and_is_exact(
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL.replace("def model()", "def small()"))
     assert gemsc("compile", "model.py:small", "-o", "program").code == 0
-    outcome = start("verify", "program", "--dtype", "float64", "--steps", "2")
+    outcome = gemsc("verify", "program", "--dtype", "float64", "--steps", "2")
     assert outcome.code == 0, outcome.err
     assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)
 

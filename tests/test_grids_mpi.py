@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Gemsc, gemsc_here, start
+import torch
+from command_line import Gemsc, gemsc_here
+from program_support import on_ranks
 
 from gemsc.launch.launch import launch
-from gemsc.plan import Plan
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi
 gemsc = pytest.fixture(gemsc_here)
@@ -44,20 +47,6 @@ def loss(output, target):
     return nn.functional.mse_loss(output, target)
 """
 
-LOOP = """
-import json, sys
-import torch
-import gemsc
-
-trainer = gemsc.load(sys.argv[1])
-torch.manual_seed(1)
-x, y = torch.randn(2, 2, 1, 8, 6, 7)
-losses = [trainer.step((x,), y) for _ in range(3)]
-if trainer.transport.rank == 0:
-    open(sys.argv[2], "w").write(json.dumps(losses))
-trainer.transport.close()
-"""
-
 
 def compiled(gemsc: Gemsc, folder: Path, name: str, *words: str) -> Path:
     (folder / "model.py").write_text(MODEL)
@@ -69,31 +58,48 @@ def compiled(gemsc: Gemsc, folder: Path, name: str, *words: str) -> Path:
     return path
 
 
+def losses(trainer: Trainer) -> list[float]:
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 2, 1, 8, 6, 7)
+    return [trainer.step((x,), y) for _ in range(3)]
+
+
 def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path, gemsc: Gemsc) -> None:
-    (tmp_path / "loop.py").write_text(LOOP)
-    found = []
-    tiles = ["--ranks", "2", "--tiles", "2x1x1"]
-    for name, words in (
-        ("one", ["--ranks", "1"]),
-        ("tiles", tiles),
-        ("leaner", [*tiles, "--recompute", "all"]),
-    ):
-        path = compiled(gemsc, tmp_path, name, *words)
-        result = tmp_path / f"{name}.json"
-        loop = [sys.executable, str(tmp_path / "loop.py"), str(path), str(result)]
-        assert launch(Plan.read(path / "plan.toml").ranks, loop, timeout=120) == 0
-        found.append(json.loads(result.read_text()))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] == found[1]
-    assert "recompute(" in (tmp_path / "leaner" / "rank0.py").read_text()
+    one = compiled(gemsc, tmp_path, "one", "--ranks", "1")
+    (expected,) = on_ranks(one, 1, losses)
+    words = ("--ranks", "2", "--tiles", "2x1x1")
+    tiles = compiled(gemsc, tmp_path, "tiles", *words)
+    leaner = compiled(gemsc, tmp_path, "leaner", *words, "--recompute", "all")
+    assert "recompute(" in (leaner / "rank0.py").read_text()
+    job = [sys.executable, __file__, str(tiles), str(leaner)]
+    assert launch(2, job, timeout=120) == 0
+    found = [
+        json.loads(path.with_suffix(".json").read_text()) for path in (tiles, leaner)
+    ]
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+    assert found[1] == found[0]
 
 
 def test_compile_and_verify_from_the_command_line(tmp_path: Path, gemsc: Gemsc) -> None:
     path = compiled(
-        gemsc, tmp_path, "p", "--ranks", "4", "--tiles", "2x1x2", "--schedule", "gpipe"
+        gemsc, tmp_path, "p", "--ranks", "2", "--tiles", "1x1x2", "--schedule", "gpipe"
     )
-    done = start("verify", path, "--steps", "1", "--dtype", "float64")
+    done = gemsc("verify", path, "--steps", "1", "--dtype", "float64")
     assert done.code == 0, done.out + done.err
     assert "exact" in done.out
     shown = gemsc("show", path)
-    assert "2 x 1 x 2" in shown.out
+    assert "1 x 1 x 2" in shown.out
+
+
+def main(*names: str) -> None:
+    """What a rank runs: some steps of each program, in turn."""
+    for name in names:
+        transport = MpiTransport()
+        found = losses(Trainer(Path(name), transport))
+        if transport.rank == 0:
+            Path(name).with_suffix(".json").write_text(json.dumps(found))
+        transport.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from command_line import Gemsc, gemsc_here, start
+from command_line import Gemsc, gemsc_here
 from program_support import batch_of, mse, on_ranks, written
 from support import run_on_threads
 from torch import Tensor, nn
@@ -692,7 +692,7 @@ def test_the_command_reports_and_verifies_them(
     )
     assert note in " ".join(outcome.out.split())
     assert note in " ".join(gemsc("show", "program").out.split())
-    outcome = start("verify", "program", "--dtype", "float64", "--steps", "2")
+    outcome = gemsc("verify", "program", "--dtype", "float64", "--steps", "2")
     assert outcome.code == 0, outcome.err
     assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)
     (tmp_path / "parts.py").write_text(PARTS.replace("return -x", "return x"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import MODEL, Gemsc, gemsc_here, start
+from command_line import MODEL, Gemsc, gemsc_here
 from program_support import Net, mean
 from torch import Tensor, nn
 
@@ -183,10 +183,12 @@ def test_a_quick_calibration_writes_a_file_that_compiles(
 
 
 @pytest.mark.mpi
-def test_the_network_is_measured_between_processes(tmp_path: Path) -> None:
+def test_the_network_is_measured_between_processes(
+    tmp_path: Path, gemsc: Gemsc
+) -> None:
     path = tmp_path / "mine.toml"
     read_hardware("v100").write(path)
-    done = start("profile", "--network", "--ranks", "2", "-o", str(path))
+    done = gemsc("profile", "--network", "--ranks", "2", "-o", str(path))
     assert done.code == 0, done.err
     hardware = read_hardware(str(path))
     assert hardware.device == read_hardware("v100").device

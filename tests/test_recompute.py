@@ -292,7 +292,7 @@ def test_under_mpirun_with_dropout(tmp_path: Path, gemsc: Gemsc) -> None:
     weights = []
     for name in ("off", "all"):
         program, saved = tmp_path / name, tmp_path / f"{name}-saved"
-        words = ("--recompute", name, "--ranks", 2, "-o", program)
+        words = ("--recompute", name, "--ranks", 1, "-o", program)
         assert gemsc("compile", tmp_path / "model.py", *words).code == 0
         assert gemsc("run", program, "--steps", 3, "--save", saved).code == 0
         weights.append(load_file(saved / "model.safetensors"))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import MODEL, line_of, start
+from command_line import MODEL, Gemsc, gemsc_here, line_of
 
 from gemsc.base.digest import digest
 from gemsc.errors import GemscError, SourceLocation
@@ -19,6 +19,8 @@ from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
+
+gemsc = pytest.fixture(gemsc_here)
 
 PLACE = SourceLocation("model.py", 7)
 
@@ -185,7 +187,9 @@ NAMES = ("dataset", "eval_dataset")
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", NAMES)
-def test_a_generator_without_a_seed_stops_the_run(name: str, tmp_path: Path) -> None:
+def test_a_generator_without_a_seed_stops_the_run(
+    name: str, tmp_path: Path, gemsc: Gemsc
+) -> None:
     text = MODEL.replace(
         "import torch\n", "import random\nimport torch\nOWN = random.Random()\n", 1
     )
@@ -196,8 +200,8 @@ def test_a_generator_without_a_seed_stops_the_run(name: str, tmp_path: Path) -> 
     text = text.replace(f"return Data({size})", f"return Noisy({size})")
     (tmp_path / "noisy.py").write_text(text)
     program = tmp_path / "program"
-    assert start("compile", tmp_path / "noisy.py", "-o", program).code == 0
-    outcome = start("run", program, "--save", tmp_path / "checkpoint")
+    assert gemsc("compile", tmp_path / "noisy.py", "-o", program).code == 0
+    outcome = gemsc("run", program, "--save", tmp_path / "checkpoint")
     assert outcome.code == 1
     line = line_of(f"def {name}()", text)
     assert outcome.err.count("error: ") == 1

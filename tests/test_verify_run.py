@@ -161,7 +161,7 @@ def compared(
 PLANS = {
     "one rank": (("--ranks", 1), ("--workers", 2)),
     "mirrored": (("--ranks", 2, "--schedule", "mast"), ("--seed", 3)),
-    "replicas": (("--ranks", 2, "--data", 2), ()),
+    "replicas": (("--ranks", 1, "--data", 2), ()),
     "tiles": (("--ranks", 3, "--tiles", "2x1"), ()),
 }
 RUN = ("--run", 5, "--accumulate", 2, "--clip-norm", 0.05)
