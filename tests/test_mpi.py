@@ -42,23 +42,23 @@ def test_processes_compute_what_one_process_does(
     sample = [each for each in SAMPLE if each[1].ranks * each[1].data == processes]
     assert sample
     words = []
-    for index, (name, options, dtype) in enumerate(sample):
+    for index, (name, plan, dtype) in enumerate(sample):
         folder = tmp_path / str(index)
-        write_directory(lowered(name, options).compilation, folder / "program")
-        batches = [MODELS[name].inputs(micro_batches(name, options), dtype)] * 2
+        write_directory(lowered(name, plan).compilation, folder / "program")
+        batches = [MODELS[name].inputs(micro_batches(name, plan), dtype)] * 2
         torch.save(batches, folder / "batches.pt")
         words += [str(folder), str(dtype).split(".")[1]]
     assert launch(processes, [sys.executable, str(PROGRAM), *words], timeout=240) == 0
     wrong = {}
-    for index, (name, options, dtype) in enumerate(sample):
-        expected = reference(name, micro_batches(name, options), dtype, 2)
+    for index, (name, plan, dtype) in enumerate(sample):
+        expected = reference(name, micro_batches(name, plan), dtype, 2)
         found = compare(read_record(tmp_path / str(index), processes), expected)
         if not found.worst <= (FLOAT64 if dtype is torch.float64 else FLOAT32):
-            wrong[f"{name} {options.command_line()}"] = found.worst
+            wrong[f"{name} {plan.command_line()}"] = found.worst
     assert not wrong
 
 
-def micro_batches(name: str, options: CompileOptions) -> int:
+def micro_batches(name: str, plan: CompileOptions) -> int:
     """Return how many of them all copies take in a step."""
-    plan = lowered(name, options).plan
-    return plan.data * plan.micro_batches
+    found = lowered(name, plan).plan
+    return found.data * found.micro_batches
