@@ -39,6 +39,7 @@ __all__ = [
     "Memory",
     "Round",
     "Turn",
+    "busy_processes",
     "compile_job",
     "contenders",
     "quiet_rounds",
@@ -187,6 +188,20 @@ def compile_job(
         **choices,
     ).write(directory)
     return Job(case_name, ranks, micro_batches, schedule, str(directory))
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Let so many other processes compute meanwhile, each in a session of its own."""
+    program = f"import time; end = time.monotonic() + {GROUP_SECONDS}\n"
+    program += "while time.monotonic() < end: pass"
+    command = [sys.executable, "-c", program]
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen(command, start_new_session=True)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
 
 
 @contextlib.contextmanager

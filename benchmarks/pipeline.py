@@ -1,10 +1,12 @@
 """Train on two ranks: one process, gemsc and torch.distributed.pipelining, in turn.
 
 python benchmarks/pipeline.py [--quick] [--models unet,...] [--micro-batches 1,4,8]
+                              [--busy 1]
 
 Both pipelines run the same generated stages, cut in the same place, on the same data,
 in the same order of work, with one thread for each rank; only the runtime differs. A
-fourth contender is gemsc with the schedule zb-h1, where weight gradients wait.
+fourth contender is gemsc with the schedule zb-h1, where weight gradients wait. With
+`--busy` other processes compute all the time, as on a machine that is not one's own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cases import CASES
-from contenders import Job, Memory, Round, compile_job, contenders, quiet_rounds
+from contenders import (
+    Job,
+    Memory,
+    Round,
+    busy_processes,
+    compile_job,
+    contenders,
+    quiet_rounds,
+)
 
 HEADER = (
     f"{'model':<10}{'M':>3}  {'runs on':<17}{'samples/s':>10}{'CPU ms/sample':>15}"
@@ -102,7 +112,10 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=float, default=120, help="seconds to wait for quiet rounds"
     )
+    parser.add_argument("--busy", type=int, default=0, help="others that compute")
     options = parser.parse_args()
+    if options.busy:
+        options.patience = 0  # no round is quiet
     if options.quick:
         options.models, options.micro_batches = "mlp", "2"
         options.rounds, options.patience = 2, 0
@@ -115,9 +128,10 @@ def main() -> None:
                 places = Path(folder) / "whole", Path(folder) / "split"
                 job = compile_job(model, 2, count, schedule, places[0])
                 split = compile_job(model, 2, count, "zb-h1", places[1])
-                found = measure(
-                    job, split, options.rounds, options.steps, options.patience
-                )
+                with busy_processes(options.busy):
+                    found = measure(
+                        job, split, options.rounds, options.steps, options.patience
+                    )
             print(lines(found), flush=True)
 
 
