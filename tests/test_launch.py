@@ -16,8 +16,8 @@ from gemsc.errors import GemscError
 from gemsc.launch import launch as launching
 from gemsc.launch.launch import (
     TIMED_OUT,
-    ParagraphFilter,
     find_mpirun,
+    in_our_words,
     launch,
     mpirun_command,
 )
@@ -57,10 +57,9 @@ def use_mpirun(monkeypatch, folder: Path, version: str) -> Path:
     return path
 
 
-def filtered(text: bytes) -> bytes:
-    paragraphs = ParagraphFilter()
-    lines = text.splitlines(keepends=True)
-    return b"".join(map(paragraphs.feed, lines)) + paragraphs.close()
+def filtered(text: bytes, piece: int) -> bytes:
+    pieces = (text[begin : begin + piece] for begin in range(0, len(text), piece))
+    return b"".join(in_our_words(pieces, lambda rank, how: f"rank {rank} {how}"))
 
 
 # finding and asking mpirun
@@ -134,8 +133,9 @@ def test_settings_of_the_user_win(tmp_path, monkeypatch):
         (KILLED[:-80], KILLED[:-80]),
     ],
 )
-def test_only_paragraphs_of_mpirun_itself_are_summarized(text, shown):
-    assert filtered(text) == shown
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+def test_only_paragraphs_of_mpirun_itself_are_summarized(text, shown, piece):
+    assert filtered(text, piece) == shown
 
 
 # with a program in the part of mpirun: `-n 2 --host ... --bind-to none` come first

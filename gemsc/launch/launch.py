@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -346,122 +346,70 @@ def _forwarded_signals() -> Iterator[_Signals]:
 def _start_reader(
     process: subprocess.Popen[bytes], target: int, tell: Tell
 ) -> threading.Thread | None:
-    """Copy the ranks' stderr through the filter, in a thread."""
+    """Copy the ranks' stderr in a thread, less mpirun's paragraphs."""
     pipe = process.stderr
     if pipe is None:
         return None
-    thread = threading.Thread(
-        target=_copy_filtered, args=(pipe, target, tell), daemon=True
-    )
+    thread = threading.Thread(target=_copy, args=(pipe, target, tell), daemon=True)
     thread.start()
     return thread
 
 
-# What mpirun and MPI_Abort say, between two lines of dashes. A rank that fails has said
-# why; only what it could not say itself (a signal, an exit code) is worth a line.
+# What mpirun and MPI_Abort say, between two lines of dashes: Open MPI 5 has no --quiet.
+# A rank that fails has said why; only what it could not say itself (a signal, an exit
+# code) is worth a line.
 
-_RULE = re.compile(rb"-{60,}\r?\n")
-_KNOWN = re.compile(
-    rb"(MPI_ABORT was invoked"
-    rb"|(prterun|mpirun|mpiexec)\S* (noticed|detected|has exited)"
+_RULE = rb"^-{60,}\r?\n"
+_WORDS = (
+    rb"(?:MPI_ABORT was invoked"
+    rb"|(?:prterun|mpirun|mpiexec)\S* (?:noticed|detected|has exited)"
     rb"|Primary job +terminated normally)"
 )
-_SIGNAL = re.compile(
-    rb"process rank (\d+) with PID \d+ on node \S+\s+"
-    rb"exited\s+on\s+signal (\d+ \([^)]*\))"
+_PARAGRAPH = re.compile(_RULE + _WORDS + rb"[\s\S]*?" + _RULE, re.MULTILINE)
+_BEGUN = re.compile(  # what may become one
+    rb"^-+\r?\Z|" + _RULE + rb"(?:[^\n]*\Z|" + _WORDS + rb")", re.MULTILINE
 )
-_EXIT_CODE = re.compile(rb"Process name: \[[^\]]*,(\d+)\]\s+Exit code: +(\d+)")
-_LEFT = re.compile(
-    rb"process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly"
+_ENDS = (
+    (
+        rb"process rank (\d+) with PID \d+ on node \S+\s+"
+        rb"exited\s+on\s+signal (\d+ \([^)]*\))",
+        "was ended by signal {}",
+    ),
+    (rb"Process name: \[[^\]]*,(\d+)\]\s+Exit code: +(\d+)", "ended with exit code {}"),
+    (
+        rb"process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly",
+        "left before the others had ended",
+    ),
 )
 
 
-def summarize(paragraph: bytes, tell: Tell) -> bytes:
-    """Return the report that stands for a paragraph of mpirun's; may be empty.
+def in_our_words(pieces: Iterable[bytes], tell: Tell) -> Iterator[bytes]:
+    """Yield text as it comes, with a line of `tell` for a paragraph of mpirun's.
 
-    `tell` adds to what has become of a rank what is known of it.
-    """
-    for pattern, how in (
-        (_SIGNAL, "was ended by signal {}"),
-        (_EXIT_CODE, "ended with exit code {}"),
-        (_LEFT, "left before the others had ended"),
-    ):
-        if match := pattern.search(paragraph):
-            rank, *rest = (group.decode() for group in match.groups())
-            return f"{tell(int(rank), how.format(*rest))}\n".encode()
-    return b""
-
-
-def _tell_no_more(rank: int, how: str) -> str:
-    return f"rank {rank} {how}"
-
-
-class ParagraphFilter:
-    """Takes lines, gives lines, less mpirun's own paragraphs.
-
-    text ------> text
-    rule ------> held: the next line decides
-    known text > kept until the closing rule, then summarized
+    `tell` adds to what has become of a rank what is known of it. Held back is only what
+    may be the beginning of such a paragraph.
     """
 
-    def __init__(self, tell: Tell = _tell_no_more) -> None:
-        self._tell = tell
-        self._held = b""
-        self._inside = False
-        self._after = False
+    def summary(paragraph: re.Match[bytes]) -> bytes:
+        for pattern, how in _ENDS:
+            if found := re.search(pattern, paragraph[0]):
+                rank, *rest = (group.decode() for group in found.groups())
+                return f"{tell(int(rank), how.format(*rest))}\n".encode()
+        return b""
 
-    def feed(self, line: bytes) -> bytes:
-        """Return what can be printed now."""
-        if self._inside:
-            self._held += line
-            if not _RULE.fullmatch(line):
-                return b""
-            paragraph, self._held = self._held, b""
-            self._inside, self._after = False, True
-            return summarize(paragraph, self._tell)
-        if self._held:
-            if _KNOWN.match(line):
-                self._inside = True
-                self._held += line
-                return b""
-            held, self._held = self._held, b""
-            if not _RULE.fullmatch(line):
-                return held + line
-            self._held = line
-            return held
-        if _RULE.fullmatch(line):
-            self._held = line
-            return b""
-        blank_after, self._after = self._after and not line.strip(b"\0 \r\n"), False
-        return b"" if blank_after else line
-
-    @property
-    def idle(self) -> bool:
-        """Whether the start of a line can be printed before its end is known."""
-        return not (self._held or self._after)
-
-    def close(self) -> bytes:
-        """Return what is held at the end of the output."""
-        held, self._held = self._held, b""
-        return held
+    held = b""
+    for piece in pieces:
+        held = _PARAGRAPH.sub(summary, held + piece.replace(b"\0", b""))
+        begun = _BEGUN.search(held)
+        end = begun.start() if begun else len(held)
+        yield held[:end]
+        held = held[end:]
+    yield held
 
 
-def _copy_filtered(pipe: IO[bytes], target: int, tell: Tell) -> None:
-    """Copy as it comes; only a line that starts with a dash waits for its end."""
-    paragraphs = ParagraphFilter(tell)
-    line = b""  # the start of a line, not printed yet
-    mid_line = False  # the start of the line was printed
-    while data := os.read(pipe.fileno(), 65536):
-        *ended, rest = data.split(b"\n")
-        for piece in ended:
-            piece += b"\n"
-            _write(target, piece if mid_line else paragraphs.feed(line + piece))
-            line, mid_line = b"", False
-        line += rest
-        if mid_line or (line and paragraphs.idle and not line.startswith(b"-")):
-            _write(target, line)
-            line, mid_line = b"", True
-    _write(target, paragraphs.feed(line) + paragraphs.close())
+def _copy(pipe: IO[bytes], target: int, tell: Tell) -> None:
+    for text in in_our_words(iter(lambda: os.read(pipe.fileno(), 65536), b""), tell):
+        _write(target, text)
 
 
 def _write(target: int, data: bytes) -> None:
