@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 import gemsc
 from gemsc.base.weights import fill, read_tensors
 from gemsc.messages.message import Input, Message
+from gemsc.runtime import RankProgram, Run
 from gemsc.runtime.training.trainer import load_rank_module
 
 __all__ = ["Job"]
@@ -171,10 +172,10 @@ class StageOnTorch(nn.Module):
 
     def __init__(self, module: ModuleType, rank: int, directory: Path) -> None:
         super().__init__()
-        self.names = list(module.INPUTS) if rank == 0 else []
+        self.names = list(module.PROGRAM.inputs) if rank == 0 else []
         self.call = getattr(module, f"forward_stage{rank}")
         with torch.device("meta"):
-            self.stage = module.STAGES[f"stage{rank}"]()
+            self.stage = module.PROGRAM.stages[Run(rank)]()
         weights = directory / "weights" / f"stage{rank}.safetensors"
         fill(self.stage, read_tensors(weights), torch.device("cpu"))
 
@@ -197,7 +198,7 @@ class StageOnTorch(nn.Module):
         tensors = tuple(islice(self.arguments, len(message.values)))
         return tensors if len(tensors) > 1 else tensors[0]
 
-    def run(self, stage: str, m: int, *inputs: Tensor) -> Any:
+    def run(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run the stage."""
         return self.stage(*inputs)
 
@@ -224,7 +225,8 @@ def start_torch(job: Job, place: Path) -> Step:
     model = StageOnTorch(module, rank, Path(job.directory))
     case = CASES[job.case]
     inputs, target = case.data(case.batch)
-    batch = {name: _pick(item, inputs, target) for name, item in module.INPUTS.items()}
+    program: RankProgram = module.PROGRAM
+    batch = {n: _pick(item, inputs, target) for n, item in program.inputs.items()}
     first = [tensor[: tensor.shape[0] // count] for tensor in batch.values()]
     loss = torch.zeros((), requires_grad=True)
     stage = PipelineStage(
@@ -253,7 +255,7 @@ def start_torch(job: Job, place: Path) -> Step:
             schedule.step(
                 target=target, losses=losses, return_outputs=False, **_renamed(batch)
             )
-        for name in module.REDUCTIONS:  # it leaves that to its user
+        for name in program.reductions:  # it leaves that to its user
             dist.all_reduce(named[name].grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

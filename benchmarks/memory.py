@@ -29,10 +29,10 @@ from unet_histology import model as unet
 from gemsc.compiler import Traced, lower, trace
 from gemsc.costs.optimizer_state import Factory
 from gemsc.options import CompileOptions
-from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.metered import metered
 
 RANKS = (2, 4)
 SCHEDULES = ("gpipe", "1f1b", "master")
@@ -162,8 +162,7 @@ def measure(model: Model, directory: Path, ranks: int) -> list[int]:
             optimizer=model.optimizer,
             device=torch.device("cpu"),
         )
-        worker = trainer.worker
-        worker.meter = meter = ActivationMeter(worker.own_tensors, worker.other_tensors)
+        meter = metered(trainer.worker)
         for _ in range(STEPS):
             trainer.step(inputs, target)
         return meter.peak_total_bytes

@@ -27,10 +27,10 @@ from unet_histology import model as unet
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower, trace
 from gemsc.options import CompileOptions
-from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.metered import metered
 
 TILES = {1: "", 2: "2x1", 4: "2x2"}
 
@@ -97,8 +97,7 @@ def measured(
 
     def work(transport: Transport) -> int:
         trainer = Trainer(directory, transport, device=torch.device("cpu"))
-        worker = trainer.worker
-        worker.meter = meter = ActivationMeter(worker.own_tensors, worker.other_tensors)
+        meter = metered(trainer.worker)
         trainer.step(*sample)
         return meter.peak_bytes
 

@@ -80,9 +80,9 @@ def train_and_save(
 def everything(trainer: Trainer) -> State:
     """Return the steps, the model and the optimizer's tensors of a rank, by name."""
     rank, found = trainer.transport.rank, {}
-    found[f"steps of rank {rank}"] = torch.tensor(trainer.worker.steps_done)
-    assert trainer.worker.optimizer is not None
-    for index, each in trainer.worker.optimizer.state_dict()["state"].items():
+    found[f"steps of rank {rank}"] = torch.tensor(trainer.worker.steps.done)
+    assert trainer.worker.updates.optimizer is not None
+    for index, each in trainer.worker.updates.optimizer.state_dict()["state"].items():
         for key, tensor in each.items():
             found[f"{key} {index} of rank {rank}"] = tensor
     return {name: t.clone() for name, t in (found | trainer.state_dict()).items()}
@@ -176,7 +176,7 @@ def test_ranks_that_save_after_different_steps_are_told(
     program: Path, tmp_path: Path
 ) -> None:
     def work(trainer: Trainer) -> None:
-        trainer.worker.steps_done = 5 + trainer.transport.rank
+        trainer.worker.steps.done = 5 + trainer.transport.rank
         trainer.save(tmp_path)
 
     with pytest.raises(GemscError, match=r"after different steps: \[5, 6\]"):
@@ -302,7 +302,7 @@ def test_a_state_that_fits_one_rank_only_is_taken_by_none(
     def work(trainer: Trainer) -> None:
         if trainer.transport.rank == 1:
             groups = [{"params": [p]} for p in trainer.stages.parameters.values()]
-            trainer.worker.optimizer = torch.optim.Adam(groups)
+            trainer.worker.updates.optimizer = torch.optim.Adam(groups)
         trainer.step(*BATCH)
         before = everything(trainer)
         try:

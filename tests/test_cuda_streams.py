@@ -142,7 +142,7 @@ def train(directory: Path, transport: Any, **options: Any) -> Result:
         return torch.optim.SGD(named, lr=0.1, momentum=0.9)
 
     trainer = Trainer(directory, transport, optimizer=sgd, clip_norm=0.5, **options)
-    size = 2 * trainer.worker.copy_micro_batches * trainer.worker.num_copies
+    size = 2 * trainer.worker.steps.num_micro_batches
     generator = torch.Generator().manual_seed(1)
     data = [
         (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gemsc import CompileOptions
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
+from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.worker.deferral import Deferred
 
 LAYERS = {
@@ -36,22 +37,21 @@ LAYERS = {
 }
 
 
-class Follower:
+class Counter(ActivationMeter):
     """Counts what it is told to follow."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
-    def __call__(self, tensors: Any) -> None:
+    def follow(self, tensors: Any, besides: Any = ()) -> None:
         self.count += len(list(tensors))
 
 
 def gradients(layer: nn.Module, x: Tensor, *, split: bool) -> tuple[list[Any], int]:
     """Return the input's and the parameters' gradients, and how many tensors waited."""
-    follow = Follower()
+    meter = Counter(tuple)
     given = x.clone().requires_grad_()
     for scale in (1.0, 0.5):
-        deferred = Deferred(follow)
+        deferred = Deferred(meter)
         if split:
             with deferred.forward():
                 y = layer(given)
@@ -59,8 +59,7 @@ def gradients(layer: nn.Module, x: Tensor, *, split: bool) -> tuple[list[Any], i
             y = layer(given)
         torch.autograd.backward(y, torch.cos(y.detach()) * scale)
         deferred.compute()
-        deferred.let_go()
-    return [given.grad, *(p.grad for p in layer.parameters())], follow.count
+    return [given.grad, *(p.grad for p in layer.parameters())], meter.count
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -80,7 +79,7 @@ def test_both_parts_give_the_gradients_of_one(name: str) -> None:
 
 def test_the_first_part_leaves_weights_without_gradients() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    deferred = Deferred(lambda tensors: None)
+    deferred = Deferred()
     x = torch.randn(3, 4, requires_grad=True)
     with deferred.forward():
         y = layer(x)
@@ -95,7 +94,7 @@ def test_the_first_part_leaves_weights_without_gradients() -> None:
 def test_frozen_weights_and_evaluation_are_left_alone() -> None:
     layer = nn.Linear(4, 2)
     layer.weight.requires_grad_(False)
-    with Deferred(lambda tensors: None).forward():
+    with Deferred().forward():
         y = layer(torch.randn(3, 4))
         assert type(y.grad_fn).__name__ == "AddmmBackward0"
         with torch.no_grad():
@@ -108,7 +107,7 @@ def test_a_shared_weight_adds_up() -> None:
     layer(torch.tanh(layer(x))).sum().backward()
     expected = [p.grad for p in layer.parameters()]
     layer.zero_grad()
-    deferred = Deferred(lambda tensors: None)
+    deferred = Deferred()
     with deferred.forward():
         y = layer(torch.tanh(layer(x)))
     y.sum().backward()
@@ -155,7 +154,7 @@ def test_an_output_that_is_changed_in_place() -> None:
 
     expected = [*run(), *(p.grad for p in layer.parameters())]
     layer.zero_grad()
-    deferred = Deferred(lambda tensors: None)
+    deferred = Deferred()
     with deferred.forward():
         found = run()
     deferred.compute()

@@ -93,7 +93,7 @@ def test_norms_of_gradients_count_each_parameter_once(tmp_path: Path) -> None:
             squares = [p.grad.square().sum() for p in named if p.grad is not None]
             found.append(float(sum(squares)))
 
-        trainer.worker.before_update = note
+        trainer.worker.updates.before = note
         trainer.step(inputs, target)
         return found[0]
 

@@ -61,7 +61,7 @@ def test_all_copies_are_bit_identical_after_20_steps(
         trainer = Trainer(tmp_path, transport, optimizer=optimizer, dtype=DOUBLE)
         for _ in range(20):
             trainer.step(inputs, target)
-        made = trainer.worker.optimizer
+        made = trainer.worker.updates.optimizer
         assert made is not None
         return {
             f"{key}/{name}": [tensor.detach(), *states(made, tensor)]

@@ -76,7 +76,7 @@ def test_crops_of_it_train_as_if_each_rank_had_read_all(
 
     def step(trainer: Trainer, *, in_parts: bool) -> tuple[float, int]:
         dataset = Crops(picture, size)
-        window = window_of(trainer.worker.inputs.values(), dataset.shape)
+        window = window_of(trainer.program.inputs.values(), dataset.shape)
         batches = Batches(
             dataset, 4, seed=0, shuffle=False, window=window if in_parts else None
         )

@@ -255,7 +255,7 @@ from mpi4py import MPI
 from gemsc.base.lifeline import end_with_launcher
 from gemsc.runtime.process.progress import Status
 end_with_launcher()
-Status(MPI.COMM_WORLD.rank).enter("backward", "stage1", 3)
+Status(MPI.COMM_WORLD.rank).enter("backward", "stage 1", 3)
 MPI.COMM_WORLD.Barrier()
 pids = MPI.COMM_WORLD.gather(os.getpid())
 if MPI.COMM_WORLD.rank == 0:

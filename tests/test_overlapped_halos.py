@@ -20,9 +20,9 @@ from gemsc.ir.flow import exchange_of, is_overlapped
 from gemsc.ir.program import Program
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.annotate import annotate
-from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.tiles.convolution import reach
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker.metered import metered
 
 pytestmark = pytest.mark.usefixtures("in_double")
 
@@ -112,11 +112,10 @@ def test_a_program_is_exact_and_its_memory_is_predicted(tmp_path: Path) -> None:
     inputs, target = MODELS["unet"].inputs(2, torch.float32)
 
     def peak(trainer: Trainer) -> int:
-        worker = trainer.worker
-        worker.meter = ActivationMeter(worker.own_tensors, worker.other_tensors)
+        meter = metered(trainer.worker)
         for _ in range(2):
             trainer.step(*inputs, target)
-        return worker.meter.peak_total_bytes
+        return meter.peak_total_bytes
 
     measured = on_ranks(tmp_path / "p", 4, peak, dtype=torch.float32)
     predicted = program.plan.by_rank(program.plan.peak_bytes)

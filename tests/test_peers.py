@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from gemsc.compiler import compile
 from gemsc.plan import Plan
+from gemsc.runtime import Run
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.schedules import SCHEDULES
 from gemsc.verify.steps import TOLERANCE, compare, reference_steps
@@ -282,11 +283,10 @@ def test_what_the_plan_says_is_what_runs(schedule: str, tmp_path: Path) -> None:
         worker: Any = trainer.worker
 
         def watch(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(stage: str, m: int, *rest: Any) -> Any:
-                mirrored = "'" if "_mirrored" in stage else ""
-                number = stage.removeprefix("stage").split("_")[0]
-                seen.append(f"{number}{mirrored}{kind}{m}")
-                return function(stage, m, *rest)
+            def call(run: Run, m: int, *rest: Any) -> Any:
+                mirrored = "'" if run.replica else ""
+                seen.append(f"{run.stage}{mirrored}{kind}{m}")
+                return function(run, m, *rest)
 
             return call
 

@@ -36,7 +36,7 @@ def compiled(name: str) -> CompiledProgram:
         case "mast" | "interleaved":
             return compile(*unet, ranks=2, schedule=name, **pictures)
         case "tiles":
-            return compile(*unet, ranks=4, tiles=("2x1",), **pictures)
+            return compile(*unet, ranks=4, tiles=("2x1",), fuse_halos=2, **pictures)
     return compile(
         networks.TiedEncoder(), (networks.TOKENS,), loss=networks.cross_entropy,
         example_target=networks.TOKENS, ranks=2, schedule="zb-h1", data=2, **options,
@@ -176,7 +176,7 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
     ),
     "an action is on the wrong rank": (
         lambda files: files.update(
-            {"rank1.py": files["rank1.py"].replace('"stage1"', '"stage2"')}
+            {"rank1.py": files["rank1.py"].replace("Run(stage=1)", "Run(stage=2)")}
         ),
         "rank 1 does an action of rank 2: 2F0, stage 2",
     ),
@@ -203,7 +203,7 @@ UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the
         "rank 2 leaves out an action: 2W3, stage 2",
     ),
     "weight gradients of another micro-batch are deferred": (
-        edit(2, ('"stage2": (3,)', '"stage2": (2,)')),
+        edit(2, ("STAGE2: (3,)", "STAGE2: (2,)")),
         "rank 2 has an unknown action: 2W3, stage 2",
     ),
     "a call that the proof does not know": (

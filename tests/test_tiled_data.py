@@ -49,7 +49,7 @@ def test_ranks_that_read_their_parts_train_like_those_that_read_all(
 
     def in_parts(trainer: Trainer) -> tuple[float, int]:
         dataset = Parts(inputs, targets)
-        window = window_of(trainer.worker.inputs.values(), dataset.shape)
+        window = window_of(trainer.program.inputs.values(), dataset.shape)
         batches = Batches(dataset, 4, seed=0, shuffle=False, window=window)
         (batch,) = batches.epoch(0)
         given, target = batch.data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import pytest
@@ -17,10 +18,12 @@ from gemsc.messages.message import Input, Message, Value
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import streams_for
+from gemsc.runtime.worker.program import Place, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 
 T = TypeVar("T")
+RUN = Run(0)
 H = Value("h", (2, 4), torch.float32, gradient=True)
 MASK = Value("mask", (3,), torch.bool)
 INDEX = Value("index", (), torch.int64)
@@ -29,12 +32,22 @@ INDEX = Value("index", (), torch.int64)
 def worker_of(
     transport: LocalTransport, stage: nn.Module | None = None, **options: Any
 ) -> Worker:
+    """Return a worker with one stage; `options` are those of programs and workers."""
+    place = Place(transport.rank, options.pop("copy_ranks", 1))
+    run = options.pop("run", RUN)
+    names = {field.name for field in fields(RankProgram)}
+    known = {name: options.pop(name) for name in list(options) if name in names}
+    defaults = {"num_micro_batches": 1, "num_replicas": 1, "inputs": {}}
+    program = RankProgram(
+        **defaults | known,
+        stages={},
+        reductions={},
+        train_step=None,
+        eval_step=lambda worker: None,
+    )
+    device = DeviceTransport(transport, streams_for(torch.device("cpu")))
     return Worker(
-        DeviceTransport(transport, streams_for(torch.device("cpu"))),
-        Stages(stage0=stage or nn.Identity()),
-        options.pop("inputs", {}),
-        options.pop("num_micro_batches", 1),
-        **options,
+        device, program, Stages({run: stage or nn.Identity()}), place, **options
     )
 
 
@@ -171,9 +184,9 @@ def test_a_gradient_on_its_way_is_no_parameters_gradient() -> None:
         worker.begin({}, training=True)
         sent = []
         for m in range(3):
-            worker.run("stage0", m, torch.zeros(2, 4, requires_grad=True))
+            worker.run(RUN, m, torch.zeros(2, 4, requires_grad=True))
             received = torch.full((8,), float(m + 1))
-            (gradient,) = worker.backward("stage0", m, received)
+            (gradient,) = worker.backward(RUN, m, received)
             sent.append(gradient)
             assert storage(gradient) != storage(stage.bias.grad)
         assert [float(gradient[0, 0]) for gradient in sent] == [1, 2, 3]
@@ -192,9 +205,9 @@ def test_stages_that_hand_on_what_they_get() -> None:
     def work(worker: Worker) -> None:
         worker.begin({}, training=True)
         x, y = (torch.ones(2, 4, requires_grad=True) for _ in range(2))
-        worker.run("stage0", 0, x, y)
+        worker.run(RUN, 0, x, y)
         g = torch.rand(2, 4), torch.rand(4, 2), torch.rand(2, 4)
-        grad_x, grad_y = worker.backward("stage0", 0, *g)
+        grad_x, grad_y = worker.backward(RUN, 0, *g)
         assert torch.equal(grad_x, g[0] + g[2])
         assert torch.equal(grad_y, g[1].view(2, 4))
 
@@ -209,8 +222,8 @@ def test_an_input_that_the_stage_cuts_off_gets_zeros() -> None:
     def work(worker: Worker) -> None:
         worker.begin({}, training=True)
         x, y = (torch.full((2, 4), 3.0, requires_grad=True) for _ in range(2))
-        worker.run("stage0", 0, x, y)
-        found = worker.backward("stage0", 0, torch.ones(2, 4))
+        worker.run(RUN, 0, x, y)
+        found = worker.backward(RUN, 0, torch.ones(2, 4))
         assert torch.equal(found[0], torch.zeros(2, 4))
         assert torch.equal(found[1], torch.full((2, 4), 3.0))
 
@@ -220,8 +233,8 @@ def test_an_input_that_the_stage_cuts_off_gets_zeros() -> None:
 def test_a_stage_that_nothing_flows_back_into_gives_zeros() -> None:
     def work(worker: Worker) -> None:
         worker.begin({}, training=True)
-        worker.run("stage0", 0, torch.ones(2, 4, requires_grad=True))
-        (found,) = worker.backward("stage0", 0, None)
+        worker.run(RUN, 0, torch.ones(2, 4, requires_grad=True))
+        (found,) = worker.backward(RUN, 0, None)
         assert torch.equal(found, torch.zeros(2, 4))
 
     alone(work, nn.Tanh())
@@ -235,8 +248,8 @@ def test_nothing_of_a_micro_batch_is_kept_after_its_backward() -> None:
         worker.begin({}, training=True)
         x = torch.ones(2, 4, requires_grad=True)
         seen = weakref.ref(x)
-        result = worker.run("stage0", 0, x)
-        worker.backward("stage0", 0, torch.ones_like(result))
+        result = worker.run(RUN, 0, x)
+        worker.backward(RUN, 0, torch.ones_like(result))
         del x, result
         gc.collect()
         assert seen() is None
@@ -258,8 +271,8 @@ def test_backward_runs_in_the_callers_thread_on_every_device() -> None:
 
     def work(worker: Worker) -> None:
         worker.begin({}, training=True)
-        worker.run("stage0", 0, torch.ones(2, 4, requires_grad=True))
-        worker.backward("stage0", 0, torch.ones(2, 4))
+        worker.run(RUN, 0, torch.ones(2, 4, requires_grad=True))
+        worker.backward(RUN, 0, torch.ones(2, 4))
 
     alone(work, Watched())
     assert seen == [False]
@@ -270,7 +283,7 @@ def test_each_micro_batch_weighs_the_same_in_the_mean() -> None:
         worker.begin({}, training=True)
         for loss in (1.0, 2.0, 6.0):
             worker.add_loss(torch.tensor(loss, requires_grad=True))
-        return float(worker.loss_sum()), float(worker.loss_gradient)
+        return float(worker.steps.loss_sum()), float(worker.loss_gradient)
 
     total, weight = alone(work, nn.Identity(), num_micro_batches=3)
     assert total == 9
@@ -284,12 +297,14 @@ class Dropping(nn.Dropout):
     draws_random_numbers = True
 
 
-def drawn(step: int = 0, m: int = 0, seed: int = 0, stage: str = "stage0") -> Tensor:
+def drawn(
+    run: Run = RUN, *, step: int = 0, m: int = 0, seed: int = 0, **options: Any
+) -> Tensor:
     def work(transport: LocalTransport) -> Tensor:
-        worker = worker_of(transport, seed=seed, steps_done=step)
-        worker.stages = Stages({stage: Dropping(0.5)})
+        worker = worker_of(transport, Dropping(0.5), run=run, seed=seed, **options)
+        worker.steps.done = step
         worker.begin({}, training=True)
-        result: Tensor = worker.run(stage, m, torch.ones(64))
+        result: Tensor = worker.run(run, m, torch.ones(64))
         return result
 
     (result,) = run_local(1, work)
@@ -300,23 +315,16 @@ def test_dropout_depends_on_seed_step_stage_and_micro_batch_only() -> None:
     first = drawn()
     torch.manual_seed(torch.seed() % 2**31)
     assert torch.equal(drawn(), first)
-    others = [drawn(step=1), drawn(m=1), drawn(seed=1), drawn(stage="stage1")]
+    others = [drawn(step=1), drawn(m=1), drawn(seed=1), drawn(Run(1))]
     assert not any(torch.equal(other, first) for other in others)
 
 
 def test_a_mirrored_stage_draws_what_it_would_draw_elsewhere() -> None:
-    def work(key: str, m: int) -> Tensor:
-        def inner(transport: LocalTransport) -> Tensor:
-            worker = worker_of(transport, num_micro_batches=2, num_replicas=2)
-            worker.stages = Stages({key: Dropping(0.5)})
-            worker.begin({}, training=True)
-            result: Tensor = worker.run(key, m, torch.ones(64))
-            return result
+    def work(replica: int, m: int) -> Tensor:
+        return drawn(Run(0, replica), m=m, num_micro_batches=2, num_replicas=2)
 
-        return run_local(1, inner)[0]
-
-    assert not torch.equal(work("stage0", 0), work("stage0_mirrored", 0))
-    assert torch.equal(work("stage0", 2), work("stage0_mirrored", 0))
+    assert not torch.equal(work(0, 0), work(1, 0))
+    assert torch.equal(work(0, 2), work(1, 0))
 
 
 def test_the_users_random_numbers_stay_as_they_are() -> None:
@@ -325,7 +333,7 @@ def test_the_users_random_numbers_stay_as_they_are() -> None:
     def work(worker: Worker) -> None:
         worker.begin({}, training=True)
         before = torch.get_rng_state()
-        worker.run("stage0", 0, torch.ones(8))
+        worker.run(RUN, 0, torch.ones(8))
         assert torch.equal(torch.get_rng_state(), before)
 
     alone(work, Dropping(0.5))
@@ -345,7 +353,7 @@ def bound(
 ) -> dict[str, Tensor]:
     inputs = {name: INPUTS[name] for name in names}
     return alone(
-        lambda worker: worker.bind_batch(sources),
+        lambda worker: worker.steps.bind(sources),
         nn.Identity(),
         inputs=inputs,
         num_micro_batches=3,
@@ -397,7 +405,7 @@ def test_micro_batches_are_parts_in_order() -> None:
     x = torch.arange(24.0).view(6, 4)
 
     def work(worker: Worker) -> list[Tensor]:
-        worker.begin(worker.bind_batch({"input": (x,)}), training=True)
+        worker.begin(worker.steps.bind({"input": (x,)}), training=True)
         return [worker.input("x", m) for m in range(3)]
 
     options: Any = {"inputs": {"x": INPUTS["x"]}, "num_micro_batches": 3}
@@ -406,5 +414,5 @@ def test_micro_batches_are_parts_in_order() -> None:
 
 def test_no_thread_is_left_behind() -> None:
     before = threading.active_count()
-    alone(lambda worker: worker.rank, nn.Identity())
+    alone(lambda worker: worker.place.rank, nn.Identity())
     assert threading.active_count() <= before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -210,11 +210,15 @@ def _run(
         module.get_submodule(path).eval()
     kept: dict[int, Tensor] = {}
 
-    def follow(tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+    class Keeper:
+        def follow(self, tensors: Iterable[Tensor]) -> None:
+            for tensor in tensors:
+                kept.setdefault(tensor.untyped_storage()._cdata, tensor)
 
-    with saved_in_parts(follow):
+        def take(self) -> None:
+            pass
+
+    with saved_in_parts(Keeper()):
         run_nodes(program.graph.nodes, values, module)
     own = {
         t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())

@@ -1,8 +1,8 @@
-"""The constants of a rank's module: what it sends, receives, reads and adds up."""
+"""The constants of a rank's module: its runs, messages, exchanges, and PROGRAM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from torch import fx
@@ -10,8 +10,8 @@ from torch import fx
 from gemsc.base.boxes import Box
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import as_tuple, literal, quoted
-from gemsc.codegen.rank_text import RankText, Run
-from gemsc.codegen.writer import Names, Writer, split_arguments
+from gemsc.codegen.rank_text import RankText, RunText
+from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name
@@ -26,13 +26,14 @@ __all__ = ["Constants"]
 class Constants:
     """Names and writes the constants.
 
-    `names` has (replica, transfer) -> message, `exchanges` what tiles of a grid
-    exchange.
+    `runs` has the runs by their keys, `names` (replica, transfer) -> message,
+    `exchanges` what tiles of a grid exchange.
     """
 
     def __init__(self, text: RankText, writer: Writer, taken: Names) -> None:
         self.text = text
         self.writer = writer
+        self.runs = {run.key: taken.unique(run.key.upper()) for run in text.runs}
         self.names: dict[tuple[int, int], str] = {}
         self.exchanges: dict[Exchange, str] = {}
         for run in text.runs:
@@ -46,7 +47,7 @@ class Constants:
                     wish = f"WHOLE_{base_name(node).upper()}"
                     self.exchanges[exchange] = taken.unique(wish)
 
-    def _name_messages(self, run: Run, taken: Names) -> None:
+    def _name_messages(self, run: RunText, taken: Names) -> None:
         for transfer in self.text.transfers(run):
             name = "_AND_".join(self.text.names[v].upper() for v in transfer.values[:2])
             if len(transfer.values) > 2:
@@ -68,19 +69,19 @@ class Constants:
         )
 
     def write(self) -> None:
-        """Write messages, inputs and sums of gradients."""
+        """Write what the functions of the module name."""
         line = self.writer.line
         replicas = self.text.num_replicas
         each = "  # of each replica" if replicas > 1 else ""
         line(f"NUM_MICRO_BATCHES = {self.text.num_micro_batches}{each}")
-        line(f"NUM_REPLICAS = {replicas}")
-        if deferred := self._deferred():
-            line("# Micro-batches that leave weight gradients to `weights_...`.")
-            self.writer.call("DEFERRED = {", deferred, "}")
-        if opaques(self.text.program.module):
-            line("DEPENDS_ON_DATA = True  # some gradients may be absent")
-        self._write_tiles()
-        line()
+        if replicas > 1:
+            line(f"NUM_REPLICAS = {replicas}")
+        for run in self.text.runs:
+            replica = f", replica={run.replica}" if run.replica else ""
+            index = run.stage.flow.index
+            line(f"{self.runs[run.key]} = Run(stage={index}{replica})")
+        if self.names or self.exchanges:
+            line()
         if self.names:
             line("# What comes in and goes out, for each micro-batch.")
         written = set()
@@ -91,37 +92,68 @@ class Constants:
                     written.add(key)
                     self._write_message(run, transfer)
         self._write_exchanges()
-        self._write_inputs()
-        if self.text.reductions:
-            line(
-                "# Gradients are added up over the ranks that hold the same parameters."
-            )
-            pairs = [
-                f"{quoted(name)}: {as_tuple(ranks)}"
-                for name, ranks in self.text.reductions.items()
-            ]
-            self.writer.call("REDUCTIONS = {", pairs, "}")
-        else:
-            line("REDUCTIONS: dict[str, tuple[int, ...]] = {}")
         line()
         line()
 
-    def _deferred(self) -> list[str]:
-        found = []
+    def write_program(self) -> None:
+        """Write what the runtime takes from the module."""
+        text, line = self.text, self.writer.line
+        trains = text.program.loss is not None
+        with self.writer.block("PROGRAM = RankProgram("):
+            line("num_micro_batches=NUM_MICRO_BATCHES,")
+            line(f"num_replicas={'NUM_REPLICAS' if text.num_replicas > 1 else 1},")
+            self._write_table(
+                "stages",
+                {self.runs[run.key]: run.stage.class_name for run in text.runs},
+            )
+            self._write_table(
+                "inputs", self._inputs(), "What this rank reads of each micro-batch."
+            )
+            self._write_table(
+                "reductions",
+                {quoted(n): as_tuple(ranks) for n, ranks in text.reductions.items()},
+                "Gradients are all-reduced by the ranks that hold the same parameters.",
+            )
+            self._write_table(
+                "deferred",
+                self._deferred(),
+                "Micro-batches that leave weight gradients to `weights_...`.",
+                seldom=True,
+            )
+            if text.tile is not None:
+                grid, ranks = text.grid
+                form = f"grid={as_tuple(grid)}, ranks={as_tuple(ranks)}"
+                line(f"tiles=Tiles({form}, tile={text.tile}),")
+            if opaques(text.program.module):
+                line("depends_on_data=True,  # some gradients may be absent")
+            line(f"train_step={'train_step' if trains else None},")
+            line("eval_step=eval_step,")
+        line(")")
+
+    def _write_table(
+        self,
+        name: str,
+        items: Mapping[str, str],
+        about: str = "",
+        *,
+        seldom: bool = False,
+    ) -> None:
+        if items and about:
+            self.writer.line(f"# {about}")
+        if items or not seldom:
+            pairs = [f"{key}: {value}" for key, value in items.items()]
+            self.writer.items(f"{name}={{", pairs, "},")
+
+    def _deferred(self) -> dict[str, str]:
+        found = {}
         for run in self.text.runs:
             if numbers := self.text.deferred(run):
                 is_all = len(numbers) == self.text.num_micro_batches
                 shown = "range(NUM_MICRO_BATCHES)" if is_all else as_tuple(numbers)
-                found.append(f"{quoted(run.key)}: {shown}")
+                found[self.runs[run.key]] = shown
         return found
 
-    def _write_tiles(self) -> None:
-        if self.text.tile is not None:
-            grid, ranks = self.text.grid
-            form = f"grid={as_tuple(grid)}, ranks={as_tuple(ranks)}"
-            self.writer.line(f"TILES = Tiles({form}, tile={self.text.tile})")
-
-    def _write_message(self, run: Run, transfer: Transfer) -> None:
+    def _write_message(self, run: RunText, transfer: Transfer) -> None:
         sources = self.text.ranks(run.replica, transfer.source)
         dests = self.text.ranks(run.replica, transfer.dest)
         tag = self.text.tag(run.replica, transfer.index)
@@ -191,7 +223,7 @@ class Constants:
             ]
             self.writer.call(f"{name} = Exchange(", arguments)
 
-    def _write_inputs(self) -> None:
+    def _inputs(self) -> dict[str, str]:
         used: dict[str, str] = {}
         for run in self.text.runs:
             sides = (
@@ -202,23 +234,9 @@ class Constants:
                 items = {item.name: item for item in program.inputs}
                 for node in flow.inputs:
                     text = self._input(items[node.name], node)
-                    if used.setdefault(node.name, text) != text:
-                        raise InternalError(
-                            f"{node.name} is split in two ways: {used[node.name]}, "
-                            f"{text}"
-                        )
-        if not used:
-            self.writer.line("INPUTS: dict[str, Input] = {}")
-            return
-        self.writer.line("# What this rank reads of each micro-batch.")
-        with self.writer.block("INPUTS = {"):
-            for name, text in used.items():
-                if len(f"{quoted(name)}: {text},") <= self.writer.room:
-                    self.writer.line(f"{quoted(name)}: {text},")
-                else:
-                    head, arguments, tail = split_arguments(text)
-                    self.writer.call(f"{quoted(name)}: {head}", arguments, f"{tail},")
-        self.writer.line("}")
+                    if used.setdefault(quoted(node.name), text) != text:
+                        raise InternalError(f"{node.name} is split in two ways: {text}")
+        return used
 
     def _input(self, item: GraphInput, node: fx.Node) -> str:
         layout = meta.layout(node)

@@ -12,7 +12,7 @@ from gemsc.base.units import show_bytes, show_flops
 from gemsc.base.weights import write_tensors
 from gemsc.codegen.expressions import literal
 from gemsc.codegen.rank import write_rank
-from gemsc.codegen.rank_text import RankText, Run, StageText
+from gemsc.codegen.rank_text import RankText, RunText, StageText
 from gemsc.compilation import Compilation, TileProgram
 from gemsc.errors import GemscError
 from gemsc.ir.flow import reductions, segments_of, value_names
@@ -129,7 +129,7 @@ def _rank_text(compilation: Compilation, rank: int) -> RankText:
     all_transfers = (*(program.transfers or ()), *(own.evaluation.transfers or ()))
     names = value_names(all_transfers, program, own.evaluation)
     runs = tuple(
-        Run(replica, _stage_text(compilation, own, stage.index, names, tile))
+        RunText(replica, _stage_text(compilation, own, stage.index, names, tile))
         for replica in range(placement.num_replicas)
         for stage in program.require_stages()
         if rank in placement.ranks[replica][stage.index]
@@ -184,7 +184,7 @@ def _stage_text(
 
 
 def _docstring(
-    compilation: Compilation, rank: int, runs: tuple[Run, ...], tile: int | None
+    compilation: Compilation, rank: int, runs: tuple[RunText, ...], tile: int | None
 ) -> list[str]:
     plan = compilation.plan
     stages = ", ".join(str(run.stage.flow.index) for run in runs)

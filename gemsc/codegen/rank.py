@@ -9,7 +9,7 @@ from torch import fx
 from gemsc.codegen.constants import Constants
 from gemsc.codegen.exchanges import gathers_of
 from gemsc.codegen.expressions import UserObject, quoted
-from gemsc.codegen.rank_text import RankText, Run
+from gemsc.codegen.rank_text import RankText, RunText
 from gemsc.codegen.stage import write_stage
 from gemsc.codegen.writer import Names, Writer
 from gemsc.errors import GemscError
@@ -22,17 +22,14 @@ from gemsc.schedules.loops import Loop, Step
 
 __all__ = ["write_rank"]
 
-IMPORTED = [
-    *("AxisWindows", "Exchange", "F", "Grid", "GridMessage", "Input", "Message"),
-    *("Resize", "Tensor"),
-    *("TileValue", "Tiles", "Value", "Worker"),
-    *("nn", "offloaded", "operator", "recompute", "tile_boxes", "torch"),
-    *("user_module", "user_object"),
-]
 FROM_RUNTIME = (
-    *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message", "Resize"),
-    *("TileValue", "Tiles", "Value", "offloaded", "recompute", "tile_boxes"),
-    "user_module",
+    *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message"),
+    *("RankProgram", "Resize", "Run", "TileValue", "Tiles", "Value", "Worker"),
+    *("offloaded", "recompute", "tile_boxes", "user_module"),
+)
+TAKEN = (
+    *(*FROM_RUNTIME, "user_object", "F", "Tensor", "nn", "operator", "torch"),
+    *("NUM_MICRO_BATCHES", "NUM_REPLICAS", "PROGRAM", "train_step", "eval_step"),
 )
 
 
@@ -45,14 +42,7 @@ class _RankWriter:
     def __init__(self, text: RankText) -> None:
         self.text = text
         self.writer = Writer()
-        self.taken = Names(
-            [
-                *(*IMPORTED, "STAGES", "INPUTS", "REDUCTIONS", "NUM_MICRO_BATCHES"),
-                *("NUM_REPLICAS", "TILES", "DEFERRED"),
-                "DEPENDS_ON_DATA",
-                *("train_step", "eval_step"),
-            ]
-        )
+        self.taken = Names(TAKEN)
         self.constants = Constants(text, self.writer, self.taken)
         self.messages = self.constants.names
         self.user_objects: dict[UserObject, str] = {}
@@ -74,7 +64,6 @@ class _RankWriter:
         for run in self.text.runs:
             if run.replica == 0 or not self._holds_original(run):
                 write_stage(self.writer, run.stage, self.named)
-        self._write_stages_table()
         for run in self.text.runs:
             if self.text.program.loss is not None:
                 self._write_forward(run)
@@ -86,9 +75,10 @@ class _RankWriter:
         if self.text.program.loss is not None:
             self._write_train_step()
         self._write_eval_step()
+        self.constants.write_program()
         return self.writer.text()
 
-    def _holds_original(self, run: Run) -> bool:
+    def _holds_original(self, run: RunText) -> bool:
         index = run.stage.flow.index
         return any(
             other.replica == 0 and other.stage.flow.index == index
@@ -108,10 +98,7 @@ class _RankWriter:
             head.line("from torch.nn import functional as F")
         head.line()
         names = [name for name in FROM_RUNTIME if _uses(body, name)]
-        if self.user_objects:
-            names.append("user_object")
-        names.append("Worker")
-        names.sort(key=lambda name: (name.islower(), name))
+        names += ["user_object"] if self.user_objects else []
         line = f"from gemsc.runtime import {', '.join(names)}"
         if len(line) <= head.room:
             head.line(line)
@@ -131,15 +118,9 @@ class _RankWriter:
             self.user_objects[item] = self.taken.unique(item.qualname)
         return self.user_objects[item]
 
-    def _write_stages_table(self) -> None:
-        pairs = [f"{quoted(run.key)}: {run.stage.class_name}" for run in self.text.runs]
-        self.writer.call("STAGES = {", pairs, "}")
-        self.writer.line()
-        self.writer.line()
-
     # --------------------------------------------------------- actions
 
-    def _write_forward(self, run: Run) -> None:
+    def _write_forward(self, run: RunText) -> None:
         flow = run.stage.flow
         with self.writer.block(
             f"def forward_{run.key}(worker: Worker, m: int) -> None:"
@@ -155,7 +136,7 @@ class _RankWriter:
         self.writer.line()
         self.writer.line()
 
-    def _write_takes(self, run: Run, flow: StageFlow) -> dict[fx.Node, str]:
+    def _write_takes(self, run: RunText, flow: StageFlow) -> dict[fx.Node, str]:
         names = self._local_names()
         local: dict[fx.Node, str] = {}
         for transfer in flow.incoming:
@@ -185,15 +166,19 @@ class _RankWriter:
         return Names(["worker", "m", *self.messages.values()])
 
     def _write_run(
-        self, run: Run, flow: StageFlow, local: dict[fx.Node, str], verb: str
+        self, run: RunText, flow: StageFlow, local: dict[fx.Node, str], verb: str
     ) -> None:
-        arguments = [quoted(run.key), "m", *(local[node] for node in flow.takes)]
+        arguments = [
+            self.constants.runs[run.key],
+            "m",
+            *(local[node] for node in flow.takes),
+        ]
         targets = ", ".join(local[node] for node in flow.gives)
         head = f"{targets} = " if targets else ""
         self.writer.call(f"{head}worker.{verb}(", arguments)
 
     def _write_send(
-        self, run: Run, transfer: Transfer, local: dict[fx.Node, str]
+        self, run: RunText, transfer: Transfer, local: dict[fx.Node, str]
     ) -> None:
         message = self.messages[run.replica, transfer.index]
         values = [local[value] for value in transfer.values]
@@ -201,20 +186,20 @@ class _RankWriter:
             "worker.send(", [message, "m", *values], note=self._to(run, transfer)
         )
 
-    def _from(self, run: Run, transfer: Transfer) -> str:
+    def _from(self, run: RunText, transfer: Transfer) -> str:
         return f"from {self._peer(run, transfer, transfer.source)}"
 
-    def _to(self, run: Run, transfer: Transfer) -> str:
+    def _to(self, run: RunText, transfer: Transfer) -> str:
         return f"to {self._peer(run, transfer, transfer.dest)}"
 
-    def _peer(self, run: Run, transfer: Transfer, stage: int) -> str:
+    def _peer(self, run: RunText, transfer: Transfer, stage: int) -> str:
         where = self._where(run, stage)
         if not transfer.long:
             return where
         jumped = transfer.dest - transfer.source - 1
         return f"{where}, a skip over {jumped} stage{'s' if jumped > 1 else ''}"
 
-    def _where(self, run: Run, stage: int) -> str:
+    def _where(self, run: RunText, stage: int) -> str:
         """Return which ranks a rank talks to if it talks to a stage."""
         ranks = self.text.ranks(run.replica, stage)
         if self.text.rank in ranks:
@@ -228,7 +213,7 @@ class _RankWriter:
             return f"rank {ranks[self.text.tile]}, the same tile"
         return f"ranks {ranks[0]} to {ranks[-1]}"
 
-    def _write_backward(self, run: Run) -> None:
+    def _write_backward(self, run: RunText) -> None:
         flow = run.stage.flow
         with self.writer.block(
             f"def backward_{run.key}(worker: Worker, m: int) -> None:"
@@ -236,7 +221,7 @@ class _RankWriter:
             self.writer.line(f'"""Run stage {flow.index} backward on micro-batch m."""')
             names = self._local_names()
             gradients = self._write_gradient_receives(run, flow, names)
-            arguments = [quoted(run.key), "m"]
+            arguments = [self.constants.runs[run.key], "m"]
             for node in flow.gives:
                 if node is self.text.program.loss:
                     arguments.append("worker.loss_gradient")
@@ -262,7 +247,7 @@ class _RankWriter:
         self.writer.line()
         self.writer.line()
 
-    def _write_weights(self, run: Run) -> None:
+    def _write_weights(self, run: RunText) -> None:
         index = run.stage.flow.index
         with self.writer.block(
             f"def weights_{run.key}(worker: Worker, m: int) -> None:"
@@ -270,12 +255,13 @@ class _RankWriter:
             self.writer.line(
                 f'"""Add stage {index}\'s weight gradients of micro-batch m."""'
             )
-            self.writer.call("worker.weights(", [quoted(run.key), "m"])
+            arguments = [self.constants.runs[run.key], "m"]
+            self.writer.call("worker.weights(", arguments)
         self.writer.line()
         self.writer.line()
 
     def _write_gradient_receives(
-        self, run: Run, flow: StageFlow, names: Names
+        self, run: RunText, flow: StageFlow, names: Names
     ) -> dict[fx.Node, list[str]]:
         """Receive what later stages send back; the last stage's gradient comes first.
 
@@ -298,7 +284,7 @@ class _RankWriter:
             )
         return gradients
 
-    def _write_evaluate(self, run: Run) -> None:
+    def _write_evaluate(self, run: RunText) -> None:
         flow = run.stage.evaluation
         program = self.text.evaluation
         with self.writer.block(
@@ -317,7 +303,7 @@ class _RankWriter:
         self.writer.line()
         self.writer.line()
 
-    def _write_results(self, run: Run, local: dict[fx.Node, str]) -> None:
+    def _write_results(self, run: RunText, local: dict[fx.Node, str]) -> None:
         program = self.text.evaluation
         for node in program.outputs:  # inputs that the model returns as they are
             if node.op == "get_attr":
@@ -415,9 +401,11 @@ class _RankWriter:
                 for run in self.text.runs:
                     if run.replica == 0:
                         self.writer.line(f"evaluate_{run.key}(worker, m)")
+        self.writer.line()
+        self.writer.line()
 
 
-def _part(run: Run) -> str:
+def _part(run: RunText) -> str:
     """Return which part of the batch a run takes as its micro-batch m."""
     if run.replica == 0:
         return "m"

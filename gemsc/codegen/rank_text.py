@@ -12,7 +12,7 @@ from gemsc.ir.program import GraphInput, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
 from gemsc.schedules.loops import Step, expand
 
-__all__ = ["RankText", "Run", "Segments", "StageText"]
+__all__ = ["RankText", "RunText", "Segments", "StageText"]
 
 
 Segments = tuple[tuple[Segment, tuple[fx.Node, ...]], ...]
@@ -47,7 +47,7 @@ class StageText:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunText:
     """One stage of one replica on this rank."""
 
     replica: int
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The name that functions and weights have: `stage2`, `stage2_mirrored`."""
+        """How functions of the file are named after it: `stage2`, `stage2_mirrored`."""
         suffix = {0: "", 1: "_mirrored"}.get(self.replica, f"_replica{self.replica}")
         return f"stage{self.stage.flow.index}{suffix}"
 
@@ -70,7 +70,7 @@ class RankText:
     program: Program
     evaluation: Program
     twin: bool
-    runs: tuple[Run, ...]
+    runs: tuple[RunText, ...]
     steps: tuple[Step, ...]
     num_micro_batches: int
     num_replicas: int
@@ -78,7 +78,7 @@ class RankText:
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
 
-    def deferred(self, run: Run) -> tuple[int, ...]:
+    def deferred(self, run: RunText) -> tuple[int, ...]:
         """Return the micro-batches whose weight gradients are actions of their own."""
         place = Kind.WEIGHT, run.replica, run.stage.flow.index
         actions = expand(self.steps)
@@ -86,7 +86,7 @@ class RankText:
             a.micro_batch for a in actions if (a.kind, a.replica, a.stage) == place
         )
 
-    def transfers(self, run: Run) -> tuple[Transfer, ...]:
+    def transfers(self, run: RunText) -> tuple[Transfer, ...]:
         """Return the transfers of a run, each once, in training and evaluation."""
         flows = run.stage.flow, run.stage.evaluation
         both = [t for flow in flows for t in (*flow.incoming, *flow.outgoing)]

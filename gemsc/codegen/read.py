@@ -24,14 +24,16 @@ from gemsc.runtime import (
     Exchange,
     Grid,
     GridMessage,
+    Input,
     Message,
+    RankProgram,
+    Run,
     Tiles,
     TileValue,
     Value,
     tile_boxes,
 )
 from gemsc.runtime.tiles.messages import tag_of
-from gemsc.runtime.worker.worker import replica_of, stage_of
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import (
     AllReduce,
@@ -45,9 +47,12 @@ from gemsc.schedules.rank_step import (
 
 __all__ = ["read_ranks"]
 
-CLASSES = (Exchange, GridMessage, Message, Tiles, TileValue, Value)
+CLASSES = (
+    *(Exchange, GridMessage, Input, Message, RankProgram, Run, Tiles, TileValue, Value),
+)
 NAMES = {each.__name__: each for each in (*CLASSES, torch, tile_boxes, float, range)}
-SIMPLE = (*("NUM_MICRO_BATCHES", "NUM_REPLICAS", "REDUCTIONS", "DEFERRED"),)
+NOWHERE = Run(-1)  # a function that has run no stage yet
+SIMPLE = ("NUM_MICRO_BATCHES", "NUM_REPLICAS")
 KINDS = {
     "run": Kind.FORWARD,
     "evaluate": Kind.FORWARD,
@@ -71,11 +76,6 @@ def read_ranks(files: Mapping[str, str]) -> tuple[list[RankStep], list[RankStep]
     return [f.step("train_step") for f in read], [f.step("eval_step") for f in read]
 
 
-def _place(key: str) -> tuple[int, int]:
-    """Return the replica and the stage of a run."""
-    return replica_of(key), int(stage_of(key).removeprefix("stage"))
-
-
 @dataclass
 class _Function:
     """What a function of the file does with a micro-batch, whichever.
@@ -85,7 +85,7 @@ class _Function:
     """
 
     kind: Kind = Kind.FORWARD
-    key: str = ""
+    run: Run = NOWHERE
     receives: list[MessageEnd] = field(default_factory=list)
     sends: list[MessageEnd] = field(default_factory=list)
     calls: list[GridCall] = field(default_factory=list)
@@ -93,12 +93,7 @@ class _Function:
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Return replica and stage."""
-        return _place(self.key)
-
-    @property
-    def run(self) -> StageRun:
+    def work(self) -> StageRun:
         """Return it as plain data."""
         messages = tuple(self.receives), tuple(self.sends)
         return StageRun(*messages, tuple(self.calls), self.lines)
@@ -127,19 +122,20 @@ class _File:
         self.constants: dict[str, Any] = {}
         for statement in body:
             self._read_constant(statement)
-        self.tiles: Tiles = self.constants.get("TILES", Tiles((), (rank,), 0))
+        if "PROGRAM" not in self.constants:
+            raise InternalError(f"wrong program: rank {rank} has no PROGRAM")
+        self.program: RankProgram = self.constants["PROGRAM"]
+        self.tiles = self.program.tiles or Tiles((), (rank,), 0)
         self.users_lines = _users_lines(self.text)
         self.read: dict[str, _Function] = {}
         self.methods: dict[tuple[str, str], _Method] = {}
 
     def _read_constant(self, statement: ast.stmt) -> None:
         match statement:
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
-                if name == "STAGES":
-                    self.constants[name] = self._value(value, self.classes)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                if name == "PROGRAM":
+                    own = {**self.classes, **self.functions}
+                    self.constants[name] = self._value(value, own)
                 elif name in SIMPLE or _called(value) in NAMES:
                     last = value.end_lineno
                     key = "\n".join(self.text[statement.lineno - 1 : last])
@@ -156,11 +152,13 @@ class _File:
         place = node.lineno  # type: ignore[attr-defined]
         around = [f for f in self.functions.values() if f.lineno <= place]
         name = around[-1].name if around else ""
-        key = name.partition("_")[2]
         line, stage = self.text[place - 1].strip(), ""
-        if key in self.constants["STAGES"]:
-            number = stage_of(key).removeprefix("stage")
-            stage = f": stage {number} ({self.method(key).lines}), every micro-batch"
+        inside = ast.walk(around[-1]) if around else ()
+        named = (self.constants.get(_name(each)) for each in inside)
+        run = next((each for each in named if isinstance(each, Run)), None)
+        if run is not None:
+            lines = self.method(run).lines
+            stage = f": stage {run.stage} ({lines}), every micro-batch"
         return InternalError(
             f"wrong program: rank {self.rank} {text}: {line}, in {name}{stage}"
         )
@@ -172,12 +170,14 @@ class _File:
         self.read = {}
         found = self.functions.get(name)
         steps = tuple(self._steps(found)) if found is not None else ()
-        runs = {(f.kind, *f.place): f.run for f in self.read.values()}
+        runs = {
+            (f.kind, f.run.replica, f.run.stage): f.work for f in self.read.values()
+        }
         deferred = frozenset(
-            Action(Kind.WEIGHT, stage, m, replica)
-            for key, numbers in self.constants.get("DEFERRED", {}).items()
-            for replica, stage in [_place(key)]
-            for m in (numbers if (Kind.BACKWARD, replica, stage) in runs else ())
+            Action(Kind.WEIGHT, run.stage, m, run.replica)
+            for run, numbers in self.program.deferred.items()
+            if (Kind.BACKWARD, run.replica, run.stage) in runs
+            for m in numbers
         )
         return RankStep(self.rank, runs, steps, self.tiles.ranks, deferred)
 
@@ -209,17 +209,17 @@ class _File:
                 read = self.read[function]
                 code = _compiled(micro_batch)
                 places = (eval(code, {name: number}) for number in numbers)
-                replica, stage = read.place
-                return [Action(read.kind, stage, m, replica) for m in places]
+                run = read.run
+                return [Action(read.kind, run.stage, m, run.replica) for m in places]
         raise self.wrong(statement, UNKNOWN)
 
     def _ending(self, verb: str, call: ast.Call) -> Iterator[Step]:
-        sums: dict[str, tuple[int, ...]] = self.constants["REDUCTIONS"]
-        stages = {stage_of(key) for key in self.constants["STAGES"]}
+        sums = self.program.reductions
+        stages = {run.stage_name for run in self.program.stages}
         if verb == "start_reduction":
             group = ast.literal_eval(call.args[0])
             if group not in sums:
-                raise self.wrong(call, f"has no '{group}' in its REDUCTIONS")
+                raise self.wrong(call, f"has no '{group}' in its reductions")
             yield AllReduce(group, sums[group])
         elif verb == "finish_reductions":  # starts those of tied parameters
             for group in sorted(sums.keys() - stages):
@@ -246,7 +246,7 @@ class _File:
                     self._read_call(read, call, [_name(name)])
                 case _:
                     raise self.wrong(statement, UNKNOWN)
-        if not read.key:
+        if read.run == NOWHERE:
             raise self.wrong(function, "runs no stage")
         return read
 
@@ -289,12 +289,12 @@ class _File:
         self, read: _Function, verb: str, call: ast.Call
     ) -> tuple[str, ...] | None:
         """Read what runs a stage; return the lines of what it gives, if known."""
-        key, micro_batch = ast.literal_eval(call.args[0]), call.args[1]
+        run, micro_batch = self._value(call.args[0]), call.args[1]
         used = self._uses(read, call.args[2:])
         apart = verb == "evaluate_apart"
-        method = self.method(key, "forward_eval" if apart else "forward")
-        if not read.key:
-            read.key, read.kind, read.lines = key, KINDS[verb], method.lines
+        method = self.method(run, "forward_eval" if apart else "forward")
+        if read.run == NOWHERE:
+            read.run, read.kind, read.lines = run, KINDS[verb], method.lines
         else:
             raise self.wrong(call, "runs a stage twice in one action")
         self._is_current(call, micro_batch)
@@ -358,9 +358,9 @@ class _File:
 
     # ------------------------------------------------------------ grids
 
-    def method(self, key: str, name: str = "forward") -> _Method:
+    def method(self, run: Run, name: str = "forward") -> _Method:
         """Return what a method of a run's stage does; blocks that recompute with it."""
-        stage: ast.ClassDef = self.constants["STAGES"][key]
+        stage: Any = self.program.stages[run]  # as it stands in the file
         if (stage.name, name) not in self.methods:
             self.methods[stage.name, name] = self._method(stage, name)
         return self.methods[stage.name, name]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gemsc.runtime.memory.recomputation import recompute
     from gemsc.runtime.tiles.grid import AxisWindows, Exchange, Grid, Resize
     from gemsc.runtime.training.train import main
+    from gemsc.runtime.worker.program import RankProgram, Run
     from gemsc.runtime.worker.user_objects import user_module, user_object
     from gemsc.runtime.worker.worker import Worker
 
@@ -28,7 +29,9 @@ __all__ = [
     "GridMessage",
     "Input",
     "Message",
+    "RankProgram",
     "Resize",
+    "Run",
     "TileValue",
     "TiledDataset",
     "Tiles",
@@ -51,7 +54,9 @@ __getattr__ = loads(
         "GridMessage": "gemsc.messages.grid_message",
         "Input": "gemsc.messages.message",
         "Message": "gemsc.messages.message",
+        "RankProgram": "gemsc.runtime.worker.program",
         "Resize": "gemsc.runtime.tiles.grid",
+        "Run": "gemsc.runtime.worker.program",
         "TileValue": "gemsc.messages.grid_message",
         "TiledDataset": "gemsc.runtime.data.tiled",
         "Tiles": "gemsc.messages.message",

@@ -42,7 +42,7 @@ class Status:
         Status.current = self
         self.step = 0
         self.what = "the start"
-        self.stage = ""
+        self.stage: object = ""
         self.micro_batch: int | None = None
         self._memory: mmap.mmap | None = None
         folder = os.environ.get(STATUS_VARIABLE)
@@ -53,7 +53,9 @@ class Status:
                 self._memory = mmap.mmap(file.fileno(), STATUS_BYTES)
             self._publish()
 
-    def enter(self, what: str, stage: str = "", micro_batch: int | None = None) -> None:
+    def enter(
+        self, what: str, stage: object = "", micro_batch: int | None = None
+    ) -> None:
         """Say what begins."""
         self.what, self.stage, self.micro_batch = what, stage, micro_batch
         self._publish()
@@ -63,10 +65,10 @@ class Status:
         self.enter("between two steps")
 
     def __str__(self) -> str:
-        """Return for example `backward of stage2, micro-batch 3, step 17`."""
+        """Return for example `backward of stage 2, micro-batch 3, step 17`."""
         text = self.what
         if self.stage:
-            text += f" of {self.stage.replace('stage', 'stage ').replace('_', ' ')}"
+            text += f" of {self.stage}"
         if self.micro_batch is not None:
             text += f", micro-batch {self.micro_batch}"
         return f"{text}, step {self.step}"

@@ -14,9 +14,10 @@ A block that is recomputed or offloaded has hooks of its own for what autograd s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -143,26 +144,32 @@ def taken_apart(tensor: Tensor) -> Apart | None:
     )
 
 
-@contextmanager
-def saved_in_parts(
-    follow: Callable[[Sequence[Tensor]], None] | None = None,
-    take: Callable[[], None] = lambda: None,
-) -> Iterator[None]:
-    """Let what runs inside keep redistributed values in parts.
+class Observer(Protocol):
+    """Whoever counts the memory of what autograd keeps."""
 
-    `follow` is told of the tensors that are kept, to count their memory, and `take`
-    when the backward takes something of it.
-    """
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """Hear of tensors that are kept."""
+        ...
+
+    def take(self) -> None:
+        """Hear that the backward takes something of it."""
+        ...
+
+
+@contextmanager
+def saved_in_parts(observer: Observer | None = None) -> Iterator[None]:
+    """Let what runs inside keep redistributed values in parts."""
 
     def pack(tensor: Tensor) -> Apart | Tensor:
         apart = taken_apart(tensor)
-        if follow is None:
+        if observer is None:
             return apart or tensor
-        follow(kept_of(tensor))
+        observer.follow(kept_of(tensor))
         return apart or tensor.detach()
 
     def unpack(packed: Apart | Tensor) -> Tensor:
-        take()
+        if observer is not None:
+            observer.take()
         return packed.together(packed.kept) if isinstance(packed, Apart) else packed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

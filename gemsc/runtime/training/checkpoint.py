@@ -44,7 +44,7 @@ NEEDED = {"steps", "parameters", "buffers", "gradients", "kinds", "states"}
 
 def save(worker: Worker, directory: Path) -> None:
     """Write a checkpoint of all ranks: see `Trainer.save`."""
-    transport, step = worker.transport.host, worker.steps_done
+    transport, step = worker.transport.host, worker.steps.done
     beside = directory
     with _told(directory, step):
         if transport.rank == 0:
@@ -80,7 +80,7 @@ def _write_part(worker: Worker, folder: Path) -> tuple[str, FileFacts]:
     The rank's part of the model is joined with the others'.
     """
     rank = worker.transport.host.rank
-    first = worker.tile == 0  # the other tiles of a grid have the same
+    first = worker.program.tile == 0  # the other tiles of a grid have the same
     write_tensors(_part(folder, rank), worker.stages.state_dict() if first else {})
     path = folder / _progress_name(rank)
     torch.save(_progress(worker), path)
@@ -98,7 +98,10 @@ def _progress_name(rank: int) -> str:
 
 def _stateful(worker: Worker) -> dict[str, Any]:
     """Return what there is of an optimizer and a scheduler."""
-    parts = {"optimizer": worker.optimizer, "scheduler": worker.scheduler}
+    parts = {
+        "optimizer": worker.updates.optimizer,
+        "scheduler": worker.updates.scheduler,
+    }
     return {key: part for key, part in parts.items() if part is not None}
 
 
@@ -107,7 +110,7 @@ def _progress(worker: Worker) -> dict[str, Any]:
     named = worker.stages.parameters
     stateful = _stateful(worker)
     return {
-        "steps": worker.steps_done,
+        "steps": worker.steps.done,
         "parameters": list(named),
         "buffers": {
             name: tensor
@@ -255,7 +258,7 @@ def _load_states(worker: Worker, states: Mapping[str, Any]) -> None:
 
 
 def _take_progress(worker: Worker, state: Mapping[str, Any]) -> None:
-    worker.steps_done = state["steps"]
+    worker.steps.done = state["steps"]
     tensors, named = worker.stages.tensors(), worker.stages.parameters
     for name, buffer in state["buffers"].items():
         tensors[name].copy_(buffer)

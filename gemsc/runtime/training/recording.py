@@ -16,7 +16,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.transport import Transport
-from gemsc.runtime.worker.worker import Worker, replica_of, stage_of
+from gemsc.runtime.worker.worker import Worker
 from gemsc.user_model import load_user_model
 
 __all__ = ["WARM_UP_STEPS", "Recorder", "record_timed_steps"]
@@ -74,8 +74,8 @@ class Recorder:
             end = clock()
             stage = replica = micro_batch = -1
             if computed:
-                key, micro_batch = arguments[:2]
-                stage, replica = int(stage_of(key)[5:]), replica_of(key)
+                run, micro_batch = arguments[:2]
+                stage, replica = run.stage, run.replica
             self.records.append((kind, stage, replica, micro_batch, begin, end))
             return result
 

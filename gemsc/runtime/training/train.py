@@ -160,15 +160,15 @@ class _Training:
         worker = self.trainer.worker
         window = None
         if isinstance(items, TiledDataset):
-            window = window_of(worker.inputs.values(), tuple(items.shape))
+            window = window_of(worker.program.inputs.values(), tuple(items.shape))
         batches = Batches(
             items,
             size := self.plan.batch_size,
             seed=seed,
             shuffle=shuffle,
             workers=self.options.workers,
-            part=worker.copy,
-            num_parts=worker.num_copies,
+            part=worker.place.copy,
+            num_parts=worker.place.num_copies,
             window=window,
             compare_all=self.record.is_kept,
         )
@@ -184,7 +184,7 @@ class _Training:
         assert self.data is not None
         each = len(self.data.batches)
         total = self.options.steps or self.options.epochs * each
-        done = self.trainer.worker.steps_done
+        done = self.trainer.worker.steps.done
         if done >= total:
             raise GemscError(
                 f"{self.options.resume} has already done {done} of {total} steps",
@@ -208,7 +208,7 @@ class _Training:
 
     def _train_epoch(self, title: str, epoch: int, first: int, end: int) -> None:
         assert self.data is not None
-        batches, reads = self.data.batches, bool(self.trainer.worker.inputs)
+        batches, reads = self.data.batches, bool(self.trainer.worker.program.inputs)
         source = self.data.epoch(epoch, first, reads=reads)
         with closing(ProgressBar(end - first, title, silent=not self.talks)) as bar:
             for batch, seen in itertools.islice(source, end - first):
@@ -238,7 +238,7 @@ class _Training:
         if (folder := self.options.save) is not None and (folder / LATEST).exists():
             step = Manifest.read(folder / LATEST).step
             help += f"; {folder} still holds the checkpoint of step {step}"
-        step = self.trainer.worker.steps_done
+        step = self.trainer.worker.steps.done
         return GemscError(f"{what} at step {step}, in epoch {epoch + 1}", help=help)
 
     def _evaluate(self, epoch: int) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import choose_device
-from gemsc.runtime.process.progress import Status
 from gemsc.runtime.training import checkpoint
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.program import Place, RankProgram
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 
@@ -83,36 +85,30 @@ class Trainer:
         self.device = streams.device
         plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
-        ranks = plan.copy_ranks
-        self.module = load_rank_module(directory, transport.rank % ranks)
+        place = Place(
+            transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
+        )
+        self.program = load_program(directory, place.rank)
         self.stages = Stages()
-        for key, kind in self.module.STAGES.items():
-            index = key.removeprefix("stage").split("_")[0]
-            weights = directory / "weights" / f"stage{index}.safetensors"
-            self.stages.add(key, kind, weights, self.device, dtype)
+        for run, kind in self.program.stages.items():
+            path = directory / "weights" / f"{run.stage_name}.safetensors"
+            self.stages.add(run, kind, read_tensors(path), self.device, dtype)
         self.worker = Worker(
             DeviceTransport(transport, streams),
+            self.program,
             self.stages,
-            self.module.INPUTS,
-            self.module.NUM_MICRO_BATCHES,
-            num_replicas=self.module.NUM_REPLICAS,
-            num_copies=transport.size // ranks,
-            copy_ranks=ranks,
-            reductions=self.module.REDUCTIONS,
+            place,
             accumulate=accumulate,
             clip_norm=clip_norm,
             seed=seed,
             float_dtype=dtype,
-            status=Status(transport.rank),
-            tiles=getattr(self.module, "TILES", None),
-            deferred=getattr(self.module, "DEFERRED", {}),
-            depends_on_data=getattr(self.module, "DEPENDS_ON_DATA", False),
         )
-        self.has_loss = hasattr(self.module, "train_step")
-        if self.has_loss:
-            self.worker.optimizer = _make_optimizer(optimizer, self.worker)
-            if scheduler is not None and self.worker.optimizer is not None:
-                self.worker.scheduler = scheduler(self.worker.optimizer)
+        parameters, updates = self.stages.parameters, self.worker.updates
+        if self.program.train_step is not None and parameters:
+            make = optimizer or partial(torch.optim.SGD, lr=0.01)
+            updates.optimizer = make(parameters.items())
+            if scheduler is not None:
+                updates.scheduler = scheduler(updates.optimizer)
 
     def step(
         self, input: Any, target: Any = None, *, window: Window | None = None
@@ -129,37 +125,32 @@ class Trainer:
         Raises:
             GemscError: the batch does not fit the program.
         """
-        if not self.has_loss:
+        if self.program.train_step is None:
             raise GemscError(
                 "this program cannot train: it was compiled without a loss",
                 help="add loss(output, target) to the model's file and compile again",
             )
-        worker = self.worker
-        sources = {"input": as_structure(input), "target": target}
-        worker.begin(worker.bind_batch(sources, window), training=True)
-        self.stages.set_mode(training=True)
-        self.module.train_step(worker)
+        self._begin(input, target, window, training=True)
+        self.program.train_step(self.worker)
         mean = self._mean_loss()
-        worker.end()
+        self.worker.end()
         return mean
 
     def evaluate(
         self, input: Any, target: Any = None, *, window: Window | None = None
     ) -> Evaluation:
         """Run one batch in evaluation mode; see `step` for the arguments."""
-        worker = self.worker
-        sources = {"input": as_structure(input), "target": target}
-        worker.begin(worker.bind_batch(sources, window), training=False)
-        self.stages.set_mode(training=False)
-        self.module.eval_step(worker)
-        results = worker.results
-        losses = [loss for loss, _ in results if loss is not None]
-        for loss in losses:
-            worker.add_loss(loss)
-        mean = self._mean_loss() if self.has_loss else None
-        worker.end()
-        output = _concatenate([out for _, out in results]) if results else None
-        return Evaluation(mean, output)
+        steps = self.worker.steps
+        self._begin(input, target, window, training=False)
+        self.program.eval_step(self.worker)
+        for loss, _ in steps.results:
+            if loss is not None:
+                steps.add_loss(loss)
+        has_loss = self.program.train_step is not None
+        mean = self._mean_loss() if has_loss else None
+        self.worker.end()
+        outputs = [output for _, output in steps.results]
+        return Evaluation(mean, _concatenate(outputs) if outputs else None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers under the user's names.
@@ -187,14 +178,33 @@ class Trainer:
         """
         checkpoint.resume(self.worker, directory)
 
+    def _begin(
+        self, input: Any, target: Any, window: Window | None, *, training: bool
+    ) -> None:
+        sources = {"input": as_structure(input), "target": target}
+        self.worker.begin(self.worker.steps.bind(sources, window), training=training)
+        self.stages.set_mode(training=training)
+
     def _mean_loss(self) -> float:
         """Return the mean loss; sends that wait for their data start meanwhile."""
         worker = self.worker
         worker.status.enter("sum of the losses")
-        loss, transport = worker.loss_sum(), worker.transport.host
+        loss, transport = worker.steps.loss_sum(), self.transport
         everyone = transport.group(tuple(range(transport.size)), "losses")
         worker.transport.wait(everyone.all_reduce(loss))
-        return float(loss) / (worker.copy_micro_batches * worker.num_copies)
+        return float(loss) / worker.steps.num_micro_batches
+
+
+def load_program(directory: Path, rank: int) -> RankProgram:
+    """Return what the file of a rank says of itself."""
+    module = load_rank_module(directory, rank)
+    try:
+        program: RankProgram = module.PROGRAM
+    except AttributeError:
+        raise GemscError(
+            f"{module.__file__} has no PROGRAM", help="compile again"
+        ) from None
+    return program
 
 
 def load_rank_module(directory: Path, rank: int) -> ModuleType:
@@ -218,17 +228,6 @@ def load_rank_module(directory: Path, rank: int) -> ModuleType:
 def as_structure(value: Any) -> Any:
     """Return inputs as a tuple or dict: a lone tensor is the only positional input."""
     return value if isinstance(value, tuple | list | Mapping) else (value,)
-
-
-def _make_optimizer(
-    factory: OptimizerFactory | None, worker: Worker
-) -> torch.optim.Optimizer | None:
-    named = worker.stages.parameters
-    if not named:
-        return None
-    if factory is None:
-        return torch.optim.SGD(named.items(), lr=0.01)
-    return factory(named.items())
 
 
 def _concatenate(outputs: list[Any]) -> Any:

@@ -11,9 +11,9 @@ from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real
 from gemsc.base.weights import write_tensors
 from gemsc.plan import Plan
-from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.metered import metered
 from gemsc.user_model import load_user_model
 
 __all__ = ["record_steps", "run_recorded_steps"]
@@ -60,16 +60,15 @@ def record_steps(
         named = trainer.stages.parameters
         gradients = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
         write_tensors(folder / f"gradients{rank}.safetensors", gradients)
-        trainer.worker.before_update = None
+        trainer.worker.updates.before = None
 
-    trainer.worker.before_update = write_gradients
-    meter = ActivationMeter(trainer.worker.own_tensors, trainer.worker.other_tensors)
-    trainer.worker.meter = meter if measure else None
+    trainer.worker.updates.before = write_gradients
+    meter = metered(trainer.worker) if measure else None
     losses = [trainer.step(input, target) for input, target in batches]
     state = {name: as_real(tensor) for name, tensor in trainer.stages.tensors().items()}
     write_tensors(folder / f"state{rank}.safetensors", state)
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
     (folder / f"memory{rank}.json").write_text(
-        json.dumps([meter.peak_bytes, meter.peak_total_bytes])
+        json.dumps([meter.peak_bytes, meter.peak_total_bytes] if meter else [0, 0])
     )
     return losses

@@ -7,7 +7,6 @@ convolution and linear layer. The second part fills idle time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,20 +15,19 @@ import torch
 from torch import Tensor
 
 from gemsc.base.weighted import WeightedCall, WeightedCalls
+from gemsc.runtime.memory.meter import ActivationMeter, active_meter
 
 __all__ = ["Deferred"]
-
-Follow = Callable[[Iterable[Tensor]], None]
 
 
 @dataclass
 class Deferred:
     """The weight gradients that one backward left for later.
 
-    `follow` is told which tensors wait: for whoever counts memory.
+    A meter that is active in the forward counts the tensors that wait.
     """
 
-    follow: Follow
+    meter: ActivationMeter | None = field(default_factory=active_meter)
     _waiting: list[tuple[WeightedCall, Tensor, Tensor]] = field(default_factory=list)
 
     def forward(self) -> WeightedCalls:
@@ -37,19 +35,18 @@ class Deferred:
         return WeightedCalls(self._run)
 
     def compute(self) -> None:
-        """Add the weight gradients to those of the parameters."""
+        """Add the weight gradients to those of the parameters; keep nothing more."""
         with torch.no_grad():
             for call, x, gradient in self._waiting:
                 _add_up(call, *call.weight_gradients(gradient, x))
-
-    def let_go(self) -> None:
-        """Keep nothing any more."""
+        if self.meter is not None:
+            self.meter.sample()
         self._waiting.clear()
 
     def _run(self, call: WeightedCall, x: Tensor) -> Tensor:
         if x.requires_grad:  # autograd computes the input's gradient alone
             y = call.with_constants().run(x)
-            self.follow([x])
+            self._follow(x)
             assert y.grad_fn is not None
             y.grad_fn.register_hook(partial(self._done, call, x))
             return y
@@ -57,6 +54,10 @@ class Deferred:
             self, call, x, call.weight
         )
         return result
+
+    def _follow(self, tensor: Tensor) -> None:
+        if self.meter is not None:
+            self.meter.follow([tensor])
 
     def _done(
         self, call: WeightedCall, x: Tensor, _: object, gradients: tuple[Tensor, ...]
@@ -66,7 +67,7 @@ class Deferred:
 
     def _leave(self, call: WeightedCall, x: Tensor, gradient: Tensor) -> None:
         self._waiting.append((call, x.detach(), gradient.detach()))
-        self.follow([gradient])
+        self._follow(gradient)
 
 
 class _Noted(torch.autograd.Function):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import cast_module
-from gemsc.base.weights import NOT_OF_THE_MODEL, fill, read_tensors, stage_tensors
+from gemsc.base.weights import NOT_OF_THE_MODEL, fill, stage_tensors
+from gemsc.runtime.worker.program import Run
 
 __all__ = ["Stages"]
 
 
-class Stages(dict[str, nn.Module]):
+class Stages(dict[Run, nn.Module]):
     """The module of each run; stages that hold the same parameter share it."""
+
+    @cached_property
+    def drawing(self) -> set[Run]:
+        """Those that draw random numbers."""
+        pairs = self.items()
+        return {run for run, s in pairs if getattr(s, "draws_random_numbers", False)}
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -36,6 +43,11 @@ class Stages(dict[str, nn.Module]):
             if not name.startswith(NOT_OF_THE_MODEL)
         }
 
+    def own_tensors(self) -> Iterator[Tensor]:
+        """Yield the parameters and buffers of all stages, those of replicas too."""
+        for stage in self.values():
+            yield from stage_tensors(stage).values()
+
     def set_mode(self, *, training: bool) -> None:
         """Switch all stages to training or evaluation, unless they are there."""
         for stage in self.values():
@@ -44,9 +56,9 @@ class Stages(dict[str, nn.Module]):
 
     def add(
         self,
-        key: str,
+        run: Run,
         kind: type[nn.Module],
-        weights: Path,
+        weights: Mapping[str, Tensor],
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
@@ -57,7 +69,7 @@ class Stages(dict[str, nn.Module]):
         known = {n: p for each in self.values() for n, p in each.named_parameters()}
         with torch.device("meta"):
             stage = kind()
-        fill(stage, read_tensors(weights), device)
+        fill(stage, weights, device)
         if dtype is not None:
             cast_module(stage, dtype, getattr(kind, "keeps_dtype", ()))
         own = {id(p): known.get(n, p) for n, p in stage.named_parameters()}
@@ -65,4 +77,4 @@ class Stages(dict[str, nn.Module]):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = own[id(parameter)]
-        self[key] = stage
+        self[run] = stage

@@ -10,10 +10,10 @@ Stage 0: 3.1 kFLOP forward, 1.2 KiB of parameters,
 import torch
 from torch import Tensor, nn
 
-from gemsc.runtime import Input, Message, Value, Worker
+from gemsc.runtime import Input, Message, RankProgram, Run, Value, Worker
 
 NUM_MICRO_BATCHES = 4
-NUM_REPLICAS = 1
+STAGE0 = Run(stage=0)
 
 # What comes in and goes out, for each micro-batch.
 X = Message(
@@ -22,12 +22,6 @@ X = Message(
     dest=1,
     values=(Value("x", (2, 6, 8), torch.float32, gradient=True),),
 )
-# What this rank reads of each micro-batch.
-INPUTS = {
-    "tokens": Input(("input", 0), (2, 6), torch.int64),
-}
-# Gradients are added up over the ranks that hold the same parameters.
-REDUCTIONS = {"embedding.weight": (0, 1)}
 
 
 class Stage0(nn.Module):
@@ -55,26 +49,23 @@ class Stage0(nn.Module):
         return x
 
 
-STAGES = {"stage0": Stage0}
-
-
 def forward_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m."""
     tokens = worker.input("tokens", m)
-    x = worker.run("stage0", m, tokens)
+    x = worker.run(STAGE0, m, tokens)
     worker.send(X, m, x)  # to rank 1
 
 
 def backward_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 backward on micro-batch m."""
     grad_x = worker.receive(X.gradient, m)  # from rank 1
-    worker.backward("stage0", m, grad_x)
+    worker.backward(STAGE0, m, grad_x)
 
 
 def evaluate_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m, without gradients."""
     tokens = worker.input("tokens", m)
-    x = worker.evaluate("stage0", m, tokens)
+    x = worker.evaluate(STAGE0, m, tokens)
     worker.send(X, m, x)  # to rank 1
 
 
@@ -93,3 +84,16 @@ def eval_step(worker: Worker) -> None:
     """Run this rank's part of one evaluation step."""
     for m in range(NUM_MICRO_BATCHES):
         evaluate_stage0(worker, m)
+
+
+PROGRAM = RankProgram(
+    num_micro_batches=NUM_MICRO_BATCHES,
+    num_replicas=1,
+    stages={STAGE0: Stage0},
+    # What this rank reads of each micro-batch.
+    inputs={"tokens": Input(("input", 0), (2, 6), torch.int64)},
+    # Gradients are all-reduced by the ranks that hold the same parameters.
+    reductions={"embedding.weight": (0, 1)},
+    train_step=train_step,
+    eval_step=eval_step,
+)

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gemsc.runtime import Input, Message, Value, Worker
+from gemsc.runtime import Input, Message, RankProgram, Run, Value, Worker
 
 NUM_MICRO_BATCHES = 4
-NUM_REPLICAS = 1
-# Micro-batches that leave weight gradients to `weights_...`.
-DEFERRED = {"stage1": (3,)}
+STAGE1 = Run(stage=1)
 
 # What comes in and goes out, for each micro-batch.
 X = Message(
@@ -25,12 +23,6 @@ X = Message(
     dest=1,
     values=(Value("x", (2, 6, 8), torch.float32, gradient=True),),
 )
-# What this rank reads of each micro-batch.
-INPUTS = {
-    "target": Input(("target",), (2, 6), torch.int64),
-}
-# Gradients are added up over the ranks that hold the same parameters.
-REDUCTIONS = {"embedding.weight": (0, 1)}
 
 
 class Stage1(nn.Module):
@@ -61,33 +53,30 @@ class Stage1(nn.Module):
         return head, loss
 
 
-STAGES = {"stage1": Stage1}
-
-
 def forward_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 on micro-batch m."""
     x = worker.receive(X, m)  # from rank 0
     target = worker.input("target", m)
-    head, loss = worker.run("stage1", m, x, target)
+    head, loss = worker.run(STAGE1, m, x, target)
     worker.add_loss(loss)
 
 
 def backward_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 backward on micro-batch m."""
-    (grad_x,) = worker.backward("stage1", m, None, worker.loss_gradient)
+    (grad_x,) = worker.backward(STAGE1, m, None, worker.loss_gradient)
     worker.send(X.gradient, m, grad_x)  # to rank 0
 
 
 def weights_stage1(worker: Worker, m: int) -> None:
     """Add stage 1's weight gradients of micro-batch m."""
-    worker.weights("stage1", m)
+    worker.weights(STAGE1, m)
 
 
 def evaluate_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 on micro-batch m, without gradients."""
     x = worker.receive(X, m)  # from rank 0
     target = worker.input("target", m)
-    head, loss = worker.evaluate("stage1", m, x, target)
+    head, loss = worker.evaluate(STAGE1, m, x, target)
     worker.add_result(m, loss, head)
 
 
@@ -105,3 +94,18 @@ def eval_step(worker: Worker) -> None:
     """Run this rank's part of one evaluation step."""
     for m in range(NUM_MICRO_BATCHES):
         evaluate_stage1(worker, m)
+
+
+PROGRAM = RankProgram(
+    num_micro_batches=NUM_MICRO_BATCHES,
+    num_replicas=1,
+    stages={STAGE1: Stage1},
+    # What this rank reads of each micro-batch.
+    inputs={"target": Input(("target",), (2, 6), torch.int64)},
+    # Gradients are all-reduced by the ranks that hold the same parameters.
+    reductions={"embedding.weight": (0, 1)},
+    # Micro-batches that leave weight gradients to `weights_...`.
+    deferred={STAGE1: (3,)},
+    train_step=train_step,
+    eval_step=eval_step,
+)

@@ -11,17 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gemsc.runtime import Input, Worker, offloaded, recompute
+from gemsc.runtime import Input, RankProgram, Run, Worker, offloaded, recompute
 
 NUM_MICRO_BATCHES = 4
-NUM_REPLICAS = 1
-
-# What this rank reads of each micro-batch.
-INPUTS = {
-    "x": Input(("input", 0), (2, 8, 16, 16), torch.float32),
-    "target": Input(("target",), (2, 8, 16, 16), torch.float32),
-}
-REDUCTIONS: dict[str, tuple[int, ...]] = {}
+STAGE0 = Run(stage=0)
 
 
 class Stage0(nn.Module):
@@ -72,27 +65,24 @@ class Stage0(nn.Module):
         return d3
 
 
-STAGES = {"stage0": Stage0}
-
-
 def forward_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m."""
     x = worker.input("x", m)
     target = worker.input("target", m)
-    up1, loss = worker.run("stage0", m, x, target)
+    up1, loss = worker.run(STAGE0, m, x, target)
     worker.add_loss(loss)
 
 
 def backward_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 backward on micro-batch m."""
-    worker.backward("stage0", m, None, worker.loss_gradient)
+    worker.backward(STAGE0, m, None, worker.loss_gradient)
 
 
 def evaluate_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m, without gradients."""
     x = worker.input("x", m)
     target = worker.input("target", m)
-    up1, loss = worker.evaluate("stage0", m, x, target)
+    up1, loss = worker.evaluate(STAGE0, m, x, target)
     worker.add_result(m, loss, up1)
 
 
@@ -108,3 +98,18 @@ def eval_step(worker: Worker) -> None:
     """Run this rank's part of one evaluation step."""
     for m in range(NUM_MICRO_BATCHES):
         evaluate_stage0(worker, m)
+
+
+PROGRAM = RankProgram(
+    num_micro_batches=NUM_MICRO_BATCHES,
+    num_replicas=1,
+    stages={STAGE0: Stage0},
+    # What this rank reads of each micro-batch.
+    inputs={
+        "x": Input(("input", 0), (2, 8, 16, 16), torch.float32),
+        "target": Input(("target",), (2, 8, 16, 16), torch.float32),
+    },
+    reductions={},
+    train_step=train_step,
+    eval_step=eval_step,
+)

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gemsc.runtime import Exchange, Grid, Input, Tiles, Worker, tile_boxes
+from gemsc.runtime import (
+    Exchange,
+    Grid,
+    Input,
+    RankProgram,
+    Run,
+    Tiles,
+    Worker,
+    tile_boxes,
+)
 
 NUM_MICRO_BATCHES = 4
-NUM_REPLICAS = 1
-TILES = Tiles(grid=(2, 2), ranks=(0, 1, 2, 3), tile=0)
+STAGE0 = Run(stage=0)
 
 # What the tiles hold of a value, and what they want of it.
 HALO_FIRST = Exchange(
@@ -33,18 +41,6 @@ HALO_X = Exchange(
     wanted=tile_boxes((0, 2), (0, 8), [(-1, 5), (3, 9)], [(-1, 5), (3, 9)]),
     wraps=True,
 )
-# What this rank reads of each micro-batch.
-INPUTS = {
-    "x": Input(
-        ("input", 0),
-        (2, 8, 16, 16),
-        torch.float32,
-        box=((0, 2), (0, 8), (0, 9), (0, 9)),
-    ),
-    "target": Input(("target",), (2,), torch.int64),
-}
-# Gradients are added up over the ranks that hold the same parameters.
-REDUCTIONS = {"stage0": (0, 1, 2, 3)}
 
 
 class Stage0(nn.Module):
@@ -79,27 +75,24 @@ class Stage0(nn.Module):
         return fc, loss
 
 
-STAGES = {"stage0": Stage0}
-
-
 def forward_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m."""
     x = worker.input("x", m)
     target = worker.input("target", m)
-    fc, loss = worker.run("stage0", m, x, target)
+    fc, loss = worker.run(STAGE0, m, x, target)
     worker.add_loss(loss)
 
 
 def backward_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 backward on micro-batch m."""
-    worker.backward("stage0", m, None, worker.loss_gradient)
+    worker.backward(STAGE0, m, None, worker.loss_gradient)
 
 
 def evaluate_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m, without gradients."""
     x = worker.input("x", m)
     target = worker.input("target", m)
-    fc, loss = worker.evaluate("stage0", m, x, target)
+    fc, loss = worker.evaluate(STAGE0, m, x, target)
     worker.add_result(m, loss, fc)
 
 
@@ -117,3 +110,25 @@ def eval_step(worker: Worker) -> None:
     """Run this rank's part of one evaluation step."""
     for m in range(NUM_MICRO_BATCHES):
         evaluate_stage0(worker, m)
+
+
+PROGRAM = RankProgram(
+    num_micro_batches=NUM_MICRO_BATCHES,
+    num_replicas=1,
+    stages={STAGE0: Stage0},
+    # What this rank reads of each micro-batch.
+    inputs={
+        "x": Input(
+            ("input", 0),
+            (2, 8, 16, 16),
+            torch.float32,
+            box=((0, 2), (0, 8), (0, 9), (0, 9)),
+        ),
+        "target": Input(("target",), (2,), torch.int64),
+    },
+    # Gradients are all-reduced by the ranks that hold the same parameters.
+    reductions={"stage0": (0, 1, 2, 3)},
+    tiles=Tiles(grid=(2, 2), ranks=(0, 1, 2, 3), tile=0),
+    train_step=train_step,
+    eval_step=eval_step,
+)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gemsc.runtime import Input, Message, Value, Worker
+from gemsc.runtime import Input, Message, RankProgram, Run, Value, Worker
 
 NUM_MICRO_BATCHES = 4
-NUM_REPLICAS = 1
+STAGE0 = Run(stage=0)
 
 # What comes in and goes out, for each micro-batch.
 E3_AND_MAX_POOL2D = Message(
@@ -35,11 +35,6 @@ E1_AND_E2 = Message(
         Value("e2", (2, 8, 8, 8), torch.float32, gradient=True),
     ),
 )
-# What this rank reads of each micro-batch.
-INPUTS = {
-    "x": Input(("input", 0), (2, 8, 16, 16), torch.float32),
-}
-REDUCTIONS: dict[str, tuple[int, ...]] = {}
 
 
 class Stage0(nn.Module):
@@ -63,13 +58,10 @@ class Stage0(nn.Module):
         return e1, e2, e3, max_pool2d
 
 
-STAGES = {"stage0": Stage0}
-
-
 def forward_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m."""
     x = worker.input("x", m)
-    e1, e2, e3, max_pool2d = worker.run("stage0", m, x)
+    e1, e2, e3, max_pool2d = worker.run(STAGE0, m, x)
     worker.send(E3_AND_MAX_POOL2D, m, e3, max_pool2d)  # to rank 1
     worker.send(E1_AND_E2, m, e1, e2)  # to rank 2, a skip over 1 stage
 
@@ -80,13 +72,13 @@ def backward_stage0(worker: Worker, m: int) -> None:
     grad_e1, grad_e2 = worker.receive(E1_AND_E2.gradient, m)
     # from rank 1
     grad_e3, grad_max_pool2d = worker.receive(E3_AND_MAX_POOL2D.gradient, m)
-    worker.backward("stage0", m, grad_e1, grad_e2, grad_e3, grad_max_pool2d)
+    worker.backward(STAGE0, m, grad_e1, grad_e2, grad_e3, grad_max_pool2d)
 
 
 def evaluate_stage0(worker: Worker, m: int) -> None:
     """Run stage 0 on micro-batch m, without gradients."""
     x = worker.input("x", m)
-    e1, e2, e3, max_pool2d = worker.evaluate("stage0", m, x)
+    e1, e2, e3, max_pool2d = worker.evaluate(STAGE0, m, x)
     worker.send(E3_AND_MAX_POOL2D, m, e3, max_pool2d)  # to rank 1
     worker.send(E1_AND_E2, m, e1, e2)  # to rank 2, a skip over 1 stage
 
@@ -106,3 +98,15 @@ def eval_step(worker: Worker) -> None:
     """Run this rank's part of one evaluation step."""
     for m in range(NUM_MICRO_BATCHES):
         evaluate_stage0(worker, m)
+
+
+PROGRAM = RankProgram(
+    num_micro_batches=NUM_MICRO_BATCHES,
+    num_replicas=1,
+    stages={STAGE0: Stage0},
+    # What this rank reads of each micro-batch.
+    inputs={"x": Input(("input", 0), (2, 8, 16, 16), torch.float32)},
+    reductions={},
+    train_step=train_step,
+    eval_step=eval_step,
+)

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gemsc.runtime import Input, Message, Value, Worker
+from gemsc.runtime import Message, RankProgram, Run, Value, Worker
 
 NUM_MICRO_BATCHES = 4
-NUM_REPLICAS = 1
-# Micro-batches that leave weight gradients to `weights_...`.
-DEFERRED = {"stage1": (3,)}
+STAGE1 = Run(stage=1)
 
 # What comes in and goes out, for each micro-batch.
 E3_AND_MAX_POOL2D = Message(
@@ -34,8 +32,6 @@ D3 = Message(
     dest=2,
     values=(Value("d3", (2, 8, 4, 4), torch.float32, gradient=True),),
 )
-INPUTS: dict[str, Input] = {}
-REDUCTIONS: dict[str, tuple[int, ...]] = {}
 
 
 class Stage1(nn.Module):
@@ -54,32 +50,29 @@ class Stage1(nn.Module):
         return d3
 
 
-STAGES = {"stage1": Stage1}
-
-
 def forward_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 on micro-batch m."""
     e3, max_pool2d = worker.receive(E3_AND_MAX_POOL2D, m)  # from rank 0
-    d3 = worker.run("stage1", m, e3, max_pool2d)
+    d3 = worker.run(STAGE1, m, e3, max_pool2d)
     worker.send(D3, m, d3)  # to rank 2
 
 
 def backward_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 backward on micro-batch m."""
     grad_d3 = worker.receive(D3.gradient, m)  # from rank 2
-    grad_e3, grad_max_pool2d = worker.backward("stage1", m, grad_d3)
+    grad_e3, grad_max_pool2d = worker.backward(STAGE1, m, grad_d3)
     worker.send(E3_AND_MAX_POOL2D.gradient, m, grad_e3, grad_max_pool2d)  # to rank 0
 
 
 def weights_stage1(worker: Worker, m: int) -> None:
     """Add stage 1's weight gradients of micro-batch m."""
-    worker.weights("stage1", m)
+    worker.weights(STAGE1, m)
 
 
 def evaluate_stage1(worker: Worker, m: int) -> None:
     """Run stage 1 on micro-batch m, without gradients."""
     e3, max_pool2d = worker.receive(E3_AND_MAX_POOL2D, m)  # from rank 0
-    d3 = worker.evaluate("stage1", m, e3, max_pool2d)
+    d3 = worker.evaluate(STAGE1, m, e3, max_pool2d)
     worker.send(D3, m, d3)  # to rank 2
 
 
@@ -98,3 +91,16 @@ def eval_step(worker: Worker) -> None:
     """Run this rank's part of one evaluation step."""
     for m in range(NUM_MICRO_BATCHES):
         evaluate_stage1(worker, m)
+
+
+PROGRAM = RankProgram(
+    num_micro_batches=NUM_MICRO_BATCHES,
+    num_replicas=1,
+    stages={STAGE1: Stage1},
+    inputs={},
+    reductions={},
+    # Micro-batches that leave weight gradients to `weights_...`.
+    deferred={STAGE1: (3,)},
+    train_step=train_step,
+    eval_step=eval_step,
+)

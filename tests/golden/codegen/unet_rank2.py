@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gemsc.runtime import Input, Message, Value, Worker
+from gemsc.runtime import Input, Message, RankProgram, Run, Value, Worker
 
 NUM_MICRO_BATCHES = 4
-NUM_REPLICAS = 1
-# Micro-batches that leave weight gradients to `weights_...`.
-DEFERRED = {"stage2": (3,)}
+STAGE2 = Run(stage=2)
 
 # What comes in and goes out, for each micro-batch.
 E1_AND_E2 = Message(
@@ -34,11 +32,6 @@ D3 = Message(
     dest=2,
     values=(Value("d3", (2, 8, 4, 4), torch.float32, gradient=True),),
 )
-# What this rank reads of each micro-batch.
-INPUTS = {
-    "target": Input(("target",), (2, 8, 16, 16), torch.float32),
-}
-REDUCTIONS: dict[str, tuple[int, ...]] = {}
 
 
 class Stage2(nn.Module):
@@ -61,21 +54,18 @@ class Stage2(nn.Module):
         return up1, loss
 
 
-STAGES = {"stage2": Stage2}
-
-
 def forward_stage2(worker: Worker, m: int) -> None:
     """Run stage 2 on micro-batch m."""
     e1, e2 = worker.receive(E1_AND_E2, m)  # from rank 0, a skip over 1 stage
     d3 = worker.receive(D3, m)  # from rank 1
     target = worker.input("target", m)
-    up1, loss = worker.run("stage2", m, e1, e2, d3, target)
+    up1, loss = worker.run(STAGE2, m, e1, e2, d3, target)
     worker.add_loss(loss)
 
 
 def backward_stage2(worker: Worker, m: int) -> None:
     """Run stage 2 backward on micro-batch m."""
-    grad_e1, grad_e2, grad_d3 = worker.backward("stage2", m, None, worker.loss_gradient)
+    grad_e1, grad_e2, grad_d3 = worker.backward(STAGE2, m, None, worker.loss_gradient)
     # to rank 0, a skip over 1 stage
     worker.send(E1_AND_E2.gradient, m, grad_e1, grad_e2)
     worker.send(D3.gradient, m, grad_d3)  # to rank 1
@@ -83,7 +73,7 @@ def backward_stage2(worker: Worker, m: int) -> None:
 
 def weights_stage2(worker: Worker, m: int) -> None:
     """Add stage 2's weight gradients of micro-batch m."""
-    worker.weights("stage2", m)
+    worker.weights(STAGE2, m)
 
 
 def evaluate_stage2(worker: Worker, m: int) -> None:
@@ -91,7 +81,7 @@ def evaluate_stage2(worker: Worker, m: int) -> None:
     e1, e2 = worker.receive(E1_AND_E2, m)  # from rank 0, a skip over 1 stage
     d3 = worker.receive(D3, m)  # from rank 1
     target = worker.input("target", m)
-    up1, loss = worker.evaluate("stage2", m, e1, e2, d3, target)
+    up1, loss = worker.evaluate(STAGE2, m, e1, e2, d3, target)
     worker.add_result(m, loss, up1)
 
 
@@ -108,3 +98,17 @@ def eval_step(worker: Worker) -> None:
     """Run this rank's part of one evaluation step."""
     for m in range(NUM_MICRO_BATCHES):
         evaluate_stage2(worker, m)
+
+
+PROGRAM = RankProgram(
+    num_micro_batches=NUM_MICRO_BATCHES,
+    num_replicas=1,
+    stages={STAGE2: Stage2},
+    # What this rank reads of each micro-batch.
+    inputs={"target": Input(("target",), (2, 8, 16, 16), torch.float32)},
+    reductions={},
+    # Micro-batches that leave weight gradients to `weights_...`.
+    deferred={STAGE2: (3,)},
+    train_step=train_step,
+    eval_step=eval_step,
+)

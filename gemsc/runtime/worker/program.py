@@ -1,0 +1,110 @@
+"""What a rank's file tells the runtime, and the proof, of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from gemsc.messages.message import Input, Tiles
+
+__all__ = ["Place", "RankProgram", "Run"]
+
+StepFunction = Callable[[Any], None]  # of the rank's Worker
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Run:
+    """A stage that a rank runs, in one of the replicas that share the ranks."""
+
+    stage: int
+    replica: int = 0
+
+    @property
+    def stage_name(self) -> str:
+        """The name of the stage, in whichever replica, in files and all-reduces."""
+        return f"stage{self.stage}"
+
+    def __str__(self) -> str:
+        """Return `stage 2`, `stage 2 mirrored` or `stage 2 replica 3`."""
+        suffix = {0: "", 1: " mirrored"}.get(self.replica, f" replica {self.replica}")
+        return f"stage {self.stage}{suffix}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """All that the runtime takes from the file of one rank.
+
+    num_micro_batches: of each replica.
+    num_replicas: those that share the ranks.
+    stages: the class of each stage that the rank runs.
+    inputs: what the rank reads of each micro-batch, by name.
+    reductions: the ranks that hold the same parameters and all-reduce their gradients:
+        those of a stage, or those of one parameter that stages share.
+    deferred: of which micro-batches a backward leaves the weight gradients for later.
+    tiles: the grid of which the rank computes a tile.
+    depends_on_data: whether some gradients may be absent.
+    train_step: one training step of this rank; None without a loss.
+    eval_step: one evaluation step of this rank.
+    """
+
+    num_micro_batches: int
+    num_replicas: int
+    stages: Mapping[Run, type[nn.Module]]
+    inputs: Mapping[str, Input]
+    reductions: Mapping[str, tuple[int, ...]]
+    deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)
+    tiles: Tiles | None = None
+    depends_on_data: bool = False
+    train_step: StepFunction | None
+    eval_step: StepFunction
+
+    @property
+    def copy_micro_batches(self) -> int:
+        """The micro-batches of all replicas in one step."""
+        return self.num_micro_batches * self.num_replicas
+
+    @property
+    def tile(self) -> int:
+        """The tile that the rank computes, 0 if its stages are not split."""
+        return self.tiles.tile if self.tiles is not None else 0
+
+    @property
+    def num_tiles(self) -> int:
+        """The tiles of the rank's stages."""
+        return len(self.tiles.ranks) if self.tiles is not None else 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank among the data-parallel replicas of the model, which are called copies."""
+
+    world_rank: int
+    copy_ranks: int = 1  # that share one copy
+    num_copies: int = 1
+
+    @property
+    def copy(self) -> int:
+        """Which of the copies the rank belongs to."""
+        return self.world_rank // self.copy_ranks
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this copy."""
+        return self.copy * self.copy_ranks
+
+    @property
+    def rank(self) -> int:
+        """The number of the rank in its copy."""
+        return self.world_rank - self.first_rank
+
+    def everywhere(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks with these numbers in all copies."""
+        copies, ranks = range(self.num_copies), tuple(ranks)
+        return tuple(copy * self.copy_ranks + rank for copy in copies for rank in ranks)
+
+    def number_of(self, run: Run, num_replicas: int) -> int:
+        """Return the number of a run among those of its stage in all copies."""
+        return self.copy * num_replicas + run.replica

@@ -1,0 +1,101 @@
+"""The steps of a rank, one at a time: its part of the batch, losses and results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemsc.runtime.data.batch import BatchShape
+from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.worker.program import Place, RankProgram
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """What a rank has of the step of the moment, and how many steps are done.
+
+    `results` has (loss, output) of each micro-batch of an evaluation.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        place: Place,
+        *,
+        accumulate: int = 1,
+        float_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Prepare for steps of which every `accumulate`-th ends with an update."""
+        self.done = 0
+        self.is_training = True
+        self.results: list[tuple[Tensor | None, Any]] = []
+        self.num_micro_batches = program.copy_micro_batches * place.num_copies
+        self._accumulate = accumulate
+        self._tile, self._num_tiles = program.tile, program.num_tiles
+        self._shape = BatchShape(
+            program.inputs,
+            program.copy_micro_batches,
+            place.num_copies,
+            place.copy,
+            float_dtype,
+        )
+        self._batch: dict[str, Tensor] = {}
+        self._losses: list[Tensor] = []
+
+    def bind(
+        self, sources: Mapping[str, Any], window: Window | None = None
+    ) -> dict[str, Tensor]:
+        """Return what this rank takes of a batch (see `BatchShape.bind`)."""
+        return self._shape.bind(sources, window)
+
+    def begin(self, batch: dict[str, Tensor], *, training: bool) -> None:
+        """Take the batch of a step (see `bind`)."""
+        self.is_training = training
+        self.results.clear()
+        self._losses.clear()
+        self._batch = batch
+
+    def end(self) -> None:
+        """Let go of the batch; count the step if it was one of training."""
+        self._batch = {}
+        if self.is_training:
+            self.done += 1
+
+    @property
+    def is_update(self) -> bool:
+        """Whether this step ends with an update."""
+        return (self.done + 1) % self._accumulate == 0
+
+    def part(self, name: str, m: int) -> Tensor:
+        """Return what micro-batch m has of a tensor of the batch."""
+        return self._shape.part(self._batch, name, m)
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Book the loss of a micro-batch."""
+        self._losses.append(loss.detach())
+
+    def add_result(self, loss: Tensor | None, output: Any) -> None:
+        """Keep what the model returned for a micro-batch; a grid's first tile does."""
+        if self._tile == 0:
+            self.results.append((loss, output))
+
+    def loss_sum(self) -> Tensor:
+        """Return the sum of this step's losses on this rank, as a float64 scalar.
+
+        All tiles of a grid have the same losses: they are those of its first one.
+        """
+        if not self._losses or self._tile > 0:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack(self._losses).sum(dtype=torch.float64).cpu()
+
+    def loss_gradient(self) -> Tensor:
+        """Return what each micro-batch's loss weighs here in the mean over the batch.
+
+        Each tile has the whole loss; their gradients add up.
+        """
+        count = self.num_micro_batches * self._accumulate * self._num_tiles
+        return torch.full_like(self._losses[-1], 1.0 / count)

@@ -1,0 +1,140 @@
+"""What follows the backwards of a step: all-reduces, clipping, the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.runtime.worker.program import Place, RankProgram
+from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics
+from gemsc.runtime.worker.stages import Stages
+from gemsc.runtime.worker.steps import Steps
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """The updates of a rank's parameters, together with the ranks that share them.
+
+    `scheduler` makes a step after each of the optimizer's; `before` is called once the
+    gradients are complete.
+    """
+
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        program: RankProgram,
+        stages: Stages,
+        place: Place,
+        steps: Steps,
+        clip_norm: float | None = None,
+    ) -> None:
+        """Prepare the all-reduces; `clip_norm` bounds the norm of all gradients."""
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        self.before: Callable[[], None] | None = None
+        self._transport = transport
+        self._program = program
+        self._stages = stages
+        self._place = place
+        self._steps = steps
+        self._clip_norm = clip_norm
+        self._sums = GradientSums(transport)
+        self._groups = {
+            key: transport.host.group(place.everywhere(ranks), key)
+            for key, ranks in sorted(program.reductions.items())
+        }
+        self._of_stage = {
+            run.stage_name: [
+                p for n, p in stage.named_parameters() if n not in self._groups
+            ]
+            for run, stage in stages.items()
+        }
+        self._statistics = self._running_statistics()
+
+    def begin(self) -> None:
+        """Remember what running statistics were before the step."""
+        for statistics in self._statistics.values():
+            statistics.remember()
+
+    def start_reduction(self, stage: str) -> None:
+        """Start the all-reduces of a stage's gradients, less those of tied parameters.
+
+        Called after the stage's last backward; what follows hides the communication.
+        """
+        if self._steps.is_update:
+            self._start(stage, self._of_stage[stage])
+
+    def finish_reductions(self) -> None:
+        """All-reduce tied parameters' gradients and statistics; wait for all sums."""
+        named = self._stages.parameters if self._steps.is_update else {}
+        for name in self._groups:
+            if name in named:
+                parameter = named[name]
+                if parameter.grad is None and not self._program.depends_on_data:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._start(name, [parameter])
+        waits = [
+            request
+            for key, statistics in self._statistics.items()
+            for request in statistics.start(self._transport, self._groups.get(key))
+        ]
+        self._sums.finish()
+        self._transport.wait(*waits)
+        for statistics in self._statistics.values():
+            statistics.finish()
+
+    def apply(self) -> None:
+        """Let the optimizer make its step, and drop the gradients."""
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        if self.before is not None:
+            self.before()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        for parameter in self._stages.parameters.values():
+            parameter.grad = None
+
+    def _start(self, key: str, parameters: list[nn.Parameter]) -> None:
+        counted = self._program.depends_on_data
+        self._sums.start(self._groups[key], parameters, counted=counted)
+
+    def _running_statistics(self) -> dict[str, RunningStatistics]:
+        num_replicas = self._program.num_replicas
+        num_runs = num_replicas * self._place.num_copies
+        if num_runs == 1:
+            return {}
+        runs: dict[str, dict[int, nn.Module]] = {}
+        for run, module in self._stages.items():
+            number = self._place.number_of(run, num_replicas)
+            runs.setdefault(run.stage_name, {})[number] = module
+        counts = self._program.tile == 0
+        return {
+            key: RunningStatistics(modules, num_runs, counts=counts)
+            for key, modules in runs.items()
+        }
+
+    def _clip(self, limit: float) -> None:
+        """Scale all gradients so that their norm over all ranks is at most `limit`."""
+        reductions, rank = self._program.reductions, self._place.rank
+        own: dict[str, nn.Parameter] = {}  # each counts once
+        for run, module in self._stages.items():
+            of_stage = reductions.get(run.stage_name, (rank,))
+            for name, parameter in module.named_parameters():
+                if min(reductions.get(name, of_stage)) == rank:
+                    own.setdefault(name, parameter)
+        first, count = self._place.first_rank, self._place.copy_ranks
+        clip_gradients(
+            limit,
+            own.values(),
+            self._stages.parameters.values(),
+            self._transport,
+            self._transport.host.group(tuple(range(first, first + count)), "norm"),
+        )
