@@ -36,7 +36,8 @@ def compiled(name: str) -> CompiledProgram:
         case "mast" | "interleaved":
             return compile(*unet, ranks=2, schedule=name, **pictures)
         case "tiles":
-            return compile(*unet, ranks=4, tiles=("2x1",), fuse_halos=2, **pictures)
+            pictures["overlap_halos"] = "off"
+            return compile(*unet, ranks=4, tiles=("2x1",), **pictures)
     return compile(
         networks.TiedEncoder(), (networks.TOKENS,), loss=networks.cross_entropy,
         example_target=networks.TOKENS, ranks=2, schedule="zb-h1", data=2, **options,
