@@ -36,7 +36,7 @@ def compiled(name: str) -> CompiledProgram:
         case "mast" | "interleaved":
             return compile(*unet, ranks=2, schedule=name, **pictures)
         case "tiles":
-            pictures["overlap_halos"] = "off"
+            pictures["overlap_halos"] = False
             return compile(*unet, ranks=4, tiles=("2x1",), **pictures)
     return compile(
         networks.TiedEncoder(), (networks.TOKENS,), loss=networks.cross_entropy,

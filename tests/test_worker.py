@@ -18,7 +18,7 @@ from gemsc.messages.message import Input, Message, Value
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import streams_for
-from gemsc.runtime.worker.program import Place, RankProgram, Run
+from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 
@@ -33,7 +33,7 @@ def worker_of(
     transport: LocalTransport, stage: nn.Module | None = None, **options: Any
 ) -> Worker:
     """Return a worker with one stage; `options` are those of programs and workers."""
-    place = Place(transport.rank, options.pop("copy_ranks", 1))
+    place = RankPlace(transport.rank, options.pop("copy_ranks", 1))
     run = options.pop("run", RUN)
     names = {field.name for field in fields(RankProgram)}
     known = {name: options.pop(name) for name in list(options) if name in names}

@@ -25,7 +25,7 @@ from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
-from gemsc.runtime.worker.program import Place, RankProgram
+from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 
@@ -85,7 +85,7 @@ class Trainer:
         self.device = streams.device
         plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
-        place = Place(
+        place = RankPlace(
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
         )
         self.program = load_program(directory, place.rank)

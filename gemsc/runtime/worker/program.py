@@ -10,7 +10,7 @@ from torch import nn
 
 from gemsc.messages.message import Input, Tiles
 
-__all__ = ["Place", "RankProgram", "Run"]
+__all__ = ["RankPlace", "RankProgram", "Run"]
 
 StepFunction = Callable[[Any], None]  # of the rank's Worker
 
@@ -78,7 +78,7 @@ class RankProgram:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank among the data-parallel replicas of the model, which are called copies."""
 
     world_rank: int

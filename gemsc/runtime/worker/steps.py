@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gemsc.runtime.data.batch import BatchShape
 from gemsc.runtime.data.tiled import Window
-from gemsc.runtime.worker.program import Place, RankProgram
+from gemsc.runtime.worker.program import RankPlace, RankProgram
 
 __all__ = ["Steps"]
 
@@ -24,7 +24,7 @@ class Steps:
     def __init__(
         self,
         program: RankProgram,
-        place: Place,
+        place: RankPlace,
         *,
         accumulate: int = 1,
         float_dtype: torch.dtype | None = None,

@@ -10,7 +10,7 @@ from torch import nn
 
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.worker.clip import clip_gradients
-from gemsc.runtime.worker.program import Place, RankProgram
+from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
@@ -30,7 +30,7 @@ class Updates:
         transport: DeviceTransport,
         program: RankProgram,
         stages: Stages,
-        place: Place,
+        place: RankPlace,
         steps: Steps,
         clip_norm: float | None = None,
     ) -> None:

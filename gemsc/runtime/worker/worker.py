@@ -25,7 +25,7 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
 from gemsc.runtime.worker.deferral import Deferred
-from gemsc.runtime.worker.program import Place, RankProgram, Run
+from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
@@ -55,7 +55,7 @@ class Worker:
         transport: DeviceTransport,
         program: RankProgram,
         stages: Stages,
-        place: Place,
+        place: RankPlace,
         *,
         seed: int = 0,
         float_dtype: torch.dtype | None = None,
