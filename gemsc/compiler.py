@@ -32,7 +32,7 @@ from gemsc.passes.pipeline import graph_passes
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
-from gemsc.planner.predict import make_plan
+from gemsc.planner.make_plan import make_plan
 from gemsc.schedules import Task
 from gemsc.schedules.check import prove
 from gemsc.schedules.loops import find_loops

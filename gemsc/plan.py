@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 
+from gemsc.base.cost import Edge, StageCost
 from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.base.units import show_micro_batches
 from gemsc.errors import GemscError
@@ -22,21 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """One stage: what it holds, where it runs, what it is predicted to take.
+    """One stage: what it holds, where it runs, what one micro-batch costs.
 
-    Bytes and seconds are for one micro-batch; `saved_bytes` are kept from its forward
-    to the end of its backward, `transient_bytes` come on top during it where blocks
-    are recomputed or brought back (`first_transient_bytes` in the first backward, with
-    the gradients made so far). `resident_bytes` are there all the time,
-    `gradient_bytes` from the first backward to the update. `recompute` and `offload`
-    name the blocks that keep nothing, or keep it in host memory.
+    `recompute` and `offload` name the blocks that keep nothing, or keep it in host
+    memory.
 
-    Where weight gradients are apart, they take `weight_seconds` of the backward;
-    `waiting_bytes` are kept for them after the rest of it, and they make
-    `waiting_gradient_bytes` of the gradients; `split_transient_bytes` come on top then.
-
-    A stage that is split has `tiles` along each axis: then bytes and seconds are those
-    of the fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
+    A stage that is split has `tiles` along each axis: then its cost is that of the
+    fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
     forward, in `exchanges`. `unfused_exchanges` and `unfused_halo_bytes` are those if
     no wide halo served several layers. `overlapped` are the layers whose halo travels
     while their inner part is computed.
@@ -47,18 +40,7 @@ class PlannedStage:
     blocks: list[str]
     flops: int
     parameter_bytes: int
-    resident_bytes: int
-    saved_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    gradient_bytes: int = 0
-    transient_bytes: int = 0
-    first_transient_bytes: int = 0
-    waiting_bytes: int = 0
-    waiting_gradient_bytes: int = 0
-    weight_seconds: float = 0.0
-    split_transient_bytes: int = 0
-    first_split_transient_bytes: int = 0
+    cost: StageCost
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
@@ -73,21 +55,13 @@ class PlannedStage:
 class PlannedTransfer:
     """Values that travel from one stage to another for each micro-batch.
 
-    They take `seconds` if the stages are on different ranks. `num_bytes` are those of
-    all tiles, `most_bytes` those of the busiest. The fullest rank receives messages of
-    `value_bytes`, and on the way back of `gradient_bytes`.
+    `num_bytes` are those of all tiles.
     """
 
     index: int
-    source: int
-    dest: int
     values: list[str]
     num_bytes: int
-    most_bytes: int
-    seconds: float
-    gradient: bool
-    value_bytes: int
-    gradient_bytes: int
+    edge: Edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,18 +73,18 @@ class Plan:
     the user's files to the fingerprints of its definitions; `graph` is the fingerprint
     of the traced graph. `times` says where the seconds come from. `memory` holds the
     parts of the peak of each rank of one copy, in bytes, with `workspace_bytes` for
-    libraries; `order` are its actions of one step as text (`2F0` is the forward of
-    stage 2 on micro-batch 0).
+    libraries; `places` are the ranks of its stages, for each replica, and `order` the
+    actions of a step as text (`2F0` is the forward of stage 2 on micro-batch 0).
 
     `step_seconds` end with the last backward; `ending_seconds` come on top for the sums
     of gradients that nothing hides, and for the update.
 
-    The ranks of a grid do the same: with `groups`, peaks and orders are those of each
-    group of ranks. `barriers` are values of split stages that had to be gathered,
-    `opaque` the modules that stay whole because their forward depends on data. `dtype`
-    is that of the parameters as traced; `only_dtype` says why the program can run in no
-    other, "" if it can. `notes`
-    tell what is done otherwise than the model says.
+    The ranks of a grid do the same: with `groups`, peaks, places and orders are those
+    of each group of ranks. `barriers` are values of split stages that had to be
+    gathered, `opaque` the modules that stay whole because their forward depends on
+    data. `dtype` is that of the parameters as traced; `only_dtype` says why the program
+    can run in no other, "" if it can. `notes` tell what is done otherwise than the
+    model says.
     """
 
     gemsc: str
@@ -131,6 +105,7 @@ class Plan:
     bubble: float
     peak_bytes: list[int]
     activation_bytes: list[int]
+    places: list[list[int]]
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
     traffic: dict[str, int] = field(default_factory=dict)

@@ -27,7 +27,10 @@ def made_up_plan(
     """Return the plan of a chain, one stage a rank; `seconds` are their forwards."""
     forwards = list(seconds) or [0.01] * num_ranks
     stages = tuple(StageCost(f, 2 * f, saved_bytes=MIB) for f in forwards)
-    edges = tuple(Edge(s, s + 1, message_seconds, MIB) for s in range(num_ranks - 1))
+    edges = tuple(
+        Edge(s, s + 1, message_seconds, MIB, True, MIB, MIB)
+        for s in range(num_ranks - 1)
+    )
     task = Task(stages, edges, (tuple(range(num_ranks)),), (micro_batches,))
     timeline = run(task, SCHEDULES[schedule].policy)
     return _filled(
@@ -46,6 +49,7 @@ def made_up_plan(
         bubble=timeline.bubble,
         peak_bytes=list(timeline.peak_bytes),
         activation_bytes=list(timeline.peak_bytes),
+        places=[list(row) for row in task.placement],
         stages=[
             _filled(
                 PlannedStage,
@@ -54,9 +58,7 @@ def made_up_plan(
                 blocks=[f"layer{index}.block{b}" for b in range(num_blocks)],
                 flops=10**9,
                 parameter_bytes=MIB,
-                saved_bytes=MIB,
-                forward_seconds=cost.forward,
-                backward_seconds=cost.backward,
+                cost=cost,
             )
             for index, cost in enumerate(stages)
         ],
@@ -64,14 +66,9 @@ def made_up_plan(
             _filled(
                 PlannedTransfer,
                 index=index,
-                source=edge.source,
-                dest=edge.dest,
                 values=["<value>"],
                 num_bytes=edge.num_bytes,
-                seconds=edge.seconds,
-                gradient=True,
-                value_bytes=edge.num_bytes,
-                gradient_bytes=edge.num_bytes,
+                edge=edge,
             )
             for index, edge in enumerate(edges)
         ],
@@ -91,7 +88,10 @@ def made_up_plan(
 
 def _filled(kind: type[T], **values: Any) -> T:
     """Return the dataclass; what is not given is empty or zero."""
-    empty = {"str": "", "int": 0, "float": 0.0, "list": [], "dict": {}, "bool": False}
+    empty = {
+        **{"str": "", "int": 0, "float": 0.0, "list": [], "dict": {}, "bool": False},
+        **{"StageCost": StageCost(0.0, 0.0), "Edge": Edge(0, 1)},
+    }
     for item in fields(kind):  # type: ignore[arg-type]
         if item.default is MISSING and item.default_factory is MISSING:
             values.setdefault(item.name, empty[str(item.type).split("[")[0]])

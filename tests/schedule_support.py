@@ -115,7 +115,7 @@ def random_task(
         for _ in range(stages)
     )
     edges = tuple(
-        Edge(a, b, rng.choice([0.0, 0.1, 1.0]), 8, rng.random() < 0.8)
+        Edge(a, b, rng.choice([0.0, 0.1, 1.0]), 8, rng.random() < 0.8, 8, 8)
         for a in range(stages)
         for b in range(a + 1, stages)
         if (b == a + 1 and rng.random() < 0.9) or rng.random() < 0.1

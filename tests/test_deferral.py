@@ -119,8 +119,8 @@ def test_a_shared_weight_adds_up() -> None:
 def test_the_plan_knows_which_part_of_the_backward_can_wait() -> None:
     program = lower(traced("resnet18"), CompileOptions(ranks=2, schedule="zb-h1"))
     for stage in program.plan.stages:
-        assert 0.3 < stage.weight_seconds / stage.backward_seconds < 0.7
-        assert 0 < stage.waiting_gradient_bytes < stage.gradient_bytes
+        assert 0.3 < stage.cost.weight / stage.cost.backward < 0.7
+        assert 0 < stage.cost.waiting_gradient_bytes < stage.cost.gradient_bytes
     assert any("W" in row for row in program.plan.order)
 
 

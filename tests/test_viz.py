@@ -47,7 +47,7 @@ def test_a_title_is_a_node_so_that_no_arrow_crosses_it(program: Program) -> None
         head = text.partition("title")[0]
         assert "label=" not in head.partition("block")[0]  # a label is drawn over
         assert f'title{stage.index} [label="stage {stage.index}' in text
-        assert f"{show_bytes(stage.saved_bytes)} saved for backward" in text
+        assert f"{show_bytes(stage.cost.saved_bytes)} saved for backward" in text
 
 
 def test_a_loss_is_a_scalar_and_one_node_is_one() -> None:

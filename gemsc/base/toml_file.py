@@ -87,6 +87,8 @@ class TomlFile:
                 if header[1] == "[[":
                     counts[table] = counts.get(table, -1) + 1
                     table = (*table, counts[table])
+                elif table[:1] in counts:  # a table inside the last one of a list
+                    table = (table[0], counts[table[:1]], *table[1:])
             elif entry := _ENTRY.match(line):
                 known.setdefault((*table, *_split(entry[1])), number)
             else:

@@ -205,13 +205,11 @@ def _docstring(
             f"Stage {stage.index}: {show_flops(stage.flops)} forward, "
             f"{show_bytes(stage.parameter_bytes)} of parameters,"
         )
+        saved = show_bytes(stage.cost.saved_bytes)
         if tile is None:
-            lines.append(f"{show_bytes(stage.saved_bytes)} kept for each micro-batch.")
+            lines.append(f"{saved} kept for each micro-batch.")
             continue
-        lines.append(
-            f"{show_bytes(stage.saved_bytes)} kept for each micro-batch by the tile "
-            "that keeps most;"
-        )
+        lines.append(f"{saved} kept for each micro-batch by the tile that keeps most;")
         lines.append(f"{show_bytes(stage.halo_bytes)} from tile to tile in forward.")
     return lines
 

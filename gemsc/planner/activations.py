@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -55,12 +55,10 @@ class _SavedPart:
     waits: Storages = field(default_factory=dict)
 
 
-def activations(
-    program: Program, *, waiting: Container[fx.Node] = ()
-) -> list[Activations]:
+def activations(program: Program, *, split: bool = False) -> list[Activations]:
     """Return what each stage keeps of a micro-batch.
 
-    Weight gradients of the nodes `waiting` come in a second part of the backward.
+    With `split`, weight gradients come in a second part of the backward.
 
     What an earlier stage on the same rank keeps already, longer, counts there only; but
     each stage has a copy of its own of what it reads of the batch.
@@ -74,7 +72,7 @@ def activations(
     held: list[Storages] = []
     for index in range(len(program.require_stages())):
         known = _union(held[i] for i in range(index) if row[i] == row[index])
-        received, parts = _parts(program, index, waiting)
+        received, parts = _parts(program, index, split=split)
         found.append(_measure(received, parts, known))
         stays = _union([received, *(part.stays for part in parts)])
         held.append(_without(stays, batch))
@@ -126,7 +124,7 @@ def _left_behind(parts: Sequence[_SavedPart]) -> list[Storages]:
 
 
 def _parts(
-    program: Program, index: int, waiting: Container[fx.Node]
+    program: Program, index: int, *, split: bool
 ) -> tuple[Storages, list[_SavedPart]]:
     """Return what a stage receives with a gradient, and its parts in order."""
     stage = flow(program, index, with_outputs=False)
@@ -150,17 +148,17 @@ def _parts(
         kind, nodes = inside[node]
         if node is not nodes[0]:
             continue
-        parts += [_plain(each, each in waiting) for each in plain]
+        parts += [_plain(each, split=split) for each in plain]
         plain = []
         stays = _inputs(nodes) if kind == "recompute" else {}
         parts.append(_SavedPart(kind, stays, _saved(nodes), _gradients(nodes)))
-    return received, [*parts, *(_plain(each, each in waiting) for each in plain)]
+    return received, [*parts, *(_plain(each, split=split) for each in plain)]
 
 
-def _plain(node: fx.Node, is_waiting: bool) -> _SavedPart:
+def _plain(node: fx.Node, *, split: bool) -> _SavedPart:
     saved, gradients = _saved([node]), _gradients([node])
     facts = meta.facts(node)
-    if not is_waiting or not facts.waits:
+    if not split or not facts.waits:
         return _SavedPart("plain", saved, saved, gradients)
     waits = {**saved, **dict(facts.waits)}
     return _SavedPart("plain", saved, saved, gradients - facts.weight_bytes, waits)

@@ -1,10 +1,9 @@
 """Schedules: which rank does what, when; `SCHEDULES` maps a name to its policy."""
 
+from gemsc.base.cost import Edge, StageCost
 from gemsc.schedules.action import (
     Action,
-    Edge,
     Kind,
-    StageCost,
     Task,
     Timed,
     Timeline,

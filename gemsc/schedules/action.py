@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
+from gemsc.base.cost import Edge, StageCost
 from gemsc.errors import InternalError
 
 __all__ = [
     "Action",
-    "Edge",
     "Kind",
-    "StageCost",
     "Task",
     "Timed",
     "Timeline",
@@ -65,79 +64,6 @@ class Action:
             raise ValueError(f"'{text}' is not an action; an action looks like 2F0")
         stage, kind, micro_batch, marks = match.groups()
         return cls(Kind(kind), int(stage), int(micro_batch), len(marks))
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """Seconds and bytes of one stage for one micro-batch.
-
-    `backward` is the whole backward; `weight` is the part of it that can wait, the
-    gradients of the weights. `saved_bytes` are kept from the beginning of the forward
-    to the end of the backward, `transient_bytes` come on top during the backward (in
-    the first one of a step, which makes the gradients, `first_transient_bytes`);
-    `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
-    backward to the end of the step.
-
-    A backward may be split. Then `split_transient_bytes` come on top during its first
-    part (`first_split_transient_bytes` if it is the first one of a step), and
-    `waiting_bytes` are kept from the end of that to the end of the second one, which
-    makes `waiting_gradient_bytes` of the gradients.
-    """
-
-    forward: float
-    backward: float
-    weight: float = 0.0
-    saved_bytes: int = 1
-    resident_bytes: int = 0
-    transient_bytes: int = 0
-    first_transient_bytes: int = 0
-    gradient_bytes: int = 0
-    waiting_bytes: int = 1
-    waiting_gradient_bytes: int = 0
-    split_transient_bytes: int = 0
-    first_split_transient_bytes: int = 0
-
-    def seconds(self, kind: Kind, *, split: bool = False) -> float:
-        """Return how long an action takes; `split` if its weight gradients wait."""
-        if kind is Kind.FORWARD:
-            return self.forward
-        if kind is Kind.WEIGHT:
-            return self.weight
-        return self.backward - self.weight if split else self.backward
-
-    def on_top(self, *, split: bool, is_first: bool) -> int:
-        """Return the bytes that a backward needs on top of the saved ones."""
-        if split and is_first:
-            return self.first_split_transient_bytes
-        if split:
-            return self.split_transient_bytes
-        return self.first_transient_bytes if is_first else self.transient_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """Stage `dest` uses values of stage `source`; `seconds` if their ranks differ.
-
-    `num_bytes` travel from or to the busiest rank. The fullest rank receives the
-    `value_bytes` and, on the way back, the `gradient_bytes`; None if they are as many.
-    """
-
-    source: int
-    dest: int
-    seconds: float = 0.0
-    num_bytes: int = 0
-    gradient: bool = True
-    value_bytes: int | None = None
-    gradient_bytes: int | None = None
-
-    @property
-    def received(self) -> tuple[int, int]:
-        """The bytes that the fullest rank receives: of values, and of gradients."""
-        values, gradients = self.value_bytes, self.gradient_bytes
-        return (
-            self.num_bytes if values is None else values,
-            (self.num_bytes if gradients is None else gradients) * self.gradient,
-        )
 
 
 @dataclass(frozen=True)
@@ -289,12 +215,12 @@ class Task:
         ranks = self.placement[replica]
         return (
             sum(
-                edge.received[0]
+                edge.value_bytes
                 for edge in self.inputs[stage]
                 if ranks[edge.source] != ranks[stage]
             ),
             sum(
-                edge.received[1]
+                edge.gradient_bytes * edge.gradient
                 for edge in self.outputs[stage]
                 if ranks[edge.dest] != ranks[stage]
             ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from gemsc.base.cost import Edge, StageCost
 from gemsc.errors import InternalError
 from gemsc.schedules.action import (
     Action,
-    Edge,
     Kind,
     Task,
     Timed,
@@ -141,8 +141,8 @@ class Clock:
         ends = self.ends[action.kind, action.replica, action.stage]
         if len(ends) != action.micro_batch and action.kind is not Kind.WEIGHT:
             raise InternalError(f"{action} is out of order, {len(ends)} is next")
-        seconds = self.task.stages[action.stage].seconds(action.kind, split=split)
-        end = start + seconds
+        cost = self.task.stages[action.stage]
+        end = start + _seconds(cost, action.kind, split=split)
         ends.append(end)
         if end > self.makespan:
             self.makespan = end
@@ -171,3 +171,12 @@ class Clock:
                 max((each.activations for each in row), default=0) for row in held
             ),
         )
+
+
+def _seconds(cost: StageCost, kind: Kind, *, split: bool) -> float:
+    """Return how long an action takes; `split` if its weight gradients wait."""
+    if kind is Kind.FORWARD:
+        return cost.forward
+    if kind is Kind.WEIGHT:
+        return cost.weight
+    return cost.backward - cost.weight if split else cost.backward

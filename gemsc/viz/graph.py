@@ -87,7 +87,7 @@ def _stage_label(stage: PlannedStage) -> str:
     return (
         f"stage {stage.index}  -  {word} {', '.join(map(str, stage.ranks))}{grid}\n"
         f"{show_flops(stage.flops)}\n{show_bytes(stage.parameter_bytes)} parameters\n"
-        f"{show_bytes(stage.saved_bytes)} saved for backward"
+        f"{show_bytes(stage.cost.saved_bytes)} saved for backward"
     )
 
 

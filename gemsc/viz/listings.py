@@ -78,7 +78,7 @@ def block_names(stage: PlannedStage) -> str:
 
 def list_stages(plan: Plan, most: int) -> Listing:
     """Return what each stage holds and takes; the slowest one is among them."""
-    seconds = [s.forward_seconds + s.backward_seconds for s in plan.stages]
+    seconds = [s.cost.forward + s.cost.backward for s in plan.stages]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     rows = sample(len(plan.stages), most, (slowest,))
     stages = [plan.stages[row] for row in rows]
@@ -90,9 +90,9 @@ def list_stages(plan: Plan, most: int) -> Listing:
         column("ranks", (s.ranks for s in stages), _join),
         column("work", (s.flops for s in stages), show_flops, drop=3),
         column("weights", (s.parameter_bytes for s in stages), show_bytes, drop=2),
-        column("saved", (s.saved_bytes for s in stages), show_bytes, drop=1),
-        column("forward", (s.forward_seconds for s in stages), show_seconds),
-        column("backward", (s.backward_seconds for s in stages), show_seconds),
+        column("saved", (s.cost.saved_bytes for s in stages), show_bytes, drop=1),
+        column("forward", (s.cost.forward for s in stages), show_seconds),
+        column("backward", (s.cost.backward for s in stages), show_seconds),
         column("share", (seconds[r] / total for r in rows), "{:.0%}".format, drop=4),
         column("", (SLOWEST * (r == slowest) for r in rows), drop=5, left=True),
     )
@@ -174,13 +174,13 @@ def _list_transfers(plan: Plan, most: int) -> Listing:
     """Return what stages send to each other."""
     rows = sample(len(plan.transfers), most)
     found = [plan.transfers[row] for row in rows]
-    back = ("gradient" if t.gradient else None for t in found)
+    back = ("gradient" if t.edge.gradient else None for t in found)
     columns = (
-        column("from stage", (t.source for t in found), left=True),
-        column("to", (t.dest for t in found), left=True),
+        column("from stage", (t.edge.source for t in found), left=True),
+        column("to", (t.edge.dest for t in found), left=True),
         column("values", (t.values for t in found), _join, left=True, shrinks=True),
         column("bytes", (t.num_bytes for t in found), show_bytes),
-        column("seconds", (t.seconds for t in found), show_seconds, drop=1),
+        column("seconds", (t.edge.seconds for t in found), show_seconds, drop=1),
         column("back", back, drop=2),
     )
     return "transfers (each micro-batch)" + _of(rows, plan.transfers), columns

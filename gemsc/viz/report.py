@@ -61,7 +61,7 @@ def write_report(
             for (name, seconds), kind in zip(why.parts, kinds, strict=True)
         ],
         stages=[plan.stages[i] for i in sample(len(plan.stages), MOST_STAGES)],
-        longest=max(s.forward_seconds + s.backward_seconds for s in plan.stages) or 1.0,
+        longest=max(s.cost.forward + s.cost.backward for s in plan.stages) or 1.0,
         sent=_sent(plan),
         **_step(panel),
         sections=[
@@ -109,8 +109,8 @@ def _sent(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """Return the bytes that each stage sends to others in one micro-batch."""
     sent: dict[int, dict[int, int]] = {stage.index: {} for stage in plan.stages}
     for transfer in plan.transfers:
-        to = sent[transfer.source]
-        to[transfer.dest] = to.get(transfer.dest, 0) + transfer.num_bytes
+        to, dest = sent[transfer.edge.source], transfer.edge.dest
+        to[dest] = to.get(dest, 0) + transfer.num_bytes
     return {stage: list(to.items())[:MOST_SENT] for stage, to in sent.items()}
 
 

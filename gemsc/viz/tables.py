@@ -165,7 +165,7 @@ def _deferred(plan: Plan) -> Iterator[str]:
     found = sorted({each.stage for each in actions if each.kind is Kind.WEIGHT})
     if not found:
         return
-    most = show_seconds(max(plan.stages[stage].weight_seconds for stage in found))
+    most = show_seconds(max(plan.stages[stage].cost.weight for stage in found))
     which = ", ".join(map(str, found))
     if len(found) > _MOST_NAMES:
         which = f"{found[0]} to {found[-1]}"

@@ -1,0 +1,230 @@
+"""From a program, its task and its schedule to a plan."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from gemsc.base.dtypes import model_dtype
+from gemsc.base.fingerprint import fingerprint, source_fingerprints
+from gemsc.costs.hardware import DEFAULT_HARDWARE, Hardware
+from gemsc.ir import meta
+from gemsc.ir.dump import dump
+from gemsc.ir.flow import is_overlapped
+from gemsc.ir.opaque import opaques
+from gemsc.ir.program import Barrier, Program
+from gemsc.options import CompileOptions
+from gemsc.plan import Plan, PlannedStage, PlannedTransfer
+from gemsc.planner.ending import after_backward
+from gemsc.planner.memory import peak_parts, stage_weights
+from gemsc.planner.predict import micro_batch_size
+from gemsc.planner.tiles import exchanges, moved_bytes
+from gemsc.planner.traffic import step_traffic
+from gemsc.schedules import Task, Timeline
+
+__all__ = ["make_plan"]
+
+
+def make_plan(
+    program: Program,
+    tiles: Sequence[Program],
+    task: Task,
+    timeline: Timeline,
+    options: CompileOptions,
+    source: Path | None,
+    hardware: Hardware,
+) -> Plan:
+    """Return every decision as plain data.
+
+    `tiles` are what the tiles of the largest grid run, the program itself without any.
+    """
+    placement = program.placement
+    assert placement is not None
+    first = tiles[0]
+    weights = stage_weights(program)
+    shown = os.path.relpath(source) if source else program.name
+    given = {key: value for key, value in asdict(options).items() if value is not None}
+    return Plan(
+        gemsc=version("gemsc"),
+        torch=torch.__version__,
+        command=f"gemsc compile {shown} {options.command_line()}",
+        model=program.name,
+        spec=str(source.resolve()) if source else "",
+        graph=fingerprint(dump(program)),
+        ranks=options.data * placement.num_ranks,
+        data=options.data,
+        replicas=placement.num_replicas,
+        schedule=options.schedule,
+        placement=placement.name,
+        micro_batches=sum(task.micro_batches),
+        micro_batch_size=micro_batch_size(program),
+        times=times_text(hardware, options),
+        step_seconds=timeline.makespan,
+        ending_seconds=after_backward(program, task, timeline, options.data, hardware),
+        bubble=timeline.bubble,
+        workspace_bytes=task.workspace_bytes,
+        peak_bytes=list(timeline.peak_bytes),
+        activation_bytes=list(timeline.peak_activation_bytes),
+        memory=[
+            asdict(peak_parts(weights, task, timeline, rank))
+            for rank in range(task.num_ranks)
+        ],
+        places=[list(row) for row in task.placement],
+        stages=_stages(program, first, task),
+        transfers=_transfers(first, task),
+        traffic=asdict(step_traffic(first, task)),
+        groups=[list(ranks) for ranks in placement.groups if placement.grids],
+        barriers=[_barrier(first, barrier) for barrier in first.barriers],
+        opaque=_opaque(program),
+        notes=list(program.notes),
+        dtype=str(model_dtype(program.module.parameters())).removeprefix("torch."),
+        only_dtype=program.only_dtype,
+        skips=_skips(program),
+        order=[" ".join(map(str, order)) for order in timeline.orders],
+        options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
+        sources=_fingerprints(program, whole=source is not None),
+    )
+
+
+def _stages(program: Program, first: Program, task: Task) -> list[PlannedStage]:
+    """Return what each stage holds; `first` is what the first tile of a grid runs."""
+    placement = program.placement
+    assert placement is not None
+    found = []
+    stages = zip(program.require_stages(), first.require_stages(), strict=True)
+    for (stage, own), cost in zip(stages, task.stages, strict=True):
+        halos = exchanges(first, own)
+        size = len(halos), sum(each.num_bytes for each in halos)
+        unfused = first.unfused.get(stage.index, size)
+        found.append(
+            PlannedStage(
+                index=stage.index,
+                ranks=sorted({r for row in placement.ranks for r in row[stage.index]}),
+                blocks=[block.name for block in stage.blocks],
+                flops=stage.total("flops"),
+                parameter_bytes=stage.total("parameter_bytes"),
+                cost=cost,
+                recompute=_names(program, stage.index, "recompute"),
+                offload=_names(program, stage.index, "offload"),
+                tiles=list(placement.grid(stage.index)),
+                exchanges=size[0],
+                halo_bytes=size[1],
+                unfused_exchanges=unfused[0],
+                unfused_halo_bytes=unfused[1],
+                overlapped=[str(n.target) for n in own.nodes if is_overlapped(n)],
+            )
+        )
+    return found
+
+
+def _transfers(first: Program, task: Task) -> list[PlannedTransfer]:
+    """Return what stages send each other."""
+    return [
+        PlannedTransfer(
+            index=transfer.index,
+            values=[value.name for value in transfer.values],
+            num_bytes=moved_bytes(first, transfer),
+            edge=edge,
+        )
+        for transfer, edge in zip(first.transfers or (), task.edges, strict=True)
+    ]
+
+
+def _opaque(program: Program) -> list[dict[str, object]]:
+    """Return the modules that stay whole, and why."""
+    return [
+        {
+            "module": path,
+            "stages": _stages_of(program, path),
+            "line": opaque.at.short if opaque.at is not None else "",
+            "reason": opaque.why,
+        }
+        for path, opaque in opaques(program.module).items()
+    ]
+
+
+def _fingerprints(program: Program, *, whole: bool) -> dict[str, dict[str, str]]:
+    """Return those of the user's files: whole, or what the traced lines need.
+
+    A model that was given as an object may share its file with a training loop.
+    """
+    lines: dict[str, set[int]] = defaultdict(set)
+    for node in program.graph.nodes:
+        if (at := meta.location(node)) is not None:
+            lines[at.file].add(at.line)
+    return {
+        str(Path(file).resolve()): source_fingerprints(
+            Path(file), None if whole else lines.get(file)
+        )
+        for file in program.sources
+    }
+
+
+def times_text(hardware: Hardware, options: CompileOptions) -> str:
+    """Return where the seconds of stages come from."""
+    if options.profile:
+        return "measured"
+    kind = "calibrated" if hardware.device.fit else "data sheet"
+    return f"{kind}: {options.hardware or DEFAULT_HARDWARE}"
+
+
+def _names(program: Program, stage: int, kind: str) -> list[str]:
+    """Return the names of a stage's segments of one kind."""
+    segments = [segment for segment, _ in program.segments_of(stage)]
+    return [segment.name for segment in segments if segment.kind == kind]
+
+
+def _stages_of(program: Program, path: str) -> list[int]:
+    """Return the stages that call a module."""
+    return [
+        stage.index
+        for stage in program.require_stages()
+        if any(n.op == "call_module" and n.target == path for n in stage.nodes)
+    ]
+
+
+def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:
+    """Return where a split value is gathered, and why."""
+    at = barrier.location
+    stages = program.require_stages()
+    return {
+        "stage": next(s.index for s in stages if barrier.node in s.nodes),
+        "value": barrier.node.name,
+        "reason": barrier.reason,
+        "num_bytes": barrier.num_bytes,
+        "line": at.short if at is not None else "",
+    }
+
+
+def _skips(program: Program) -> list[dict[str, object]]:
+    """Return the skips that jump over blocks."""
+    placement = program.placement
+    assert placement is not None
+    block_of = {node: b for b in program.blocks or () for node in b.nodes}
+    stage_of = {
+        block.index: stage.index
+        for stage in program.require_stages()
+        for block in stage.blocks
+    }
+    found: list[dict[str, object]] = []
+    for skip in program.skips or ():
+        source, dest = block_of[skip.value], block_of[skip.last_use]
+        if dest.index - source.index > 1:
+            stages = stage_of[source.index], stage_of[dest.index]
+            local = placement.ranks[0][stages[0]] == placement.ranks[0][stages[1]]
+            found.append(
+                {
+                    "value": skip.value.name,
+                    "source": source.name,
+                    "dest": dest.name,
+                    "num_bytes": skip.num_bytes,
+                    "kind": "stays on its rank" if local else "sent once",
+                }
+            )
+    return found
