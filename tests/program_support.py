@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from networks import mean
+from ruff.__main__ import find_ruff_bin
 from support import run_on_threads
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -149,3 +151,15 @@ def against_one_process(
         model, loss, [batch] * steps, micro_batches, torch.float64, optimizer
     )
     return compare(record, expected)
+
+
+def assert_formatted(folder: Path, files: dict[str, str] | None = None) -> None:
+    """Let ruff look at the files of a program, or at the texts of some."""
+    for name, text in (files or {}).items():
+        (folder / name).write_text(text)
+    paths = [str(path) for path in sorted(folder.glob("rank*.py"))]
+    assert paths
+    for words in (["format", "--diff"], ["check", "--select", "E,F,I"]):
+        command = [find_ruff_bin(), *words, "--isolated", "--no-cache", *paths]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

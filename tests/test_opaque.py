@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import hashlib
 import re
 from collections.abc import Callable
 from math import prod
@@ -13,150 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from command_line import Gemsc, gemsc_here
-from program_support import batch_of, mse, on_ranks, written
-from support import run_on_threads
+from opaque_support import (
+    EXACT,
+    PICTURE,
+    Around,
+    D,
+    Dropping,
+    Expert,
+    Gate,
+    Net,
+    X,
+    compiled,
+    made,
+    worst,
+)
+from program_support import mse, on_ranks, written
 from torch import Tensor, nn
 
-from gemsc.compiler import CompiledProgram, compile, trace
+from gemsc.compiler import compile, trace
 from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.ir import meta
 from gemsc.ir.opaque import opaques
-from gemsc.verify.steps import TOLERANCE, compare, reference_steps
-
-EXACT = TOLERANCE[torch.float64]
-D = 6
-X = torch.randn(8, D, generator=torch.Generator().manual_seed(0))
-PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def adam(pairs: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam([p for _, p in pairs], 0.02)
-
-
-class Gate(nn.Module):
-    """One of two ways, by the sum of what comes in."""
-
-    def __init__(self, width: int = D, scale: float = 2.0) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, width)
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:  # the gate
-            return torch.tanh(self.up(x))
-        return x * self.scale
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(D, 2 * D)
-        self.back = nn.Linear(2 * D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.back(torch.relu(self.wide(x)))
-        return out
-
-
-class Mixture(nn.Module):
-    """Each row goes to the expert with the largest weight; some have no rows."""
-
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.route = nn.Linear(D, experts)
-        self.experts = nn.ModuleList(Expert() for _ in range(experts))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        weights = self.route(x).softmax(-1)
-        best = weights.argmax(-1)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows = (best == index).nonzero().squeeze(1)  # the experts' rows
-            if len(rows):
-                share = weights[rows, index].unsqueeze(1)
-                out = out.index_add(0, rows, expert(x[rows]) * share)
-        return out, {"balance": weights.mean(0).square().sum()}
-
-
-class Net(nn.Module):
-    """A gate and a mixture between other layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.gate = Gate()
-        self.second = nn.Linear(D, D)
-        self.mixture = Mixture()
-        self.last = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.second(self.gate(torch.tanh(self.first(x)))))
-        mixed, extra = self.mixture(x)
-        out: Tensor = self.last(x + mixed) + extra["balance"]
-        return out
-
-
-class Around(nn.Module):
-    """Layers around a module that a test gives."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.inner = inner
-        self.last = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.inner(torch.tanh(self.first(x))))
-
-
-def made(cls: Any, *args: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return cls(*args)
-
-
-def compiled(model: nn.Module, **options: Any) -> CompiledProgram:
-    options = {"ranks": 2, **options}
-    return compile(model, (X,), loss=mse, example_target=X, **options)
-
-
-def worst(
-    folder: Path,
-    model: nn.Module,
-    inputs: Tensor = X,
-    target: Tensor = X,
-    loss: Any = mse,
-    *,
-    ranks: int = 2,
-    micro_batches: int = 4,
-    change: Callable[[Tensor], Tensor] = torch.clone,
-    **options: Any,
-) -> float:
-    """Return the largest error of three steps with Adam on threads, in float64.
-
-    The inputs of the second step are the negative ones of the others.
-    """
-    copies = options.get("data", 1)
-    written(
-        folder,
-        model,
-        (inputs,),
-        loss,
-        target,
-        ranks=ranks,
-        micro_batches=micro_batches,
-        **options,
-    )
-    count = micro_batches * copies
-    given = ((inputs,), target)
-    ((numbers,), targets) = batch_of(given, count, len(inputs))
-    batches = [((sign * change(numbers),), targets) for sign in (1, -1, 1)]
-    found = run_on_threads(folder, ranks * copies, batches, optimizer=adam)
-    wanted = reference_steps(model, loss, batches, count, torch.float64, adam)
-    return compare(found, wanted).worst
 
 
 def line_of(text: str) -> int:
@@ -330,143 +206,6 @@ def test_tiles_agree_on_a_gradient_that_is_absent(tiles: str, tmp_path: Path) ->
 # ----------------------------------------------------- what the files hold
 
 
-class Kind(enum.Enum):
-    SOFT = "soft"
-    HARD = "hard"
-
-
-@dataclasses.dataclass
-class Settings:
-    kind: Kind
-    powers: tuple[int, ...]
-
-
-def halved(x: Tensor) -> Tensor:
-    return x / 2
-
-
-class Rich(nn.Module):
-    """All that a module may hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Settings(Kind.HARD, (1,))
-        self.act, self.own, self.kind = F.relu, halved, nn.Linear
-        self.table = {"a": [1.5, None], 2: {"x", "y"}, "quote": 'it\'s "so"\n'}
-        self.rows = nn.ParameterList(torch.rand(D) for _ in range(2))
-        self.named = nn.ModuleDict({"a b": nn.Linear(D, D), "class": nn.Tanh()})
-        self.steps = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.0))
-        self.frozen = nn.Linear(D, D).requires_grad_(False)
-        self.fixed = nn.Parameter(torch.rand(D), requires_grad=False)
-        self.missing: Tensor | None
-        self.register_buffer("missing", None)
-        self.register_buffer("lost", torch.rand(D), persistent=False)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
-        self.tied = nn.Linear(D, D)
-        self.tied.weight = self.steps[0].weight
-        self.named["more"] = nn.ParameterList([self.rows[1]])
-        self.size = torch.Size([2, 3])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.mean() > 0 or self.missing is not None:
-            self.seen += 1
-            return x * self.lost
-        assert self.settings.kind is Kind.HARD
-        assert self.size.numel() == 6
-        assert self.table[2] == {"x", "y"}
-        x = (
-            self.named["class"](self.named["a b"](x)) * self.rows[0]
-            + self.named["more"][0]
-        )
-        x = self.own(self.act(self.steps(x))) ** self.settings.powers[0]
-        x = self.frozen(self.tied(x)) + self.fixed
-        out: Tensor = x + self.attention(x[None], x[None], x[None])[0][0]
-        return out
-
-
-def test_all_kinds_of_attributes_are_written(tmp_path: Path) -> None:
-    model = Around(made(Rich))
-    model.inner.steps[1].eval()
-    assert worst(tmp_path / "program", model) <= EXACT
-    text = "".join(file.read_text() for file in tmp_path.glob("program/rank*.py"))
-    assert "self.inner = user_module(" in text
-    assert "DEPENDS_ON_DATA = True" in text
-
-
-class Holds(Gate):
-    def __init__(self, what: object) -> None:
-        super().__init__()
-        self.what = what
-
-
-class Counting(Gate):
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-class Hooked(Gate):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.register_forward_hook(lambda module, args, result: result * 2)
-
-
-class Growing(Gate):
-    """Changes a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.total += x.detach().sum(0)
-        return super().forward(x)
-
-
-def local_class() -> nn.Module:
-    class Local(Gate):
-        pass
-
-    return Local()
-
-
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        (lambda: Holds(torch.ones(3)), "'inner.what' is of type Tensor"),
-        (lambda: Holds([nn.Linear(2, 2)]), "'inner.what' is of type Linear"),
-        (lambda: Holds(X.sum), "'inner.what' is of type builtin_function_or_method"),
-        (Hooked, r"'inner.up' \(Linear\) has hooks"),
-        (local_class, "needs local_class.<locals>.Local, which no rank can import"),
-    ],
-)
-def test_what_has_no_text_is_refused_by_name(inner: Any, message: str) -> None:
-    with pytest.raises(GemscError, match=message) as caught:
-        compiled(Around(inner())).rank_modules()
-    assert caught.value.at is not None
-    assert caught.value.help
-
-
-def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> None:
-    model = Around(Growing())
-    assert compiled(model).plan.ranks == 2
-    says = r"forward changes 'inner\.total', and each of 2 replicas"
-    with pytest.raises(GemscError, match=says):
-        compiled(model, data=2)
-    with pytest.raises(GemscError, match="changes a tensor that it does not own"):
-        compiled(model, recompute=("inner",))
-
-
-def test_a_buffer_that_forward_changes_is_exact_on_one_rank(tmp_path: Path) -> None:
-    assert worst(tmp_path / "program", Around(made(Growing))) <= EXACT
-
-
-# ---------------------------------------------------- which module it is
-
-
 class Router(nn.Module):
     """The size of what it gives depends on data."""
 
@@ -508,11 +247,6 @@ def test_a_size_that_depends_on_data_at_the_top_is_refused() -> None:
     assert caught.value.at.line == line_of("# the router")
     text = r"'router' cannot stay whole: it returns int64\[\d+, 2\] for one batch and"
     assert re.search(text, str(caught.value))
-
-
-def test_a_counter_makes_a_module_unfit() -> None:
-    with pytest.raises(GemscError, match=r"forward changes self\.calls at each call"):
-        record(Around(Counting()), (X,))
 
 
 class Outside(nn.Module):
@@ -566,34 +300,9 @@ def test_bytes_and_operations_are_those_of_the_same_layers_in_the_open() -> None
     assert forward < whole.forward_seconds < 3 * forward  # and the branch
 
 
-class Dropping(Gate):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.dropout(x, 0.5, self.training))
-
-
 def test_random_numbers_inside_are_known() -> None:
     text = "".join(compiled(Around(Dropping()), check=False).rank_modules().values())
     assert text.count("draws_random_numbers = True") == 1
-
-
-def test_nothing_of_the_users_changes() -> None:
-    def digest(model: nn.Module) -> str:
-        found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-        for name, value in model.state_dict().items():
-            found.update(name.encode() + value.numpy().tobytes())
-        flags = [
-            (name, m.training, sorted(vars(m))) for name, m in model.named_modules()
-        ]
-        grads = [parameter.grad for parameter in model.parameters()]
-        found.update(repr([flags, grads]).encode())
-        return found.hexdigest()
-
-    for inner in (Rich, Growing, Dropping, Mixture):
-        model = nn.Sequential(nn.Linear(D, D), made(inner))
-        before = digest(model)
-        for training in (True, False):
-            record(model, (X,), training=training)
-        assert digest(model) == before
 
 
 def test_a_branch_that_gives_another_shape_is_refused_when_it_is_sent(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from opaque_support import worst
 from program_support import mse
-from test_opaque import worst
 from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 

@@ -49,7 +49,7 @@ ELSEWHERE = {
         "test_trainer.py::test_a_raw_input_may_cross_every_stage",
     ),
     "a data-dependent branch is refused with the user's line": (
-        "test_record.py::test_what_cannot_be_traced_is_refused_with_its_line"
+        "test_record_refused.py::test_what_cannot_be_traced_is_refused_with_its_line"
     ),
     "a batch of another size is refused by name": (
         "test_trainer.py::test_a_batch_of_another_size_is_refused_by_name"
@@ -68,7 +68,7 @@ ELSEWHERE = {
         "test_follow_stages.py::test_deep_supervision_has_a_forward_of_its_own",
     ),
     "a stale program refuses to run": (
-        "test_bad_input.py::test_an_edited_model_makes_its_program_stale"
+        "test_bad_program.py::test_an_edited_model_makes_its_program_stale"
     ),
 }
 

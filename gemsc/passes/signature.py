@@ -33,7 +33,11 @@ def signature(program: Program) -> Hashable:
             return tuple((name, of(item)) for name, item in value.items())
         if isinstance(value, slice):
             return value.start, value.stop, value.step
-        return value if isinstance(value, Hashable) else id(value)
+        try:  # a frozen record with a dict in it says that it is hashable
+            hash(value)
+        except TypeError:
+            return id(value)
+        return value
 
     def call(node: fx.Node) -> Hashable:
         target: Hashable = node.target

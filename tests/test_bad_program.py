@@ -1,0 +1,358 @@
+"""Every mistake with a compiled program is told once, before or on the ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import (
+    MODEL,
+    SECONDS,
+    Gemsc,
+    Outcome,
+    files,
+    gemsc_here,
+    line_of,
+)
+from torch import nn
+
+from gemsc.base.weights import fill
+from gemsc.compiler import compile as gemsc_compile
+from gemsc.errors import GemscError
+from gemsc.launch import launch
+from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.training.program_directory import check_program
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
+
+
+@pytest.fixture
+def gemsc(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Gemsc:
+    monkeypatch.chdir(tmp_path)
+    return gemsc_here(monkeypatch, capfd)
+
+
+@pytest.fixture
+def program(gemsc: Gemsc, tmp_path: Path) -> Path:
+    """A program in a folder `program` beside its model.py."""
+    (tmp_path / "model.py").write_text(MODEL)
+    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    return tmp_path / "program"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    later = path.stat().st_mtime + 2  # else Python may take what it had compiled
+    os.utime(path, (later, later))
+
+
+def test_an_edited_model_makes_its_program_stale(gemsc: Gemsc, program: Path) -> None:
+    edit(program.parent / "model.py", "nn.Dropout(0.1)", "nn.Dropout(0.2)")
+    for words in (["run", "program"], ["verify", "program"]):
+        outcome = gemsc(*words)
+        assert outcome.code == 1
+        assert outcome.err == (
+            "error: program was compiled from other code: model.py: Net changed\n"
+            "help: compile again: gemsc compile model.py --ranks 2 -o program\n"
+        )
+
+
+def test_what_is_not_compiled_in_may_change(program: Path) -> None:
+    file = program.parent / "model.py"
+    edit(file, "class Net", "# a comment\nclass Net")
+    edit(file, "torch.randn(8), ", "torch.rand(8), ")  # in a class for the data alone
+    edit(file, "lr=0.01", "lr=0.02")
+    assert check_program(program, 2).ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("return Net()", "return Net().eval()"), "model changed"),
+        (("def loss(output, target)", "def loss(target, output)"), "loss changed"),
+        (("import torch\n", "import torch\nWIDTH = 3\n"), "WIDTH is new"),
+    ],
+)
+def test_what_is_compiled_in_is_named(
+    change: tuple[str, str], says: str, program: Path
+) -> None:
+    edit(program.parent / "model.py", *change)
+    with pytest.raises(GemscError, match=f"model.py: {says}"):
+        check_program(program, 2)
+
+
+def test_a_program_without_its_model_says_which_file_is_gone(
+    gemsc: Gemsc, program: Path
+) -> None:
+    (program.parent / "model.py").unlink()
+    outcome = gemsc("run", "program")
+    assert outcome.code == 1
+    assert f"{program.parent / 'model.py'} no longer exists" in outcome.err
+
+
+def test_a_program_of_a_script_says_to_run_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{MODEL}\nprint('the loop')\n")
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path(str(script))
+    program = gemsc_compile(names["Net"](), names["example_inputs"](), ranks=2)
+    program.write("program")
+    edit(script, "print('the loop')", "print('another loop')")
+    assert check_program(tmp_path / "program", 2).ranks == 2
+    edit(script, "nn.Dropout(0.1)", "nn.Dropout(0.2)")
+    with pytest.raises(GemscError, match=r"train\.py: Net changed") as caught:
+        check_program(tmp_path / "program", 2)
+    assert "run your script again that compiles Net into" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[[stages]]", "[[stages", "plan plan.toml is not valid TOML: "),
+        ("ranks = 2", "", "there is no entry 'ranks'"),
+        ("ranks = 2", 'ranks = "two"', "ranks is 'two', which is not a number"),
+        ("flops = ", "flop = ", "unknown entry 'stages[0].flop'"),
+    ],
+)
+def test_a_damaged_plan_is_refused(
+    old: str, new: str, says: str, gemsc: Gemsc, program: Path
+) -> None:
+    edit(program / "plan.toml", old, new)
+    for command in ("run", "show", "verify", "graph"):
+        outcome = gemsc(command, "program")
+        assert outcome.code == 1
+        line = line_of(new, (program / "plan.toml").read_text())
+        assert outcome.err.startswith(f"program/plan.toml:{line}: error: {says}")
+        assert "\nhelp: " in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[[memory]]", "[[gone]]", "memory has 1 entries, of 2 ranks of a replica"),
+        ("\ngradients = ", "\ngradient = ", "there is no entry 'memory[0].gradients'"),
+    ],
+)
+def test_a_plan_with_an_incomplete_list_is_refused(
+    old: str, new: str, says: str, gemsc: Gemsc, program: Path
+) -> None:
+    edit(program / "plan.toml", 'gemsc = "', 'gemsc = "0.0.')  # may have other tables
+    edit(program / "plan.toml", old, new)
+    outcome = gemsc("show", "program")
+    assert outcome.code == 1
+    line = line_of("[[memory]]", (program / "plan.toml").read_text())
+    assert outcome.err.startswith(f"program/plan.toml:{line}: error: {says}")
+
+
+@pytest.mark.parametrize("number", ["inf", "nan"])
+def test_a_number_in_a_plan_is_finite(number: str, gemsc: Gemsc, program: Path) -> None:
+    text = (program / "plan.toml").read_text()
+    line = re.search(r"\nstep_seconds = .*", text)
+    assert line is not None
+    edit(program / "plan.toml", line[0], f"\nstep_seconds = {number}")
+    outcome = gemsc("show", "program")
+    assert outcome.code == 1
+    assert f"error: step_seconds is {number}\n" in outcome.err
+    assert "help: give a finite number" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["rank1.py", "weights/stage1.safetensors"])
+def test_a_missing_file_is_found_before_ranks_start(
+    name: str, gemsc: Gemsc, program: Path
+) -> None:
+    (program / name).unlink()
+    outcome = gemsc("run", "program")
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"error: program has no {name}\nhelp: compile again")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--epochs x", "argument --epochs: 'x' is not a whole number above 0"),
+        ("--steps 0", "argument --steps: '0' is not a whole number above 0"),
+        ("--speed 3", "unrecognized arguments: --speed 3"),
+        ("--save model.py", "argument --save: model.py is a file, not a folder"),
+        (
+            "--save /proc/x",
+            "argument --save: nothing can be written in /proc: "
+            "No such file or directory",
+        ),
+        (
+            "--resume program",
+            "program is not a checkpoint: it has no model.safetensors",
+        ),
+    ],
+)
+def test_a_wrong_option_of_a_program_starts_no_ranks(
+    words: str, says: str, gemsc: Gemsc, program: Path
+) -> None:
+    outcome = gemsc("run", "program", *words.split())
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"error: {says}\nhelp: ")
+
+
+def test_without_mpirun_the_message_says_how_to_get_it(
+    gemsc: Gemsc, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.shutil, "which", lambda name, path=None: None)
+    outcome = gemsc("run", "program")
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: no mpirun")
+    assert "help: pip install" in outcome.err
+
+
+def test_without_dot_the_graph_stays_text(
+    gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    outcome = gemsc("compile", "model.py", "-o", "program")
+    assert outcome.code == 0
+    assert "note: graph.svg needs" in " ".join(outcome.out.split())
+    assert (tmp_path / "program" / "graph.dot").read_text().startswith("digraph")
+    assert not (tmp_path / "program" / "graph.svg").exists()
+
+
+def test_a_program_without_loss_cannot_be_verified(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL + "\ndel loss\n")
+    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    outcome = gemsc("verify", "program")
+    assert outcome.code == 1
+    assert "has no loss(), so there are no gradients" in outcome.err
+    assert "help: add loss(output, target)" in outcome.err
+
+
+def test_a_failed_compilation_leaves_the_program_that_was_there(
+    gemsc: Gemsc, program: Path
+) -> None:
+    before = files(program)
+    edit(program.parent / "model.py", "self.third(x)", "self.fourth(x)")
+    assert gemsc("compile", "model.py", "-o", "program").code == 1
+    assert files(program) == before
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(2, 3)
+    with pytest.raises(GemscError, match="have no 'weight'"):
+        fill(layer, {}, torch.device("cpu"))
+    tensors = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}
+    with pytest.raises(GemscError, match=r"'weight' have shape \[3, 3\]"):
+        fill(layer, tensors, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("input", "target", "says"),
+    [
+        (torch.zeros(7, 8), torch.zeros(8).long(), r"has shape \[7, 8\]"),
+        (torch.zeros(8, 8), torch.zeros(8), "target has dtype torch.float32"),
+        ((), torch.zeros(8).long(), "the batch has no "),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(
+    input: object, target: object, says: str, program: Path
+) -> None:
+    def step(transport: LocalTransport) -> float:
+        return Trainer(program, transport).step(input, target)
+
+    with pytest.raises(GemscError, match=says) as caught:
+        run_local(2, step)
+    assert caught.value.help
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be collated into a batch"),
+        ([torch.zeros(2), torch.zeros(2)], "does not return .input, target. pairs"),
+        (iter([]), "which has no len"),
+    ],
+)
+def test_data_that_makes_no_batches_is_refused(samples: object, says: str) -> None:
+    with pytest.raises(GemscError, match=says) as caught:
+        next(Batches(samples, 2, seed=0, shuffle=True).epoch(0))
+    assert caught.value.help
+
+
+# under mpirun: the first rank that finds a mistake tells it, and all stop
+
+
+def run_ranks(program: Path, num_ranks: int, folder: Path) -> Outcome:
+    """Start ranks without the checks that `gemsc run` makes first."""
+    with (folder / "err").open("w") as err, (folder / "out").open("w") as out:
+        words = [sys.executable, str(program)]
+        code = launch.launch(num_ranks, words, stdout=out, stderr=err, timeout=SECONDS)
+    return Outcome(code, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+@pytest.mark.mpi
+def test_a_wrong_number_of_ranks_is_told_once(program: Path, tmp_path: Path) -> None:
+    outcome = run_ranks(program, 3, tmp_path)
+    assert outcome.code == 1
+    assert outcome.err.count("error: ") == 1
+    assert f"{program} was compiled for 2 ranks, mpirun started 3" in outcome.err
+    assert f"help: use mpirun -n 2, or `gemsc run {program}`" in outcome.err
+
+
+RUN_MISTAKES = {
+    "no dataset": (
+        ("def dataset()", "def example_target()", "Data(24)", "torch.zeros(2).long()"),
+        "has no dataset()",
+    ),
+    "small dataset": (
+        ("Data(24)", "Data(7)"),
+        "the dataset has 7 samples, one step takes 8",
+    ),
+    "samples of another shape": (
+        ("torch.randn(8), ", "torch.randn(9), "),
+        "has shape [8, 9], this program takes [8, 8]: 4 micro-batches of [2, 8]",
+    ),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", RUN_MISTAKES)
+def test_a_mistake_that_only_a_rank_can_find_is_told_once(
+    name: str, gemsc: Gemsc, tmp_path: Path
+) -> None:
+    changes, says = RUN_MISTAKES[name]
+    file = tmp_path / "model.py"
+    file.write_text(MODEL)
+    if name == "no dataset":
+        edit(file, *changes[:2])
+        edit(file, *changes[2:])
+    assert gemsc("compile", "model.py", "-o", "program").code == 0
+    if name != "no dataset":
+        edit(file, *changes)
+    outcome = gemsc("run", "program")
+    assert outcome.code == 1
+    assert outcome.err.count("error: ") == 1, outcome.err
+    assert says in outcome.err
+    assert "\nhelp: " in outcome.err
+    assert "\nnote: on rank " in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.mpi
+def test_damaged_weights_are_told_once(program: Path, gemsc: Gemsc) -> None:
+    (program / "weights" / "stage1.safetensors").write_bytes(b"damaged")
+    outcome = gemsc("run", program)
+    assert outcome.code == 1
+    assert outcome.err.count("error: ") == 1, outcome.err
+    assert "stage1.safetensors is damaged" in outcome.err
+    assert "help: compile again" in outcome.err
+    assert "note: on rank 1" in outcome.err

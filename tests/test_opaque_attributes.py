@@ -1,0 +1,191 @@
+"""Attributes of modules that stay whole: written, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opaque_support import (
+    EXACT,
+    Around,
+    D,
+    Dropping,
+    Gate,
+    Mixture,
+    X,
+    compiled,
+    made,
+    worst,
+)
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.frontend import record
+
+
+class Kind(enum.Enum):
+    SOFT = "soft"
+    HARD = "hard"
+
+
+@dataclasses.dataclass
+class Settings:
+    kind: Kind
+    powers: tuple[int, ...]
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+class Rich(nn.Module):
+    """All that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings(Kind.HARD, (1,))
+        self.act, self.own, self.kind = F.relu, halved, nn.Linear
+        self.table = {"a": [1.5, None], 2: {"x", "y"}, "quote": 'it\'s "so"\n'}
+        self.rows = nn.ParameterList(torch.rand(D) for _ in range(2))
+        self.named = nn.ModuleDict({"a b": nn.Linear(D, D), "class": nn.Tanh()})
+        self.steps = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.0))
+        self.frozen = nn.Linear(D, D).requires_grad_(False)
+        self.fixed = nn.Parameter(torch.rand(D), requires_grad=False)
+        self.missing: Tensor | None
+        self.register_buffer("missing", None)
+        self.register_buffer("lost", torch.rand(D), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.tied = nn.Linear(D, D)
+        self.tied.weight = self.steps[0].weight
+        self.named["more"] = nn.ParameterList([self.rows[1]])
+        self.size = torch.Size([2, 3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 0 or self.missing is not None:
+            self.seen += 1
+            return x * self.lost
+        assert self.settings.kind is Kind.HARD
+        assert self.size.numel() == 6
+        assert self.table[2] == {"x", "y"}
+        x = (
+            self.named["class"](self.named["a b"](x)) * self.rows[0]
+            + self.named["more"][0]
+        )
+        x = self.own(self.act(self.steps(x))) ** self.settings.powers[0]
+        x = self.frozen(self.tied(x)) + self.fixed
+        out: Tensor = x + self.attention(x[None], x[None], x[None])[0][0]
+        return out
+
+
+def test_all_kinds_of_attributes_are_written(tmp_path: Path) -> None:
+    model = Around(made(Rich))
+    model.inner.steps[1].eval()
+    assert worst(tmp_path / "program", model) <= EXACT
+    text = "".join(file.read_text() for file in tmp_path.glob("program/rank*.py"))
+    assert "self.inner = user_module(" in text
+    assert "DEPENDS_ON_DATA = True" in text
+
+
+class Holds(Gate):
+    def __init__(self, what: object) -> None:
+        super().__init__()
+        self.what = what
+
+
+class Counting(Gate):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Hooked(Gate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_forward_hook(lambda module, args, result: result * 2)
+
+
+class Growing(Gate):
+    """Changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.detach().sum(0)
+        return super().forward(x)
+
+
+def local_class() -> nn.Module:
+    class Local(Gate):
+        pass
+
+    return Local()
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (lambda: Holds(torch.ones(3)), "'inner.what' is of type Tensor"),
+        (lambda: Holds([nn.Linear(2, 2)]), "'inner.what' is of type Linear"),
+        (lambda: Holds(X.sum), "'inner.what' is of type builtin_function_or_method"),
+        (Hooked, r"'inner.up' \(Linear\) has hooks"),
+        (local_class, "needs local_class.<locals>.Local, which no rank can import"),
+    ],
+)
+def test_what_has_no_text_is_refused_by_name(inner: Any, message: str) -> None:
+    with pytest.raises(GemscError, match=message) as caught:
+        compiled(Around(inner())).rank_modules()
+    assert caught.value.at is not None
+    assert caught.value.help
+
+
+def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> None:
+    model = Around(Growing())
+    assert compiled(model).plan.ranks == 2
+    says = r"forward changes 'inner\.total', and each of 2 replicas"
+    with pytest.raises(GemscError, match=says):
+        compiled(model, data=2)
+    with pytest.raises(GemscError, match="changes a tensor that it does not own"):
+        compiled(model, recompute=("inner",))
+
+
+def test_a_buffer_that_forward_changes_is_exact_on_one_rank(tmp_path: Path) -> None:
+    assert worst(tmp_path / "program", Around(made(Growing))) <= EXACT
+
+
+# ---------------------------------------------------- which module it is
+
+
+def test_a_counter_makes_a_module_unfit() -> None:
+    with pytest.raises(GemscError, match=r"forward changes self\.calls at each call"):
+        record(Around(Counting()), (X,))
+
+
+def test_nothing_of_the_users_changes() -> None:
+    def digest(model: nn.Module) -> str:
+        found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+        for name, value in model.state_dict().items():
+            found.update(name.encode() + value.numpy().tobytes())
+        flags = [
+            (name, m.training, sorted(vars(m))) for name, m in model.named_modules()
+        ]
+        grads = [parameter.grad for parameter in model.parameters()]
+        found.update(repr([flags, grads]).encode())
+        return found.hexdigest()
+
+    for inner in (Rich, Growing, Dropping, Mixture):
+        model = nn.Sequential(nn.Linear(D, D), made(inner))
+        before = digest(model)
+        for training in (True, False):
+            record(model, (X,), training=training)
+        assert digest(model) == before

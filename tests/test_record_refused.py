@@ -1,0 +1,408 @@
+"""What the recorder refuses, or leaves as it was; losses; and its own check."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import operator
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from record_support import Model, X, checked, mean, names, targets
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from gemsc.errors import GemscError
+from gemsc.frontend import record
+from gemsc.frontend.check import check_against_eager
+from gemsc.ir import meta
+from gemsc.ir.program import Program, Slot
+
+
+def biased(self: Any, x: Any) -> Any:
+    """Add what fc2 gives for a table; in evaluation, look it up once."""
+    if self.training:
+        return self.fc(x) + self.fc2.weight[self.table]
+    if self.cache is None:
+        bias = self.fc2.weight[self.table]
+        bias[0] = self.fc2.bias
+        self.cache = bias
+    return self.fc(x) + self.cache[:3]
+
+
+def test_a_value_of_parameters_that_evaluation_keeps_is_computed_at_each_call() -> None:
+    model = Model(biased, cache=None, table=torch.tensor([0, 2, 1]))
+    checked(model)
+    program = record(model, (X,), training=False)
+    assert "getitem" in names(program) or "bias" in names(program)
+    assert model.cache is None
+
+
+class Cached(Model):
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            self.cache = None
+        return super().train(mode)
+
+
+def test_a_value_that_the_users_own_evaluation_has_kept_is_computed_anew() -> None:
+    model = Cached(biased, cache=None, table=torch.tensor([0, 2, 1])).eval()
+    with torch.no_grad():
+        model(X)
+    kept = model.cache
+    program = record(model, (X,), training=False)
+    weights = {n.target for n in program.graph.nodes if n.op == "get_attr"}
+    assert {"fc2.weight", "fc2.bias"} <= weights
+    assert model.cache is kept
+
+
+def test_a_value_of_parameters_that_training_keeps_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = self.fc2.weight.sum(0)
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(Model(forward, cache=None), (X,), loss=mean)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(4),
+        lambda: torch.empty(4).normal_(),
+        lambda: torch.bernoulli(torch.ones(4) / 2),
+        lambda: torch.nn.init.uniform_(torch.empty(4)),
+    ],
+)
+def test_random_numbers_that_forward_keeps_are_refused(make: Any) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = make()
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(Model(forward, cache=None), (X,), loss=mean)
+
+
+def test_a_table_that_takes_in_the_first_batch_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        if self.cache is None:
+            self.cache = torch.zeros(4)
+            self.cache[:2].copy_(x[0, :2])
+        return self.fc(x) + self.cache
+
+    with pytest.raises(GemscError, match="earlier call of forward made"):
+        record(Model(forward, cache=None), (X,), training=False)
+
+
+def test_a_table_that_changes_at_each_call_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.scale = self.scale * 0.9
+        return self.fc(x) * self.scale
+
+    with pytest.raises(GemscError, match="behaves differently when it is called again"):
+        record(Model(forward, scale=torch.ones(4)), (X,), loss=mean)
+
+
+class Cache:
+    """What a model returns beside its result, for its own next call."""
+
+    def __init__(self, key: torch.Tensor) -> None:
+        self.key = key
+
+
+def test_an_object_beside_the_outputs_is_left_out_with_a_note() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.fc(x)
+        return {"logits": self.fc2(h), "past": [Cache(h)]}
+
+    def loss(output: Any) -> torch.Tensor:
+        return output["logits"].mean() + output["past"][0].key.mean()
+
+    program = checked(Model(forward), loss=loss)
+    assert program.structure == {"logits": Slot(0), "past": [None]}
+    (note,) = program.notes
+    assert "returns past, of type Cache" in note
+
+
+class Couple:
+    """A container that torch's pytree is told of."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.parts = [first, second]
+
+
+def test_containers_that_pytree_knows_are_looked_into() -> None:
+    pytree.register_pytree_node(
+        Couple, lambda c: (c.parts, None), lambda parts, _: Couple(*parts)
+    )
+    try:
+        model = Model(lambda self, x: Couple(collections.deque([self.fc(x), 3]), x * 2))
+        program = checked(model, loss=lambda output: output.parts[0][0].mean())
+    finally:
+        pytree._deregister_pytree_node(Couple)
+    assert program.structure == [[Slot(0), 3], Slot(1)]
+    assert program.notes == ()
+
+
+# Losses
+
+
+def test_a_loss_that_is_a_module() -> None:
+    weight = torch.tensor([1.0, 2.0, 1.0, 1.0])
+    loss = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)
+    target = torch.tensor([0, 1, 3])
+    program = checked(Model(lambda self, x: self.fc(x)), loss=loss, target=target)
+    assert program.loss is not None
+    assert program.loss.target == "_loss"
+    assert program.module.get_submodule("_loss") is loss
+
+
+def test_a_loss_with_own_parameters() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.inner = nn.MSELoss()
+
+        def forward(self, output: Any, target: Any) -> torch.Tensor:
+            return self.inner(output * self.scale, target)
+
+    program = checked(Model(lambda self, x: self.fc(x)), loss=Weighted(), target=X)
+    assert "_loss.inner" in targets(program)
+
+
+def test_a_loss_that_uses_the_models_parameters() -> None:
+    model = Model(lambda self, x: self.fc(x))
+
+    def loss(output: Any) -> torch.Tensor:
+        return output.mean() + 0.1 * model.fc.weight.square().sum()
+
+    program = record(model, (X,), loss=loss)
+    weights = [n for n in program.graph.nodes if n.target == "fc.weight"]
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output: output, "must be a scalar"),
+        (lambda output: 3.0, "is of type float"),
+        (lambda output: output.detach().mean(), "no parameter gets a gradient"),
+        (lambda output: F.mse_loss(output, torch.ones(7, 7)), "the loss fails"),
+    ],
+)
+def test_losses_that_cannot_be(loss: Any, message: str) -> None:
+    with pytest.raises(GemscError, match=message):
+        record(Model(lambda self, x: self.fc(x)), (X,), loss=loss)
+
+
+# What is refused
+
+
+def line_of(text: str) -> int:
+    with open(__file__) as file:
+        return next(i for i, line in enumerate(file, 1) if text in line)
+
+
+def branches(self: Any, x: Any) -> Any:
+    if x.sum() > 0:  # a branch on data
+        return self.fc(x)
+    return x
+
+
+def swallows(self: Any, x: Any) -> Any:
+    try:
+        scale = x.max().item()  # an error that is caught
+    except Exception:
+        scale = 1.0
+    return self.fc(x) * scale
+
+
+def picks(self: Any, x: Any) -> Any:
+    return self.fc(x)[x > 0]  # a size from data
+
+
+def misfits(self: Any, x: Any) -> Any:
+    return self.fc(torch.cat([x, x], 1))  # wrong shapes
+
+
+def hooks(self: Any, x: Any) -> Any:
+    h = self.fc(x)
+    h.register_hook(lambda g: g * 2)  # a gradient hook
+    return h
+
+
+def draws(self: Any, x: Any) -> Any:
+    h = self.fc(x)
+    scale = random.random() + np.random.rand()
+    return h * scale  # python random
+
+
+def counts(self: Any, x: Any) -> Any:
+    self.counter += 1
+    return self.fc(x) * self.counter  # a counter
+
+
+def remembers(self: Any, x: Any) -> Any:
+    h = self.fc(x + self.state)  # a tensor kept from before
+    self.state = h
+    return h
+
+
+@pytest.mark.parametrize(
+    ("forward", "message", "text"),
+    [
+        (branches, "needs the value of a tensor", "# a branch on data"),
+        (swallows, "needs the value of a tensor", "# an error that is caught"),
+        (picks, "size of this tensor depends", "# a size from data"),
+        (misfits, "the model fails on example_inputs", "# wrong shapes"),
+        (hooks, "register_hook", "# a gradient hook"),
+        (draws, "not deterministic: it draws", "# python random"),
+        (counts, "not deterministic: it behaves", "# a counter"),
+        (remembers, "earlier call of forward", "# a tensor kept from before"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_with_its_line(
+    forward: Any, message: str, text: str
+) -> None:
+    model = Model(forward, counter=0, state=torch.zeros(4))
+    with pytest.raises(GemscError, match=message) as caught:
+        record(model, (X,), loss=mean)
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+    assert caught.value.at.line == line_of(text)
+    assert caught.value.help or forward is misfits
+
+
+def test_a_counter_that_the_graph_does_not_show_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.counter += 1
+        return self.fc(x) if self.counter < 1000 else x
+
+    with pytest.raises(
+        GemscError, match=r"changes self\.counter at each call: 0, 1, 2"
+    ):
+        record(Model(forward, counter=0), (X,), loss=mean)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [((), "holds no tensor"), (3, "of type int"), ({}, "holds no tensor")],
+)
+def test_inputs_that_are_none(inputs: Any, message: str) -> None:
+    with pytest.raises(GemscError, match=message):
+        record(Model(lambda self, x: x), inputs)
+
+
+def test_outputs_that_cannot_be_carried_are_refused() -> None:
+    with pytest.raises(GemscError, match="returns no tensor, but a set"):
+        record(Model(lambda self, x: {self.fc(x)}), (X,))
+    with pytest.raises(GemscError, match="returns no tensor"):
+        record(Model(lambda self, x: 3), (X,))
+
+
+def test_hooks_and_lazy_parameters_are_refused() -> None:
+    model = Model(lambda self, x: self.fc(x))
+    model.fc.register_full_backward_hook(lambda *args: None)
+    with pytest.raises(GemscError, match="fc has a backward hook"):
+        record(model, (X,))
+    with pytest.raises(GemscError, match="has no shape yet"):
+        record(nn.Sequential(nn.LazyLinear(3)), (X,))
+
+
+# Nothing of the user's changes
+
+
+def fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode() + value.numpy().tobytes())
+    flags = [(name, module.training) for name, module in model.named_modules()]
+    states = [flags, random.getstate(), np.random.get_state(legacy=True)[1].tobytes()]
+    digest.update(torch.get_rng_state().numpy().tobytes() + repr(states).encode())
+    return digest.hexdigest()
+
+
+def test_recording_changes_neither_the_model_nor_random_numbers() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.count.add_(1)
+        return self.drop(self.bn(self.fc(x))) + torch.rand(4)
+
+    model = Model(forward, bn=nn.BatchNorm1d(4), drop=nn.Dropout())
+    model.register_buffer("count", torch.zeros(()))
+    model.bn.eval()
+    before = fingerprint(model)
+    program = record(model, (X,), loss=mean)
+    check_against_eager(program, model, (X,), mean)
+    record(model, (X,), training=False)
+    assert fingerprint(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
+    assert torch.autograd.Function.apply.__module__ != "gemsc.frontend.tracer"
+
+
+def test_the_program_holds_the_users_own_objects() -> None:
+    model = Model(lambda self, x: self.fc(x))
+    program = record(model, (X,))
+    assert program.module.fc is model.fc
+    assert program.module.fc.weight is model.fc.weight
+
+
+# The check itself
+
+
+def change_operator(program: Program) -> None:
+    node = next(n for n in program.graph.nodes if n.target is operator.add)
+    node.target = operator.sub
+
+
+def forget_region(program: Program) -> None:
+    for node in program.graph.nodes:
+        node.meta["gemsc_region"] = meta.Region()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change_operator, "output 0 differs"),
+        (forget_region, "the gradient of fc.weight"),
+    ],
+)
+def test_the_check_catches_a_wrong_graph(damage: Any, message: str) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        with torch.no_grad():
+            h = self.fc(x)
+        return self.fc2(x) + h
+
+    model = Model(forward)
+    program = record(model, (X,), loss=mean)
+    damage(program)
+    with pytest.raises(GemscError, match=message) as caught:
+        check_against_eager(program, model, (X,), mean)
+    assert "--frontend export" in str(caught.value)
+
+
+def test_the_check_catches_a_missing_buffer_update() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        self.count.add_(1)
+        return self.fc(x)
+
+    model = Model(forward)
+    model.register_buffer("count", torch.zeros(()))
+    program = record(model, (X,), loss=mean)
+    node = next(n for n in program.graph.nodes if n.target == "add_")
+    program.graph.erase_node(node)
+    with pytest.raises(GemscError, match="buffer count differs"):
+        check_against_eager(program, model, (X,), mean)
+
+
+def test_partial_functions_can_be_losses() -> None:
+    loss = functools.partial(F.mse_loss, reduction="sum")
+    checked(Model(lambda self, x: self.fc(x)), loss=loss, target=X)
