@@ -90,7 +90,7 @@ def test_all_kinds_of_attributes_are_written(tmp_path: Path) -> None:
     assert worst(tmp_path / "program", model) <= EXACT
     text = "".join(file.read_text() for file in tmp_path.glob("program/rank*.py"))
     assert "self.inner = user_module(" in text
-    assert "DEPENDS_ON_DATA = True" in text
+    assert "depends_on_data=True" in text
 
 
 class Holds(Gate):

@@ -33,11 +33,7 @@ def signature(program: Program) -> Hashable:
             return tuple((name, of(item)) for name, item in value.items())
         if isinstance(value, slice):
             return value.start, value.stop, value.step
-        try:  # a frozen record with a dict in it says that it is hashable
-            hash(value)
-        except TypeError:
-            return id(value)
-        return value
+        return _hashable(value)
 
     def call(node: fx.Node) -> Hashable:
         target: Hashable = node.target
@@ -52,6 +48,15 @@ def signature(program: Program) -> Hashable:
         return node.op, target, args, of(node.kwargs), modes
 
     return program.frozen, tuple(map(call, program.graph.nodes))
+
+
+def _hashable(value: object) -> Hashable:
+    """Return a value, or which object it is; frozen records may hold a dict."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
 
 
 def _sizes(exchange: Exchange, tile: int) -> Hashable:
