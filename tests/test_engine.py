@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.schedules import Action, Edge, Kind, Policy, StageCost, Task, replay, run
-from gemsc.schedules.policies import GPIPE, MASTER, ONE_FORWARD_ONE_BACKWARD, place
+from gemsc.schedules.policies import SCHEDULES, place
 
 UNIT = StageCost(1.0, 2.0, 1.0)
 
@@ -77,19 +77,19 @@ def test_branches_run_side_by_side() -> None:
 
 def test_1f1b_holds_fewer_micro_batches_where_a_rank_has_several_stages() -> None:
     task = Task.chain((UNIT,) * 8, (16,), placement=place("linear", 8, 4))
-    assert run(task, ONE_FORWARD_ONE_BACKWARD).peak_live == (8, 6, 4, 2)
+    assert run(task, SCHEDULES["1f1b"].policy).peak_live == (8, 6, 4, 2)
 
 
 def test_a_folded_pipeline_is_nearly_as_fast_as_a_straight_one() -> None:
     half = StageCost(0.5, 1.0)
     task = Task.chain((half,) * 8, (16,), placement=place("folded", 8, 4))
     assert task.placement == ((0, 1, 2, 3, 3, 2, 1, 0),)
-    assert run(task, ONE_FORWARD_ONE_BACKWARD).makespan <= 3 * (16 + 4 - 1)
+    assert run(task, SCHEDULES["1f1b"].policy).makespan <= 3 * (16 + 4 - 1)
 
 
 def test_gpipe_works_in_groups_that_fit_into_memory() -> None:
     task = Task.chain((UNIT, UNIT), (4,), memory_cap=2)
-    timeline = run(task, GPIPE)
+    timeline = run(task, SCHEDULES["gpipe"].policy)
     assert timeline.peak_bytes == (2, 2)
     assert timeline.order(1)[:4] == row("1F0", "1F1", "1B0", "1B1")
 
@@ -97,15 +97,15 @@ def test_gpipe_works_in_groups_that_fit_into_memory() -> None:
 def test_resident_bytes_count_towards_the_cap() -> None:
     heavy = StageCost(1.0, 2.0, saved_bytes=4, resident_bytes=10)
     task = Task.chain((heavy, heavy), (4,), memory_cap=14)
-    assert run(task, GPIPE).peak_bytes == (14, 14)
-    assert run(task, GPIPE).peak_live == (1, 1)
+    assert run(task, SCHEDULES["gpipe"].policy).peak_bytes == (14, 14)
+    assert run(task, SCHEDULES["gpipe"].policy).peak_live == (1, 1)
 
 
 def test_a_cap_that_nothing_fits_names_rank_bytes_and_a_way_out() -> None:
     small, large = StageCost(1, 2, saved_bytes=10), StageCost(1, 2, saved_bytes=2000)
     task = Task.chain((small, large), (4,), memory_cap=100)
     with pytest.raises(GemscError) as caught:
-        run(task, GPIPE)
+        run(task, SCHEDULES["gpipe"].policy)
     assert caught.value.message == (
         "rank 1 needs 2,000 bytes for one micro-batch, but the limit is 100 bytes"
     )
@@ -114,7 +114,7 @@ def test_a_cap_that_nothing_fits_names_rank_bytes_and_a_way_out() -> None:
 
 def test_replicas_with_different_numbers_of_micro_batches_take_turns() -> None:
     task = Task.chain((UNIT, UNIT), (3, 1), placement=place("mirrored", 2, 2, 2))
-    timeline = run(task, MASTER)
+    timeline = run(task, SCHEDULES["master"].policy)
     assert timeline.peak_live == (1, 1)
     forwards = [a for a in timeline.order(0) if a.kind is Kind.FORWARD]
     assert tuple(forwards) == row("0F0", "1F0'", "0F1", "0F2")

@@ -11,18 +11,7 @@ from itertools import groupby
 from gemsc.schedules.action import Action, Kind, Task
 from gemsc.schedules.engine import Policy
 
-__all__ = [
-    "BASIC",
-    "BIDIRECTIONAL",
-    "CHIMERA",
-    "GPIPE",
-    "INTERLEAVED",
-    "MASTER",
-    "ONE_FORWARD_ONE_BACKWARD",
-    "ZB_H1",
-    "Schedule",
-    "place",
-]
+__all__ = ["SCHEDULES", "Schedule", "place"]
 
 _FORWARD_FIRST = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
@@ -122,21 +111,62 @@ def _rank(task: Task, action: Action) -> int:
     return task.placement[action.replica][action.stage]
 
 
-BASIC = Policy(in_flight=one)
-GPIPE = Policy(kinds=_FORWARD_FIRST, flush=True)
-ONE_FORWARD_ONE_BACKWARD = Policy(kinds=_FORWARD_FIRST, in_flight=stages_to_end)
-INTERLEAVED = Policy(
-    kinds=_FORWARD_FIRST,
-    key=in_groups,
-    rank_live=interleaved_live,
-    strict_forward=True,
-)
-MASTER = Policy(live_runs=1)
-BIDIRECTIONAL = Policy(in_flight=one)
-CHIMERA = Policy(kinds=_FORWARD_FIRST, in_flight=half_the_ranks)
-ZB_H1 = Policy(
-    kinds=_FORWARD_FIRST,
-    in_flight=stages_to_end,
-    held=all_stages,
-    split_backward=True,
-)
+_MASTER = Policy(live_runs=1)
+
+SCHEDULES: dict[str, Schedule] = {
+    "basic": Schedule(
+        policy=Policy(in_flight=one),
+        description="one micro-batch at a time through all stages",
+    ),
+    "gpipe": Schedule(
+        policy=Policy(kinds=_FORWARD_FIRST, flush=True),
+        description="all forwards, then all backwards",
+    ),
+    "1f1b": Schedule(
+        policy=Policy(kinds=_FORWARD_FIRST, in_flight=stages_to_end),
+        description="backwards as soon as possible: as fast as gpipe, less memory",
+    ),
+    "interleaved": Schedule(
+        policy=Policy(
+            kinds=_FORWARD_FIRST,
+            key=in_groups,
+            rank_live=interleaved_live,
+            strict_forward=True,
+        ),
+        description="several stages on each rank: less idle time, more messages",
+        placement="looped",
+    ),
+    "mast": Schedule(
+        policy=_MASTER,
+        description="two mirrored replicas take turns, in the memory of one run",
+        placement="mirrored",
+        num_replicas=2,
+    ),
+    "master": Schedule(
+        policy=_MASTER,
+        description="several such pairs of runs, whose gradients accumulate",
+        placement="mirrored",
+        num_replicas=2,
+    ),
+    "bidirectional": Schedule(
+        policy=Policy(in_flight=one),
+        description="one run of each mirrored replica at once: two in the time of one",
+        placement="mirrored",
+        num_replicas=2,
+    ),
+    "chimera": Schedule(
+        policy=Policy(kinds=_FORWARD_FIRST, in_flight=half_the_ranks),
+        description="both directions at once, several micro-batches in flight",
+        placement="mirrored",
+        num_replicas=2,
+    ),
+    "zb-h1": Schedule(
+        policy=Policy(
+            kinds=_FORWARD_FIRST,
+            in_flight=stages_to_end,
+            held=all_stages,
+            split_backward=True,
+        ),
+        description="1f1b with deferred weight gradients, which fill idle time",
+    ),
+}
