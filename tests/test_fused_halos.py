@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gemsc.ir import meta
 from gemsc.ir.flow import exchange_of, is_exchange
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import TileLayer
+from gemsc.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_double")
 
@@ -113,27 +113,23 @@ def test_rows_computed_twice_have_the_mask_of_their_owner() -> None:
     overlaps = 0
     for tile, program in enumerate(step.programs):
         for node in program.compute_nodes:
-            layer = (
-                program.module.get_submodule(str(node.target))
-                if (node.op == "call_module")
-                else None
-            )
-            if isinstance(layer, TileLayer):
+            if node.target is tiles.dropout:
                 layout = meta.layout(node)
                 assert layout is not None
-                assert layer.extra == (layout.shape, layout.boxes[tile])
+                assert node.kwargs["shape"] == layout.shape
+                assert node.kwargs["box"] == layout.boxes[tile]
                 overlaps += layout.boxes != layout.given
     assert overlaps == 4 * 2
 
 
 def test_what_is_kept_is_predicted_to_the_byte() -> None:
     model, x = stack(lambda: nn.BatchNorm2d(4)), torch.randn(2, 2, 32, 32)
-    tiles = on_tiles(model, (x,), square, None, (2, 2), facts=True, fuse=3)
+    step = on_tiles(model, (x,), square, None, (2, 2), facts=True, fuse=3)
     predicted = [
         sum(meta.facts(node).saved_bytes for node in program.compute_nodes)
-        for program in tiles.programs
+        for program in step.programs
     ]
-    assert tiles.saved == predicted
+    assert step.saved == predicted
 
 
 def test_values_that_two_layers_want_with_other_halos_travel_once() -> None:

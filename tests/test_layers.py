@@ -50,13 +50,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("runtime.worker", "runtime.training"),
     ),
     # an operation on tiles is one function for the graph and for a rank
-    "ir": ("errors", "base", "runtime.tiles"),
+    "ir": ("errors", "base", "messages", "runtime.tiles"),
     "costs": IR,
     "frontend": COSTS,
     "planner": PLANNER,
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
-    "passes.spatial": COSTS,
-    "passes": (*PLANNER, "passes.spatial"),
+    "passes.spatial": (*COSTS, "messages", "runtime.tiles"),
+    "passes": (*PLANNER, "passes.spatial", "runtime.tiles"),
     "search": (*PLANNER, "compilation", "passes", "passes.spatial"),
     # what is proved of a file is what a rank reads in it
     "codegen": (*PLANNER, "compilation", "runtime", "runtime.tiles", "runtime.worker"),

@@ -32,7 +32,7 @@ def square(output: Tensor) -> Tensor:
 
 
 def overlapped_layers(program: Program) -> tuple[str, ...]:
-    return tuple(str(n.target) for n in program.compute_nodes if is_overlapped(n))
+    return tuple(meta.layer(n) for n in program.compute_nodes if is_overlapped(n))
 
 
 def check(seed: int) -> int:
@@ -107,7 +107,7 @@ def test_a_program_is_exact_and_its_memory_is_predicted(tmp_path: Path) -> None:
     assert 0 < len(stage.overlapped) <= stage.exchanges
     write_directory(program.compilation, tmp_path / "p")
     text = (tmp_path / "p" / "rank0.py").read_text()
-    assert text.count("self.grid.overlapped(") == len(stage.overlapped)
+    assert text.count("tiles.convolution(") == len(stage.overlapped)
     assert "on its way meanwhile" in text
     inputs, target = MODELS["unet"].inputs(2, torch.float32)
 

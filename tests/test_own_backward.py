@@ -138,4 +138,4 @@ def test_a_program_clips_the_true_gradient(
     options = {"tiles": (grid,), "ranks": ranks, "micro_batches": 2}
     assert worst(tmp_path, model(), x, y, mse, **options) <= EXACT
     text = (tmp_path / "rank0.py").read_text()
-    assert "self.grid.with_whole_gradients(" in text
+    assert "tiles.with_whole_gradients(" in text

@@ -353,7 +353,7 @@ def test_memory_over_the_cap_is_found() -> None:
 
 
 TRADES = (
-    "worker.receive worker.send worker.gather self.grid. worker.run worker.evaluate "
+    "worker.receive worker.send worker.gather self.grid, worker.run worker.evaluate "
 )
 ENDS = (
     "worker.backward worker.weights worker.start worker.finish worker.update (worker, "

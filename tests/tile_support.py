@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -18,13 +19,14 @@ from gemsc.frontend.record import record
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Barrier, Block, Program, Stage
-from gemsc.ir.tile_ops import on_grid
+from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import overlap
 from gemsc.passes.split_tiles import SplitTiles, find_halos
-from gemsc.runtime.tiles.grid import Grid, saved_in_parts
+from gemsc.runtime.tiles.grid import Grid
+from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import NullStreams
@@ -146,7 +148,7 @@ def on_tiles(
     def main(transport: Any) -> dict[str, Any]:
         tile = transport.rank
         link = DeviceTransport(transport, NullStreams())
-        with on_grid(Grid(link, tuple(range(count)), tile)):
+        with _on_grid(programs[tile], Grid(link, tuple(range(count)), tile)):
             return _run(programs[tile], modules[tile], feed, count, tile)
 
     parts = run_local(count, main, timeout=120)
@@ -170,6 +172,19 @@ def on_tiles(
             whole = result.inputs.setdefault(name, gradient.new_zeros(shape))
             whole[tuple(slice(a, b) for a, b in box)] += gradient
     return result
+
+
+@contextmanager
+def _on_grid(program: Program, grid: Grid) -> Iterator[None]:
+    """Let a program's operations on tiles talk to the other tiles meanwhile."""
+    before = [(n, n.args, meta.whole_gradients(n)) for n in program.graph.nodes]
+    for node, args, whole in before:
+        node.args = tuple(grid if isinstance(a, ShapeGrid) else a for a in args)
+        meta.set_whole_gradients(node, whole and grid)
+    yield
+    for node, args, whole in before:
+        node.args = args
+        meta.set_whole_gradients(node, whole)
 
 
 def _plain(module: nn.Module) -> nn.Module:

@@ -11,9 +11,11 @@ from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import Exchange, redistribute
+from gemsc.ir.shape_grid import ShapeGrid
+from gemsc.messages.exchange import Exchange
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.halos import Halos
+from gemsc.runtime.tiles import redistribute
 
 __all__ = ["WholeTiles"]
 
@@ -41,9 +43,9 @@ class WholeTiles(Pass):
                 crosses = self.grids[origin] != self.grids[stage]
                 if crosses and (source, stage) not in joins:
                     exchange = self._exchange(source, origin, stage)
-                    tile = self.tile % len(exchange.wanted)
+                    grid = ShapeGrid(self.tile, len(exchange.wanted))
                     join = graph.call_function(
-                        redistribute, (mapping[source], exchange, tile)
+                        redistribute, (grid, mapping[source], exchange)
                     )
                     meta.copy_meta(source, join)
                     self._spread(join, stage)

@@ -17,7 +17,7 @@ from gemsc.ir import meta
 from gemsc.ir.flow import base_name
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import GraphInput, Program, Transfer
-from gemsc.ir.tile_ops import Exchange
+from gemsc.messages.exchange import Exchange
 from gemsc.planner.tiles import ends
 
 __all__ = ["Constants"]

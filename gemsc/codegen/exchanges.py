@@ -9,9 +9,16 @@ from torch import fx
 
 from gemsc.base.boxes import Box, everything, shape_of
 from gemsc.ir import meta
-from gemsc.ir.flow import base_name, exchange_of, is_exchange, is_overlapped
+from gemsc.ir.flow import (
+    base_name,
+    exchange_of,
+    is_exchange,
+    is_overlapped,
+    source_of,
+)
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import Exchange, all_reduce
+from gemsc.messages.exchange import Exchange
+from gemsc.runtime.tiles import all_reduce
 
 __all__ = ["exchanges_of", "gathers_of", "note_of", "wish_of"]
 
@@ -31,13 +38,10 @@ def exchanges_of(stage: Any) -> Iterator[tuple[fx.Node, Exchange]]:
 def wish_of(node: fx.Node, exchange: Exchange) -> str:
     """Return a name for the constant: HALO_CONV1, WHOLE_LOGITS, PART_X."""
     whole = everything(exchange.shape)
-    source = node.args[0]
     if all(box == whole for box in exchange.wanted):
-        value = source if isinstance(source, fx.Node) else node
-        return f"WHOLE_{base_name(value).upper()}"
+        return f"WHOLE_{base_name(source_of(node)).upper()}"
     if all(box == whole for box in exchange.held):
-        value = source if isinstance(source, fx.Node) else node
-        return f"PART_{base_name(value).upper()}"
+        return f"PART_{base_name(source_of(node)).upper()}"
     is_apart = is_exchange(node) and not is_overlapped(node)
     user = next(iter(node.users), node) if is_apart else node
     return f"HALO_{base_name(user).upper()}"
@@ -71,7 +75,7 @@ def note_of(node: fx.Node, tile: int | None) -> str:
     if tile is None:
         return ""
     if node.target is all_reduce:
-        among = node.args[1:]
+        among = node.args[2:]
         return f"all-reduce over {f'tiles {among[0]}' if among else 'the tiles'}"
     if not is_exchange(node):
         return ""

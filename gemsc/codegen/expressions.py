@@ -12,21 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.nn import functional as F
 
 from gemsc.base.dtypes import is_real
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
-from gemsc.ir.tile_ops import (
-    FUNCTIONS,
-    AxisWindows,
-    Exchange,
-    Resize,
-    TileLayer,
-    redistribute,
-)
+from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.ir.twins import keywords_of_both
+from gemsc.messages.exchange import Exchange
+from gemsc.runtime import tiles
+from gemsc.runtime.tiles.windows import AxisWindows, Resize
 
 __all__ = [
     "NAMESPACES",
@@ -78,6 +74,7 @@ NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("torch._C._nn", torch._C._nn),
     ("torch._VF", torch._VF),
     ("operator", operator),
+    ("tiles", tiles),
 )
 
 
@@ -108,24 +105,17 @@ def expression(
     name: Name,
     twin: fx.Node | None,
     named: Named,
-    layer: nn.Module | None = None,
     dtype: torch.dtype | None = None,
 ) -> Shown:
     """Return the node's computation as text, and how tightly the text binds.
 
     `name(node)` gives the text of an input; `twin` is the same node in the graph for
     evaluation, whose constants may differ; `named` gives the name of a user's object
-    or of a constant; `layer` is what a node calls that calls one. The text may use a
-    variable `dtype`, which is `dtype` where the program runs as it was traced.
+    or of a constant. The text may use a variable `dtype`, which is `dtype` where the
+    program runs as it was traced.
     """
     args, kwargs = _with_choices(node, twin)
     show = _Show(name, named, dtype, stays=meta.dtypes(node).constants)
-    if isinstance(layer, TileLayer):
-        path = access("self", str(node.target))
-        rest = [path, *map(show, layer.extra)]
-        args = args[:2]  # without the tile, if there is one
-        head = f"self.grid.{layer.method}("
-        return f"{head}{', '.join([*map(show, args), *rest])})", ATOM
     if node.op == "call_module":
         return _own(node, access("self", str(node.target)), args, kwargs, show), ATOM
     if node.op == "call_method":
@@ -144,9 +134,6 @@ def _function(
     named: Named,
 ) -> Shown:
     target: Any = node.target
-    if _is_of_grid(target):
-        own = args[:2] if target is redistribute else args  # without the tile
-        return _call(f"self.grid.{FUNCTIONS[target]}", own, kwargs, show), ATOM
     if target in INFIX and len(args) == 2 and not kwargs:
         return _infix(*INFIX[target], args, show)
     if target in PREFIX:
@@ -173,14 +160,10 @@ def _own(
     show: _Show,
 ) -> str:
     """Return a call of what may be the user's own, with a backward of its own."""
-    if not meta.whole_gradients(node):
+    grid = meta.whole_gradients(node)
+    if grid is None:
         return _call(head, args, kwargs, show)
-    return _call("self.grid.with_whole_gradients", args, kwargs, show, head)
-
-
-def _is_of_grid(target: Any) -> bool:
-    """Whether a function of a graph is a method of the tile's grid."""
-    return any(target is function for function in FUNCTIONS)
+    return _call("tiles.with_whole_gradients", args, kwargs, show, show(grid), head)
 
 
 def _infix(sign: str, level: int, args: tuple[Any, ...], show: _Show) -> Shown:
@@ -250,6 +233,8 @@ class _Show:
             return self.name(value)
         if isinstance(value, Exchange):
             return self.named(value), ATOM
+        if isinstance(value, ShapeGrid):
+            return "self.grid", ATOM
         if isinstance(value, Choice):
             if value.training is True and value.evaluation is False:
                 return "self.training", ATOM

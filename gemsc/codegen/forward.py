@@ -24,7 +24,7 @@ __all__ = ["write_forwards"]
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 RESERVED = (
     *("self", "torch", "nn", "F", "Tensor", "operator", "device", "dtype", "user"),
-    *("offloaded", "recompute"),
+    *("offloaded", "recompute", "tiles"),
 )
 
 
@@ -266,10 +266,7 @@ class _Body:
     def _expression(self, node: fx.Node) -> tuple[str, int]:
         twins = self.stage.twins
         twin = twins.get(node) if twins else None
-        layer = None
-        if node.op == "call_module":
-            layer = self._submodule(str(node.target))
-        return expression(node, self._name, twin, self.named, layer, self.dtype)
+        return expression(node, self._name, twin, self.named, self.dtype)
 
     def _name(self, node: fx.Node) -> tuple[str, int]:
         if self.pending is not None and node is self.pending[0]:

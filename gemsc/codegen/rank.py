@@ -16,7 +16,7 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name
 from gemsc.ir.program import Transfer
-from gemsc.ir.tile_ops import Exchange
+from gemsc.messages.exchange import Exchange
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.loops import Loop, Step
 
@@ -25,7 +25,7 @@ __all__ = ["write_rank"]
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message"),
     *("RankProgram", "Resize", "Run", "TileValue", "Tiles", "Value", "Worker"),
-    *("offloaded", "recompute", "tile_boxes", "user_module"),
+    *("offloaded", "recompute", "tile_boxes", "tiles", "user_module"),
 )
 TAKEN = (
     *(*FROM_RUNTIME, "user_object", "F", "Tensor", "nn", "operator", "torch"),

@@ -22,7 +22,6 @@ from gemsc.errors import InternalError
 from gemsc.messages.exchange import Piece
 from gemsc.runtime import (
     Exchange,
-    Grid,
     GridMessage,
     Input,
     Message,
@@ -32,6 +31,7 @@ from gemsc.runtime import (
     TileValue,
     Value,
     tile_boxes,
+    tiles,
 )
 from gemsc.runtime.tiles.messages import tag_of
 from gemsc.schedules.action import Action, Kind
@@ -370,7 +370,6 @@ class _File:
         lines: dict[str, str] = {}  # by variable
         calls: list[GridCall] = []
         gives: tuple[str, ...] = ()
-        split = any(isinstance(each, ast.AnnAssign) for each in stage.body)
 
         def visit(function: ast.FunctionDef) -> None:
             nonlocal gives
@@ -380,10 +379,9 @@ class _File:
                         assert isinstance(block, ast.Attribute)
                         visit(methods[block.attr])
                     case ast.Call(
-                        func=ast.Attribute(
-                            value=ast.Attribute(value=ast.Name(id="self"), attr="grid")
-                        )
-                    ) if split:  # else it is an attribute of the user's
+                        func=ast.Attribute(value=ast.Name(id="tiles")),
+                        args=[ast.Attribute(attr="grid"), *_],
+                    ):
                         calls.append(self._grid_call(node))
                     case ast.Assign(targets=[target]):
                         for each in ast.walk(target):
@@ -400,20 +398,21 @@ class _File:
         return _Method(len(methods[name].args.args) - 1, gives, tuple(calls), about)
 
     def _grid_call(self, call: ast.Call) -> GridCall:
-        """Return what tiles do together in `self.grid.method(...)`, or in a gather."""
+        """Return what tiles do in `tiles.amax(self.grid, ...)`, or in a gather."""
         assert isinstance(call.func, ast.Attribute)
         named = {word.arg: word.value for word in call.keywords if word.arg}
         gathers = call.func.attr == "gather"
-        method = Grid.collect if gathers else getattr(Grid, call.func.attr)
-        bound = inspect.signature(method).bind(None, *call.args, **named).arguments
-        tiles, ranks = self.tiles, self.tiles.ranks
+        function = getattr(tiles, "redistribute" if gathers else call.func.attr)
+        args = [None, *call.args] if gathers else call.args
+        bound = inspect.signature(function).bind(*args, **named).arguments
+        own, ranks = self.tiles.tile, self.tiles.ranks
         line = self.users_lines[call.lineno]
         if "among" in bound:
             ranks = tuple(ranks[tile] for tile in ast.literal_eval(bound["among"]))
         if "exchange" not in bound:
             return GridCall(call.func.attr, ranks, line=line)
         exchange: Exchange = self._value(bound["exchange"])
-        view, tag = exchange.seen_from(tiles.tile), tag_of(exchange, back=False)
+        view, tag = exchange.seen_from(own), tag_of(exchange, back=False)
 
         def ends(
             pieces: Mapping[int, Sequence[Piece]],

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gemsc.codegen.expressions import Named, access, as_tuple, is_attribute, quoted
 from gemsc.codegen.forward import write_forwards
@@ -15,10 +14,10 @@ from gemsc.codegen.writer import Names, Writer, split_arguments
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.flow import has_random
+from gemsc.ir.holder import attributes_of
 from gemsc.ir.layers import layer_source
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import TileLayer
 
 __all__ = ["write_stage"]
 
@@ -102,7 +101,7 @@ def _paths_of(stage: StageText) -> dict[str, None]:
     """
     flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
     nodes = [node for each in flows for node in each.nodes]
-    called = {str(node.target) for node in nodes if node.op == "call_module"}
+    called = {meta.layer(node) for node in nodes if _uses_layer(node)}
     whole = _whole_modules(stage.program, called)
     layers = {name.rpartition(".")[0] for name in stage.owned} & called
     paths = dict.fromkeys(
@@ -113,6 +112,14 @@ def _paths_of(stage: StageText) -> dict[str, None]:
     modules = (path for path, _ in stage.program.module.named_modules())
     inside = (path for path in modules if path in called and not _holder(path, whole))
     return paths | dict.fromkeys(inside)
+
+
+def _uses_layer(node: fx.Node) -> bool:
+    """Whether a node calls a layer, or takes it or its tensors for a function."""
+    inside = f"{meta.layer(node)}."
+    return inside != "." and any(
+        f"{p}.".startswith(inside) for p in attributes_of(node)
+    )
 
 
 def _whole_modules(program: Program, paths: Iterable[str]) -> list[str]:
@@ -217,8 +224,6 @@ def _write_layer(writer: Writer, path: str, layer: nn.Module, named: Named) -> N
         writer.call(f"{access('self', path)} = {head}", arguments, tail)
         _write_fixed(writer, path, opaque.module)
         return
-    if isinstance(layer, TileLayer):  # the grid works with the user's own
-        layer = cast("nn.Module", layer.layer)
     source = layer_source(layer)
     if source is None:
         raise GemscError(

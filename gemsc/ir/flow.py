@@ -13,8 +13,11 @@ from torch import fx
 
 from gemsc.errors import InternalError
 from gemsc.ir import meta
+from gemsc.ir.holder import attribute, attributes_of
 from gemsc.ir.program import Program, Segment, Transfer
-from gemsc.ir.tile_ops import Exchange, redistribute
+from gemsc.messages.exchange import Exchange
+from gemsc.runtime.tiles import convolution, redistribute
+from gemsc.runtime.tiles.collectives import TileGrid
 
 __all__ = [
     "StageFlow",
@@ -23,6 +26,7 @@ __all__ = [
     "exchanged",
     "external_inputs",
     "flow",
+    "grid_of",
     "has_random",
     "inner_flow",
     "is_exchange",
@@ -32,6 +36,7 @@ __all__ = [
     "owned_tensors",
     "reductions",
     "shared_parameters",
+    "source_of",
     "value_names",
 ]
 
@@ -109,27 +114,32 @@ def joins(program: Program, transfer: Transfer, value: fx.Node) -> list[fx.Node]
 
 def is_exchange(node: fx.Node) -> bool:
     """Whether a node changes the layout of a value."""
-    return node.target is redistribute or is_overlapped(node)
+    return node.target in (redistribute, convolution)
 
 
 def is_overlapped(node: fx.Node) -> bool:
-    """Whether a node calls a layer whose halo is on its way meanwhile."""
-    return (
-        node.op == "call_module"
-        and len(node.args) > 1
-        and isinstance(node.args[1], Exchange)
-    )
+    """Whether a node is a convolution whose halo is on its way meanwhile."""
+    return node.target is convolution
 
 
 def exchange_of(node: fx.Node) -> Exchange:
     """Return what the tiles exchange in a node that changes a layout."""
-    return cast("Exchange", node.args[1])
+    return cast("Exchange", node.args[2])
+
+
+def grid_of(node: fx.Node) -> TileGrid:
+    """Return the grid, and the tile, for which a node changes a layout."""
+    return cast("TileGrid", node.args[0])
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """Return the value whose layout a node changes."""
+    return cast("fx.Node", node.args[1])
 
 
 def exchanged(node: fx.Node) -> fx.Node:
     """Return a value with the dtype and the gradient of what a node's tiles send."""
-    source = node.args[0]
-    return source if is_overlapped(node) and isinstance(source, fx.Node) else node
+    return source_of(node) if is_overlapped(node) else node
 
 
 def external_inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -208,14 +218,14 @@ def base_name(node: fx.Node) -> str:
 
 
 def _parts(node: fx.Node) -> list[str]:
-    path = str(node.target) if node.op == "call_module" else meta.module_path(node)
+    path = meta.layer(node) or meta.module_path(node)
     return path.split(".") if path else []
 
 
 def _is_path(node: fx.Node) -> bool:
     """Whether the node is named after its layer and not after a variable."""
     name = re.sub(r"_\d+$", "", node.name)
-    return node.op == "call_module" and "_".join(_parts(node)).startswith(name)
+    return bool(meta.layer(node)) and "_".join(_parts(node)).startswith(name)
 
 
 def _heads(node: fx.Node) -> list[str]:
@@ -287,11 +297,13 @@ def _tensor_names(module: torch.nn.Module) -> list[str]:
 
 
 def _uses(program: Program, node: fx.Node) -> list[str]:
-    names = [str(s.target) for s in node.all_input_nodes if s.op == "get_attr"]
-    if node.op == "call_module":
-        path = str(node.target)
-        layer = program.module.get_submodule(path)
-        names += [f"{path}.{name}" for name in _tensor_names(layer)]
+    names = []
+    for path in attributes_of(node):
+        found = attribute(program.module, path)
+        if isinstance(found, torch.nn.Module):
+            names += [f"{path}.{name}" for name in _tensor_names(found)]
+        else:
+            names.append(path)
     return names
 
 

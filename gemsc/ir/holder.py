@@ -9,7 +9,14 @@ from torch import fx, nn
 
 from gemsc.ir import meta
 
-__all__ = ["copied_graph", "put_layer", "shallow_copy", "with_graph"]
+__all__ = [
+    "attribute",
+    "attributes_of",
+    "copied_graph",
+    "put_layer",
+    "shallow_copy",
+    "with_graph",
+]
 
 
 class _Holder(fx.GraphModule):
@@ -32,6 +39,18 @@ def with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     holder.training = module.training
     holder.graph = graph
     return holder
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """Return a layer, a parameter or a buffer."""
+    owner, _, name = path.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def attributes_of(node: fx.Node) -> list[str]:
+    """Return the paths of the layers, parameters and buffers that a node uses."""
+    paths = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    return [*paths, str(node.target)] if node.op == "call_module" else paths
 
 
 def copied_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

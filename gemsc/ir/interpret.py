@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from gemsc.ir import tile_ops
+from gemsc.ir.holder import attribute
 from gemsc.ir.meta import region, whole_gradients
+from gemsc.runtime.tiles import with_whole_gradients
 
 __all__ = ["run_node", "run_nodes"]
 
@@ -43,7 +44,7 @@ def run_nodes(
 def run_node(node: fx.Node, values: dict[fx.Node, Any], module: torch.nn.Module) -> Any:
     """Compute one node from the values of its inputs."""
     if node.op == "get_attr":
-        return _attribute(module, str(node.target))
+        return attribute(module, str(node.target))
     args = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
     with _modes(node):
@@ -52,8 +53,8 @@ def run_node(node: fx.Node, values: dict[fx.Node, Any], module: torch.nn.Module)
         function: Any = node.target
         if node.op == "call_module":
             function = module.get_submodule(str(node.target))
-        if whole_gradients(node):
-            return tile_ops.with_whole_gradients(function, *args, **kwargs)
+        if (grid := whole_gradients(node)) is not None:
+            return with_whole_gradients(grid, function, *args, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -68,8 +69,3 @@ def _modes(node: fx.Node) -> AbstractContextManager[Any]:
         device, dtype = modes.autocast
         stack.enter_context(torch.autocast(device, dtype=dtype))
     return stack
-
-
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    owner, _, name = path.rpartition(".")
-    return getattr(module.get_submodule(owner), name)

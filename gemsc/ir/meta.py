@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.layout import Layout
+from gemsc.runtime.tiles.collectives import TileGrid
 
 __all__ = [
     "Dtypes",
@@ -25,6 +26,7 @@ __all__ = [
     "dtypes",
     "facts",
     "glue",
+    "layer",
     "layout",
     "location",
     "module_path",
@@ -33,6 +35,7 @@ __all__ = [
     "set_dtypes",
     "set_facts",
     "set_glue",
+    "set_layer",
     "set_layout",
     "set_needs_gradient",
     "set_traced",
@@ -105,13 +108,9 @@ class TypedNumber(float):
 
 
 class TileSum(NamedTuple):
-    """A sum over the tiles of a grid: the bytes of each tile's part.
-
-    With `has_rows` the part is a row of a table that has one for each tile.
-    """
+    """A sum over the tiles of a grid: the bytes of each tile's part."""
 
     num_bytes: int
-    has_rows: bool
     backward: bool
 
 
@@ -276,11 +275,23 @@ def set_layout(node: fx.Node, layout: Layout | None) -> None:
     node.meta["gemsc_layout"] = layout
 
 
-def whole_gradients(node: fx.Node) -> bool:
-    """Return whether a tile's backward of the node needs the gradients of all tiles."""
-    return bool(node.meta.get("gemsc_whole_gradients", False))
+def whole_gradients(node: fx.Node) -> TileGrid | None:
+    """Return the grid whose tiles' gradients a node's backward needs, None for none."""
+    return cast("TileGrid | None", node.meta.get("gemsc_whole_gradients"))
 
 
-def set_whole_gradients(node: fx.Node, needed: bool) -> None:
-    """Say whether a tile's backward of the node needs the gradients of all tiles."""
-    node.meta["gemsc_whole_gradients"] = needed
+def set_whole_gradients(node: fx.Node, grid: TileGrid | None) -> None:
+    """Say that a node's backward needs the gradients of all tiles of a grid."""
+    node.meta["gemsc_whole_gradients"] = grid
+
+
+def layer(node: fx.Node) -> str:
+    """Return the path of the layer that a node calls or stands for, '' for others."""
+    if node.op == "call_module":
+        return str(node.target)
+    return cast("str", node.meta.get("gemsc_layer", ""))
+
+
+def set_layer(node: fx.Node, path: str) -> None:
+    """Say for which layer a node stands, which is a function on tiles."""
+    node.meta["gemsc_layer"] = path

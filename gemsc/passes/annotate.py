@@ -26,15 +26,16 @@ from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.costs.times import seconds
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
-from gemsc.ir.holder import copied_graph, with_graph
+from gemsc.ir.holder import attribute, attributes_of, copied_graph, with_graph
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.opaque import OpaqueCall, told_of_calls
 from gemsc.ir.program import Program
+from gemsc.ir.shape_grid import told_of_sums
 from gemsc.ir.staged import keep_stages
-from gemsc.ir.tile_ops import kept_of, told_of_sums
 from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
 from gemsc.passes.signature import signature
+from gemsc.runtime.tiles.saving import kept_of
 
 __all__ = ["Annotate", "Known", "annotate"]
 
@@ -234,9 +235,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _seconds(self, works: Iterable[Work]) -> float:
         return sum(seconds(self.device, work) for work in works)
 
-    def book_tiles(self, num_bytes: int, has_rows: bool) -> None:
+    def book_tiles(self, num_bytes: int) -> None:
         """Book a sum over the tiles of a grid."""
-        found = meta.TileSum(num_bytes, has_rows, self.is_backward)
+        found = meta.TileSum(num_bytes, self.is_backward)
         self.counts[self.node].sums.append(found)
 
     def book_sum(self, node: fx.Node, gradient: Tensor) -> None:
@@ -299,15 +300,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that a node brings: its layer's, or those it reads."""
-    if node.op == "call_module":
-        return list(module.get_submodule(str(node.target)).parameters())
-    found = []
-    for source in node.all_input_nodes:
-        if source.op == "get_attr":
-            owner, _, name = str(source.target).rpartition(".")
-            tensor = getattr(module.get_submodule(owner), name)
-            if isinstance(tensor, nn.Parameter):
-                found.append(tensor)
+    used = [attribute(module, path) for path in attributes_of(node)]
+    found = [each for each in used if isinstance(each, nn.Parameter)]
+    for layer in used:
+        found += layer.parameters() if isinstance(layer, nn.Module) else ()
     return found
 
 

@@ -1,24 +1,23 @@
 """Local batchnorm: each tile normalises by its own statistics; not what one rank does.
 
 Example, on a tile:
-    %bn = grid.batch_norm(%conv, bn1)     # before: statistics of all tiles
-    %bn = bn1(%conv)                      # after: of this one, nothing is sent
+    %bn = batch_norm(grid, %conv, %bn1)   # before: statistics of all tiles
+    %bn = call_module bn1(%conv)          # after: of this one, nothing is sent
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
-from torch import fx, nn
+from torch import fx
 from torch.nn import functional as F
 
 from gemsc.ir import meta
-from gemsc.ir.holder import put_layer
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
-from gemsc.ir.tile_ops import TileLayer, functional_batch_norm
 from gemsc.passes.base import Pass
+from gemsc.runtime import tiles
 
 __all__ = ["LocalBatchnorm"]
 
@@ -43,11 +42,9 @@ class LocalBatchnorm(Pass):
             meta.copy_meta(node, mapping[node])
         changed = keep_stages(program, graph, mapping)
         for node in graph.nodes:
-            if node.target is functional_batch_norm:
-                node.target = F.batch_norm
-            if node.op == "call_module":
-                layer = changed.module.get_submodule(str(node.target))
-                if isinstance(layer, TileLayer) and layer.method == "batch_norm":
-                    own = cast("nn.Module", layer.layer)
-                    put_layer(changed.module, str(node.target), own)
+            if node.target is tiles.functional_batch_norm:
+                node.target, node.args = F.batch_norm, node.args[1:]
+            if node.target is tiles.batch_norm:
+                node.op, node.target = "call_module", meta.layer(node)
+                node.args, node.kwargs = node.args[1:2], {}
         return changed

@@ -1,26 +1,24 @@
 """Overlap halos: let tiles compute a convolution while its halo travels.
 
 Example, on a tile:
-    %halo = redistribute(%x, Exchange(...))             # before
+    %halo = redistribute(grid, %x, Exchange(...))                         # before
     %conv = call_module conv(%halo)
-    %conv = call_module conv(%x, Exchange(...), 0)      # after: grid.overlapped
+    %conv = convolution(grid, %x, Exchange(...), %conv_layer)             # after
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx, nn
 
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of, is_exchange
-from gemsc.ir.holder import put_layer
+from gemsc.ir.flow import exchange_of, grid_of, is_exchange, source_of
 from gemsc.ir.program import Program
 from gemsc.ir.staged import keep_stages
-from gemsc.ir.tile_ops import TileLayer, reach
 from gemsc.passes.base import Pass
+from gemsc.runtime.tiles.convolution import convolution, reach
 
 __all__ = ["OverlapHalos", "overlap"]
 
@@ -53,38 +51,37 @@ def overlap(program: Program) -> Program:
         if node in chosen:
             halo = node.args[0]
             assert isinstance(halo, fx.Node)
-            source, *rest = halo.args
-            assert isinstance(source, fx.Node)
-            args = (mapping[source], *rest)
-            new = graph.create_node("call_module", node.target, args, {}, node.name)
+            args: tuple[Any, ...] = (
+                grid_of(halo),
+                mapping[source_of(halo)],
+                exchange_of(halo),
+                graph.get_attr(str(node.target)),
+            )
+            new = graph.create_node("call_function", convolution, args, {}, node.name)
+            meta.copy_meta(node, new)
+            meta.set_layer(new, str(node.target))
         else:
             new = graph.node_copy(node, mapping.__getitem__)
-        meta.copy_meta(node, new)
+            meta.copy_meta(node, new)
         mapping[node] = new
-    changed = keep_stages(program, graph, mapping)
-    for node in chosen:
-        path = str(node.target)
-        layer = changed.module.get_submodule(path)
-        put_layer(changed.module, path, TileLayer(layer, "overlapped"))
-    return changed
+    return keep_stages(program, graph, mapping)
 
 
 def _candidates(program: Program) -> list[fx.Node]:
     """Return the calls of convolutions that have an exchange of their own."""
-    calls = Counter(n.target for n in program.graph.nodes if n.op == "call_module")
     outputs = set(program.outputs)
     found = []
     for stage in program.require_stages():
         inside = set(stage.nodes)
         for halo in filter(is_exchange, stage.nodes):
             (user, *others) = halo.users
-            if others or halo in outputs or halo.args[0] not in inside:
+            if others or halo in outputs or source_of(halo) not in inside:
                 continue
             if user not in inside or user.op != "call_module":
                 continue
-            alone = calls[user.target] == 1 and user.args == (halo,)
             layer = program.module.get_submodule(str(user.target))
-            if alone and not user.kwargs and _can_overlap(layer, halo):
+            alone = user.args == (halo,) and not user.kwargs
+            if alone and _can_overlap(layer, halo):
                 found.append(user)
     return found
 

@@ -136,7 +136,7 @@ def tile_programs(
     found: list[Program] = []
     for tile in range(placement.num_tiles) if tiles is None else tiles:
         passes: tuple[Pass, ...] = (
-            SplitTiles(placement.grids, tile, halos),
+            SplitTiles(placement.grids, tile, halos, training is None),
             *local,
             *overlaps,
             annotate,

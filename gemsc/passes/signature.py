@@ -13,9 +13,11 @@ from torch import fx, nn
 
 from gemsc.base.boxes import shape_of
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of, is_exchange
+from gemsc.ir.flow import exchange_of, is_exchange, source_of
+from gemsc.ir.holder import attribute
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import Exchange
+from gemsc.ir.shape_grid import ShapeGrid
+from gemsc.messages.exchange import Exchange
 
 __all__ = ["signature"]
 
@@ -33,21 +35,31 @@ def signature(program: Program) -> Hashable:
             return tuple((name, of(item)) for name, item in value.items())
         if isinstance(value, slice):
             return value.start, value.stop, value.step
+        if isinstance(value, ShapeGrid):
+            return value.num_tiles
         return _hashable(value)
 
     def call(node: fx.Node) -> Hashable:
-        target: Hashable = node.target
         args: Hashable = of(node.args)
-        if node.op == "placeholder":
-            target = meta.spec(node)
-        if node.op == "call_module":
-            target = of(_settings(program.module.get_submodule(str(node.target))))
+        target = _what(node, program.module)
         if is_exchange(node):
-            args = of(node.args[0]), _sizes(exchange_of(node), program.tile)
-        modes = meta.region(node), meta.whole_gradients(node)
-        return node.op, target, args, of(node.kwargs), modes
+            sizes = _sizes(exchange_of(node), program.tile)
+            args = of((source_of(node), *node.args[3:])), sizes
+        modes = meta.region(node), meta.whole_gradients(node) is not None
+        return node.op, of(target), args, of(node.kwargs), modes
 
     return program.frozen, tuple(map(call, program.graph.nodes))
+
+
+def _what(node: fx.Node, module: nn.Module) -> Any:
+    """Return what a node is: a tensor's size, a layer's settings, or a function."""
+    if node.op == "placeholder":
+        return meta.spec(node)
+    if node.op in ("call_module", "get_attr"):
+        used = attribute(module, str(node.target))
+        if isinstance(used, nn.Module):
+            return {"type": type(used), **vars(used)}
+    return node.target
 
 
 def _hashable(value: object) -> Hashable:
@@ -68,10 +80,3 @@ def _sizes(exchange: Exchange, tile: int) -> Hashable:
         received = sorted(piece.shape for each in pieces for piece in each)
     ends = shape_of(held[tile % len(held)]), shape_of(wanted[tile % len(wanted)])
     return *ends, tuple(received)
-
-
-def _settings(layer: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a layer; of one on tiles also those of the user's."""
-    found = {"type": type(layer), **vars(layer)}
-    inner = found.pop("layer", None)
-    return found | _settings(inner) if isinstance(inner, nn.Module) else found

@@ -59,15 +59,23 @@ class SplitTiles(Pass):
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
     halos: Halos = NO_HALOS
+    training: bool = True
 
     def apply(self, program: Program) -> Program:
         """Return the program of one tile, with layouts and without facts."""
         num_stages = len(program.require_stages())
         if len(self.grids) != num_stages:
             raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
-        probe, halos = _probe(program), self.halos
-        low = Lowering(program, self.grids, self.tile, probe, lower_call, halos=halos)
-        lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused)
+        low = Lowering(
+            program,
+            self.grids,
+            self.tile,
+            _probe(program),
+            lower_call,
+            halos=self.halos,
+            training=self.training,
+        )
+        lowered = replace(low.run(), tile=self.tile, unfused=self.halos.unfused)
         for node in lowered.graph.nodes:
             meta.drop_facts(node)
         return lowered

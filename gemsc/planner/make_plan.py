@@ -117,7 +117,7 @@ def _stages(program: Program, first: Program, task: Task) -> list[PlannedStage]:
                 halo_bytes=size[1],
                 unfused_exchanges=unfused[0],
                 unfused_halo_bytes=unfused[1],
-                overlapped=[str(n.target) for n in own.nodes if is_overlapped(n)],
+                overlapped=[meta.layer(n) for n in own.nodes if is_overlapped(n)],
             )
         )
     return found

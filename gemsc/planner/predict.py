@@ -153,8 +153,7 @@ def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, f
     rounds = (len(ranks) - 1).bit_length()
     for node in stage.nodes:
         for each in meta.facts(node).sums:
-            rows = len(ranks) if each.has_rows else 1
-            seconds = rounds * link.seconds(rows * each.num_bytes)
+            seconds = rounds * link.seconds(each.num_bytes)
             forward += 0.0 if each.backward else seconds
             backward += seconds if each.backward or node in again else 0.0
     return forward, backward

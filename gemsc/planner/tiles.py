@@ -12,10 +12,18 @@ from torch import fx
 from gemsc.base.boxes import everything, shape_of
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
-from gemsc.ir.flow import exchange_of, exchanged, is_exchange, is_overlapped, joins
+from gemsc.ir.flow import (
+    exchange_of,
+    exchanged,
+    grid_of,
+    is_exchange,
+    is_overlapped,
+    joins,
+    source_of,
+)
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.segments import recomputed_nodes
-from gemsc.ir.tile_ops import Exchange
+from gemsc.messages.exchange import Exchange
 
 __all__ = [
     "Traffic",
@@ -97,7 +105,7 @@ def exchanges(
     found = [
         traffic_of(node, again=node in again)
         for node in exchanging(program, stage)
-        if with_inputs or _source(node).op != "placeholder"
+        if with_inputs or source_of(node).op != "placeholder"
     ]
     return [traffic for traffic in found if traffic.num_bytes]
 
@@ -106,18 +114,10 @@ def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
     """Yield the nodes in which the tiles of a stage send each other something."""
     inside = set(stage.nodes)
     for node in stage.nodes:
-        source = node.args[0] if is_exchange(node) else None
-        if isinstance(source, fx.Node) and (
-            source in inside or _same_grid(program, source, stage)
-        ):
-            yield node
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """Return the value that an exchanging node redistributes."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
+        if is_exchange(node):
+            source = source_of(node)
+            if source in inside or _same_grid(program, source, stage):
+                yield node
 
 
 def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
@@ -144,9 +144,7 @@ def traffic_of(node: fx.Node, *, again: bool = False) -> Traffic:
 
 def inner_share(node: fx.Node) -> float:
     """Return the share of an exchange's wanted box that its tile holds itself."""
-    place = node.args[2]
-    assert isinstance(place, int)
-    view = exchange_of(node).seen_from(place)
+    view = exchange_of(node).seen_from(grid_of(node).tile)
     own = sum(prod(piece.shape) for piece in view.own)
     return own / prod(shape_of(view.wanted))
 

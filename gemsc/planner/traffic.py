@@ -89,7 +89,7 @@ def _inside(program: Program, stage: Stage) -> StepTraffic:
                 pairs[piece.source, piece.dest] += item * prod(piece.shape)
         sizes += [*pairs.values()] * traffic_of(node, again=node in again).trips
     sums = [
-        tiles * each.num_bytes * (tiles if each.has_rows else 1)
+        tiles * each.num_bytes
         for node in stage.nodes
         for each in meta.facts(node).sums
         for _ in range(2 if node in again and not each.backward else 1)

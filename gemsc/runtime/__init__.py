@@ -11,12 +11,14 @@ from gemsc.base.lazy import loads
 
 if TYPE_CHECKING:
     from gemsc.base.boxes import tile_boxes
+    from gemsc.messages.exchange import Exchange
     from gemsc.messages.grid_message import GridMessage, TileValue
     from gemsc.messages.message import Input, Message, Tiles, Value
     from gemsc.runtime.data.tiled import TiledDataset
     from gemsc.runtime.memory.offload import offloaded
     from gemsc.runtime.memory.recomputation import recompute
-    from gemsc.runtime.tiles.grid import AxisWindows, Exchange, Grid, Resize
+    from gemsc.runtime.tiles.grid import Grid
+    from gemsc.runtime.tiles.windows import AxisWindows, Resize
     from gemsc.runtime.training.train import main
     from gemsc.runtime.worker.program import RankProgram, Run
     from gemsc.runtime.worker.user_objects import user_module, user_object
@@ -48,14 +50,14 @@ __all__ = [
 __getattr__ = loads(
     __name__,
     {
-        "AxisWindows": "gemsc.runtime.tiles.grid",
-        "Exchange": "gemsc.runtime.tiles.grid",
+        "AxisWindows": "gemsc.runtime.tiles.windows",
+        "Exchange": "gemsc.messages.exchange",
         "Grid": "gemsc.runtime.tiles.grid",
         "GridMessage": "gemsc.messages.grid_message",
         "Input": "gemsc.messages.message",
         "Message": "gemsc.messages.message",
         "RankProgram": "gemsc.runtime.worker.program",
-        "Resize": "gemsc.runtime.tiles.grid",
+        "Resize": "gemsc.runtime.tiles.windows",
         "Run": "gemsc.runtime.worker.program",
         "TileValue": "gemsc.messages.grid_message",
         "TiledDataset": "gemsc.runtime.data.tiled",

@@ -300,7 +300,7 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.HuberLoss, "loss", "reduction"
     yield nn.BCELoss, "loss", "reduction weight"
     yield nn.BCEWithLogitsLoss, "loss", "reduction weight pos_weight"
-    yield nn.CrossEntropyLoss, "cross_entropy", "reduction"
+    yield nn.CrossEntropyLoss, "cross_entropy", "reduction ignore_index label_smoothing"
 
 
 _LAYERS = tuple(_layers())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
@@ -17,6 +19,7 @@ __all__ = [
     "call_again",
     "crop",
     "local_inputs",
+    "on_tiles",
     "same_for_all",
     "weighted_sum",
 ]
@@ -103,6 +106,44 @@ def _as_function(
     return low.create(
         call.node, "call_function", function, inputs, kwargs, axes, partial=partial
     )
+
+
+def on_tiles(
+    low: Lowering,
+    call: Call,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    axes: Axes | None,
+    **settings: Any,
+) -> Local:
+    """Add an operation on tiles with these arguments, and settings by name.
+
+    Under the names of its other parameters it gets what the call was given: settings
+    other than the default, tensors as a whole, and those of the call's layer.
+    """
+    kwargs: dict[str, Any] = {}
+    in_order = True
+    for parameter in list(inspect.signature(function).parameters.values())[len(args) :]:
+        name = parameter.name
+        value = settings[name] if name in settings else _given(low, call, name)
+        if value is None or value == parameter.default:
+            in_order = False
+            continue
+        in_order &= parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        in_order &= isinstance(value, fx.Node) or parameter.default is parameter.empty
+        if in_order:
+            args = (*args, value)
+        else:
+            kwargs[name] = value
+    return low.create(call.node, "call_function", function, args, kwargs, axes)
+
+
+def _given(low: Lowering, call: Call, name: str) -> Any:
+    """Return what a call was given, or has from its layer, as an operation takes it."""
+    if isinstance(getattr(call.layer, name, None), Tensor):
+        return low.parameter(call.node, name)
+    value = call.get(name)
+    return low.whole(value) if isinstance(value, fx.Node) else value
 
 
 def _different(call: Call, changes: dict[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from gemsc.ir import tile_ops
 from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.emit import on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.values import Flattened, whole_shape
+from gemsc.runtime import tiles
 
 __all__ = ["check", "join", "linear"]
+
+_REDUCTIONS = ("sum", "mean", "max", "min", "amax", "amin", "var", "std")
 
 
 def join(low: Lowering, node: fx.Node, source: fx.Node) -> Local:
@@ -65,7 +68,7 @@ def check(low: Lowering, call: Call, elementwise: bool) -> None:
         Refused: no rule computes it of values that are held with all dimensions.
     """
     node = call.node
-    if call.kind in ("linear", "softmax", "log_softmax", *tile_ops.REDUCTIONS):
+    if call.kind in ("linear", "softmax", "log_softmax", *_REDUCTIONS):
         return
     if call.kind not in ("dropout", "loss") and (call.kind or not elementwise):
         raise Refused("it needs a value flattened")
@@ -99,20 +102,5 @@ def linear(low: Lowering, call: Call) -> Local:
     columns = {"shape": shape[first:], "box": box}
     if among:
         columns["among"] = among
-    part = low.get(source).node
-    path = str(node.target)
-    if call.layer is not None and not low.layers.is_shared(path):
-        low.layers.with_all_tiles(node, "linear", *columns.values())
-        return low.create(node, "call_module", path, (part,), {}, result)
-    if call.layer is not None:
-        weights = [low.parameter(node, name) for name in ("weight", "bias")]
-    else:
-        weights = [_whole(low, call.get(name)) for name in ("weight", "bias")]
-    function = tile_ops.functional_linear
-    return low.create(
-        node, "call_function", function, (part, *weights), columns, result
-    )
-
-
-def _whole(low: Lowering, node: fx.Node | None) -> fx.Node | None:
-    return None if node is None else low.whole(node)
+    args = (low.here, low.get(source).node)
+    return on_tiles(low, call, tiles.linear, args, result, **columns)

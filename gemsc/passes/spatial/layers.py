@@ -1,4 +1,4 @@
-"""Layers of a lowered program: the user's, with other settings, or with all tiles."""
+"""Layers of a lowered program: the user's, some with other settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import fx, nn
 
 from gemsc.ir.holder import put_layer, shallow_copy
 from gemsc.ir.program import Program
-from gemsc.ir.tile_ops import TileLayer
 from gemsc.passes.spatial.refused import Refused
 
 __all__ = ["Layers"]
@@ -46,10 +45,3 @@ class Layers:
         for name, value in changes.items():
             setattr(layer, name, value)
         return layer
-
-    def with_all_tiles(
-        self, node: fx.Node, method: str, *extra: Any, **changes: Any
-    ) -> None:
-        """Make a node's layer one that works with all tiles."""
-        layer = self.changed(node, changes)
-        self.replace(str(node.target), TileLayer(layer, method, *extra))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import operator
 from math import prod
-from typing import Any
 
 from torch import Tensor, fx
 
-from gemsc.ir import meta, tile_ops
+from gemsc.ir import meta
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import call_again
+from gemsc.passes.spatial.emit import call_again, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.runtime import tiles
 
 __all__ = ["cross_entropy", "elementwise_loss"]
 
@@ -73,16 +73,5 @@ def cross_entropy(low: Lowering, call: Call) -> Local:
     }
     if reduction == "none":
         return call_again(low, call, (axes[0], *axes[2:]), inputs)
-    both = (inputs[output], inputs[target])
-    if call.layer is not None:
-        low.layers.with_all_tiles(call.node, "cross_entropy")
-        target_path = call.node.target
-        return low.create(call.node, "call_module", target_path, both, {}, None)
-    given: dict[str, Any] = {
-        name: call.arguments[name]
-        for name in ("weight", "ignore_index", "reduction", "label_smoothing")
-        if call.arguments.get(name) is not None
-    }
-    kwargs = dict(fx.node.map_arg(given, low.whole))
-    function = tile_ops.functional_cross_entropy
-    return low.create(call.node, "call_function", function, both, kwargs, None)
+    args = (low.here, *inputs.values())
+    return on_tiles(low, call, tiles.cross_entropy, args, None)

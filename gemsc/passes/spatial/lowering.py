@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from gemsc.base.boxes import Box, everything, is_inside
 from gemsc.errors import InternalError
-from gemsc.ir import meta, tile_ops
+from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Barrier, Block, Program, Stage
@@ -32,6 +32,7 @@ from gemsc.passes.spatial.values import (
     last_axes,
     whole_shape,
 )
+from gemsc.runtime import tiles
 
 __all__ = ["Local", "Lowering", "Refused", "Rule"]
 
@@ -54,6 +55,8 @@ class Lowering(Parts):
         probe: Probe,
         rule: Rule,
         halos: Halos | None = None,
+        *,
+        training: bool = True,
     ) -> None:
         self.program = program
         self.probe = probe
@@ -61,6 +64,7 @@ class Lowering(Parts):
         super().__init__(self.module.graph, tile)
         self.barriers: list[Barrier] = []
         self._rule = rule
+        self._training = training
         self._grids = grids
         self._stage_of = {
             node: stage.index
@@ -249,13 +253,8 @@ class Lowering(Parts):
         held = held_boxes(shape, local.axes, source)
         wanted = held_boxes(shape, axes, self.grid)
         exchange = replace(self.exchange(shape, held, wanted), arrives=True)
-        new = self._create(
-            "call_function",
-            tile_ops.redistribute,
-            (local.node, exchange, self._tile),
-            {},
-            node.name,
-        )
+        args = (self.here, local.node, exchange)
+        new = self._create("call_function", tiles.redistribute, args, {}, node.name)
         annotate_part(new, node, axes, self.grid, self._tile, shape=shape)
         return Local(new, axes)
 
@@ -302,6 +301,8 @@ class Lowering(Parts):
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
         self._describe(new, like, axes)
+        if op != "call_module" and (path := meta.layer(like)):
+            meta.set_layer(new, path)
         if partial:
             meta.set_layout(new, None)
         return Local(new, axes)
@@ -327,7 +328,7 @@ class Lowering(Parts):
         kwargs = fx.node.map_arg(node.kwargs, choose)
         local = self.create(node, node.op, node.target, args, kwargs, axes)
         whole = bool(self.grid) and axes is None and self.has_own_backward(node)
-        meta.set_whole_gradients(local.node, whole)
+        meta.set_whole_gradients(local.node, self.here if whole else None)
         return local
 
     def has_own_backward(self, node: fx.Node) -> bool:
@@ -413,8 +414,8 @@ class Lowering(Parts):
         among: tuple[int, ...] = (),
     ) -> Local:
         """Add a sum over the tiles, or some of them, that stands for `like`."""
-        args = (partial, among) if among else (partial,)
-        return self.create(like, "call_function", tile_ops.all_reduce, args, {}, axes)
+        args = (self.here, partial, *((among,) if among else ()))
+        return self.create(like, "call_function", tiles.all_reduce, args, {}, axes)
 
     def barrier(self, node: fx.Node, reason: str) -> Local:
         """Compute a node on whole inputs, on every tile; report it."""
@@ -432,8 +433,16 @@ class Lowering(Parts):
             self.barriers.append(Barrier(local.node, reason, num_bytes))
         return local
 
+    def layer(self, call: fx.Node) -> fx.Node:
+        """Return the node of the layer called, as an argument of an operation."""
+        return self.graph.get_attr(str(call.target))
+
+    def trains(self, call: fx.Node) -> bool:
+        """Whether the layer called is in training mode."""
+        return self._training and str(call.target) not in self.program.frozen
+
     def parameter(self, call: fx.Node, name: str) -> fx.Node | None:
-        """Return the node of a parameter of the layer called, None if it has none."""
+        """Return the node of a tensor of the layer called, None if it has none."""
         path = str(call.target)
         tensor = getattr(self.program.module.get_submodule(path), name)
         if tensor is None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
-
-from gemsc.ir import tile_ops
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import alike, call_again
+from gemsc.passes.spatial.emit import alike, call_again, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.runtime import tiles
 
 __all__ = [
     "batch_norm",
@@ -36,95 +34,27 @@ def _channels_whole(low: Lowering, call: Call) -> Axes:
     return axes
 
 
-_WITHOUT_STATE = ("group_norm", "instance_norm", "layer_norm")
-
-
-def _with_all_tiles(
-    low: Lowering,
-    call: Call,
-    function: Any,
-    layer_method: str,
-    *extra: Any,
-    names: tuple[str, ...] = (),
-    keywords: dict[str, Any] | None = None,
-) -> Local:
-    """Add the call as one that works with all tiles.
-
-    A layer becomes a TileLayer; a function, and a layer that is called elsewhere too,
-    one of `tile_ops`, with the arguments that were given under `names`.
-    """
-    axes, node = _axes(low, call), call.node
-    part = alike(low, call, call.input, axes)
-    is_shared = call.layer is not None and low.layers.is_shared(str(node.target))
-    if is_shared and call.kind in _WITHOUT_STATE:
-        settings = {name: call[name] for name in names if name in call.arguments}
-        for name in ("weight", "bias"):
-            if (parameter := low.parameter(node, name)) is not None:
-                settings[name] = parameter
-        kwargs = {**settings, **(keywords or {})}
-        return low.create(node, "call_function", function, (part,), kwargs, axes)
-    if call.layer is not None:
-        low.layers.with_all_tiles(node, layer_method, *extra)
-        return low.create(node, "call_module", node.target, (part,), {}, axes)
-    given = {
-        name: call.arguments[name]
-        for name in names
-        if call.arguments.get(name) is not None
-    }
-    kwargs = {**fx.node.map_arg(given, low.whole), **(keywords or {})}
-    return low.create(node, "call_function", function, (part,), kwargs, axes)
+def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Local:
+    axes = _axes(low, call)
+    own = low.own_rows(call.node, axes)  # if the tile computes more: these count once
+    if own is not None:
+        settings["own"] = own
+    args = (low.here, alike(low, call, call.input, axes))
+    return on_tiles(low, call, function, args, axes, **settings)
 
 
 def batch_norm(low: Lowering, call: Call) -> Local:
     """Normalize by the statistics of all tiles."""
     _channels_whole(low, call)
-    return _with_all_tiles(
-        low,
-        call,
-        tile_ops.functional_batch_norm,
-        "batch_norm",
-        *_own(low, call),
-        names=(
-            "running_mean",
-            "running_var",
-            "weight",
-            "bias",
-            "training",
-            "momentum",
-            "eps",
-        ),
-        keywords=_own_keyword(low, call)
-        if call.layer is not None or "running_mean" in _given(call)
-        else {"running_mean": None, "running_var": None, **_own_keyword(low, call)},
-    )
-
-
-def _own(low: Lowering, call: Call) -> tuple[Any, ...]:
-    """Return where the tile's own rows are, if it computes more: these count once."""
-    own = low.own_rows(call.node, _axes(low, call))
-    return () if own is None else (own,)
-
-
-def _own_keyword(low: Lowering, call: Call) -> dict[str, Any]:
-    return dict(zip(("own",), _own(low, call), strict=False))
-
-
-def _given(call: Call) -> set[str]:
-    return {name for name, value in call.arguments.items() if value is not None}
+    if call.layer is None:
+        return _normalized(low, call, tiles.functional_batch_norm)
+    return _normalized(low, call, tiles.batch_norm, layer=low.layer(call.node))
 
 
 def group_norm(low: Lowering, call: Call) -> Local:
     """Normalize each group of channels over all tiles."""
     _channels_whole(low, call)
-    return _with_all_tiles(
-        low,
-        call,
-        tile_ops.functional_group_norm,
-        "group_norm",
-        *_own(low, call),
-        names=("num_groups", "weight", "bias", "eps"),
-        keywords=_own_keyword(low, call),
-    )
+    return _normalized(low, call, tiles.group_norm)
 
 
 def instance_norm(low: Lowering, call: Call) -> Local:
@@ -132,15 +62,7 @@ def instance_norm(low: Lowering, call: Call) -> Local:
     _channels_whole(low, call)
     if call.get("track_running_stats", False) or call.get("running_mean") is not None:
         raise Refused("it keeps running statistics")
-    return _with_all_tiles(
-        low,
-        call,
-        tile_ops.functional_instance_norm,
-        "instance_norm",
-        *_own(low, call),
-        names=("weight", "bias", "eps"),
-        keywords=_own_keyword(low, call),
-    )
+    return _normalized(low, call, tiles.instance_norm)
 
 
 def layer_norm(low: Lowering, call: Call) -> Local:
@@ -154,31 +76,21 @@ def layer_norm(low: Lowering, call: Call) -> Local:
         raise Refused("some of the dimensions that are cut are normalized")
     low.require_all_axes(axes)
     box = low.result(call.node, axes)[low.place][len(axes) - len(shape) :]
-    return _with_all_tiles(
-        low,
-        call,
-        tile_ops.functional_layer_norm,
-        "layer_norm",
-        box,
-        names=("weight", "bias", "eps"),
-        keywords={"box": box},
-    )
+    args = (low.here, alike(low, call, call.input, axes), box)
+    return on_tiles(low, call, tiles.layer_norm, args, axes)
 
 
 def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
     shape, axes = low.shape(call.input), _axes(low, call)
-    box = low.result(call.node, axes)[low.place]
-    return _with_all_tiles(
-        low,
-        call,
-        tile_ops.functional_dropout,
-        "dropout",
-        shape,
-        box,
-        names=("p", "training"),
-        keywords={"shape": shape, "box": box},
-    )
+    settings: dict[str, Any] = {
+        "shape": shape,
+        "box": low.result(call.node, axes)[low.place],
+    }
+    if call.layer is not None:
+        settings["training"] = low.trains(call.node)
+    args = (alike(low, call, call.input, axes),)
+    return on_tiles(low, call, tiles.dropout, args, axes, **settings)
 
 
 def channel_dropout(low: Lowering, call: Call) -> Local:

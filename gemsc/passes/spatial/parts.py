@@ -8,10 +8,11 @@ from typing import Any
 from torch import fx
 
 from gemsc.base.boxes import Box, shape_of
-from gemsc.ir import meta, tile_ops
+from gemsc.ir import meta
 from gemsc.ir.layout import Layout
-from gemsc.ir.tile_ops import Exchange
+from gemsc.messages.exchange import Exchange
 from gemsc.passes.spatial.place import Place
+from gemsc.runtime import tiles
 
 __all__ = ["Parts"]
 
@@ -69,7 +70,7 @@ class Parts(Place):
 
     def _describe_part(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
         meta.copy_meta(source, new)
-        meta.set_whole_gradients(new, False)
+        meta.set_whole_gradients(new, None)
         meta.set_layout(new, layout)
         fake = meta.value(source)
         with fake.fake_mode:
@@ -92,9 +93,8 @@ class Parts(Place):
             return self._parts[key]
         owned = () if owned == held else owned
         exchange = self.exchange(shape, held, wanted, fill, owned, wraps)
-        args = (source, exchange, self.place)
-        redistribute = tile_ops.redistribute
-        new = self._create("call_function", redistribute, args, {}, source.name)
+        args = (self.here, source, exchange)
+        new = self._create("call_function", tiles.redistribute, args, {}, source.name)
         self._describe_part(new, source, Layout(shape, wanted))
         self._parts[key] = new
         return new

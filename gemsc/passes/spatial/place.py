@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gemsc.base.boxes import Box
+from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.passes.spatial.cuts import Axes, coordinates, cut, num_tiles
 from gemsc.passes.spatial.refused import Refused
 from gemsc.passes.spatial.values import held_boxes
@@ -23,6 +24,11 @@ class Place:
     def place(self) -> int:
         """The number of the tile at hand in the stage's grid."""
         return self._tile % num_tiles(self.grid)
+
+    @property
+    def here(self) -> ShapeGrid:
+        """The stage's grid, as an argument of operations on tiles."""
+        return ShapeGrid(self._tile, self.tiles)
 
     @property
     def tiles(self) -> int:

@@ -12,15 +12,25 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.ir import meta, tile_ops
+from gemsc.ir import meta
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.shapes import along, are_dims, elementwise
 from gemsc.passes.spatial.values import Flattened
+from gemsc.runtime import tiles
 
 __all__ = ["extreme", "reduction", "softmax"]
+
+_OVER_TILES = {
+    "max": tiles.amax,
+    "min": tiles.amin,
+    "amax": tiles.amax,
+    "amin": tiles.amin,
+    "var": tiles.var,
+    "std": tiles.std,
+}
 
 
 def extreme(low: Lowering, call: Call) -> Local:
@@ -78,8 +88,8 @@ def softmax(low: Lowering, call: Call) -> Local:
         options["log"] = True
     if among := low.among(axes[dim] for dim in dims if axes[dim] is not None):
         options["among"] = among
-    args = (low.get(source).node, dims)
-    return low.create(call.node, "call_function", tile_ops.softmax, args, options, axes)
+    args = (low.here, low.get(source).node, dims)
+    return low.create(call.node, "call_function", tiles.softmax, args, options, axes)
 
 
 def _dims(call: Call, count: int) -> set[int]:
@@ -153,8 +163,8 @@ def _over_tiles(
         options["correction"] = _correction(call)
     if among:
         options["among"] = among
-    function = tile_ops.REDUCTIONS[call.kind]
-    return low.create(node, "call_function", function, (part, dims), options, result)
+    function, given = _OVER_TILES[call.kind], (low.here, part, dims)
+    return low.create(node, "call_function", function, given, options, result)
 
 
 def _correction(call: Call) -> float:

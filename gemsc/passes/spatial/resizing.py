@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from gemsc.base.boxes import Interval
-from gemsc.ir import tile_ops
-from gemsc.ir.tile_ops import Resize
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
@@ -22,6 +20,8 @@ from gemsc.passes.spatial.windows import (
     result_axes,
     spatial_axes,
 )
+from gemsc.runtime import tiles
+from gemsc.runtime.tiles.windows import Resize, rows_read
 
 __all__ = ["adaptive_pooling", "interpolation", "pixel_shuffle", "pixel_unshuffle"]
 
@@ -131,7 +131,7 @@ def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:
             bool(call.get("antialias", False)),
         )
         needs = tuple(
-            tile_ops.rows_read(how, axis) if axes[axis + 2] is not None else (0, size)
+            rows_read(how, axis) if axes[axis + 2] is not None else (0, size)
             for axis, (size, _) in enumerate(sizes)
         )
         inputs.append((*box[:2], *needs))
@@ -145,7 +145,7 @@ def _weighted_rows(low: Lowering, call: Call, axes: Axes, mode: str) -> Local:
         call.get("align_corners"),
         bool(call.get("antialias", False)),
     )
-    return low.create(node, "call_function", tile_ops.resize, (part, ours), {}, axes)
+    return low.create(node, "call_function", tiles.resize, (part, ours), {}, axes)
 
 
 # Adaptive pools
@@ -199,7 +199,7 @@ def _pool(
     return low.create(
         node,
         "call_function",
-        tile_ops.adaptive_pool,
+        tiles.adaptive_pool,
         (part, kind, windows),
         {},
         axes,

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box, Interval, everything, hull, intersection
-from gemsc.ir import meta, tile_ops
-from gemsc.ir.tile_ops import AxisWindows
+from gemsc.ir import meta
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call, call_of
 from gemsc.passes.spatial.cuts import Axes, fits
@@ -25,6 +24,8 @@ from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.padding import pad_like
 from gemsc.passes.spatial.values import last_axes
+from gemsc.runtime import tiles
+from gemsc.runtime.tiles.windows import AxisWindows
 
 __all__ = [
     "average_pooling",
@@ -298,7 +299,7 @@ def max_pooling(low: Lowering, call: Call) -> Local:
         return local
     size = low.shape(call.input)[-call.rank :]
     args = (local.node, wanted[low.place][-call.rank :], size)
-    function = tile_ops.whole_positions
+    function = tiles.whole_positions
     return low.create(call.node, "call_function", function, args, {}, axes)
 
 
@@ -327,7 +328,7 @@ def max_unpooling(low: Lowering, call: Call) -> Local:
     local = low.create(
         call.node,
         "call_function",
-        tile_ops.max_unpool,
+        tiles.max_unpool,
         (*parts, size, region),
         {},
         axes,
@@ -409,7 +410,7 @@ def average_pooling(low: Lowering, call: Call) -> Local:
     return low.create(
         call.node,
         "call_function",
-        tile_ops.average_pool,
+        tiles.average_pool,
         (part, windows, include),
         {},
         axes,
@@ -473,9 +474,10 @@ def largest_of_everything(low: Lowering, call: Call) -> Local:
     shape = low.shape(source)
     box = low.owned(shape, axes)[low.place][-rank:]
     among = low.among(axis for axis in axes if axis is not None)
-    args = (low.get(source).node, shape[-rank:], box, *((among,) if among else ()))
-    function = tile_ops.global_max
-    return low.create(call.node, "call_function", function, args, {}, None)
+    args = (low.here, low.get(source).node, shape[-rank:], box)
+    options = {"among": among} if among else {}
+    function = tiles.global_max
+    return low.create(call.node, "call_function", function, args, options, None)
 
 
 def lp_pooling(low: Lowering, call: Call) -> Local:

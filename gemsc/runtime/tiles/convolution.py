@@ -13,9 +13,10 @@ goes the same way back: first what the halo's owners wait for, then the rest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +24,42 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box, intersection, shape_of
 from gemsc.messages.exchange import Exchange, Piece, View
+from gemsc.runtime.tiles.collectives import TileGrid
 
-if TYPE_CHECKING:
-    from gemsc.runtime.tiles.messages import Flight, TileMailbox
-
-__all__ = ["Crossing", "reach"]
+__all__ = ["convolution", "reach"]
 
 Slices = tuple[slice, ...]
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class _Window(NamedTuple):
+    """The settings of a convolution."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def convolution(
+    grid: TileGrid, value: Tensor, exchange: Exchange, layer: Convolution
+) -> Tensor:
+    """Return `layer(redistribute(grid, value, exchange))`, where `reach` says so.
+
+    What needs the tile's own part only is computed while the rest is on its way.
+    """
+    way = _way(exchange, grid.tile, _window(layer))
+    result: Tensor = _Convolution.apply(value, layer.weight, layer.bias, grid, way)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _window(layer: Convolution) -> _Window:
+    padding = tuple(0 if isinstance(pad, str) else pad for pad in layer.padding)
+    return _Window(
+        layer.kernel_size, layer.stride, padding, layer.dilation, layer.groups
+    )
 
 
 def reach(layer: nn.Module, view: View) -> tuple[int, ...]:
@@ -41,18 +70,22 @@ def reach(layer: nn.Module, view: View) -> tuple[int, ...]:
     """
     if type(layer) not in CONVOLUTIONS or len(view.own) != 1:
         return ()
-    assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     if view.own[0].box != view.held or view.held[:2] != view.wanted[:2]:
         return ()
+    assert isinstance(layer, Convolution)
+    return _rows(_window(layer), view)
+
+
+def _rows(window: _Window, view: View) -> tuple[int, ...]:
     rows = []
     for axis, (held, wanted) in enumerate(
         zip(view.held[2:], view.wanted[2:], strict=True)
     ):
         count = held[0] - wanted[0]
-        window = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+        width = window.dilation[axis] * (window.kernel_size[axis] - 1)
         if count or held != wanted:
-            same = wanted[1] - held[1] == count and window == 2 * count
-            if not same or layer.stride[axis] != 1 or count > held[1] - held[0]:
+            same = wanted[1] - held[1] == count and width == 2 * count
+            if not same or window.stride[axis] != 1 or count > held[1] - held[0]:
                 return ()
         rows.append(count)
     return tuple(rows) if any(rows) else ()
@@ -130,57 +163,20 @@ def _borders(
                 yield _Border(shape_of(tuple(outer)), place, around, parts)
 
 
-class Crossing:
-    """A convolution on a tile: its exchange with other tiles, and the way back.
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a tile convolves, and what it exchanges for that: the same at every call.
 
-    Without a mailbox there are no messages, and shapes are right. It is made once and
-    serves every call.
+    `strips` are the shapes of what comes from each tile, `returns` where the gradients
+    of what went to a tile are added.
     """
 
-    def __init__(
-        self,
-        mailbox: TileMailbox | None,
-        view: View,
-        exchange: Exchange,
-        layer: nn.Module,
-    ) -> None:
-        assert isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        rows = reach(layer, view)
-        self.mailbox = mailbox
-        self.view = view
-        self.exchange = exchange
-        self.layer = layer
-        self.dilation = list(layer.dilation)
-        self.groups = layer.groups
-        own = [0 if isinstance(pad, str) else pad for pad in layer.padding]
-        self.padding = [
-            count or pad for count, pad in zip(rows, own, strict=True)
-        ]  # a layer on tiles has no padding where these are cut
-        self.stride = list(layer.stride)
-        self.borders = tuple(_borders(view, rows, self.padding))
-        self.shapes = {tile: piece.shape for tile, (piece,) in view.received.items()}
-        self.returns = {
-            tile: piece.within(view.held) for tile, (piece,) in view.sent.items()
-        }
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Return the layer's result on the wanted box."""
-        weight, bias = self.layer.weight, self.layer.bias
-        result: Tensor = _Convolution.apply(value, weight, bias, self)  # type: ignore[no-untyped-call]
-        return result
-
-    def post(self, held: Tensor) -> Flight | None:
-        """Send what other tiles want."""
-        if self.mailbox is None:
-            return None
-        return self.mailbox.depart(self.exchange, self.view, held)
-
-    def post_back(self, gradients: dict[int, Tensor], like: Tensor) -> Flight | None:
-        """Send gradients home."""
-        if self.mailbox is None:
-            return None
-        sends = {tile: [gradient] for tile, gradient in gradients.items()}
-        return self.mailbox.depart_back(self.exchange, self.view, sends, like.dtype)
+    exchange: Exchange
+    window: _Window
+    padding: list[int]
+    borders: tuple[_Border, ...]
+    strips: dict[int, tuple[int, ...]]
+    returns: dict[int, Slices]
 
     def convolution(
         self, value: Tensor, weight: Tensor, bias: Tensor | None, padding: list[int]
@@ -190,8 +186,8 @@ class Crossing:
 
     def _settings(self, padding: list[int]) -> tuple[Any, ...]:
         """Return the operators' arguments after the tensors: none is transposed."""
-        zeros = [0] * len(padding)
-        return self.stride, padding, self.dilation, False, zeros, self.groups
+        window, zeros = self.window, [0] * len(padding)
+        return window.stride, padding, window.dilation, False, zeros, window.groups
 
     def backward(
         self,
@@ -222,6 +218,22 @@ class Crossing:
         return result
 
 
+@functools.lru_cache(maxsize=4096)
+def _way(exchange: Exchange, tile: int, window: _Window) -> _Way:
+    view = exchange.seen_from(tile)
+    rows = _rows(window, view)
+    # a layer on tiles has no padding where these are cut
+    padding = [count or pad for count, pad in zip(rows, window.padding, strict=True)]
+    return _Way(
+        exchange,
+        window,
+        padding,
+        tuple(_borders(view, rows, padding)),
+        {tile: piece.shape for tile, (piece,) in view.received.items()},
+        {tile: piece.within(view.held) for tile, (piece,) in view.sent.items()},
+    )
+
+
 def _within(box: Box, outer: Box) -> Slices:
     return Piece(0, 0, box).within(outer)
 
@@ -229,36 +241,35 @@ def _within(box: Box, outer: Box) -> Slices:
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, held: Tensor, weight: Tensor, bias: Tensor | None, way: Crossing
+        ctx: Any,
+        held: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        grid: TileGrid,
+        way: _Way,
     ) -> Tensor:
-        flight = way.post(held)
+        flight = grid.depart(way.exchange, held)
         result = way.convolution(held, weight, bias, way.padding)
-        strips = {}
-        for tile, shape in way.shapes.items():
-            if flight is None:
-                strips[tile] = held.new_empty(shape)
-            else:
-                (strips[tile],) = flight.take(tile)
-        if flight is not None:
-            flight.finish()
+        strips = {tile: flight.take(tile)[0] for tile in way.strips}
+        flight.finish()
         for border in way.borders:
             outside = way.outside(border, strips)
             result[border.place] += way.convolution(
                 outside, weight, None, border.padding
             )
         ctx.save_for_backward(held, weight, *strips.values())
-        ctx.way, ctx.has_bias = way, bias is not None
+        ctx.grid, ctx.way, ctx.has_bias = grid, way, bias is not None
         return result
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        way: Crossing = ctx.way
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        way: _Way = ctx.way
         held, weight, *received = ctx.saved_tensors
-        needs_value, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        strips = dict(zip(way.shapes, received, strict=True))
+        needs_value, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        strips = dict(zip(way.strips, received, strict=True))
         weight_gradients = []
         back: dict[int, Tensor] = {}
         for border in way.borders:
@@ -273,17 +284,19 @@ class _Convolution(torch.autograd.Function):
             weight_gradients.append(total)
             for part in border.parts if needs_value else ():
                 _add(back, part, mine[part.into], strips[part.tile])
-        flight = way.post_back(back, gradient) if needs_value else None
+        if needs_value:
+            sends = {tile: [each] for tile, each in back.items()}
+            flight = ctx.grid.depart_back(way.exchange, sends, gradient)
         wanted = [needs_value, needs_weight, ctx.has_bias and needs_bias]
         result, total, bias = way.backward(gradient, held, weight, way.padding, wanted)
         for each in weight_gradients if needs_weight else ():
             total += each
-        if flight is not None:
+        if needs_value:
             for tile, place in way.returns.items():
                 (mine,) = flight.take(tile)
                 result[place] += mine
             flight.finish()
-        return result, total, bias, None
+        return result, total, bias, None, None
 
 
 def _add(back: dict[int, Tensor], part: _Part, gradient: Tensor, strip: Tensor) -> None:

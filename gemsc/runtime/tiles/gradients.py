@@ -12,7 +12,7 @@ of the first tile alone:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +20,18 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from gemsc.base.nests import Path, map_tensors
+from gemsc.runtime.tiles.collectives import TileGrid
 
 __all__ = ["with_whole_gradients"]
 
 
-class _Tiles(Protocol):
-    tile: int
-
-    def add_up(self, tensor: Tensor) -> Tensor:
-        """Put the sum over the tiles into the tensor."""
-
-
 def with_whole_gradients(
-    grid: _Tiles,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    grid: TileGrid, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Return `function(*args, **kwargs)`, the same on every tile."""
+    """Return `function(*args, **kwargs)` of whole values, for the user's own code.
+
+    Its backward gets the gradients of all tiles: it need not be linear in them.
+    """
 
     def change(how: Any) -> Callable[[Path, Tensor], Tensor]:
         return lambda path, t: how.apply(t, grid) if t.requires_grad else t
@@ -56,7 +50,7 @@ class _Once(torch.autograd.Function):
     """The true gradient comes in on every tile: the first one hands it on."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, grid: _Tiles) -> Tensor:
+    def forward(ctx: Any, value: Tensor, grid: TileGrid) -> Tensor:
         ctx.grid = grid
         return value.view_as(value)
 
@@ -70,7 +64,7 @@ class _Completed(torch.autograd.Function):
     """The tiles' gradients are added up: the true one goes on to every tile."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, grid: _Tiles) -> Tensor:
+    def forward(ctx: Any, value: Tensor, grid: TileGrid) -> Tensor:
         ctx.grid = grid
         return value.view_as(value)
 

@@ -17,20 +17,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box
+from gemsc.runtime.tiles.collectives import TileGrid, all_reduce
 
-__all__ = ["multiplied"]
+__all__ = ["linear"]
 
 
-def multiplied(
-    value: Tensor, weight: Tensor, shape: tuple[int, ...], box: Box
+def linear(
+    grid: TileGrid,
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    shape: tuple[int, ...],
+    box: Box,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return the tile's part (..., K) of `F.linear` without bias.
+    """Return `F.linear` of the flattened value of all tiles.
 
-    The last dimensions of the value are `box` of `shape`, which are flattened the
-    columns of the weight (K, prod(shape)).
+    The features are the last dimensions, flattened: `shape` of the whole value, `box`
+    of this tile. It multiplies their columns of the weight, which all tiles have as a
+    whole; the products are added up, and the bias once.
     """
-    result: Tensor = _Multiplied.apply(value, weight, shape, box)  # type: ignore[no-untyped-call]
-    return result
+    part: Tensor = _Multiplied.apply(value, weight, shape, box)  # type: ignore[no-untyped-call]
+    result = all_reduce(grid, part, among)
+    return result if bias is None else result + bias
 
 
 class _Multiplied(torch.autograd.Function):

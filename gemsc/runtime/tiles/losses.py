@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gemsc.runtime.tiles.layers import LayersOnTiles
+from gemsc.runtime.tiles.collectives import TileGrid, all_reduce
 
 __all__ = ["cross_entropy"]
 
 
 def cross_entropy(
-    grid: LayersOnTiles,
+    grid: TileGrid,
     output: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -39,7 +36,7 @@ def cross_entropy(
         label_smoothing=label_smoothing,
     )
     if reduction == "sum":
-        return grid.all_reduce(total)
+        return all_reduce(grid, total)
     pixels = target
     if target.is_floating_point():
         pixels = target.detach()[:, 0]
@@ -51,5 +48,5 @@ def cross_entropy(
         else:
             chosen = torch.where(used, pixels, 0)
             count = (weight.detach()[chosen] * used).sum()
-    sums = grid.all_reduce(torch.stack([total, count.to(total.dtype)]))
+    sums = all_reduce(grid, torch.stack([total, count.to(total.dtype)]))
     return sums[0] / sums[1].detach()

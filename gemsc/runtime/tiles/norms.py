@@ -8,7 +8,7 @@ does. With xhat = (x - mean) * rstd, h = gradient * weight and n elements in all
 
 whose two sums go over all tiles in one message.
 
-A tile may compute rows beyond its own part again. Statistics count every element once,
+A tile may compute rows beyond its own part again. _Statistics count every element once,
 on the tile that owns it; but the copies were normalized by them too, so that the sums
 of the backward go over all that tiles have, and what follows from them is subtracted
 where the statistics came from: on the tile's own elements.
@@ -17,23 +17,24 @@ where the statistics came from: on the tile's own elements.
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from gemsc.base.boxes import Box
-
-if TYPE_CHECKING:
-    from gemsc.runtime.tiles.layers import LayersOnTiles
+from gemsc.base.boxes import Box, Interval, shape_of
+from gemsc.runtime.tiles.collectives import TileGrid, rows
 
 __all__ = [
-    "Statistics",
+    "batch_norm",
+    "functional_batch_norm",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
     "merged",
-    "normalize",
-    "normalize_channels",
-    "update_running",
     "widened",
 ]
 
@@ -42,69 +43,117 @@ Rows = tuple[slice, ...] | EllipsisType  # an index of a tile's own elements
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Statistics:
-    """Mean and biased variance over some dimensions (kept, of size 1) and all tiles."""
+def batch_norm(
+    grid: TileGrid, value: Tensor, layer: _BatchNorm, own: Box | None = None
+) -> Tensor:
+    """Return the layer's result; its statistics are those of all tiles.
 
-    __slots__ = ("count", "mean", "variance")
-
-    def __init__(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        self.mean = mean
-        self.variance = variance
-        self.count = count
-
-
-def normalize(
-    grid: LayersOnTiles,
-    value: Tensor,
-    dims: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    own: Box | None = None,
-) -> tuple[Tensor, Statistics]:
-    """Return the normalized tile, and the statistics of all tiles.
-
-    Statistics go over `dims`; weight and bias have as many dimensions as the value.
-    `own` is where the tile's own elements are, None if it has no others.
+    `own` says where the tile's own elements are, if it has more: only these count.
     """
-    result, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
-        value, weight, bias, grid, dims, eps, _rows(own)
+    momentum = layer.momentum
+    if layer.training and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if momentum is None:  # the plain mean of all batches
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    return functional_batch_norm(
+        grid,
+        value,
+        layer.running_mean,
+        layer.running_var,
+        layer.weight,
+        layer.bias,
+        layer.training or layer.running_mean is None,
+        momentum if momentum is not None else 0.0,
+        layer.eps,
+        own,
     )
-    return result, Statistics(mean, variance, count)
 
 
-def normalize_channels(
-    grid: LayersOnTiles,
+def functional_batch_norm(
+    grid: TileGrid,
     value: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
     own: Box | None = None,
-) -> tuple[Tensor, Statistics]:
-    """Return the tile normalized over all but dimension 1, and its statistics.
-
-    The same as `normalize`, by the kernels that BatchNorm itself uses.
-    """
-    normalized = _NormalizeChannels.apply(  # type: ignore[no-untyped-call]
-        value, weight, bias, grid, eps, _rows(own)
-    )
+) -> Tensor:
+    """Return `F.batch_norm` of all tiles' elements."""
+    if not training:
+        return F.batch_norm(value, running_mean, running_var, weight, bias, eps=eps)
+    normalized = _NormalizeChannels.apply(value, weight, bias, grid, eps, _rows(own))  # type: ignore[no-untyped-call]
+    result: Tensor
     result, mean, variance, count = normalized
-    return result, Statistics(mean, variance, count)
+    if running_mean is not None and running_var is not None:
+        unbiased = variance * (count / (count - 1))
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return result
+
+
+def group_norm(
+    grid: TileGrid,
+    value: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    own: Box | None = None,
+) -> Tensor:
+    """Return `F.group_norm` of all tiles' elements."""
+    batch, channels, *rest = value.shape
+    groups = value.reshape(batch, num_groups, channels // num_groups, *rest)
+    dims = tuple(range(2, groups.dim()))
+    shape = (1, num_groups, -1, *(1,) * len(rest))
+    if own is not None:
+        own = (own[0], (0, num_groups), (0, groups.shape[2]), *own[2:])
+    weight, bias = _view(weight, shape), _view(bias, shape)
+    result: Tensor
+    result, *_ = _Normalize.apply(groups, weight, bias, grid, dims, eps, _rows(own))  # type: ignore[no-untyped-call]
+    return result.view(value.shape)
+
+
+def instance_norm(
+    grid: TileGrid,
+    value: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    own: Box | None = None,
+) -> Tensor:
+    """Return `F.instance_norm` of all tiles' elements."""
+    return group_norm(grid, value, value.shape[1], weight, bias, eps, own)
+
+
+def layer_norm(
+    grid: TileGrid,
+    value: Tensor,
+    box: tuple[Interval, ...],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return `F.layer_norm` over the last dimensions, `box` of which are here."""
+    part = tuple(slice(start, stop) for start, stop in box)
+    dims = tuple(range(value.dim() - len(box), value.dim()))
+    shape = (*(1,) * dims[0], *shape_of(box))
+    weight = None if weight is None else weight[part].reshape(shape)
+    bias = None if bias is None else bias[part].reshape(shape)
+    result: Tensor
+    result, *_ = _Normalize.apply(value, weight, bias, grid, dims, eps, ...)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _view(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    return None if tensor is None else tensor.view(shape)
 
 
 def _rows(own: Box | None) -> Rows:
     return ... if own is None else tuple(slice(start, stop) for start, stop in own)
-
-
-def update_running(
-    statistics: Statistics, mean: Tensor, variance: Tensor, momentum: float
-) -> None:
-    """Let running averages move towards new statistics, as BatchNorm does."""
-    count = statistics.count
-    unbiased = statistics.variance * (count / (count - 1))
-    with torch.no_grad():
-        mean.lerp_(statistics.mean.reshape(-1).to(mean.dtype), momentum)
-        variance.lerp_(unbiased.reshape(-1).to(variance.dtype), momentum)
 
 
 class _Normalize(torch.autograd.Function):
@@ -114,7 +163,7 @@ class _Normalize(torch.autograd.Function):
         value: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        grid: LayersOnTiles,
+        grid: TileGrid,
         dims: tuple[int, ...],
         eps: float,
         own: Rows,
@@ -169,7 +218,7 @@ class _NormalizeChannels(torch.autograd.Function):
         value: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        grid: LayersOnTiles,
+        grid: TileGrid,
         eps: float,
         own: Rows,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -224,7 +273,7 @@ def widened(value: Tensor) -> Tensor:
 
 
 def merged(
-    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
+    grid: TileGrid, value: Tensor, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance over `dims` and all tiles, and the number of elements.
 
@@ -236,16 +285,14 @@ def merged(
 
 
 def _merged_groups(
-    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...]
+    grid: TileGrid, value: Tensor, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same, quicker, but for a variance of equal elements: almost 0."""
     mean, variance = _moments(widened(value), dims)
     return _merge(grid, mean, variance, value.numel() // mean.numel())
 
 
-def _merged_channels(
-    grid: LayersOnTiles, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _merged_channels(grid: TileGrid, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return that for BatchNorm: over all dimensions but 1, which are not kept."""
     value = widened(value)
     if value.is_cuda:
@@ -274,14 +321,14 @@ def _moments(value: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _merge(
-    grid: LayersOnTiles, mean: Tensor, variance: Tensor, count: int
+    grid: TileGrid, mean: Tensor, variance: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Put together what the tiles have.
 
     Each tile writes into its own row of a table that is added up: a gather in one
     message. The table is in float64: a count in float32 is exact to 2^24 only.
     """
-    table = grid.rows(_row(mean, variance, count))
+    table = rows(grid, _row(mean, variance, count))
     size = mean.numel()
     counts, means, variances = torch.split(table, [1, size, size], dim=1)
     number = counts.sum()

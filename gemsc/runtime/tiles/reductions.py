@@ -6,71 +6,109 @@ Each tile brings what it found in one row of a table that is added up: one messa
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box
+from gemsc.runtime.tiles.collectives import TileGrid, rows
 from gemsc.runtime.tiles.norms import merged, widened
 
-if TYPE_CHECKING:
-    from gemsc.runtime.tiles.layers import LayersOnTiles
-
-__all__ = ["extreme", "global_max", "softmax", "variance"]
+__all__ = ["amax", "amin", "global_max", "softmax", "std", "var"]
 
 
-def extreme(
-    grid: LayersOnTiles,
+def amax(
+    grid: TileGrid,
     value: Tensor,
     dims: tuple[int, ...],
-    *,
-    keepdim: bool,
-    largest: bool,
+    keepdim: bool = False,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return the largest or smallest elements over `dims` and all tiles.
+    """Return `value.amax(dims, keepdim)` over the tiles.
 
     Those that are equal to it share the gradient evenly, as in `torch.amax`.
     """
+    return _extreme(grid.among(among), value, dims, keepdim, largest=True)
+
+
+def amin(
+    grid: TileGrid,
+    value: Tensor,
+    dims: tuple[int, ...],
+    keepdim: bool = False,
+    among: tuple[int, ...] = (),
+) -> Tensor:
+    """Return `value.amin(dims, keepdim)` over the tiles."""
+    return _extreme(grid.among(among), value, dims, keepdim, largest=False)
+
+
+def _extreme(
+    grid: TileGrid,
+    value: Tensor,
+    dims: tuple[int, ...],
+    keepdim: bool,
+    *,
+    largest: bool,
+) -> Tensor:
     result: Tensor = _Extreme.apply(value, grid, dims, largest)  # type: ignore[no-untyped-call]
     return result if keepdim else result.squeeze(dims)
 
 
 def global_max(
-    grid: LayersOnTiles, value: Tensor, shape: tuple[int, ...], box: Box
+    grid: TileGrid,
+    value: Tensor,
+    shape: tuple[int, ...],
+    box: Box,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return the largest element over the last dimensions (kept) and all tiles.
 
     The whole value has `shape` there, the tile `box` of it. Of equal elements the first
     in row-major order gets the gradient, as in `F.adaptive_max_pool2d`.
     """
-    result: Tensor = _GlobalMax.apply(value, grid, shape, box)  # type: ignore[no-untyped-call]
+    result: Tensor = _GlobalMax.apply(value, grid.among(among), shape, box)  # type: ignore[no-untyped-call]
     return result
 
 
-def variance(
-    grid: LayersOnTiles,
+def var(
+    grid: TileGrid,
     value: Tensor,
     dims: tuple[int, ...],
-    correction: float,
-    *,
-    keepdim: bool,
-    root: bool,
+    keepdim: bool = False,
+    correction: float = 1,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return the variance over `dims` and all tiles, or its root.
+    """Return `value.var(dims, correction=..., keepdim=...)` over the tiles."""
+    grid = grid.among(among)
+    result: Tensor = _Variance.apply(value, grid, dims, correction, False)  # type: ignore[no-untyped-call]
+    return result if keepdim else result.squeeze(dims)
 
-    The divisor is the number of elements less the correction.
-    """
-    result: Tensor = _Variance.apply(value, grid, dims, correction, root)  # type: ignore[no-untyped-call]
+
+def std(
+    grid: TileGrid,
+    value: Tensor,
+    dims: tuple[int, ...],
+    keepdim: bool = False,
+    correction: float = 1,
+    among: tuple[int, ...] = (),
+) -> Tensor:
+    """Return `value.std(dims, correction=..., keepdim=...)` over the tiles."""
+    grid = grid.among(among)
+    result: Tensor = _Variance.apply(value, grid, dims, correction, True)  # type: ignore[no-untyped-call]
     return result if keepdim else result.squeeze(dims)
 
 
 def softmax(
-    grid: LayersOnTiles, value: Tensor, dims: tuple[int, ...], *, log: bool
+    grid: TileGrid,
+    value: Tensor,
+    dims: tuple[int, ...],
+    log: bool = False,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return exp(value) over its sum over `dims` and all tiles, or the logarithm."""
-    result: Tensor = _Softmax.apply(value, grid, dims, log)  # type: ignore[no-untyped-call]
+    """Return `value.softmax(dims)` over the tiles, or `log_softmax`."""
+    result: Tensor = _Softmax.apply(value, grid.among(among), dims, log)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -79,7 +117,7 @@ class _Extreme(torch.autograd.Function):
     def forward(
         ctx: Any,
         value: Tensor,
-        grid: LayersOnTiles,
+        grid: TileGrid,
         dims: tuple[int, ...],
         largest: bool,
     ) -> Tensor:
@@ -105,7 +143,7 @@ class _Extreme(torch.autograd.Function):
 class _GlobalMax(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, grid: LayersOnTiles, shape: tuple[int, ...], box: Box
+        ctx: Any, value: Tensor, grid: TileGrid, shape: tuple[int, ...], box: Box
     ) -> Tensor:
         own, index = value.flatten(-len(box)).max(-1)
         rows = tuple(slice(start, stop) for start, stop in box)
@@ -134,7 +172,7 @@ class _Variance(torch.autograd.Function):
     def forward(
         ctx: Any,
         value: Tensor,
-        grid: LayersOnTiles,
+        grid: TileGrid,
         dims: tuple[int, ...],
         correction: float,
         root: bool,
@@ -165,7 +203,7 @@ class _Softmax(torch.autograd.Function):
     def forward(
         ctx: Any,
         value: Tensor,
-        grid: LayersOnTiles,
+        grid: TileGrid,
         dims: tuple[int, ...],
         log: bool,
     ) -> Tensor:
@@ -195,8 +233,8 @@ class _Softmax(torch.autograd.Function):
         return part - result * total, None, None, None
 
 
-def _table(grid: LayersOnTiles, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+def _table(grid: TileGrid, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Return two numbers of each tile, by tile, in float64: counts stay exact."""
     row = torch.stack([first.detach().double(), second.double()])
-    firsts, seconds = grid.rows(row).unbind(1)
+    firsts, seconds = rows(grid, row).unbind(1)
     return firsts, seconds

@@ -1,4 +1,4 @@
-"""Pooling and resizing of a tile as a part of the whole value."""
+"""Pooling, resizing and dropout of a tile as a part of the whole value."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.base.boxes import Box, Interval, everything, shape_of
 
@@ -19,6 +20,7 @@ __all__ = [
     "Resize",
     "adaptive_pool",
     "average_pool",
+    "dropout",
     "max_unpool",
     "resize",
     "rows_read",
@@ -63,8 +65,27 @@ class AxisWindows:
         return result
 
 
+def dropout(
+    value: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    shape: tuple[int, ...],
+    box: Box,
+) -> Tensor:
+    """Return `F.dropout` with the tile's part of the mask of the whole value.
+
+    Every tile draws the same mask of the whole shape: all have the stage's seed.
+    """
+    if not training:
+        return value
+    whole = torch.ones(shape, dtype=value.dtype, device=value.device)
+    mask = F.dropout(whole, p)[tuple(slice(start, stop) for start, stop in box)]
+    return value * mask.clone()
+
+
 def average_pool(
-    value: Tensor, windows: tuple[AxisWindows, ...], *, include_padding: bool
+    value: Tensor, windows: tuple[AxisWindows, ...], include_padding: bool
 ) -> Tensor:
     """Return the means over windows of which some reach outside the whole value.
 
@@ -210,8 +231,11 @@ def _taps_along(
 def taps(
     how: Resize, axis: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return columns and weights: output i sums weights[k][i] * x[columns[k][i]]."""
-    with torch.no_grad():
+    """Return columns and weights: output i sums weights[k][i] * x[columns[k][i]].
+
+    Real ones for fake values, too.
+    """
+    with torch.no_grad(), unset_fake_temporarily():
         matrix = weight_rows(how, axis, dtype, device)
         used = matrix != 0
         count = max(int(used.sum(1).max()), 1)

@@ -57,20 +57,28 @@ class Stage0(nn.Module):
         self._loss = nn.CrossEntropyLoss()
 
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.grid.redistribute(x, HALO_FIRST)  # 1 row up, 1 column left
+        x = tiles.redistribute(self.grid, x, HALO_FIRST)  # 1 row up, 1 column left
         # networks.py:204  x = F.relu(self.norm(self.first(x)))
-        x = F.relu(self.grid.batch_norm(self.first(x), self.norm))
+        x = F.relu(tiles.batch_norm(self.grid, self.first(x), self.norm))
         # networks.py:205  x = x * x.mean(2, keepdim=True).sigmoid()
         # all-reduce over tiles (0, 2)
-        mean = self.grid.all_reduce(x.mean(2, keepdim=True) * 0.5, (0, 2))
+        mean = tiles.all_reduce(self.grid, x.mean(2, keepdim=True) * 0.5, (0, 2))
         x = x * mean.sigmoid()
         # networks.py:206  x = self.around(F.max_pool2d(x, 2))
-        max_pool2d = self.grid.redistribute(F.max_pool2d(x, 2), HALO_X)  # halo of 1
+        # halo of 1
+        max_pool2d = tiles.redistribute(self.grid, F.max_pool2d(x, 2), HALO_X)
         x = self.around(max_pool2d)
         # networks.py:207  x = x - x.amax((2, 3), keepdim=True)
-        x = x - self.grid.amax(x, (2, 3), keepdim=True)
+        x = x - tiles.amax(self.grid, x, (2, 3), keepdim=True)
         # networks.py:208  return self.fc(torch.flatten(x, 1))
-        fc = self.grid.linear(x, self.fc, (4, 8, 8), ((0, 4), (0, 4), (0, 4)))
+        fc = tiles.linear(
+            self.grid,
+            x,
+            self.fc.weight,
+            self.fc.bias,
+            shape=(4, 8, 8),
+            box=((0, 4), (0, 4), (0, 4)),
+        )
         loss = self._loss(fc, target)
         return fc, loss
 
