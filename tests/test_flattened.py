@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.base.boxes import everything
 from gemsc.ir import meta
+from gemsc.runtime.tiles import linear
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
@@ -138,7 +139,9 @@ def test_a_tiles_gradient_is_zero_outside_its_columns() -> None:
         rows = ((0, 4), (4, 7))[grid.tile]
         own = copy.deepcopy(layer)
         box = ((0, 4), rows, (0, 10))
-        result = grid.linear(x[:, :, slice(*rows)], own, (4, 7, 10), box)
+        result = linear(
+            grid, x[:, :, slice(*rows)], own.weight, own.bias, shape=(4, 7, 10), box=box
+        )
         (result.square().sum() / 2).backward()
         assert own.weight.grad is not None
         return result.detach(), own.weight.grad.view(5, 4, 7, 10)

@@ -111,7 +111,7 @@ def both(*damages: Damage) -> Damage:
 STEP = "def train_step"
 E3 = "E3_AND_MAX_POOL2D"
 SUM = "    worker.start_reduction"
-HALO = re.compile(r"self\.grid\.redistribute\((.*), HALO_DOWN3\)")
+HALO = re.compile(r"tiles\.redistribute\(self\.grid, (.*), HALO_DOWN3\)")
 
 UNET: dict[str, tuple[Damage, str]] = {  # on three ranks, a skip jumps over the second
     "a send is missing": (
