@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from gemsc.messages.exchange import Exchange
 
-__all__ = ["Flight", "TileGrid", "all_reduce", "redistribute", "rows"]
+__all__ = ["InFlight", "TileGrid", "all_reduce", "redistribute", "rows"]
 
 
-class Flight(Protocol):
+class InFlight(Protocol):
     """The messages of one exchange on their way."""
 
     def take(self, tile: int) -> list[Tensor]:
@@ -57,7 +57,7 @@ class TileGrid(Protocol):
     def give_back(self, gradient: Tensor, exchange: Exchange) -> Tensor:
         """Return the gradient of the held box: the transpose of `collect`."""
 
-    def depart(self, exchange: Exchange, held: Tensor) -> Flight:
+    def depart(self, exchange: Exchange, held: Tensor) -> InFlight:
         """Start to send what other tiles want of the held box, and to receive."""
 
     def depart_back(
@@ -65,7 +65,7 @@ class TileGrid(Protocol):
         exchange: Exchange,
         gradients: Mapping[int, Sequence[Tensor]],
         like: Tensor,
-    ) -> Flight:
+    ) -> InFlight:
         """Start to send home the gradients of what came from each tile."""
 
 
