@@ -21,6 +21,7 @@ from gemsc.runtime import (
     Tiles,
     Worker,
     tile_boxes,
+    tiles,
 )
 
 NUM_MICRO_BATCHES = 4
