@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -113,6 +114,12 @@ def test_links_lead_to_the_ranks_and_inside_the_page(program: Path) -> None:
             assert f'id="{target[1:]}"' in text
         elif not target.startswith("data:"):
             assert (program / target).is_file()
+
+
+def test_a_grid_leads_to_the_file_of_its_first_rank(tmp_path: Path) -> None:
+    plan = replace(made_up_plan(2), ranks=5, groups=[[0, 1, 2, 3], [4]])
+    targets = Reader(report(plan, tmp_path)).targets
+    assert [t for t in targets if t.endswith(".py")] == ["rank0.py", "rank4.py"]
 
 
 def test_everything_is_on_it(program: Path) -> None:

@@ -9,10 +9,9 @@ from gemsc.plan import Plan, PlannedStage
 from gemsc.search.candidates import Candidate
 from gemsc.viz.columns import Column, Listing, column, sample
 
-__all__ = ["block_names", "list_candidates", "list_plan", "list_ranks", "list_stages"]
+__all__ = ["block_names", "list_candidates", "list_plan"]
 
 MOST_ROWS = 40  # of stages and ranks; more are sampled
-MOST_SKIPS = 60
 SLOWEST = "<- slowest"
 TOO_LARGE = "does not fit --device-memory"
 BAR = "# weights, gradients  + activations"
@@ -27,7 +26,7 @@ PARTS = {  # of a peak, besides activations: their titles
 
 def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
     """Yield all tables in which there is anything; of long ones a sample of lines."""
-    yield list_stages(plan, most)
+    yield _list_stages(plan, most)
     if any(stage.recompute or stage.offload for stage in plan.stages):
         yield _list_not_kept(plan)
     if plan.groups:
@@ -38,7 +37,7 @@ def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
         yield _list_skips(plan, most)
     if plan.transfers:
         yield _list_transfers(plan, most)
-    yield list_ranks(plan, most)
+    yield _list_ranks(plan, most)
 
 
 def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
@@ -48,9 +47,7 @@ def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
     def values(value: Callable[[Candidate], float]) -> list[float | None]:
         return [None if c.problem else value(c) for c in shown]
 
-    problems = [
-        c.problem or ("" if c.fits() else "does not fit --device-memory") for c in shown
-    ]
+    problems = [c.problem or ("" if c.fits() else TOO_LARGE) for c in shown]
     columns = [
         column("schedule", (c.name for c in shown), left=True, shrinks=True),
         column("samples/s", values(lambda c: c.samples_per_second), _speed),
@@ -76,7 +73,7 @@ def block_names(stage: PlannedStage) -> str:
     return ", ".join(names) if len(names) < 4 else f"{names[0]} ... {names[-1]}"
 
 
-def list_stages(plan: Plan, most: int) -> Listing:
+def _list_stages(plan: Plan, most: int) -> Listing:
     """Return what each stage holds and takes; the slowest one is among them."""
     seconds = [s.cost.forward + s.cost.backward for s in plan.stages]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
@@ -186,7 +183,7 @@ def _list_transfers(plan: Plan, most: int) -> Listing:
     return "transfers (each micro-batch)" + _of(rows, plan.transfers), columns
 
 
-def list_ranks(plan: Plan, most: int) -> Listing:
+def _list_ranks(plan: Plan, most: int) -> Listing:
     """Return each rank's peak and what it consists of; the highest is among them."""
     highest = plan.peak_bytes.index(max(plan.peak_bytes)) if plan.peak_bytes else 0
     ranks = sample(len(plan.peak_bytes), most, (highest,))
