@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from command_line import MODEL, Gemsc, gemsc_here, start
 from safetensors.torch import load_file
 
-from gemsc.cli.command import COMMANDS
+from gemsc.cli.command import COMMANDS, main
+from gemsc.launch.launch import MALLOC_SETTING
 from gemsc.user_model import load_user_model
 from gemsc.verify.steps import _nudged
 
@@ -40,6 +42,26 @@ def test_a_command_that_is_not_there_is_refused(gemsc: Gemsc) -> None:
     outcome = gemsc("complie", "model.py")
     assert outcome.code == 1
     assert outcome.err.startswith("error: no such command 'complie'")
+
+
+@pytest.mark.parametrize(
+    "words", [("compile", "model.py", "--profile"), ("profile", "--calibrate")]
+)
+def test_what_is_timed_begins_anew_with_the_ranks_setting_of_malloc(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[list[str], str]] = []
+
+    def execve(path: str, words: list[str], environment: dict[str, str]) -> None:
+        begun.append((words, environment["GLIBC_TUNABLES"]))
+        sys.exit()
+
+    monkeypatch.setattr("os.execve", execve)
+    monkeypatch.setattr(sys, "argv", ["gemsc", *words])
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    with pytest.raises(SystemExit):
+        main()
+    assert begun == [([sys.executable, "gemsc", *words], MALLOC_SETTING)]
 
 
 def test_tiles_can_be_off(gemsc: Gemsc) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,29 +18,21 @@ __all__ = ["DeviceTransport", "Incoming"]
 MOST_DEFERRED = 4  # how far the host may be ahead of the device
 
 
+@dataclass(slots=True, eq=False)
 class _Deferred:
     """An operation that starts once its data has come to where the library reads it."""
 
-    __slots__ = ("_finish", "_transport", "copy", "request", "start")
-
-    def __init__(
-        self,
-        transport: DeviceTransport,
-        copy: Pending,
-        start: Callable[[], Request],
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self.copy = copy
-        self.start = start
-        self._transport = transport
-        self._finish = finish
-        self.request: Request | None = None
+    transport: DeviceTransport
+    copy: Pending
+    start: Callable[[], Request]
+    then: Callable[[], None] | None = None  # once the operation is done
+    request: Request | None = None
 
     def begin(self) -> None:
         self.request = self.start()
 
     def done(self) -> bool:
-        self._transport.advance()
+        self.transport.advance()
         if self.request is None or not self.request.done():
             return False
         self.finish()
@@ -47,60 +40,36 @@ class _Deferred:
 
     def finish(self) -> None:
         """Do what comes after the operation, once."""
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        if self.then is not None:
+            self.then()
+            self.then = None
 
 
-class _Fewer:
-    """True once at most so many are deferred, or all `requests` are done, if given."""
+@dataclass(frozen=True, slots=True)
+class _Until:
+    """A condition, to be waited for."""
 
-    __slots__ = ("_most", "_requests", "_transport")
-
-    def __init__(
-        self,
-        transport: DeviceTransport,
-        most: int,
-        requests: Sequence[Request] | None = None,
-    ) -> None:
-        self._transport = transport
-        self._most = most
-        self._requests = requests
-
-    def done(self) -> bool:
-        """Start what is ready, whatever is waited for: other ranks may need it."""
-        self._transport.progress()
-        if len(self._transport._deferred) <= self._most:
-            return True
-        return self._requests is not None and all(r.done() for r in self._requests)
+    done: Callable[[], bool]
 
 
+@dataclass(slots=True, eq=False)
 class Incoming:
     """A message on its way to this rank, perhaps through a buffer of the host."""
 
-    __slots__ = ("_room", "_staged", "_transport", "request")
-
-    def __init__(
-        self,
-        transport: DeviceTransport,
-        request: Request,
-        room: Pending,
-        staged: Tensor | None = None,
-    ) -> None:
-        self._transport = transport
-        self.request = request
-        self._room = room
-        self._staged = staged
+    transport: DeviceTransport
+    request: Request
+    room: Pending
+    staged: Tensor | None = None
 
     def done(self) -> bool:
         """Give the library a turn; True once the message is here."""
-        self._transport.advance()
+        self.transport.advance()
         return self.request.done()
 
     @property
     def buffer(self) -> Tensor:
         """The memory that the message comes into."""
-        return self._room.tensor
+        return self.room.tensor
 
     def take(self) -> Tensor:
         """Wait politely; return the tensor on the device. Call it once.
@@ -108,10 +77,10 @@ class Incoming:
         On CUDA the tensor can be used at once on the current stream, which waits for
         the copy where it must.
         """
-        self._transport.wait(self)
-        if self._staged is None:
-            return self._room.tensor
-        return self._transport.streams.to_device(self._staged, self._room)
+        self.transport.wait(self)
+        if self.staged is None:
+            return self.room.tensor
+        return self.transport.streams.to_device(self.staged, self.room)
 
 
 class DeviceTransport:
@@ -180,8 +149,13 @@ class DeviceTransport:
         self._deferred.append(deferred)
         self.advance()
         if len(self._deferred) > MOST_DEFERRED:
-            wait(_Fewer(self, MOST_DEFERRED))
+            wait(_Until(lambda: self._at_most(MOST_DEFERRED)))
         return deferred
+
+    def _at_most(self, most: int) -> bool:
+        """Start what is ready, other ranks may need it; whether so few are left."""
+        self.progress()
+        return len(self._deferred) <= most
 
     def advance(self) -> None:
         """Start what is ready. In order: messages and sums must not overtake."""
@@ -191,7 +165,7 @@ class DeviceTransport:
     def wait(self, *requests: Request) -> None:
         """Return when all are complete; what was deferred starts meanwhile."""
         if self._deferred:
-            wait(_Fewer(self, 0, requests))
+            wait(_Until(lambda: self._at_most(0) or all(r.done() for r in requests)))
         self.host.wait(*map(_plain, requests))
         for request in requests:
             if isinstance(request, _Deferred):
