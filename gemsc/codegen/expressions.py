@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from gemsc.base.dtypes import is_real
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
+from gemsc.ir.program import DataclassValue, Slot
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.ir.twins import keywords_of_both
 from gemsc.messages.exchange import Exchange
@@ -34,6 +35,7 @@ __all__ = [
     "is_attribute",
     "literal",
     "quoted",
+    "structure_text",
 ]
 
 PREFIXED = 7
@@ -397,3 +399,20 @@ def as_tuple(values: Sequence[object]) -> str:
     """Return a tuple of strings and numbers as text."""
     parts = [quoted(v) if isinstance(v, str) else repr(v) for v in values]
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def structure_text(value: Any, outputs: Sequence[str]) -> str:
+    """Return what the model returns, around the texts of its outputs."""
+    if isinstance(value, Slot):
+        return outputs[value.index]
+    if isinstance(value, DataclassValue):  # its fields, under their names
+        return structure_text(dict(value.fields), outputs)
+    if isinstance(value, tuple):
+        inside = ", ".join(structure_text(item, outputs) for item in value)
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, list):
+        return f"[{', '.join(structure_text(item, outputs) for item in value)}]"
+    if isinstance(value, dict):
+        shown = {literal(k): structure_text(v, outputs) for k, v in value.items()}
+        return "{" + ", ".join(f"{k}: {v}" for k, v in shown.items()) + "}"
+    return literal(value)

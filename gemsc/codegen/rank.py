@@ -8,7 +8,7 @@ from torch import fx
 
 from gemsc.codegen.constants import Constants
 from gemsc.codegen.exchanges import gathers_of
-from gemsc.codegen.expressions import UserObject, quoted
+from gemsc.codegen.expressions import UserObject, quoted, structure_text
 from gemsc.codegen.rank_text import RankText, RunText
 from gemsc.codegen.stage import write_stage
 from gemsc.codegen.writer import Names, Writer
@@ -325,7 +325,7 @@ class _RankWriter:
             )
             local[node] = name
         outputs = [local[node] for node in program.outputs]
-        structure = run.stage.structure(outputs)
+        structure = structure_text(program.structure, outputs)
         loss = local[program.loss] if program.loss is not None else "None"
         self.writer.call("worker.add_result(", ["m", loss, structure])
 

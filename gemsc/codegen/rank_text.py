@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from gemsc.ir.flow import StageFlow, message_tag
+from gemsc.base.units import show_bytes, show_flops
+from gemsc.codegen.writer import in_docstring
+from gemsc.compilation import Compilation, TileProgram
+from gemsc.ir.flow import StageFlow, message_tag, reductions, segments_of, value_names
 from gemsc.ir.program import GraphInput, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
 from gemsc.schedules.loops import Step, expand
 
-__all__ = ["RankText", "RunText", "Segments", "StageText"]
-
+__all__ = ["RankText", "RunText", "Segments", "StageText", "rank_text"]
 
 Segments = tuple[tuple[Segment, tuple[fx.Node, ...]], ...]
 
@@ -24,11 +26,10 @@ class StageText:
 
     `twins` maps each node to its like in the graph for evaluation; where the two graphs
     differ in more than constants it is None and the class gets a second forward, for
-    `evaluation`. `structure` turns the texts of the outputs into what the model
-    returns. `segments` are blocks that are recomputed or offloaded, with their nodes.
+    `evaluation`. `segments` are blocks that are recomputed or offloaded, with their
+    nodes.
     """
 
-    class_name: str
     docstring: str
     program: Program
     flow: StageFlow
@@ -36,9 +37,13 @@ class StageText:
     names: dict[fx.Node, str]
     twins: dict[fx.Node, fx.Node] | None
     evaluation: StageFlow
-    structure: Callable[[list[str]], str]
     segments: Segments = ()
     tile: int | None = None  # of the stage's grid, if it has one
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class."""
+        return f"Stage{self.flow.index}"
 
     @property
     def apart(self) -> bool:
@@ -65,7 +70,6 @@ class RankText:
     """What `write_rank` needs to know."""
 
     rank: int
-    num_ranks: int
     docstring: Sequence[str]
     program: Program
     evaluation: Program
@@ -115,3 +119,114 @@ class RankText:
     def tag(self, replica: int, index: int) -> int:
         """Return the tag of a transfer's values; its gradients have the next one."""
         return message_tag(replica, index, self.program, self.evaluation)
+
+
+def rank_text(compilation: Compilation, rank: int) -> RankText:
+    """Return what there is to write for a rank."""
+    plan = compilation.plan
+    placement = compilation.program.placement
+    assert placement is not None
+    group = next(i for i, ranks in enumerate(placement.groups) if rank in ranks)
+    ranks = placement.groups[group]
+    tile = ranks.index(rank) if len(ranks) > 1 else None
+    own = compilation.tiles[tile or 0]
+    program = own.program
+    all_transfers = (*(program.transfers or ()), *(own.evaluation.transfers or ()))
+    names = value_names(all_transfers, program, own.evaluation)
+    runs = tuple(
+        RunText(replica, _stage_text(compilation, own, stage.index, names, tile))
+        for replica in range(placement.num_replicas)
+        for stage in program.require_stages()
+        if rank in placement.ranks[replica][stage.index]
+    )
+    sums = {}
+    for name, stages in reductions(compilation.program, compilation.owned).items():
+        places = {r for s in stages for row in placement.ranks for r in row[s]}
+        if rank in places and len(places) * plan.data > 1:
+            sums[name] = tuple(sorted(places))
+    return RankText(
+        rank=rank,
+        docstring=_docstring(compilation, rank, runs, tile),
+        program=program,
+        evaluation=own.evaluation,
+        twin=own.twins is not None,
+        runs=runs,
+        steps=compilation.steps[group],
+        num_micro_batches=plan.micro_batches // plan.replicas,
+        num_replicas=plan.replicas,
+        reductions=sums,
+        names=names,
+        tile=tile,
+    )
+
+
+def _stage_text(
+    compilation: Compilation,
+    own: TileProgram,
+    index: int,
+    names: dict[fx.Node, str],
+    tile: int | None,
+) -> StageText:
+    stage = compilation.program.require_stages()[index]
+    blocks = _span([block.name for block in stage.blocks])
+    flow, evaluation = own.flow(index), own.evaluation_flow(index)
+    for value, node in (*flow.joined.items(), *evaluation.joined.items()):
+        names[node] = names[value]
+    return StageText(
+        docstring=in_docstring(f"Stage {index}: {blocks}."),
+        program=own.program,
+        flow=flow,
+        owned=compilation.owned[index],
+        names=names,
+        twins=own.twins,
+        evaluation=evaluation,
+        segments=segments_of(own.program, flow),
+        tile=tile,
+    )
+
+
+def _docstring(
+    compilation: Compilation, rank: int, runs: tuple[RunText, ...], tile: int | None
+) -> list[str]:
+    plan = compilation.plan
+    stages = ", ".join(str(run.stage.flow.index) for run in runs)
+    word = "stage" if len(runs) == 1 else "stages"
+    what = f"{word} {stages}"
+    if tile is not None:
+        grid = plan.stages[runs[0].stage.flow.index].tiles
+        what = f"tile {tile} of {' x '.join(map(str, grid))}, {what}"
+    lines = [
+        in_docstring(f"Rank {rank} of {plan.ranks}: {what} of {plan.model}."),
+        "Written by gemsc; do not edit, compile again:",
+        *_wrapped(in_docstring(plan.command), 84),
+        "",
+    ]
+    for run in runs:
+        stage = plan.stages[run.stage.flow.index]
+        lines.append(
+            f"Stage {stage.index}: {show_flops(stage.flops)} forward, "
+            f"{show_bytes(stage.parameter_bytes)} of parameters,"
+        )
+        saved = show_bytes(stage.cost.saved_bytes)
+        if tile is None:
+            lines.append(f"{saved} kept for each micro-batch.")
+            continue
+        lines.append(f"{saved} kept for each micro-batch by the tile that keeps most;")
+        lines.append(f"{show_bytes(stage.halo_bytes)} from tile to tile in forward.")
+    return lines
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    lines, line = [], "   "
+    for word in text.split(" "):
+        if len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = "       "
+        line += f" {word}"
+    return [*lines, line]
+
+
+def _span(names: list[str]) -> str:
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]} to {names[-1]}, {len(names)} blocks"

@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["Names", "Writer", "comment", "split_arguments"]
+__all__ = ["Names", "Writer", "comment", "in_docstring", "split_arguments"]
 
 WIDTH = 88
 INDENT = "    "
@@ -170,6 +170,12 @@ def comment(text: str, room: int) -> str:
     while _columns(line) > room - len(" ..."):
         line = line[:-1]
     return f"{line.rstrip()} ..."
+
+
+def in_docstring(text: str) -> str:
+    """Return text that cannot end a docstring."""
+    kept = "".join(c if c.isprintable() else " " for c in text)
+    return kept.replace("\\", "/").replace('"""', "'''")
 
 
 def _columns(text: str) -> int:
