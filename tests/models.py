@@ -113,6 +113,12 @@ CASES = (
         pictures(64),
         F.cross_entropy,
     ),
+    Case(  # where it is not about the model
+        "resnet10",
+        lambda: ResNet(BasicBlock, [1, 1, 1, 1], width=8),
+        pictures(64),
+        F.cross_entropy,
+    ),
     Case(
         "resnet50",
         lambda: ResNet(Bottleneck, [3, 4, 6, 3], width=8),

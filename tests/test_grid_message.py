@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_worker import worker_of
 from torch import Tensor
+from worker_support import worker_of
 
 from gemsc.base.boxes import Box, everything, intersection, shape_of
 from gemsc.messages.grid_message import GridMessage, TileValue
@@ -189,7 +189,7 @@ def bound(batch: Tensor, window: Window | None = None) -> Tensor:
         worker = worker_of(
             transport, inputs={"x": X}, tiles=Tiles((1,), (0,), 0), num_micro_batches=2
         )
-        bound = worker.bind_batch({"input": (batch,)}, window)
+        bound = worker.steps.bind({"input": (batch,)}, window)
         worker.begin(bound, training=True)
         return worker.input("x", 1)
 

@@ -29,7 +29,7 @@ PLANS = (
 CASES = [
     *(("tiled", plan) for plan in PLANS if plan.schedule != "master"),
     *(("unet", plan) for plan in PLANS[2::2]),
-    *(("resnet18", plan) for plan in PLANS[3:4]),
+    *(("resnet10", plan) for plan in PLANS[3:4]),
 ]
 
 

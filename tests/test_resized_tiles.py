@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_tile_reductions import Function
-from tile_support import assert_same, eager, on_tiles, uneven_loss
+from tile_support import Function, assert_same, eager, on_tiles, uneven_loss
 
 pytestmark = pytest.mark.usefixtures("in_double")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import pytest
@@ -12,43 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from worker_support import RUN, worker_of
 
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input, Message, Value
-from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
-from gemsc.runtime.transport.streams import streams_for
-from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
-from gemsc.runtime.worker.stages import Stages
+from gemsc.runtime.worker.program import Run
 from gemsc.runtime.worker.worker import Worker
 
 T = TypeVar("T")
-RUN = Run(0)
 H = Value("h", (2, 4), torch.float32, gradient=True)
 MASK = Value("mask", (3,), torch.bool)
 INDEX = Value("index", (), torch.int64)
-
-
-def worker_of(
-    transport: LocalTransport, stage: nn.Module | None = None, **options: Any
-) -> Worker:
-    """Return a worker with one stage; `options` are those of programs and workers."""
-    place = RankPlace(transport.rank, options.pop("copy_ranks", 1))
-    run = options.pop("run", RUN)
-    names = {field.name for field in fields(RankProgram)}
-    known = {name: options.pop(name) for name in list(options) if name in names}
-    defaults = {"num_micro_batches": 1, "num_replicas": 1, "inputs": {}}
-    program = RankProgram(
-        **defaults | known,
-        stages={},
-        reductions={},
-        train_step=None,
-        eval_step=lambda worker: None,
-    )
-    device = DeviceTransport(transport, streams_for(torch.device("cpu")))
-    return Worker(
-        device, program, Stages({run: stage or nn.Identity()}), place, **options
-    )
 
 
 def alone(work: Callable[[Worker], T], stage: nn.Module, **options: Any) -> T:

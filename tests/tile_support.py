@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -33,6 +33,18 @@ from gemsc.runtime.transport.streams import NullStreams
 
 TOLERANCE = 1e-9
 SMALL = 1e-3  # inputs are drawn of size 1: a smaller output may be rounding alone
+
+
+class Function(nn.Module):
+    """A convolution, a function, and a factor: gradients differ from place to place."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.conv(x)).sin()
 
 
 @dataclass
