@@ -10,6 +10,7 @@ from gemsc.schedules import (
     Action,
     Edge,
     Kind,
+    Policy,
     Schedule,
     StageCost,
     Task,
@@ -111,6 +112,8 @@ def random_task(
             saved := rng.randint(0, 9),
             rng.randint(0, 5),
             waiting_bytes=saved,
+            split_transient_bytes=(more := rng.randint(0, 20)),
+            first_split_transient_bytes=more,
         )
         for _ in range(stages)
     )
@@ -126,14 +129,14 @@ def random_task(
     task = Task(costs, edges, placement, micro_batches, has_backward)
     if not capped:
         return task
-    cap = least_memory(task) + rng.choice([0, 3, 20])
+    cap = least_memory(task, schedule.policy) + rng.choice([0, 3, 20])
     return Task(costs, edges, placement, micro_batches, has_backward, cap)
 
 
-def least_memory(task: Task) -> int:
+def least_memory(task: Task, policy: Policy) -> int:
     """Return the bytes that the fullest rank needs for one micro-batch."""
     return max(
-        task.fixed_bytes(rank)
+        task.fixed_bytes(rank, split=policy.split_backward)
         + max(
             sum(task.stages[s].saved_bytes for r, s in lanes if r == replica)
             for replica in range(len(task.placement))

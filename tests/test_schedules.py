@@ -173,7 +173,7 @@ def test_a_short_text_costs_little_time(name: str, seed: int) -> None:
 def test_every_schedule_fits_into_the_memory_of_one_micro_batch(name: str) -> None:
     entry = SCHEDULES[name]
     task = equal_task(entry, 4, 8)
-    task = dataclasses.replace(task, memory_cap=least_memory(task))
+    task = dataclasses.replace(task, memory_cap=least_memory(task, entry.policy))
     assert max(run(task, entry.policy).peak_live) == 1
 
 

@@ -126,9 +126,9 @@ class Facts:
     numbers. `sums` are those over the tiles of a grid, forward and backward.
 
     `weight_seconds` are the part of the backward's that gives weight gradients and can
-    wait, `weight_bytes` the bytes of these gradients, `num_weighted` the calls that
-    have such; `waits` are the storages of the gradient that the node itself gets, which
-    must wait with them (see gemsc.base.weighted).
+    wait, `weight_bytes` the bytes of these gradients; `waits` are the storages of the
+    gradient that the node itself gets, which must wait with them (see
+    gemsc.base.weighted).
     """
 
     flops: int = 0
@@ -145,7 +145,6 @@ class Facts:
     sums: tuple[TileSum, ...] = ()
     weight_seconds: float = 0.0
     weight_bytes: int = 0
-    num_weighted: int = 0
     waits: tuple[tuple[int, int], ...] = ()
 
 

@@ -145,7 +145,6 @@ class _Count:
     sums: list[meta.TileSum] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
     weight_seconds: float = 0.0
-    num_weighted: int = 0
     waits: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -183,7 +182,6 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Compute a call, and note that its weight gradients can wait."""
         tensors = [call.weight] if call.bias is None else [call.weight, call.bias]
         self.counts[self.node].weights |= {id(tensor): tensor for tensor in tensors}
-        self.counts[self.node].num_weighted += 1
         return call.run(x)
 
     @contextmanager
@@ -293,7 +291,6 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sums=tuple(count.sums),
             weight_seconds=count.weight_seconds,
             weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),
-            num_weighted=count.num_weighted,
             waits=tuple(count.waits.items()),
         )
 

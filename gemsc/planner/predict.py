@@ -18,10 +18,8 @@ from gemsc.planner.activations import (
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.memory import stage_weights
 from gemsc.planner.tiles import (
-    exchanges,
     exchanging,
     most_bytes,
-    moved_bytes,
     waiting,
 )
 from gemsc.planner.traffic import received_bytes
@@ -31,7 +29,6 @@ __all__ = [
     "micro_batch_size",
     "reduced_bytes",
     "schedule_task",
-    "sent_bytes",
 ]
 
 
@@ -49,24 +46,12 @@ def schedule_task(
     first = tiles[0]
     placement = first.placement
     assert placement is not None
-    network = hardware.network
     costs = [_stage_costs(tile, hardware) for tile in tiles]
     stages = tuple(
         _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
         for stage in first.require_stages()
     )
-    edges = tuple(
-        Edge(
-            t.source,
-            t.dest,
-            seconds=_transfer_seconds(first, t, network),
-            num_bytes=most_bytes(first, t),
-            gradient=has_gradient(t),
-            value_bytes=received_bytes(first, t)[0],
-            gradient_bytes=received_bytes(first, t)[1],
-        )
-        for t in first.transfers or ()
-    )
+    edges = tuple(_edge(first, t, hardware.network) for t in first.transfers or ())
     return Task(
         stages,
         edges,
@@ -175,30 +160,20 @@ def _worst(costs: Sequence[StageCost]) -> StageCost:
     return StageCost(**most)
 
 
-def _transfer_seconds(program: Program, transfer: Transfer, network: Network) -> float:
-    """Return the time of a transfer between the ranks of the first replica."""
+def _edge(program: Program, transfer: Transfer, network: Network) -> Edge:
+    """Return what a transfer takes between the ranks of the first replica."""
     assert program.placement is not None
     row = program.placement.ranks[0]
-    source, dest = row[transfer.source][0], row[transfer.dest][0]
-    return network.link(source, dest).seconds(most_bytes(program, transfer))
-
-
-def sent_bytes(program: Program, task: Task) -> int:
-    """Return the bytes of values and gradients that ranks of one copy send a step.
-
-    `program` is what the first tile of a grid runs; it knows what all tiles hold.
-    """
-    total = 0
-    for replica, count in enumerate(task.micro_batches):
-        ranks = task.placement[replica]
-        for transfer in program.transfers or ():
-            if ranks[transfer.source] != ranks[transfer.dest]:
-                both = 2 if has_gradient(transfer) else 1
-                total += both * count * moved_bytes(program, transfer)
-        for stage in program.require_stages():
-            for each in exchanges(program, stage):
-                total += each.trips * count * each.num_bytes
-    return total
+    link = network.link(row[transfer.source][0], row[transfer.dest][0])
+    num_bytes = most_bytes(program, transfer)
+    return Edge(
+        transfer.source,
+        transfer.dest,
+        link.seconds(num_bytes),
+        num_bytes,
+        any(meta.needs_gradient(value) for value in transfer.values),
+        *received_bytes(program, transfer),
+    )
 
 
 def reduced_bytes(program: Program, task: Task, data: int) -> list[int]:
@@ -216,8 +191,3 @@ def reduced_bytes(program: Program, task: Task, data: int) -> list[int]:
 def micro_batch_size(program: Program) -> int:
     """Return the samples of one micro-batch: the first input's first size."""
     return next((item.spec.shape[0] for item in program.inputs if item.spec.shape), 1)
-
-
-def has_gradient(transfer: Transfer) -> bool:
-    """Whether any gradient travels back."""
-    return any(meta.needs_gradient(value) for value in transfer.values)

@@ -190,14 +190,17 @@ class Task:
         own = sum(stage.resident_bytes for stage in self.stages_on(rank))
         return own + self.workspace_bytes
 
-    def fixed_bytes(self, rank: int) -> int:
-        """Return what a rank may need besides what is saved of micro-batches."""
+    def fixed_bytes(self, rank: int, *, split: bool) -> int:
+        """Return what a rank may need besides what is saved of micro-batches.
+
+        `split` says whether all backwards are.
+        """
         stages = self.stages_on(rank)
         return (
             self.resident_bytes(rank)
             + sum(stage.gradient_bytes for stage in stages)
             + sum(sum(self.posted[r][s]) for r, s in self.lanes[rank])
-            + max((stage.transient_bytes for stage in stages), default=0)
+            + max((s.on_top(split=split, is_first=False) for s in stages), default=0)
         )
 
     @cached_property

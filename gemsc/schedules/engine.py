@@ -82,7 +82,7 @@ def run(task: Task, policy: Policy) -> Timeline:
     Raises:
         GemscError: a rank's memory cap is below what one micro-batch needs.
     """
-    _require_memory(task)
+    _require_memory(task, policy)
 
     def schedule(suited: Task) -> Clock:
         return play(task, _orders(suited, policy))
@@ -167,13 +167,14 @@ def _orders(task: Task, policy: Policy) -> Orders:
     raise InternalError("the schedule policy allows no further action")
 
 
-def _require_memory(task: Task) -> None:
+def _require_memory(task: Task, policy: Policy) -> None:
     """Refuse a cap under which some rank cannot hold one micro-batch."""
     if task.memory_cap is None:
         return
     short = []
     for rank in range(task.num_ranks):
-        need = task.fixed_bytes(rank) + max(run_bytes(task, rank), default=0)
+        need = task.fixed_bytes(rank, split=policy.split_backward)
+        need += max(run_bytes(task, rank), default=0)
         if need > task.memory_cap:
             short.append(f"rank {rank} needs {need:,} bytes")
     if short:
@@ -214,7 +215,7 @@ class _Scheduler:
         self.rank_live = [max(1, policy.rank_live(task, rank)) for rank in ranks]
         self.unlimited = _no_rank_limit(task, 0)
         self.room = [_Room(task, policy, self.clock, rank) for rank in ranks]
-        self.group = _group(task)
+        self.group = _group(task, policy)
         self.next: list[dict[Kind, dict[Lane, tuple[Key, Action]]]] = [
             {kind: {} for kind in self.kinds} for _ in ranks
         ]
@@ -316,14 +317,15 @@ class _Scheduler:
         )
 
 
-def _group(task: Task) -> int:
+def _group(task: Task, policy: Policy) -> int:
     """Return how many micro-batches of every replica fit into all ranks at once."""
     group = max(1, *task.micro_batches)
     if task.memory_cap is None:
         return group
     for rank in range(task.num_ranks):
         need = sum(run_bytes(task, rank))
-        room = task.memory_cap - task.fixed_bytes(rank)
+        fixed = task.fixed_bytes(rank, split=policy.split_backward)
+        room = task.memory_cap - fixed
         group = min(group, room // need) if need else group
     return max(1, group)
 
@@ -343,7 +345,7 @@ class _Room:
         self._lanes = task.lanes[rank]
         self._limit = policy.live_runs
         self._cap = task.memory_cap
-        self._fixed = task.fixed_bytes(rank)
+        self._fixed = task.fixed_bytes(rank, split=policy.split_backward)
         self._replicas = sorted({replica for replica, _ in self._lanes})
         self._need = dict(
             zip(self._order_of_need(), run_bytes(task, rank), strict=True)

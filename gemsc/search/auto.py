@@ -10,7 +10,8 @@ from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.ending import after_backward
-from gemsc.planner.predict import micro_batch_size, reduced_bytes, sent_bytes
+from gemsc.planner.predict import micro_batch_size, reduced_bytes
+from gemsc.planner.traffic import step_traffic
 from gemsc.search.advice import nothing_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
 from gemsc.search.grids import picture_sizes
@@ -84,6 +85,7 @@ def assess(
     )
     fullest = max(range(len(peaks)), key=lambda group: peaks[group])
     size = micro_batch_size(done.program)
+    sent = step_traffic(done.tiles[0], done.task).message_bytes
     return Candidate(
         options,
         seconds=done.timeline.makespan + ending,
@@ -92,5 +94,5 @@ def assess(
         peak_bytes=peaks[fullest],
         activation_bytes=done.timeline.peak_activation_bytes[fullest],
         bubble=done.timeline.bubble,
-        sent_bytes=sent_bytes(done.tiles[0], done.task) + sum(sums),
+        sent_bytes=sent + sum(sums),
     )
