@@ -94,7 +94,7 @@ KNOWN = {(f"{TILES}.{m}", f"{TILES}.layers") for m in ("norms", "losses", "reduc
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"], "", "runtime"}
 # each of them is where a process begins
 MANY = {"main"}
-LARGEST_ROOM, MOST_LOOSE_MODULES = 24, 8
+LARGEST_ROOM, MOST_LOOSE_MODULES = 20, 8
 
 
 def names_of(node: ast.AST) -> tuple[str, ...]:

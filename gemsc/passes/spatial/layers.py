@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from gemsc.ir.holder import put_layer, shallow_copy
 from gemsc.ir.program import Program
-from gemsc.passes.spatial.refused import Refused
+from gemsc.passes.spatial.values import Refused
 
 __all__ = ["Layers"]
 

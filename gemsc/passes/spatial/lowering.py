@@ -10,22 +10,24 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from gemsc.base.boxes import Box, everything, is_inside
+from gemsc.base.boxes import Box, everything, is_inside, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
+from gemsc.ir.layout import Layout
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Barrier, Block, Program, Stage
+from gemsc.ir.shape_grid import ShapeGrid
+from gemsc.messages.exchange import Exchange
 from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.cuts import Axes, fits
+from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
 from gemsc.passes.spatial.halos import Halos, Need
 from gemsc.passes.spatial.inputs import Placeholders
 from gemsc.passes.spatial.layers import Layers
-from gemsc.passes.spatial.parts import Parts
-from gemsc.passes.spatial.refused import Refused
 from gemsc.passes.spatial.values import (
     Flattened,
     Local,
+    Refused,
     annotate_part,
     covers,
     held_boxes,
@@ -40,7 +42,7 @@ __all__ = ["Local", "Lowering", "Refused", "Rule"]
 Rule = Callable[["Lowering", fx.Node], Local]
 
 
-class Lowering(Parts):
+class Lowering:
     """The state of one run of SplitTiles: what is lowered so far, and the tools.
 
     Rules read the old graph's nodes, whose values are the whole ones, and create nodes
@@ -61,7 +63,13 @@ class Lowering(Parts):
         self.program = program
         self.probe = probe
         self.module = with_graph(program.module, fx.Graph())
-        super().__init__(self.module.graph, tile)
+        self.graph = self.module.graph
+        self.grid: tuple[int, ...] = ()  # of the stage at hand
+        self._tile = tile  # beyond the grid it begins anew
+        self._stage = 0  # the one at hand
+        self._made: list[fx.Node] = []
+        self._parts: dict[tuple[Any, ...], fx.Node] = {}
+        self._exchanges: dict[Any, Exchange] = {}
         self.barriers: list[Barrier] = []
         self._rule = rule
         self._training = training
@@ -195,6 +203,62 @@ class Lowering(Parts):
         self._take_back(0)
         self._halos = before
         return tuple(self._needs)
+
+    # ------------------------------------------------ the tile at hand
+
+    @property
+    def place(self) -> int:
+        """The number of the tile at hand in the stage's grid."""
+        return self._tile % num_tiles(self.grid)
+
+    @property
+    def here(self) -> ShapeGrid:
+        """The stage's grid, as an argument of operations on tiles."""
+        return ShapeGrid(self._tile, self.tiles)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the stage's grid has."""
+        return num_tiles(self.grid)
+
+    def owned(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[Box, ...]:
+        """Return what each tile of the stage holds of a value with these axes."""
+        return held_boxes(shape, axes, self.grid)
+
+    def share(self, shape: tuple[int, ...], axes: Axes) -> float:
+        """Return the part of all elements that the tile at hand holds."""
+        part = 1.0
+        place = coordinates(self.grid, self.place)
+        for size, axis in zip(shape, axes, strict=True):
+            if axis is not None:
+                start, stop = cut(size, self.grid[axis])[place[axis]]
+                part *= (stop - start) / size
+        return part
+
+    def among(self, axes: Iterable[int | None]) -> tuple[int, ...]:
+        """Return the tiles that differ from ours along these axes only; () for all."""
+        free = set(axes)
+        ours = coordinates(self.grid, self.place)
+        tiles = tuple(
+            tile
+            for tile in range(self.tiles)
+            if all(
+                axis in free or place == ours[axis]
+                for axis, place in enumerate(coordinates(self.grid, tile))
+            )
+        )
+        return () if len(tiles) == self.tiles else tiles
+
+    def require_all_axes(self, axes: Axes) -> None:
+        """See that no two tiles have the same part of a value with these axes.
+
+        Raises:
+            Refused: some have, as of a sum over rows that leaves columns cut.
+        """
+        if {axis for axis in axes if axis is not None} != {
+            axis for axis, parts in enumerate(self.grid) if parts > 1
+        }:
+            raise Refused("it is cut along some axes of the grid only")
 
     # --------------------------------------------- what rules look up
 
@@ -452,3 +516,91 @@ class Lowering(Parts):
         with fake.fake_mode:
             meta.set_value(node, fake.new_empty(tensor.shape, dtype=tensor.dtype))
         return node
+
+    # ------------------------------------- parts of values, made once
+
+    def _create(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+    ) -> fx.Node:
+        node = self.graph.create_node(op, target, args, kwargs, name=name)
+        self._made.append(node)
+        return node
+
+    def _cropped(
+        self,
+        source: fx.Node,
+        shape: tuple[int, ...],
+        held: tuple[Box, ...],
+        wanted: tuple[Box, ...],
+    ) -> fx.Node:
+        """Return the node of the rows that are wanted of those held."""
+        key = (source, wanted, 0.0, self._stage)
+        if key not in self._parts:
+            index = tuple(
+                slice(start - begin, stop - begin)
+                for (start, stop), (begin, _) in zip(
+                    wanted[self.place], held[self.place], strict=True
+                )
+            )
+            sizes = shape_of(held[self.place])
+            index = tuple(
+                slice(None) if rows == slice(0, size) else rows
+                for rows, size in zip(index, sizes, strict=True)
+            )
+            new = self._create(
+                "call_function", getitem, (source, index), {}, source.name
+            )
+            self._describe_part(new, source, Layout(shape, wanted))
+            self._parts[key] = new
+        return self._parts[key]
+
+    def _describe_part(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
+        meta.copy_meta(source, new)
+        meta.set_whole_gradients(new, None)
+        meta.set_layout(new, layout)
+        fake = meta.value(source)
+        with fake.fake_mode:
+            meta.set_value(new, fake.new_empty(layout.local_shape(self.place)))
+
+    def _part_of(
+        self,
+        source: fx.Node,
+        shape: tuple[int, ...],
+        held: tuple[Box, ...],
+        wanted: tuple[Box, ...],
+        fill: float,
+        owned: tuple[Box, ...] = (),
+        wraps: bool = False,
+    ) -> fx.Node:
+        if wanted == held:
+            return source
+        key = (source, wanted, fill, self._stage, wraps)
+        if key in self._parts:
+            return self._parts[key]
+        owned = () if owned == held else owned
+        exchange = self.exchange(shape, held, wanted, fill, owned, wraps)
+        args = (self.here, source, exchange)
+        new = self._create("call_function", tiles.redistribute, args, {}, source.name)
+        self._describe_part(new, source, Layout(shape, wanted))
+        self._parts[key] = new
+        return new
+
+    def exchange(
+        self,
+        shape: tuple[int, ...],
+        held: tuple[Box, ...],
+        wanted: tuple[Box, ...],
+        fill: float = 0.0,
+        owned: tuple[Box, ...] = (),
+        wraps: bool = False,
+    ) -> Exchange:
+        """Return the exchange of these boxes: one object for all that are equal."""
+        key = (shape, held, wanted, fill, owned, wraps)
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(len(self._exchanges), *key)
+        return self._exchanges[key]

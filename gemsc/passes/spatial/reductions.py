@@ -1,4 +1,4 @@
-"""Reductions: sums, extremes, variances, softmax over dimensions that are cut.
+"""Reductions: sums, extremes, variances, softmax and losses over what is cut.
 
 Each tile reduces what it has. Then the tiles that differ only along the axes reduced
 put theirs together, so that a mean over rows of a 2 x 2 grid leaves columns cut:
@@ -8,20 +8,22 @@ put theirs together, so that a mean over rows of a 2 x 2 grid leaves columns cut
 
 from __future__ import annotations
 
+import operator
+from math import prod
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from gemsc.ir import meta
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.emit import call_again, weighted_sum
+from gemsc.passes.spatial.emit import call_again, on_tiles, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.shapes import along, are_dims, elementwise
 from gemsc.passes.spatial.values import Flattened
 from gemsc.runtime import tiles
 
-__all__ = ["extreme", "reduction", "softmax"]
+__all__ = ["cross_entropy", "elementwise_loss", "extreme", "reduction", "softmax"]
 
 _OVER_TILES = {
     "max": tiles.amax,
@@ -175,3 +177,66 @@ def _correction(call: Call) -> float:
         return int(bool(unbiased))
     correction: float = call.get("correction", 1)
     return correction
+
+
+# Losses: tile sums, divided by the count of all tiles
+
+
+def elementwise_loss(low: Lowering, call: Call) -> Local:
+    """Add up the tiles' sums of a loss that has one term per element."""
+    reduction = _reduction(call)
+    axes, inputs = _cut_alike(low, call)
+    weights = [call.get(name) for name in ("weight", "pos_weight")]
+    if any(isinstance(w, Tensor) and w.dim() > 0 for w in weights):
+        raise Refused("it has weights")
+    for weight in weights:
+        if isinstance(weight, fx.Node):
+            raise Refused("it has weights")
+    if reduction == "none":
+        return call_again(low, call, axes, inputs)
+    changes = {} if reduction == "sum" else {"reduction": "sum"}
+    partial = call_again(low, call, None, inputs, changes, partial=True)
+    among = low.among(axis for axis in axes if axis is not None)
+    total = low.all_reduce(call.node, partial.node, None, among)
+    if reduction == "sum":
+        return total
+    count = prod(low.shape(call.input))
+    args = (total.node, count)
+    return low.create(call.node, "call_function", operator.truediv, args, {}, None)
+
+
+def _reduction(call: Call) -> str:
+    if call.get("size_average") is not None or call.get("reduce") is not None:
+        raise Refused("it uses size_average or reduce")
+    return str(call.get("reduction", "mean"))
+
+
+def _cut_alike(low: Lowering, call: Call) -> tuple[Axes, dict[fx.Node, fx.Node]]:
+    """Return output and target, cut alike."""
+    output, target = call["input"], call["target"]
+    if low.shape(output) != low.shape(target):
+        raise Refused("output and target have different shapes")
+    axes = low.axes(output) or low.axes(target)
+    assert axes is not None
+    return axes, {node: low.spread(node, axes) for node in (output, target)}
+
+
+def cross_entropy(low: Lowering, call: Call) -> Local:
+    """Add up the tiles' pixels and their weights in one message."""
+    reduction = _reduction(call)
+    output, target = call["input"], call["target"]
+    axes = low.axes(output)
+    if axes is None or any(axis is not None for axis in axes[:2]):
+        raise Refused("it is cut along batch or classes")
+    low.require_all_axes(axes)
+    pixels = axes
+    if not meta.spec(target).dtype.is_floating_point:
+        pixels = (axes[0], *axes[2:])
+    inputs = {
+        output: low.get(output).node,
+        target: low.spread(target, pixels),
+    }
+    if reduction == "none":
+        return call_again(low, call, (axes[0], *axes[2:]), inputs)
+    args = (low.here, *inputs.values())
+    return on_tiles(low, call, tiles.cross_entropy, args, None)

@@ -12,7 +12,6 @@ from gemsc.ir import meta
 from gemsc.ir.opaque import opaque_of
 from gemsc.passes.spatial import (
     flattened,
-    losses,
     norms,
     padding,
     reductions,
@@ -63,8 +62,8 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "min": reductions.extreme,
     "var": reductions.reduction,
     "std": reductions.reduction,
-    "loss": losses.elementwise_loss,
-    "cross_entropy": losses.cross_entropy,
+    "loss": reductions.elementwise_loss,
+    "cross_entropy": reductions.cross_entropy,
 }
 # These cut a whole value again: each tile computes its part of the result only.
 CUTS_AGAIN = frozenset({"conv", "conv_transpose", "max_pool", "avg_pool"})

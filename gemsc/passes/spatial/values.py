@@ -14,12 +14,17 @@ from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
 __all__ = [
     "Flattened",
     "Local",
+    "Refused",
     "annotate_part",
     "covers",
     "held_boxes",
     "last_axes",
     "whole_shape",
 ]
+
+
+class Refused(Exception):  # noqa: N818 - no error: the caller gathers instead
+    """A rule cannot compute a node on tiles; says why, for the report."""
 
 
 @dataclass(frozen=True, slots=True)
