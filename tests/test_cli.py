@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from gemsc.cli.command import COMMANDS, main
 from gemsc.launch.launch import MALLOC_SETTING
 from gemsc.user_model import load_user_model
-from gemsc.verify.steps import _nudged
+from gemsc.verify.steps import nudged
 
 
 @pytest.fixture
@@ -224,10 +224,10 @@ def test_a_program_that_computes_something_else_is_not_exact(
 def test_other_roundings_change_the_last_bit_of_each_weight() -> None:
     model = torch.nn.Linear(40, 30)
     before = model.weight.detach().clone()
-    changed = _nudged(model, 0, torch.float32).weight
+    changed = nudged(model, 0, torch.float32).weight
     assert torch.equal(model.weight, before)
     steps = (changed - before).abs() / torch.finfo(torch.float32).eps / before.abs()
     assert float(steps.max()) <= 2  # the product is rounded as well
     assert float((steps > 0).float().mean()) > 0.9
-    assert torch.equal(_nudged(model, 0, torch.float32).weight, changed)
-    assert not torch.equal(_nudged(model, 1, torch.float32).weight, changed)
+    assert torch.equal(nudged(model, 0, torch.float32).weight, changed)
+    assert not torch.equal(nudged(model, 1, torch.float32).weight, changed)

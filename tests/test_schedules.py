@@ -13,7 +13,7 @@ from schedule_support import (
 )
 
 from gemsc.schedules import SCHEDULES, StageCost, Task, Timeline, place, replay, run
-from gemsc.schedules.engine import _orders
+from gemsc.schedules.engine import find_orders
 from gemsc.schedules.loops import find_loops, num_lines
 
 NAMES = list(SCHEDULES)
@@ -165,7 +165,7 @@ def test_the_text_does_not_grow_with_the_micro_batches(
 def test_a_short_text_costs_little_time(name: str, seed: int) -> None:
     task = uneven(name, seed, 16)
     policy = SCHEDULES[name].policy
-    free = replay(task, _orders(task, policy))
+    free = replay(task, find_orders(task, policy))
     assert run(task, policy).makespan <= 1.05 * free.makespan
 
 

@@ -18,7 +18,7 @@ from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings
-from gemsc.verify.runs import RunComparison, _check_data, _compare, _Result
+from gemsc.verify.runs import RunComparison, RunResult, check_data, compare_runs
 
 # Data drawn at random, noise and flips of each sample, buffers, dropout, a schedule of
 # the learning rate, metrics that are no means over samples.
@@ -154,8 +154,8 @@ def compared(
     run: PlainRun, record: RunRecord, **changed: torch.Tensor
 ) -> RunComparison:
     saved = run.model.state_dict() | changed
-    mine = _Result.of_run(record, saved)
-    return _compare(mine, _Result.of_plain(run, record))
+    mine = RunResult.of_run(record, saved)
+    return compare_runs(mine, RunResult.of_plain(run, record))
 
 
 PLANS = {
@@ -300,24 +300,24 @@ def test_rounding_excuses_so_much(error: float, rounding: float, verdict: str) -
 
 def test_other_data_are_told(user: UserModel) -> None:
     run = plain_run(user)
-    _check_data(run, record_of(run))
+    check_data(run, record_of(run))
     record = record_of(run)
     index = run.rows[4][2]
     record.samples[4][index, None] = "other"
     message = f"dataset returns different data .*: sample {index}, in epoch 2"
     with pytest.raises(GemscError, match=message) as caught:
-        _check_data(run, record)
+        check_data(run, record)
     assert caught.value.at == user.line_of("dataset")
 
     record = record_of(run)
     del record.samples[1][run.rows[1][0], None]
     with pytest.raises(GemscError, match=r"in step 2, .* take different samples"):
-        _check_data(run, record)
+        check_data(run, record)
 
     record = record_of(run)
     record.eval_samples[12] = {(12, None): "other"}
     with pytest.raises(GemscError, match=r"eval_dataset returns .* sample 12"):
-        _check_data(run, record)
+        check_data(run, record)
 
 
 TILED = MODEL.replace(
@@ -350,7 +350,7 @@ def test_images_that_are_read_in_parts(user: UserModel, tmp_path: Path) -> None:
     for i in run.rows[2]:
         record.samples[2][i, part] = run.samples.digest_of(0, i, part)
     assert record.samples[2][box] == digest((image[:, :5], target))
-    _check_data(run, record)
+    check_data(run, record)
 
     last = run.evaluations[0][-2:]  # what is not full, and is left out on tiles
     assert all("loss" in figures for _, figures in last)

@@ -16,7 +16,7 @@ from gemsc.schedules.action import (
 from gemsc.schedules.clock import Clock, play
 from gemsc.schedules.loops import find_loops, num_lines
 
-__all__ = ["Policy", "run", "run_bytes"]
+__all__ = ["Policy", "find_orders", "run", "run_bytes"]
 
 Orders = tuple[tuple[Action, ...], ...]
 Lane = tuple[int, int]
@@ -85,7 +85,7 @@ def run(task: Task, policy: Policy) -> Timeline:
     _require_memory(task, policy)
 
     def schedule(suited: Task) -> Clock:
-        return play(task, _orders(suited, policy))
+        return play(task, find_orders(suited, policy))
 
     equal = _equalised(task)
     regular = schedule(equal)
@@ -150,7 +150,7 @@ def _lines(order: Sequence[Action]) -> int:
     return num_lines(find_loops(order))
 
 
-def _orders(task: Task, policy: Policy) -> Orders:
+def find_orders(task: Task, policy: Policy) -> Orders:
     """Schedule; drop wishes that leave no way to go on, as they may under a cap.
 
     What remains never blocks: the oldest micro-batch may always go on.

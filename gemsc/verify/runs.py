@@ -34,7 +34,14 @@ from gemsc.verify.steps import (
     user_model_of,
 )
 
-__all__ = ["OPTIONS", "RunComparison", "verify_run"]
+__all__ = [
+    "OPTIONS",
+    "RunComparison",
+    "RunResult",
+    "check_data",
+    "compare_runs",
+    "verify_run",
+]
 
 # what the plain loop knows of, besides the number of steps
 OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm")
@@ -106,11 +113,13 @@ def verify_run(
     )
     model = initial_model(user, directory)
     plain = _plain(user, model, settings, record)
-    found = _compare(_Result.of_run(record, saved), _Result.of_plain(plain, record))
+    found = compare_runs(
+        RunResult.of_run(record, saved), RunResult.of_plain(plain, record)
+    )
     if found.worst > TOLERANCE[dtype] and dtype is not torch.float64:
         exact = _plain(user, model, replace(settings, dtype=torch.float64))
-        one, other = (_Result.of_plain(run, record) for run in (plain, exact))
-        found = replace(found, rounding=_compare(one, other).worst)
+        one, other = (RunResult.of_plain(run, record) for run in (plain, exact))
+        found = replace(found, rounding=compare_runs(one, other).worst)
     return found
 
 
@@ -149,11 +158,11 @@ def _plain(
             plain = PlainRun(user, model, settings)
             plain.train()
         if record is not None:
-            _check_data(plain, record)
+            check_data(plain, record)
     return plain
 
 
-def _check_data(plain: PlainRun, record: RunRecord) -> None:
+def check_data(plain: PlainRun, record: RunRecord) -> None:
     """Make sure that the ranks have read what the plain loop has read."""
     epochs = [step // plain.steps_per_epoch for step in range(len(record.samples))]
     for step, (epoch, digests) in enumerate(zip(epochs, record.samples, strict=True)):
@@ -188,7 +197,7 @@ def _check_samples(
 
 
 @dataclass(frozen=True)
-class _Result:
+class RunResult:
     """What is compared of a run."""
 
     losses: list[float]
@@ -196,12 +205,14 @@ class _Result:
     model: dict[str, Tensor]
 
     @classmethod
-    def of_run(cls, record: RunRecord, saved: dict[str, Tensor]) -> _Result:
+    def of_run(cls, record: RunRecord, saved: dict[str, Tensor]) -> RunResult:
+        """Return that of a run on ranks."""
         means = [{n: mean for n, (mean, _) in f.items()} for f in record.figures]
         return cls(record.losses, means, saved)
 
     @classmethod
-    def of_plain(cls, plain: PlainRun, record: RunRecord) -> _Result:
+    def of_plain(cls, plain: PlainRun, record: RunRecord) -> RunResult:
+        """Return that of the plain loop, for what the ranks have noted."""
         pairs = zip(plain.evaluations, record.figures, strict=True)
         means = [_means(parts, figures, plain) for parts, figures in pairs]
         return cls(plain.losses, means, plain.model.state_dict())
@@ -232,7 +243,8 @@ def _means(
     }
 
 
-def _compare(actual: _Result, expected: _Result) -> RunComparison:
+def compare_runs(actual: RunResult, expected: RunResult) -> RunComparison:
+    """Return the worst errors of losses, figures and the saved model."""
     mine, theirs = (
         StepRecord(result.losses, {}, {n: as_real(t) for n, t in result.model.items()})
         for result in (actual, expected)

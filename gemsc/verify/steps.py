@@ -38,6 +38,7 @@ __all__ = [
     "StepRecord",
     "compare",
     "initial_model",
+    "nudged",
     "read_record",
     "reference_steps",
     "user_model_of",
@@ -366,11 +367,11 @@ def _other_roundings(
     if dtype is not torch.float64 and not plan.only_dtype:
         yield _one_process(user, model, batches, plan, torch.float64)
     for number in range(NUDGES):
-        nudged = _nudged(model, number, dtype)
-        yield _one_process(user, nudged, batches, plan, dtype)
+        changed = nudged(model, number, dtype)
+        yield _one_process(user, changed, batches, plan, dtype)
 
 
-def _nudged(model: nn.Module, seed: int, dtype: torch.dtype) -> nn.Module:
+def nudged(model: nn.Module, seed: int, dtype: torch.dtype) -> nn.Module:
     """Return the model in a dtype, with weights that differ in their last bit.
 
     What a ReLU or a pool decides may change with it, as with sums in another order.
