@@ -163,11 +163,11 @@ def names(self: Any, x: Tensor) -> Tensor:
     sum = Tensor + torch
     m = self.c(sum + nn)
     device, input = m * 2, m * 3
-    Q = self.d(device + worker + input)  # noqa: N806
-    user = Q + sum
+    STAGE0 = self.d(device + worker + input)  # noqa: N806
+    user = STAGE0 + sum
     größe = user.sin() + torch
-    STAGES = self.trunk(größe)  # noqa: N806
-    Worker = STAGES + Q  # noqa: N806
+    STAGE1 = self.trunk(größe)  # noqa: N806
+    Worker = STAGE1 + STAGE0  # noqa: N806
     forward_stage0 = train_step = Worker + größe
     return self.a(forward_stage0 + train_step * 2)
 

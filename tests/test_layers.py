@@ -87,10 +87,6 @@ IN_FUNCTIONS = {
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
 }
 
-# The face of a grid is an interface of norms, losses and reductions, too.
-TILES = "gemsc.runtime.tiles"
-KNOWN = {(f"{TILES}.{m}", f"{TILES}.layers") for m in ("norms", "losses", "reductions")}
-
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"], "", "runtime"}
 # each of them is where a process begins
 MANY = {"main"}
@@ -140,7 +136,7 @@ def tree(module: str) -> ast.Module:
 def own_imports(module: str) -> set[str]:
     """Return what a module imports of ours, for types and in functions, too."""
     found = set(imports(tree(module), deep=True, for_types=True))
-    return {name for name in found & modules().keys() if (module, name) not in KNOWN}
+    return found & modules().keys()
 
 
 def room(module: str) -> str:

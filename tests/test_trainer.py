@@ -431,3 +431,23 @@ def test_weights_of_the_same_names_and_another_shape_are_refused(
     path.write_text(path.read_text().replace("nn.Linear(4, 4)", "nn.Linear(4, 5)"))
     with pytest.raises(GemscError, match=r"have shape .* the program needs"):
         on_ranks(tmp_path, 2, lambda t: t.device)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "says"),
+    [
+        ("PROGRAM = ", "OTHER = ", GemscError, r"rank0\.py has no PROGRAM"),
+        ("    reductions={},\n", "", TypeError, "missing .* 'reductions'"),
+        ("    reductions=", "    sums=", TypeError, "unexpected .* 'sums'"),
+    ],
+)
+def test_a_rank_file_that_leaves_out_a_part_of_its_program_is_refused(
+    old: str, new: str, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    written(tmp_path, Net(simple), micro_batches=1)
+    path = tmp_path / "rank0.py"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(error, match=says):
+        on_ranks(tmp_path, 2, lambda t: t.device)

@@ -148,7 +148,7 @@ class _RankWriter:
             self.writer.call(
                 f"{targets} = worker.receive(",
                 [message, "m"],
-                note=self._from(run, transfer),
+                note=f"from {self._peer(run, transfer, transfer.source)}",
             )
         for node in flow.inputs:
             local[node] = names.unique(base_name(node))
@@ -163,7 +163,8 @@ class _RankWriter:
 
     def _local_names(self) -> Names:
         """Return names for the variables of a function, apart from the module's."""
-        return Names(["worker", "m", *self.messages.values()])
+        constants = (*self.messages.values(), *self.constants.runs.values())
+        return Names(["worker", "m", *constants])
 
     def _write_run(
         self, run: RunText, flow: StageFlow, local: dict[fx.Node, str], verb: str
@@ -182,15 +183,8 @@ class _RankWriter:
     ) -> None:
         message = self.messages[run.replica, transfer.index]
         values = [local[value] for value in transfer.values]
-        self.writer.call(
-            "worker.send(", [message, "m", *values], note=self._to(run, transfer)
-        )
-
-    def _from(self, run: RunText, transfer: Transfer) -> str:
-        return f"from {self._peer(run, transfer, transfer.source)}"
-
-    def _to(self, run: RunText, transfer: Transfer) -> str:
-        return f"to {self._peer(run, transfer, transfer.dest)}"
+        note = f"to {self._peer(run, transfer, transfer.dest)}"
+        self.writer.call("worker.send(", [message, "m", *values], note=note)
 
     def _peer(self, run: RunText, transfer: Transfer, stage: int) -> str:
         where = self._where(run, stage)
