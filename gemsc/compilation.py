@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -20,12 +22,14 @@ class Traced:
     """A model as a graph cut into blocks, for any number of ranks.
 
     `evaluation` is the graph in evaluation mode; `twins` maps nodes of the one to nodes
-    of the other if they differ in constants only.
+    of the other if they differ in constants only. `facts` are those of tiles that it
+    was split into: see `Annotate`.
     """
 
     program: Program
     evaluation: Program
     twins: dict[fx.Node, fx.Node] | None
+    facts: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemsc.codegen.package import rank_modules, write_directory
-from gemsc.codegen.read import read_ranks
-from gemsc.compilation import Compilation, Traced
+from gemsc.codegen.package import rank_modules
+from gemsc.compilation import Compilation, TileProgram, Traced
+from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.optimizer_state import Factory, optimizer_bytes
 from gemsc.costs.profile import Progress
@@ -21,67 +22,52 @@ from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.optimizer import check_optimizer
-from gemsc.ir.flow import reductions
+from gemsc.ir.flow import owned_tensors
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
+from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions, choose
+from gemsc.passes.annotate import Annotate
+from gemsc.passes.balance_stages import BalanceStages
+from gemsc.passes.base import Pass
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.passes.follow_stages import find_twins
-from gemsc.passes.manager import Observer, run_passes
-from gemsc.passes.pipeline import graph_passes
+from gemsc.passes.check_statistics import CheckStatistics
+from gemsc.passes.check_tiles import CheckTiles
+from gemsc.passes.detect_skips import DetectSkips
+from gemsc.passes.find_halos import FindHalos
+from gemsc.passes.follow_stages import FollowStages, find_twins
+from gemsc.passes.group_blocks import GroupBlocks
+from gemsc.passes.insert_comms import InsertComms
+from gemsc.passes.local_batchnorm import LocalBatchnorm
+from gemsc.passes.manager import Observer, Runs
+from gemsc.passes.mark_segments import MarkSegments
+from gemsc.passes.overlap_halos import OverlapHalos
+from gemsc.passes.place_stages import PlaceStages
+from gemsc.passes.split_tiles import SplitTiles
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
+from gemsc.planner.fitting import Scheduled, schedule
+from gemsc.planner.layout import check_blocks, stage_layout
 from gemsc.planner.make_plan import make_plan
-from gemsc.schedules import Task
-from gemsc.schedules.check import prove
+from gemsc.planner.predict import schedule_task
+from gemsc.planner.tiles import fullest_tile
+from gemsc.schedules import SCHEDULES
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import settled
 from gemsc.search.candidates import Candidate
-from gemsc.search.staging import Scheduled, schedule_stages, with_evaluation
-from gemsc.viz.graph import draw_graph, render
-from gemsc.viz.report import write_report
-from gemsc.viz.timeline import write_timeline
+from gemsc.search.grids import picture_sizes
 
-__all__ = ["CompiledProgram", "Traced", "compile", "lower", "plan", "trace"]
-
-
-@dataclass(frozen=True, repr=False)
-class CompiledProgram:
-    """The result of `compile`: inspect it, then write it.
-
-    `candidates` are the options that were compared where something was `auto`, the best
-    first.
-    """
-
-    compilation: Compilation
-    candidates: tuple[Candidate, ...] = ()
-
-    @property
-    def plan(self) -> Plan:
-        """Every decision, as plain data."""
-        return self.compilation.plan
-
-    def __repr__(self) -> str:
-        """Return for example `<Net: 4 ranks, stages of 3, 4, 3, 2 blocks, 1f1b>`."""
-        return f"<{self.plan.summary}>"
-
-    def rank_modules(self) -> dict[str, str]:
-        """Return the text of each rank's file, by file name."""
-        return dict(self.compilation.files)
-
-    def graph(self) -> str:
-        """Return the graph of the stages as DOT text."""
-        return draw_graph(self.compilation.program, self.plan)
-
-    def write(self, directory: str | Path) -> str | None:
-        """Write the program directory; return why graph.svg is missing, if it is."""
-        folder = Path(directory)
-        write_directory(self.compilation, folder)
-        write_timeline(self.plan, folder / "timeline.svg")
-        missing = render(self.graph(), folder / "graph.svg")
-        write_report(self.plan, folder, self.candidates, with_graph=missing is None)
-        return missing
+__all__ = [
+    "CompiledProgram",
+    "Traced",
+    "compile",
+    "lower",
+    "plan",
+    "schedule_stages",
+    "settled_options",
+    "trace",
+]
 
 
 def compile(
@@ -156,16 +142,18 @@ def trace(
     """
     record = choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
-    trains = loss is not None
+    trains, run = loss is not None, Runs(after_each)
 
     def compare(program: Program) -> None:
         check_against_eager(program, model, example_inputs, **feed, training=trains)
 
     def prepared(opaque: Mapping[str, Opaque]) -> Program:
         program = record(model, example_inputs, training=trains, opaque=opaque, **feed)
-        device = hardware.device if hardware else None
+        annotate = Annotate(device=hardware.device if hardware else None)
         try:
-            program = run_passes(program, graph_passes(device), after_each=after_each)
+            program = run(
+                program, Canonicalize(), annotate, DetectSkips(), GroupBlocks()
+            )
         except Exception as error:
             if check and not isinstance(error, GemscError):  # is it the model?
                 compare(program)
@@ -179,7 +167,7 @@ def trace(
             compare(program)
         if profile:
             timed = TimeBlocks(example_inputs, example_target, progress=progress)
-            program = run_passes(program, (timed,), after_each=after_each)
+            program = run(program, timed)
         return program
 
     with _one_thread():
@@ -191,7 +179,7 @@ def trace(
         found = opaques(evaluation.module)
         if found.keys() != known.keys():  # what is not cut in one mode is in neither
             program = prepared(found)
-        evaluation = run_passes(evaluation, (Canonicalize(),), after_each=after_each)
+        evaluation = run(evaluation, Canonicalize())
     return Traced(program, evaluation, find_twins(program, evaluation))
 
 
@@ -203,9 +191,10 @@ def lower(
     after_each: Observer | None = None,
 ) -> CompiledProgram:
     """Cut a traced model into stages, schedule them, write their text and prove it."""
-    candidates, options = settled(traced, options)
-    done = schedule_stages(traced, options, after_each)
-    whole, tiles = with_evaluation(traced, done, options, after_each)
+    run = Runs(after_each)
+    candidates, options = settled_options(traced, options, run)
+    done = schedule_stages(traced, options, run)
+    whole, tiles = evaluate(traced, done, options, run)
     steps = tuple(find_loops(order) for order in done.timeline.orders)
     compilation = Compilation(whole, tiles, steps, _planned(done, options, source))
     files = rank_modules(compilation)
@@ -213,29 +202,133 @@ def lower(
     return CompiledProgram(replace(compilation, files=files), candidates)
 
 
-def prove_files(files: Mapping[str, str], compilation: Compilation, task: Task) -> None:
-    """Prove what the rank files say: training, and evaluation.
-
-    Raises:
-        InternalError: the files are wrong; names stage, micro-batch and user's line.
-    """
-    placement = compilation.program.placement
-    assert placement is not None
-    training, evaluation = read_ranks(files)
-    prove(evaluation, task.evaluation, groups=placement.groups)
-    if not task.has_backward:
-        return
-    shared = reductions(compilation.program, compilation.owned)
-    copies = compilation.plan.data
-    prove(training, task, groups=placement.groups, shared=shared, copies=copies)
-
-
 def plan(
     traced: Traced, options: CompileOptions, source: Path | None = None
 ) -> tuple[tuple[Candidate, ...], Plan]:
     """Return what was compared and the plan of the best, without a program."""
-    candidates, options = settled(traced, options)
-    return candidates, _planned(schedule_stages(traced, options), options, source)
+    run = Runs()
+    candidates, options = settled_options(traced, options, run)
+    return candidates, _planned(schedule_stages(traced, options, run), options, source)
+
+
+def settled_options(
+    traced: Traced, options: CompileOptions, run: Runs
+) -> tuple[tuple[Candidate, ...], CompileOptions]:
+    """Return what was compared where something is `auto`, and the options to take."""
+    stage = partial(schedule_stages, traced, run=run)
+    return settled(options, picture_sizes(traced.program), stage)
+
+
+def schedule_stages(
+    traced: Traced,
+    options: CompileOptions,
+    run: Runs,
+    *,
+    every_tile: bool = True,
+    hardware: Hardware | None = None,
+) -> Scheduled:
+    """Cut, place, split and schedule: what the options decide, before any text.
+
+    Without `every_tile` only the first tile is lowered, and the one that holds most.
+    """
+    choose("schedule", options.schedule, SCHEDULES)
+    hardware = hardware or read_hardware(options.hardware)
+    chosen = stage_layout(options)
+    names = [block.name for block in traced.program.blocks or ()]
+    check_blocks(options, chosen, traced.program.name, names)
+    balance = BalanceStages(
+        num_stages=chosen.num_stages,
+        kind=options.balance,
+        blocks=options.blocks,
+        cuts=options.cuts,
+        live=chosen.live,
+        num_tiles=chosen.num_tiles,
+    )
+    place = PlaceStages(
+        chosen.placement,
+        num_replicas=chosen.num_replicas,
+        rows=chosen.rows,
+        groups=chosen.groups,
+    )
+    check_statistics = CheckStatistics(chosen.num_replicas * options.data)
+    mark = MarkSegments(options.recompute, options.offload)
+    cut = run(traced.program, balance, check_statistics, mark)
+    program = run(cut, place, CheckTiles(), InsertComms())
+    tiles: tuple[Program, ...] = (program,)
+    if any(chosen.grids):
+        annotate = Annotate(device=hardware.device, known=traced.facts)
+        fused = 0 if options.local_batchnorm else options.fuse_halos
+        cut = run(cut, FindHalos(chosen.grids, fused))
+
+        def tile(number: int) -> Program:
+            split = tile_passes(number, chosen.grids, options)
+            return run(cut, *split, annotate, InsertComms(), place)
+
+        others = set(range(1, max(chosen.num_tiles)))
+        if not every_tile:
+            others &= {fullest_tile(tile(0))}
+        tiles = (tile(0), *map(tile, sorted(others)))
+    key = (*map(id, tiles), replace(chosen, micro_batches=()))
+    task = run.once(key, schedule_task, tiles, chosen, None, hardware)
+    task = replace(task, micro_batches=chosen.micro_batches)
+    return schedule(program, tiles, task, chosen, options, hardware)
+
+
+def tile_passes(
+    tile: int,
+    grids: tuple[tuple[int, ...], ...],
+    options: CompileOptions,
+    *,
+    training: bool = True,
+) -> tuple[Pass, ...]:
+    """Return the passes that make of stages what one tile of their grids runs."""
+    local = (LocalBatchnorm(),) if options.local_batchnorm else ()
+    overlap = (OverlapHalos(),) if options.overlap_halos else ()
+    return (SplitTiles(grids, tile, training), *local, *overlap)
+
+
+def evaluate(
+    traced: Traced, done: Scheduled, options: CompileOptions, run: Runs
+) -> tuple[TileProgram, tuple[TileProgram, ...]]:
+    """Cut evaluation where training is cut: of the whole, and of what each tile runs.
+
+    Where the two graphs differ in constants only, evaluation is training, and the
+    model's outputs travel too.
+    """
+    whole, twins = done.program, traced.twins
+    if twins is not None:
+        graph = same_stages(whole, traced.evaluation, twins)
+        evaluation = run(whole, _outputs_too(whole))
+    else:
+        follow = FollowStages(whole, owned_tensors(whole))
+        graph = run(traced.evaluation, Annotate(training=False), follow)
+        evaluation = run(graph, _outputs_alone(whole))
+    found = TileProgram(whole, evaluation, twins)
+    grids, halos = stage_layout(options).grids, done.tiles[0].halos
+    if halos is None:  # no stage is split
+        return found, (found,)
+    graph = replace(graph, halos=halos.for_evaluation(twins))
+    tiles = []
+    for number, tile in enumerate(done.tiles):
+        split = run(graph, *tile_passes(number, grids, options, training=False))
+        same = find_twins(tile, split) if twins is not None else None
+        if same is not None:
+            split = run(tile, _outputs_too(tile))
+        else:
+            annotate = Annotate(training=False, known=traced.facts)
+            split = run(split, annotate, _outputs_alone(tile))
+        tiles.append(TileProgram(tile, split, same))
+    return found, tuple(tiles)
+
+
+def _outputs_too(training: Program) -> InsertComms:
+    """Return the pass that lets outputs travel besides all that does in training."""
+    return InsertComms(outputs=True, known=training.transfers or ())
+
+
+def _outputs_alone(training: Program) -> InsertComms:
+    """Return the pass for another graph: its transfers have numbers of their own."""
+    return InsertComms(outputs=True, first_index=len(training.transfers or ()))
 
 
 def _planned(done: Scheduled, options: CompileOptions, source: Path | None) -> Plan:

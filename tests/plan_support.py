@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any, TypeVar
 
+from gemsc.compiler import Traced, plan, schedule_stages
+from gemsc.options import CompileOptions
+from gemsc.passes.manager import Runs
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
 from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, run
+from gemsc.search import auto
+from gemsc.search.candidates import Candidate
 
-__all__ = ["made_up_plan"]
+__all__ = ["assess", "made_up_plan", "search"]
 
 MIB = 2**20
 T = TypeVar("T")
+
+
+def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
+    """Return what is compared for these options, best first."""
+    candidates, _ = plan(traced, options)
+    return candidates
+
+
+def assess(
+    traced: Traced, options: CompileOptions, *, every_tile: bool = True
+) -> Candidate:
+    """Return what is predicted for one choice."""
+    stage = partial(schedule_stages, traced, run=Runs())
+    return auto.assess(options, stage, every_tile=every_tile)
 
 
 def made_up_plan(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity_support import options, traced
+from plan_support import assess, search
 from support import run_on_threads
 from torch import nn
 
@@ -15,10 +16,8 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import Traced, lower, trace
 from gemsc.errors import GemscError
 from gemsc.options import AUTO
-from gemsc.search.auto import assess, search
 from gemsc.search.candidates import alternatives
 from gemsc.search.grids import grids
-from gemsc.search.staging import Known
 
 
 def test_grids_for_ranks_and_pictures() -> None:
@@ -85,7 +84,8 @@ def test_a_picture_that_fits_on_no_layer_split_is_split_itself(
 
 def test_two_tiles_of_a_grid_tell_what_all_of_them_do() -> None:
     chosen = options(ranks=4, tiles="4x1", micro_batches=2)
-    found, exact = (assess(traced("unet"), chosen, known) for known in (Known(), None))
+    unet = traced("unet")
+    found, exact = (assess(unet, chosen, every_tile=each) for each in (False, True))
     assert found.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.03)
     assert found.seconds == pytest.approx(exact.seconds, rel=0.03)
     plan = lower(traced("unet"), chosen).plan

@@ -57,13 +57,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
     "passes.spatial": (*COSTS, "messages", "runtime.tiles"),
     "passes": (*PLANNER, "passes.spatial", "runtime.tiles"),
-    "search": (*PLANNER, "compilation", "passes", "passes.spatial"),
+    "search": PLANNER,
     # what is proved of a file is what a rank reads in it
     "codegen": (*PLANNER, "compilation", "runtime", "runtime.tiles", "runtime.worker"),
     "viz": (*PLANNER, "search"),
+    "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "compiler": (
         *(*PLANNER, "compilation", "frontend", "passes", "search", "codegen"),
-        *("user_model", "viz"),
+        "compiled",
     ),
     "launch": ("errors", "base", "plan", "runtime.process", "runtime.training"),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),

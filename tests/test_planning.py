@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here, line_of
+from plan_support import assess, search
 from torch import nn
 
 import gemsc
@@ -17,7 +18,6 @@ from gemsc.costs.hardware import LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
-from gemsc.search.auto import assess, search
 from gemsc.search.candidates import Candidate, alternatives, reason
 
 

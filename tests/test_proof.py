@@ -14,7 +14,8 @@ import pytest
 from program_support import mse
 
 from gemsc.codegen.read import read_ranks
-from gemsc.compiler import CompiledProgram, compile, prove_files
+from gemsc.compiled import CompiledProgram, prove_files
+from gemsc.compiler import compile
 from gemsc.errors import InternalError
 from gemsc.planner.from_plan import task_of
 

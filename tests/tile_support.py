@@ -22,9 +22,10 @@ from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.manager import run_passes
 from gemsc.passes.overlap_halos import overlap
-from gemsc.passes.split_tiles import SplitTiles, find_halos
+from gemsc.passes.split_tiles import SplitTiles
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -147,11 +148,11 @@ def on_tiles(
     """
     traced = record(model, inputs, loss=loss, target=target)
     program = one_stage(run_passes(traced, (Canonicalize(),)))
+    program = run_passes(program, (FindHalos((grid,), fuse),))
     count = prod(grid)
-    halos = find_halos(program, (grid,), fuse)
-    passes = [SplitTiles((grid,), tile, halos=halos) for tile in range(count)]
     more = (Annotate(),) if facts else ()
-    programs = [run_passes(program, (step, *more)) for step in passes]
+    passes = [(SplitTiles((grid,), tile), *more) for tile in range(count)]
+    programs = [run_passes(program, each) for each in passes]
     if overlaps:
         programs = [overlap(each) for each in programs]
     feed = {"input": inputs, "target": target}

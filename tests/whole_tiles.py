@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import fx
@@ -14,7 +14,6 @@ from gemsc.ir.program import Program
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.base import Pass
-from gemsc.passes.spatial.halos import Halos
 from gemsc.runtime.tiles import redistribute
 
 __all__ = ["WholeTiles"]
@@ -28,7 +27,7 @@ class WholeTiles(Pass):
 
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
-    halos: Halos = field(default_factory=Halos)
+    training: bool = True
 
     def apply(self, program: Program) -> Program:
         graph = fx.Graph()

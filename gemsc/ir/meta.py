@@ -20,7 +20,6 @@ __all__ = [
     "TensorSpec",
     "TileSum",
     "TypedNumber",
-    "copy_facts",
     "copy_meta",
     "drop_facts",
     "dtypes",
@@ -28,6 +27,8 @@ __all__ = [
     "glue",
     "layer",
     "layout",
+    "learn",
+    "learnt",
     "location",
     "module_path",
     "needs_gradient",
@@ -229,11 +230,15 @@ def set_facts(node: fx.Node, facts: Facts) -> None:
     node.meta["gemsc_facts"] = facts
 
 
-def copy_facts(source: fx.Node, target: fx.Node) -> None:
-    """Give `target` what the annotate pass knows of `source`, and its fake value."""
-    for key in ("val", "gemsc_facts", "gemsc_needs_gradient"):
-        if key in source.meta:
-            target.meta[key] = source.meta[key]
+def learnt(node: fx.Node) -> dict[str, Any]:
+    """Return what the annotate pass knows of a node, for `learn`."""
+    keys = ("val", "gemsc_facts", "gemsc_needs_gradient")
+    return {key: node.meta[key] for key in keys if key in node.meta}
+
+
+def learn(node: fx.Node, learnt: dict[str, Any]) -> None:
+    """Give a node what the annotate pass knows of its like."""
+    node.meta.update(learnt)
 
 
 def drop_facts(node: fx.Node) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from gemsc.errors import InternalError, SourceLocation
+from gemsc.ir.halos import Halos
 from gemsc.ir.meta import TensorSpec, facts, location
 
 __all__ = [
@@ -203,9 +204,10 @@ class Program:
     `only_dtype` says why the program can run in the dtype of the trace only, "" if it
     can run in others.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
-    `tile` is the one of each grid that runs the graph (`tile % size` of smaller ones).
-    `barriers` are the places where split stages had to gather a value. `unfused` are,
-    by stage, the exchanges and their bytes if no halo served several layers; only
+    `facts` says that all nodes have them. `halos` are what tiles have beyond their own
+    parts; `tile` is the one of each grid that runs the graph (`tile % size` of smaller
+    ones). `barriers` are the places where split stages had to gather a value. `unfused`
+    are, by stage, the exchanges and their bytes if no halo served several layers; only
     stages where some does. `notes` tell the user what is done otherwise than the model
     says.
     """
@@ -225,6 +227,8 @@ class Program:
     placement: Placement | None = None
     segments: tuple[Segment, ...] | None = None
     transfers: tuple[Transfer, ...] | None = None
+    facts: bool | None = None
+    halos: Halos | None = None
     optimizer_bytes: dict[str, int] = field(default_factory=dict)
     tile: int = 0
     barriers: tuple[Barrier, ...] = ()
@@ -282,6 +286,7 @@ class Program:
             placement=None,
             segments=None,
             transfers=None,
+            facts=None,
         )
 
     def segments_of(

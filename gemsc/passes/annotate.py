@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +39,7 @@ from gemsc.runtime.tiles.saving import kept_of
 
 __all__ = ["Annotate", "Known", "annotate"]
 
-Known = dict[Hashable, Program]  # programs with facts, by what these depend on
+Known = dict[Hashable, Any]  # facts of graphs, by what these depend on
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ class Annotate(Pass):
        operators are those of a real one: their seconds are booked on the node whose
        forward recorded them.
 
-    `device` None is that of the shipped default. Facts are taken from a program in
-    `known` that runs the same operators on the same sizes: most tiles have their like.
+    `device` None is that of the shipped default. `known` are facts that were found
+    before: graphs that run the same operators on the same sizes, as most tiles do,
+    share them.
     """
 
     name: ClassVar[str] = "annotate"
-    requires: ClassVar[tuple[str, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ("facts",)
 
-    device: Device | None = None
+    device: Device | None = field(default=None, hash=False)
     training: bool = True
     known: Known = field(default_factory=dict, repr=False, compare=False)
 
@@ -72,16 +73,13 @@ class Annotate(Pass):
             program = program.with_module(with_graph(program.module, graph))
         else:
             program = keep_stages(program, graph, copies)
-        key = signature(program)
-        if key in self.known:
-            for node, like in zip(
-                graph.nodes, self.known[key].graph.nodes, strict=True
-            ):
-                meta.copy_facts(like, node)
-        else:
+        key = str(self.device), self.training, signature(program)
+        if key not in self.known:
             annotate(program, device=self.device, training=self.training)
-            self.known[key] = program
-        return program
+            self.known[key] = tuple(map(meta.learnt, graph.nodes))
+        for node, learnt in zip(graph.nodes, self.known[key], strict=True):
+            meta.learn(node, learnt)
+        return replace(program, facts=True)
 
 
 def annotate(
@@ -115,8 +113,9 @@ def annotate(
     for node in program.graph.nodes:
         if node.op == "placeholder":
             meta.set_facts(node, _facts_of_input(values[node]))
-    for node, value in values.items():
-        meta.set_value(node, value)
+    if program.stages is not None:  # tiles have sizes of their own
+        for node, value in values.items():
+            meta.set_value(node, pytree.tree_map_only(Tensor, Tensor.detach, value))
 
 
 def _storage_sizes(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:

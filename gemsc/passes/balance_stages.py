@@ -34,7 +34,7 @@ class BalanceStages(Pass):
     """
 
     name: ClassVar[str] = "balance-stages"
-    requires: ClassVar[tuple[str, ...]] = ("blocks",)
+    requires: ClassVar[tuple[str, ...]] = ("facts", "blocks")
     provides: ClassVar[tuple[str, ...]] = ("stages",)
 
     num_stages: int = 1

@@ -32,6 +32,7 @@ class DetectSkips(Pass):
     """
 
     name: ClassVar[str] = "detect-skips"
+    requires: ClassVar[tuple[str, ...]] = ("facts",)
     provides: ClassVar[tuple[str, ...]] = ("skips",)
 
     short_layers: int = 4

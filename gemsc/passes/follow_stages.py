@@ -5,7 +5,7 @@ Example: a layer that training holds on stage 2 runs on stage 2 in evaluation to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import fx
@@ -20,7 +20,7 @@ from gemsc.passes.base import Pass
 __all__ = ["FollowStages", "find_twins"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FollowStages(Pass):
     """Give each node of an evaluation graph the stage that owns its parameters.
 
@@ -29,10 +29,11 @@ class FollowStages(Pass):
     """
 
     name: ClassVar[str] = "follow-stages"
+    requires: ClassVar[tuple[str, ...]] = ("facts",)
     provides: ClassVar[tuple[str, ...]] = ("blocks", "stages", "placement")
 
-    training: Program
-    owned: tuple[tuple[str, ...], ...]
+    training: Program = field(repr=False)
+    owned: tuple[tuple[str, ...], ...] = field(repr=False)
 
     def apply(self, program: Program) -> Program:
         """Return the program with the training program's stages.
@@ -139,4 +140,10 @@ def _with_stages(
         for index, nodes in enumerate(groups)
     )
     stages = tuple(Stage(block.index, (block,)) for block in blocks)
-    return replace(program, blocks=blocks, stages=stages, placement=training.placement)
+    return replace(
+        program,
+        blocks=blocks,
+        stages=stages,
+        placement=training.placement,
+        facts=True,
+    )

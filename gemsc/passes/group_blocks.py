@@ -36,7 +36,7 @@ class GroupBlocks(Pass):
     """
 
     name: ClassVar[str] = "group-blocks"
-    requires: ClassVar[tuple[str, ...]] = ("skips",)
+    requires: ClassVar[tuple[str, ...]] = ("facts", "skips")
     provides: ClassVar[tuple[str, ...]] = ("blocks",)
 
     short_layers: int = 4

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from math import prod
 from typing import ClassVar
 
 from torch import fx
@@ -33,7 +34,7 @@ class InsertComms(Pass):
     """
 
     name: ClassVar[str] = "insert-comms"
-    requires: ClassVar[tuple[str, ...]] = ("stages", "placement")
+    requires: ClassVar[tuple[str, ...]] = ("stages",)
     provides: ClassVar[tuple[str, ...]] = ("transfers",)
 
     pack_bytes: int = 64 * 1024
@@ -69,8 +70,16 @@ class InsertComms(Pass):
         groups: list[tuple[fx.Node, ...]] = []
         small: list[fx.Node] = []
         for value in values:
-            if meta.spec(value).num_bytes < self.pack_bytes:
+            if _bytes_on_first_tile(value) < self.pack_bytes:
                 small.append(value)
             else:
                 groups.append((value,))
         return [*groups, tuple(small)] if small else groups
+
+
+def _bytes_on_first_tile(value: fx.Node) -> int:
+    """Return the bytes of a value: all tiles pack as the first one does."""
+    spec, layout = meta.spec(value), meta.layout(value)
+    if layout is None:
+        return spec.num_bytes
+    return prod(layout.local_shape(0)) * spec.dtype.itemsize

@@ -2,44 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from time import perf_counter
+from typing import Any, TypeVar
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir.invariants import verify
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
-__all__ = ["Observer", "run_passes"]
+__all__ = ["Observer", "Runs", "run_passes"]
 
 Observer = Callable[[Pass, Program, float], None]
+T = TypeVar("T")
+
+
+class Runs:
+    """Runs passes, and remembers what each gave: plans that agree so far share it.
+
+    `after_each(pass, program, seconds)` is the one hook for printing and timing: it is
+    called for each pass that runs.
+    """
+
+    def __init__(self, after_each: Observer | None = None) -> None:
+        self._after_each = after_each
+        self._known: dict[Hashable, Any] = {}
+
+    def __call__(self, program: Program, *passes: Pass) -> Program:
+        """Return the program after all passes.
+
+        Raises:
+            GemscError: a pass refused the model; a note names the pass.
+            InternalError: a pass broke its contract or an invariant.
+        """
+        for step in passes:
+            program, _ = self.once((id(program), step), self._run, step, program)
+        return program
+
+    def once(self, key: Hashable, make: Callable[..., T], *args: Any) -> T:
+        """Return `make(*args)`, made when the key is seen for the first time."""
+        if key not in self._known:
+            self._known[key] = make(*args)
+        result: T = self._known[key]
+        return result
+
+    def _run(self, step: Pass, program: Program) -> tuple[Program, Program]:
+        """Return the program after a pass, and the one before, which keeps its id."""
+        _check_facts(step, step.requires, program, "requires")
+        start = perf_counter()
+        try:
+            result = step.apply(program)
+            seconds = perf_counter() - start
+            _check_facts(step, step.provides, result, "provides")
+            verify(result)
+        except (GemscError, InternalError) as error:
+            error.add_note(f"while running pass `{step.name}`")
+            raise
+        if self._after_each is not None:
+            self._after_each(step, result, seconds)
+        return result, program
 
 
 def run_passes(
     program: Program, passes: Iterable[Pass], *, after_each: Observer | None = None
 ) -> Program:
-    """Return the program after all passes.
-
-    `after_each(pass, program, seconds)` is the one hook for printing and timing.
-
-    Raises:
-        GemscError: a pass refused the model; a note names the pass.
-        InternalError: a pass broke its contract or an invariant.
-    """
-    for step in passes:
-        _check_facts(step, step.requires, program, "requires")
-        start = perf_counter()
-        try:
-            program = step.apply(program)
-            seconds = perf_counter() - start
-            _check_facts(step, step.provides, program, "provides")
-            verify(program)
-        except (GemscError, InternalError) as error:
-            error.add_note(f"while running pass `{step.name}`")
-            raise
-        if after_each is not None:
-            after_each(step, program, seconds)
-    return program
+    """Return the program after all passes."""
+    return Runs(after_each)(program, *passes)
 
 
 def _check_facts(

@@ -36,7 +36,7 @@ class MarkSegments(Pass):
     """
 
     name: ClassVar[str] = "mark-segments"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    requires: ClassVar[tuple[str, ...]] = ("facts", "stages")
     provides: ClassVar[tuple[str, ...]] = ("segments",)
 
     recompute: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ lower edge one, the left and the right edge one, and so have the four tiles insi
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -67,8 +68,21 @@ def _hashable(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return id(value)
+        return _Object(value)
     return value
+
+
+@dataclass(frozen=True, eq=False)
+class _Object:
+    """Stands for an object, which lives as long as it."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _sizes(exchange: Exchange, tile: int) -> Hashable:

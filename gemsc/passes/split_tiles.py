@@ -10,27 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
-from weakref import WeakKeyDictionary
-
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemsc.errors import InternalError
 from gemsc.ir import meta
-from gemsc.ir.fake import fake_copy
+from gemsc.ir.halos import Halos
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
-from gemsc.passes.spatial.classify import Probe
-from gemsc.passes.spatial.fusing import choose_fused
-from gemsc.passes.spatial.halos import Halos
+from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower_call
-from gemsc.planner.tiles import exchanges
 
-__all__ = ["SplitTiles", "find_halos"]
-
-NO_HALOS = Halos()
-_PROBES: WeakKeyDictionary[nn.Module, Probe] = WeakKeyDictionary()
+__all__ = ["SplitTiles"]
 
 
 @dataclass(frozen=True)
@@ -47,18 +37,17 @@ class SplitTiles(Pass):
     whose exchange has as many held boxes as the earlier grid has tiles and as many
     wanted ones as its own: that node is what the transfer does.
 
-    `halos` are what tiles have beyond their own parts, from `find_halos`.
+    What tiles have beyond their own parts is in `program.halos`.
 
     The result has blocks and stages of the new nodes, the placement, and no transfers.
     """
 
     name: ClassVar[str] = "split-tiles"
-    requires: ClassVar[tuple[str, ...]] = ("stages",)
+    requires: ClassVar[tuple[str, ...]] = ("stages", "halos")
     provides: ClassVar[tuple[str, ...]] = ("stages",)
 
     grids: tuple[tuple[int, ...], ...]
     tile: int = 0
-    halos: Halos = NO_HALOS
     training: bool = True
 
     def apply(self, program: Program) -> Program:
@@ -66,55 +55,17 @@ class SplitTiles(Pass):
         num_stages = len(program.require_stages())
         if len(self.grids) != num_stages:
             raise InternalError(f"{len(self.grids)} grids for {num_stages} stages")
+        halos = program.halos or Halos()
         low = Lowering(
             program,
             self.grids,
             self.tile,
-            _probe(program),
+            probe_of(program),
             lower_call,
-            halos=self.halos,
+            halos=halos,
             training=self.training,
         )
-        lowered = replace(low.run(), tile=self.tile, unfused=self.halos.unfused)
+        lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused)
         for node in lowered.graph.nodes:
             meta.drop_facts(node)
         return lowered
-
-
-def find_halos(
-    program: Program, grids: tuple[tuple[int, ...], ...], layers: int = 0
-) -> Halos:
-    """Return what tiles have beyond their own parts, the same for all tiles.
-
-    Inputs come with the halo that their users want. Of other exchanges one serves up
-    to so many layers; 0: each layer has its own.
-    """
-    probe = _probe(program)
-    low = Lowering(program, grids, 0, probe, lower_call)
-    done = low.run()
-    halos = Halos()
-    if layers:
-        unfused = _traffic(done) if program.placement else {}
-        halos = replace(
-            choose_fused(low, program.require_stages(), layers), unfused=unfused
-        )
-        low = Lowering(program, grids, 0, probe, lower_call, halos=halos)
-        low.run()
-    return replace(halos, inputs=low.inputs.wide_inputs())
-
-
-def _traffic(program: Program) -> dict[int, tuple[int, int]]:
-    """Return the exchanges of each stage and their bytes; inputs come with any halo."""
-    found = {}
-    for stage in program.require_stages():
-        sizes = [t.num_bytes for t in exchanges(program, stage, with_inputs=False)]
-        found[stage.index] = len(sizes), sum(sizes)
-    return found
-
-
-def _probe(program: Program) -> Probe:
-    """Return what classifies the program's nodes, the same for all tiles."""
-    if program.module not in _PROBES:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        _PROBES[program.module] = Probe(mode, fake_copy(program.module, mode))
-    return _PROBES[program.module]

@@ -7,7 +7,7 @@ Example, a block of two nodes predicted at 2 + 1 ms and measured at 4.5 ms:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import fx
@@ -21,17 +21,17 @@ from gemsc.passes.base import Pass
 __all__ = ["TimeBlocks"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TimeBlocks(Pass):
     """Run each block on real tensors, forward and backward (`compile --profile`)."""
 
     name: ClassVar[str] = "time-blocks"
-    requires: ClassVar[tuple[str, ...]] = ("blocks",)
+    requires: ClassVar[tuple[str, ...]] = ("facts", "blocks")
 
-    inputs: Any = ()
-    target: Any = None
+    inputs: Any = field(default=(), repr=False)
+    target: Any = field(default=None, repr=False)
     rounds: int = 5
-    progress: Progress = lambda name, share: None
+    progress: Progress = field(default=lambda name, share: None, repr=False)
 
     def apply(self, program: Program) -> Program:
         """Return the program with measured seconds on the nodes (of a copied graph)."""

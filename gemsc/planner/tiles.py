@@ -30,6 +30,7 @@ __all__ = [
     "ends",
     "exchanges",
     "exchanging",
+    "fullest_tile",
     "inner_share",
     "most_bytes",
     "moved_bytes",
@@ -118,6 +119,21 @@ def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
             source = source_of(node)
             if source in inside or _same_grid(program, source, stage):
                 yield node
+
+
+def fullest_tile(first: Program) -> int:
+    """Return the tile that holds the most elements: of all values, and of others.
+
+    What the first one runs says so of all of them.
+    """
+    held: Counter[int] = Counter({0: 0})
+    for node in first.compute_nodes:
+        layout = meta.layout(node)
+        for tile, box in enumerate(layout.boxes if layout is not None else ()):
+            held[tile] += prod(shape_of(box))
+        for piece in exchange_of(node).pieces if is_exchange(node) else ():
+            held[piece.dest] += prod(piece.shape) if piece.source != piece.dest else 0
+    return max(sorted(held), key=held.__getitem__)
 
 
 def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from gemsc.compilation import Traced
 from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.ending import after_backward
+from gemsc.planner.fitting import Scheduled
 from gemsc.planner.predict import micro_batch_size, reduced_bytes
 from gemsc.planner.traffic import step_traffic
 from gemsc.search.advice import nothing_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
-from gemsc.search.grids import picture_sizes
-from gemsc.search.staging import Known, schedule_stages
 
 __all__ = ["assess", "search", "settled"]
 
+Stage = Callable[..., Scheduled]  # of options; `every_tile`: not two of them only
+
 
 def settled(
-    traced: Traced, options: CompileOptions
+    options: CompileOptions, sizes: tuple[int, ...], stage: Stage
 ) -> tuple[tuple[Candidate, ...], CompileOptions]:
-    """Return the candidates, if anything is open, and options that leave nothing so."""
+    """Return what was compared where something is `auto`, and the options to take.
+
+    `sizes` are those of the picture that tiles split.
+    """
     for name in ("recompute", "offload"):
         if "auto" in getattr(options, name) and options.device_memory is None:
             raise GemscError(
@@ -32,11 +36,13 @@ def settled(
             )
     if not is_open(options):
         return (), options
-    candidates = search(traced, options)
+    candidates = search(options, sizes, stage)
     return candidates, candidates[0].options
 
 
-def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
+def search(
+    options: CompileOptions, sizes: tuple[int, ...], stage: Stage
+) -> tuple[Candidate, ...]:
     """Return all that agrees with the options, best first.
 
     What does not fit the memory cap is tried again with some blocks recomputed.
@@ -44,39 +50,33 @@ def search(traced: Traced, options: CompileOptions) -> tuple[Candidate, ...]:
     Raises:
         GemscError: nothing fits; says what would.
     """
-    known = Known()
-    choices = alternatives(options, picture_sizes(traced.program))
-    found = [assess(traced, each, known) for each in choices]
+    found = [assess(each, stage) for each in alternatives(options, sizes)]
     leaner = [each.options for each in found if each.may_recompute()]
-    found += [assess(traced, replace(o, recompute=("auto",))) for o in leaner]
+    found += [assess(replace(o, recompute=("auto",)), stage) for o in leaner]
     found = ranked(found)
     while options.open_tiles and found[0].fits():
-        exact = assess(traced, found[0].options)  # of all tiles
+        exact = assess(found[0].options, stage, every_tile=True)
         found[0] = exact
         if exact.fits():
             break
         found = ranked(found)
     if not found[0].fits():
-        raise nothing_fits(found, lambda other: assess(traced, other))
+        raise nothing_fits(found, lambda other: assess(other, stage))
     return tuple(found)
 
 
 def assess(
-    traced: Traced, options: CompileOptions, known: Known | None = None
+    options: CompileOptions, stage: Stage, *, every_tile: bool = False
 ) -> Candidate:
-    """Return what is predicted for one choice.
-
-    With `known` by the first and the fullest tile of a grid only; it keeps what they
-    run, for other choices that cut the model alike.
-    """
+    """Return what is predicted for one choice: by two tiles of a grid, or by all."""
     uncapped = replace(options, device_memory=None)
     try:
-        done = schedule_stages(traced, uncapped, known=known)
+        done = stage(uncapped, every_tile=every_tile)
     except GemscError as error:
         return Candidate(options, problem=error.message)
     if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
-            done = schedule_stages(traced, options, known=known)
+            done = stage(options, every_tile=every_tile)
     peaks = done.timeline.peak_bytes
     sums = reduced_bytes(done.program, done.task, options.data)
     hardware = read_hardware(options.hardware)

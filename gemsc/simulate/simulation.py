@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from gemsc.compilation import Traced
+from gemsc.compiler import schedule_stages, settled_options, trace
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
-from gemsc.frontend import FRONTENDS
 from gemsc.options import CompileOptions
-from gemsc.passes.manager import run_passes
-from gemsc.passes.pipeline import graph_passes, stage_passes
+from gemsc.passes.manager import Runs
 from gemsc.plan import Plan
-from gemsc.planner.layout import check_blocks, stage_layout
-from gemsc.planner.predict import reduced_bytes, schedule_task
+from gemsc.planner.predict import reduced_bytes
 from gemsc.schedules import SCHEDULES, Task, Timeline
-from gemsc.search.auto import search
-from gemsc.search.candidates import is_open
 from gemsc.simulate.scaling import Point, Simulator
 from gemsc.simulate.unfilled import unfilled
 from gemsc.user_model import UserModel, load_user_model
@@ -80,24 +76,15 @@ def simulate(
     Raises:
         GemscError: the options do not fit the model or each other.
     """
-    if options.schedule not in ("auto", *SCHEDULES):
-        raise GemscError(
-            f"unknown schedule '{options.schedule}'",
-            help=f"choose one of {', '.join(('auto', *SCHEDULES))}",
-        )
-    if is_open(options):
-        options = search(traced, options)[0].options
+    run = Runs()
+    _, options = settled_options(traced, options, run)
     hardware = machine or read_hardware(options.hardware)
-    policy = SCHEDULES[options.schedule].policy
-    chosen = stage_layout(options)
-    names = [block.name for block in traced.program.blocks or ()]
-    check_blocks(options, chosen, traced.program.name, names, replicas=options.data)
-    program = run_passes(traced.program, stage_passes(options, chosen))
-    task = schedule_task((program,), chosen, options.device_memory, hardware)
+    done = schedule_stages(traced, options, run, hardware=hardware)
+    program, task = done.program, done.task
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,
-        policy=policy,
+        policy=SCHEDULES[options.schedule].policy,
         hardware=hardware,
         gradient_bytes=reduced_bytes(program, task, 2),
         samples=next(sizes, 1) * sum(task.micro_batches),
@@ -118,11 +105,16 @@ def trace_unfilled(
     with unfilled():
         model, inputs = user.make_model(), user.make_inputs()
         target = user.make_target(inputs)
-    loss = user.make_loss() if user.loss is not None else None
-    record = FRONTENDS[frontend]
-    program = record(model, inputs, loss=loss, target=target, training=loss is not None)
-    program = run_passes(program, graph_passes(hardware.device))
-    return Traced(program, program, None)
+    return trace(
+        model,
+        inputs,
+        loss=user.make_loss() if user.loss is not None else None,
+        example_target=target,
+        frontend=frontend,
+        check=False,
+        evaluates=False,
+        hardware=hardware,
+    )
 
 
 def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -11,9 +12,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.ir import meta
+from gemsc.ir.fake import fake_copy
 from gemsc.ir.interpret import run_node
+from gemsc.ir.program import Program
 
-__all__ = ["Probe"]
+__all__ = ["Probe", "probe_of"]
 
 _ATEN = torch.ops.aten
 # Element by element, though PyTorch does not tag them so.
@@ -61,6 +64,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+_Ran = tuple[list[Any], dict[fx.Node, Any], Any]  # operators, inputs, result
+
+
 class Probe:
     """Runs single nodes on fake tensors that are contiguous.
 
@@ -70,6 +76,7 @@ class Probe:
     def __init__(self, mode: FakeTensorMode, module: nn.Module) -> None:
         self._mode = mode
         self._module = module
+        self._known: dict[fx.Node, _Ran] = {}
 
     def is_pointwise(self, node: fx.Node) -> bool:
         """Whether each element depends on the same element of broadcast inputs."""
@@ -130,13 +137,29 @@ class Probe:
                 torch.autograd.backward(learning, gradients)
         return recorder
 
-    def _run(self, node: fx.Node) -> tuple[list[Any], dict[fx.Node, Any], Any]:
+    def _run(self, node: fx.Node) -> _Ran:
+        if node not in self._known:
+            self._known[node] = self._run_once(node)
+        return self._known[node]
+
+    def _run_once(self, node: fx.Node) -> _Ran:
         recorder = _Operators()
         with self._mode, torch.no_grad():
             values = {n: _contiguous(meta.value(n)) for n in node.all_input_nodes}
             with recorder:
                 result = run_node(node, values, self._module)
         return recorder.seen, values, result
+
+
+_PROBES: WeakKeyDictionary[nn.Module, Probe] = WeakKeyDictionary()
+
+
+def probe_of(program: Program) -> Probe:
+    """Return the probe of a program's nodes, the same for all tiles."""
+    if program.module not in _PROBES:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        _PROBES[program.module] = Probe(mode, fake_copy(program.module, mode))
+    return _PROBES[program.module]
 
 
 def _place(output: Tensor, size: int, stride: int) -> int | None:

@@ -21,9 +21,9 @@ from torch import Tensor, fx
 
 from gemsc.base.boxes import Box, everything, hull, intersection
 from gemsc.ir import meta
+from gemsc.ir.halos import Halos
 from gemsc.ir.program import Stage
 from gemsc.passes.spatial.calls import call_of
-from gemsc.passes.spatial.halos import Halos
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import RULES
 from gemsc.passes.spatial.values import covers

@@ -8,10 +8,10 @@ from torch import fx
 
 from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
 from gemsc.ir import meta
+from gemsc.ir.halos import Wide
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import GraphInput, Program
 from gemsc.passes.spatial.cuts import Axes, fits, num_tiles
-from gemsc.passes.spatial.halos import Wide
 from gemsc.passes.spatial.values import (
     Local,
     annotate_part,

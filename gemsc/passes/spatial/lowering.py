@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from gemsc.base.boxes import Box, everything, is_inside, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir import meta
+from gemsc.ir.halos import Halos, Need
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layout import Layout
 from gemsc.ir.opaque import has_own_backward
@@ -21,7 +22,6 @@ from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
-from gemsc.passes.spatial.halos import Halos, Need
 from gemsc.passes.spatial.inputs import Placeholders
 from gemsc.passes.spatial.layers import Layers
 from gemsc.passes.spatial.values import (
