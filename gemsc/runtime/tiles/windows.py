@@ -190,8 +190,11 @@ def resize(value: Tensor, how: Resize) -> Tensor:
     """Return the tile's part of the resized value, one axis after the other.
 
     Each output is a weighted sum of a few inputs; the weights are those of PyTorch,
-    found by resizing basis vectors.
+    found by resizing basis vectors; for a fake value, too, they are real.
     """
+    with unset_fake_temporarily():
+        for axis in range(len(how.sizes)):
+            taps(how, axis, value.dtype, value.device)
     for axis in range(len(how.sizes)):
         value = _WeightedSum.apply(value, how, axis)  # type: ignore[no-untyped-call]
     return value
@@ -231,11 +234,8 @@ def _taps_along(
 def taps(
     how: Resize, axis: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return columns and weights: output i sums weights[k][i] * x[columns[k][i]].
-
-    Real ones for fake values, too.
-    """
-    with torch.no_grad(), unset_fake_temporarily():
+    """Return columns and weights: output i sums weights[k][i] * x[columns[k][i]]."""
+    with torch.no_grad():
         matrix = weight_rows(how, axis, dtype, device)
         used = matrix != 0
         count = max(int(used.sum(1).max()), 1)
