@@ -112,7 +112,8 @@ class _Watch:
     seen: set[str] = field(default_factory=set)
 
     def __call__(self, step: Pass, program: Program, seconds: float) -> None:
-        again = " of the evaluation graph" if step.name in self.seen else ""
+        count = 1 + sum(name.split(" ")[0] == step.name for name, _ in self.times)
+        again = f" ({count})" if count > 1 else ""
         self.times.append((step.name + again, seconds))
         self.seen.add(step.name)
         self.tell(step.name + again)
