@@ -16,7 +16,7 @@ from torch import Tensor
 from gemsc.errors import InternalError
 from gemsc.runtime.transport import mpi
 from gemsc.runtime.transport.device_transport import DeviceTransport
-from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.transport.waiting import Request
 
@@ -222,7 +222,7 @@ def objects_reach_all_ranks(transport: Transport) -> None:
 
 def a_link_carries_what_has_gaps(transport: Transport) -> None:
     before, after = neighbours(transport)
-    link = DeviceTransport(transport, NullStreams())
+    link = DeviceTransport(transport, Streams())
     for step in range(3):
         incoming = link.receive((4, 6), torch.float32, before, 3)
         weights = torch.full((6, 4), float(step), requires_grad=True)
@@ -236,7 +236,7 @@ def a_link_carries_what_has_gaps(transport: Transport) -> None:
 
 def a_link_carries_lazy_conjugates_and_negatives(transport: Transport) -> None:
     before, after = neighbours(transport)
-    link = DeviceTransport(transport, NullStreams())
+    link = DeviceTransport(transport, Streams())
     conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
     for value in (conjugate, torch._neg_view(torch.ones(3))):
         incoming = link.receive(tuple(value.shape), value.dtype, before, 3)

@@ -16,7 +16,7 @@ from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
-from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.clip import clip_gradients
 from gemsc.verify.steps import compare, reference_steps
@@ -93,7 +93,7 @@ def test_clipping_counts_both_parts_of_a_complex_gradient() -> None:
 
     def clip(transport: Transport) -> None:
         link, group = (
-            DeviceTransport(transport, NullStreams()),
+            DeviceTransport(transport, Streams()),
             transport.group((0,), "norm"),
         )
         clip_gradients(1.0, [parameter], [parameter], link, group)

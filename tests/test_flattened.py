@@ -18,7 +18,7 @@ from gemsc.runtime.tiles import linear
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
-from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.streams import Streams
 
 pytestmark = pytest.mark.usefixtures("in_double")
 
@@ -135,7 +135,7 @@ def test_a_tiles_gradient_is_zero_outside_its_columns() -> None:
     layer, x = nn.Linear(FEATURES, 5), torch.randn(2, 4, 7, 10)
 
     def main(transport: Any) -> tuple[Tensor, Tensor]:
-        grid = Grid(DeviceTransport(transport, NullStreams()), (0, 1), transport.rank)
+        grid = Grid(DeviceTransport(transport, Streams()), (0, 1), transport.rank)
         rows = ((0, 4), (4, 7))[grid.tile]
         own = copy.deepcopy(layer)
         box = ((0, 4), rows, (0, 10))

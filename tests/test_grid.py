@@ -19,7 +19,7 @@ from gemsc.runtime.tiles import all_reduce, redistribute
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
-from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.streams import Streams
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def on_tiles(num_tiles: int, work: Callable[[Grid], T]) -> list[T]:
     """Return what `work(grid)` gives on each tile, a thread each."""
 
     def main(transport: object) -> T:
-        link = DeviceTransport(transport, NullStreams())  # type: ignore[arg-type]
+        link = DeviceTransport(transport, Streams())  # type: ignore[arg-type]
         rank = transport.rank  # type: ignore[attr-defined]
         return work(Grid(link, tuple(range(num_tiles)), rank))
 

@@ -19,7 +19,7 @@ from gemsc.runtime.tiles import batch_norm, dropout
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
-from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.streams import Streams
 
 pytestmark = pytest.mark.usefixtures("in_double")
 
@@ -308,7 +308,7 @@ def test_running_statistics_do_not_depend_on_how_unlike_the_tiles_are() -> None:
     expected = whole(value)
 
     def main(transport: Any) -> Tensor:
-        grid = Grid(DeviceTransport(transport, NullStreams()), (0, 1), transport.rank)
+        grid = Grid(DeviceTransport(transport, Streams()), (0, 1), transport.rank)
         layer = nn.BatchNorm2d(4, dtype=torch.float32)
         rows = slice(4 * transport.rank, 4 * transport.rank + 4)
         result = batch_norm(grid, value[:, :, rows].contiguous(), layer)

@@ -16,7 +16,7 @@ from gemsc.launch.launch import find_mpirun, launch
 from gemsc.runtime.transport import mpi
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
-from gemsc.runtime.transport.streams import CudaStreams, NullStreams, Pending
+from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams
 from gemsc.runtime.transport.waiting import wait
 
 PROGRAM = str(Path(__file__).parent / "mpi_transport_program.py")
@@ -249,7 +249,7 @@ def test_waiting_asks_each_request_until_it_is_done():
     assert [request.turns for request in requests] == [0, 0, 0]
 
 
-class SlowStreams(NullStreams):
+class SlowStreams(Streams):
     """The CPU in the part of a device: copies take some turns to be ready."""
 
     in_order = False

@@ -30,7 +30,7 @@ from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import run_local
-from gemsc.runtime.transport.streams import NullStreams
+from gemsc.runtime.transport.streams import Streams
 
 TOLERANCE = 1e-9
 SMALL = 1e-3  # inputs are drawn of size 1: a smaller output may be rounding alone
@@ -160,7 +160,7 @@ def on_tiles(
 
     def main(transport: Any) -> dict[str, Any]:
         tile = transport.rank
-        link = DeviceTransport(transport, NullStreams())
+        link = DeviceTransport(transport, Streams())
         with _on_grid(programs[tile], Grid(link, tuple(range(count)), tile)):
             return _run(programs[tile], modules[tile], feed, count, tile)
 

@@ -12,16 +12,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from gemsc.base.boxes import shape_of
 from gemsc.messages.exchange import Exchange, Piece
-from gemsc.runtime import tiles
 from gemsc.runtime.tiles.saving import remember
 
-__all__ = ["ShapeGrid", "is_tile_operation", "told_of_sums"]
+__all__ = ["ShapeGrid", "told_of_sums"]
 
 _listener = threading.local()
 
@@ -109,10 +107,3 @@ class _Flight:
 
     def finish(self) -> None:
         """Do nothing."""
-
-
-def is_tile_operation(node: fx.Node) -> bool:
-    """Whether a node calls an operation on tiles."""
-    target: Any = node.target
-    name = getattr(target, "__name__", "")
-    return name in tiles.__all__ and getattr(tiles, name) is target

@@ -18,9 +18,7 @@ __all__ = [
     "alike",
     "call_again",
     "crop",
-    "local_inputs",
     "on_tiles",
-    "same_for_all",
     "weighted_sum",
 ]
 
@@ -171,17 +169,6 @@ def alike(low: Lowering, call: Call, source: fx.Node, axes: Axes) -> fx.Node:
             for box in low.result(call.node, axes)
         ),
     )
-
-
-def local_inputs(low: Lowering, call: Call) -> dict[fx.Node, fx.Node]:
-    """Return each tensor of a call as its tile has it."""
-    return {node: low.get(node).node for node in call.node.all_input_nodes}
-
-
-def same_for_all(low: Lowering, call: Call) -> Local:
-    """Add the call on the tile's own part of its first tensor, nothing changed."""
-    source = call.input
-    return call_again(low, call, low.axes(source), {source: low.get(source).node})
 
 
 def crop(low: Lowering, call: Call, local: Local, rows: list[tuple[int, int]]) -> Local:

@@ -7,7 +7,7 @@ On CUDA each direction has a stream of its own, so that neither waits for the ot
     outward                  `-> copy to pinned memory -> MPI send once it is there
     inward              MPI receive into pinned memory -> copy to the device
 
-Nothing ever synchronizes the device. On the CPU there is nothing to do: NullStreams.
+Nothing ever synchronizes the device. On the CPU there is nothing to do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import Tensor
 __all__ = [
     "Arrival",
     "CudaStreams",
-    "NullStreams",
     "Pending",
     "Streams",
     "streams_for",
@@ -67,85 +66,47 @@ class Arrival:
         return self.tensor
 
 
-class Streams(Protocol):
-    """How tensors of one device get to the message library and back."""
+class Streams:
+    """How tensors of one device get to the message library and back: here, on the CPU.
 
-    @property
-    def device(self) -> torch.device:
-        """Where the computation is."""
-        ...
-
-    @property
-    def in_order(self) -> bool:
-        """Whether every tensor is ready as soon as Python has it."""
-        ...
-
-    def to_host(self, tensor: Tensor) -> Pending:
-        """Start to copy a tensor of the device to the host."""
-        ...
-
-    def in_place(self, tensor: Tensor) -> Pending:
-        """Return the tensor itself, ready once the computation so far is done."""
-        ...
-
-    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return memory that `to_device` copies quickly from."""
-        ...
-
-    def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Return memory of the device, ready once nothing that was there is in use."""
-        ...
-
-    def to_device(self, buffer: Tensor, room: Pending) -> Tensor:
-        """Start to copy into a device buffer; what is computed next waits for it."""
-        ...
-
-    def fetch(self, copy: Pending) -> Arrival:
-        """Start to copy back what `to_host` copied; nothing waits for it yet."""
-        ...
-
-    def copy_back(self, buffer: Tensor, tensor: Tensor) -> None:
-        """Start to copy a host buffer into a tensor of the device."""
-        ...
-
-
-class NullStreams:
-    """The CPU: host and device are one."""
+    Host and device are one, and every tensor is ready as soon as Python has it
+    (`in_order`).
+    """
 
     device = torch.device("cpu")
     in_order = True
 
     def to_host(self, tensor: Tensor) -> Pending:
-        """Return the tensor itself."""
+        """Start to copy a tensor of the device to the host."""
         return Pending(tensor)
 
     def in_place(self, tensor: Tensor) -> Pending:
-        """Return the tensor itself."""
+        """Return the tensor itself, ready once the computation so far is done."""
         return Pending(tensor)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return plain memory."""
+        """Return memory that `to_device` copies quickly from."""
         return torch.empty(shape, dtype=dtype)
 
     def device_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
-        """Return plain memory."""
+        """Return memory of the device, ready once nothing that was there is in use."""
         return Pending(torch.empty(shape, dtype=dtype))
 
     def to_device(self, buffer: Tensor, room: Pending) -> Tensor:
-        """Return the buffer itself."""
+        """Start to copy into a device buffer; what is computed next waits for it."""
         return buffer
 
     def fetch(self, copy: Pending) -> Arrival:
-        """Return the tensor itself."""
+        """Start to copy back what `to_host` copied; nothing waits for it yet."""
         return Arrival(copy.tensor)
 
     def copy_back(self, buffer: Tensor, tensor: Tensor) -> None:
-        """Copy, unless they are one."""
+        """Start to copy a host buffer into a tensor of the device."""
         if buffer is not tensor:
             tensor.copy_(buffer)
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """One CUDA device. The compute stream is the one that is current at each call.
 
     All device memory belongs to the compute stream: what Python drops is used again
@@ -240,4 +201,4 @@ class CudaStreams:
 
 def streams_for(device: torch.device) -> Streams:
     """Return the streams of a CPU or CUDA device."""
-    return CudaStreams(device) if device.type == "cuda" else NullStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()
