@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-__all__ = ["Call", "call_of"]
+__all__ = ["ALONG", "Call", "call_of"]
 
 _CONV = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
@@ -108,7 +108,7 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 # Operations that work along `dim` and leave the other dimensions alone.
-_ALONG = {
+ALONG = {
     **dict.fromkeys(
         [
             "softmin",
@@ -149,7 +149,7 @@ _ALIKE = {
     "flip": ("flip", "input dims"),
     "softmax": ("softmax", "input dim"),
     "log_softmax": ("log_softmax", "input dim"),
-    **{name: ("along", names) for name, names in _ALONG.items()},
+    **{name: (name, names) for name, names in ALONG.items()},
 }
 
 
@@ -274,7 +274,7 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.ChannelShuffle, "channels", ""
     yield nn.Softmax, "softmax", "dim"
     yield nn.LogSoftmax, "log_softmax", "dim"
-    yield nn.GLU, "along", "dim"
+    yield nn.GLU, "glu", "dim"
     yield nn.Softmax2d, "channels", ""
     yield nn.Linear, "linear", ""
     yield (

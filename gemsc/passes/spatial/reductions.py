@@ -9,6 +9,7 @@ put theirs together, so that a mean over rows of a 2 x 2 grid leaves columns cut
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -23,7 +24,13 @@ from gemsc.passes.spatial.shapes import along, are_dims, elementwise
 from gemsc.passes.spatial.values import Flattened
 from gemsc.runtime import tiles
 
-__all__ = ["cross_entropy", "elementwise_loss", "extreme", "reduction", "softmax"]
+__all__ = [
+    "along_tiles",
+    "cross_entropy",
+    "elementwise_loss",
+    "extreme",
+    "reduction",
+]
 
 _OVER_TILES = {
     "max": tiles.amax,
@@ -69,8 +76,14 @@ def reduction(low: Lowering, call: Call) -> Local:
     return _over_tiles(low, call, dims, cut)
 
 
-def softmax(low: Lowering, call: Call) -> Local:
-    """Divide by sums over some dimensions: over tiles if they are cut."""
+def along_tiles(
+    low: Lowering, call: Call, function: Callable[..., Tensor], **options: Any
+) -> Local:
+    """Lower what needs all elements along some dimensions: over tiles if they are cut.
+
+    `function(grid, value, dims, **options)` is the operation on tiles; with `among`,
+    the tiles that differ in these dimensions.
+    """
     source = call.input
     shape, axes = low.shape(source), low.axes(source)
     flattened = low.flattened(source)
@@ -85,13 +98,10 @@ def softmax(low: Lowering, call: Call) -> Local:
         return along(low, call)
     if flattened is not None:
         low.hold(call.node, flattened)
-    options: dict[str, Any] = {}
-    if call.kind == "log_softmax":
-        options["log"] = True
     if among := low.among(axes[dim] for dim in dims if axes[dim] is not None):
         options["among"] = among
     args = (low.here, low.get(source).node, dims)
-    return low.create(call.node, "call_function", tiles.softmax, args, options, axes)
+    return low.create(call.node, "call_function", function, args, options, axes)
 
 
 def _dims(call: Call, count: int) -> set[int]:

@@ -19,8 +19,9 @@ from gemsc.passes.spatial import (
     shapes,
     windows,
 )
-from gemsc.passes.spatial.calls import Call, call_of
+from gemsc.passes.spatial.calls import ALONG, Call, call_of
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.runtime import tiles
 
 __all__ = ["lower_call"]
 
@@ -47,13 +48,13 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "linear": flattened.linear,
     "cat": shapes.concatenation,
     "stack": shapes.concatenation,
-    "along": shapes.along,
+    **dict.fromkeys(ALONG, shapes.along),
     "narrow": shapes.narrow,
     "repeat": shapes.repeat,
     "roll": shapes.roll,
     "flip": shapes.flip,
-    "softmax": reductions.softmax,
-    "log_softmax": reductions.softmax,
+    "softmax": partial(reductions.along_tiles, function=tiles.softmax),
+    "log_softmax": partial(reductions.along_tiles, function=tiles.softmax, log=True),
     "mean": reductions.reduction,
     "sum": reductions.reduction,
     "amax": reductions.reduction,
