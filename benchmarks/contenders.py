@@ -65,7 +65,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peaks of the fullest rank during one step, in bytes."""
+    """Peaks of the rank with the highest, during one step, in bytes."""
 
     resident: int
     tensors: int

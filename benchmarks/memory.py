@@ -5,7 +5,7 @@ python benchmarks/memory.py [--quick] [--models unet,resnet50] [--recompute all]
 Each program trains two steps on threads of this process. Counted are parameters,
 buffers, gradients, optimizer state, activations and the buffers of receives posted
 ahead; what a layer needs for a moment while it runs is not. The table shows the
-predicted peak of the fullest rank and the worst error of any rank.
+predicted peak of the peak-memory rank and the worst error of any rank.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ python benchmarks/schedules.py [--quick] [--ranks 2] [--models unet,resnet110]
 
 Times are shown as ratios to `basic` (one micro-batch at a time through all stages),
 measured beside what the compiler predicted; activations are the predicted peak of the
-fullest rank. With more ranks than cores only CPU seconds and memory mean anything.
+peak-memory rank. With more ranks than cores only CPU seconds and memory mean anything.
 """
 
 from __future__ import annotations

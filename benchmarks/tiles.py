@@ -3,7 +3,7 @@
 python benchmarks/tiles.py [--sizes 1024,2048] [--models unet,resnet110v2]
 
 One picture in a micro-batch, one micro-batch, all ranks one grid. The peak is that of
-the fullest tile, as compilation counts it storage for storage on fake tensors:
+the peak-memory tile, as compilation counts it storage for storage on fake tensors:
 pictures need not fit into this machine's memory. Where all tiles together need at most
 `--measure` GiB, a training step is made as well, on threads, and what is alive is
 counted: in brackets, relative to what was predicted.

@@ -51,12 +51,12 @@ from gemsc.planner.fitting import Scheduled, schedule
 from gemsc.planner.layout import check_blocks, stage_layout
 from gemsc.planner.make_plan import make_plan
 from gemsc.planner.predict import schedule_task
-from gemsc.planner.tiles import fullest_tile
+from gemsc.planner.tiles import peak_tile
 from gemsc.schedules import SCHEDULES
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import settled
 from gemsc.search.candidates import Candidate
-from gemsc.search.grids import picture_sizes
+from gemsc.search.grids import image_sizes
 
 __all__ = [
     "CompiledProgram",
@@ -216,7 +216,7 @@ def settled_options(
 ) -> tuple[tuple[Candidate, ...], CompileOptions]:
     """Return what was compared where something is `auto`, and the options to take."""
     stage = partial(schedule_stages, traced, run=run)
-    return settled(options, picture_sizes(traced.program), stage)
+    return settled(options, image_sizes(traced.program), stage)
 
 
 def schedule_stages(
@@ -266,7 +266,7 @@ def schedule_stages(
 
         others = set(range(1, max(chosen.num_tiles)))
         if not every_tile:
-            others &= {fullest_tile(tile(0))}
+            others &= {peak_tile(tile(0))}
         tiles = (tile(0), *map(tile, sorted(others)))
     key = (*map(id, tiles), replace(chosen, micro_batches=()))
     task = run.once(key, schedule_task, tiles, chosen, None, hardware)

@@ -29,7 +29,7 @@ class PlannedStage:
     memory.
 
     A stage that is split has `tiles` along each axis: then its cost is that of the
-    fullest tile, work is that of all, and `halo_bytes` go from tile to tile in
+    peak-memory tile, work is that of all, and `halo_bytes` go from tile to tile in
     forward, in `exchanges`. `unfused_exchanges` and `unfused_halo_bytes` are those if
     no wide halo served several layers. `overlapped` are the layers whose halo travels
     while their inner part is computed.

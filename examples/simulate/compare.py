@@ -45,7 +45,7 @@ def compare(path: Path, console: Console) -> None:
     """Print one scenario."""
     scenario, found = simulate_runs(path)
     table = Table(title=scenario["title"], title_justify="left")
-    for title in ("run", "published", "simulated", "step", "samples/s", "fullest GPU"):
+    for title in ("run", "published", "simulated", "step", "samples/s", "peak GPU"):
         table.add_column(title, justify="left" if title == "run" else "right")
     first = scenario["run"][0]
     for run, result in zip(scenario["run"], found, strict=True):
@@ -56,13 +56,13 @@ def compare(path: Path, console: Console) -> None:
             tiles = first["published_hours"] * found[0].last.throughput
             hours = f"{run['published_hours']} h" if "published_hours" in run else "-"
             shown = hours, f"{tiles / last.throughput:.2f} h"
-        fullest = max(result.timeline.peak_bytes)
+        highest = max(result.timeline.peak_bytes)
         table.add_row(
             run["name"],
             *shown,
             show_seconds(last.step_seconds),
             f"{last.throughput:,.1f}",
-            show_bytes(fullest),
+            show_bytes(highest),
         )
     console.print(table)
     console.print(f"published: {scenario['source']}", highlight=False)

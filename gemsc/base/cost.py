@@ -50,8 +50,8 @@ class StageCost:
 class Edge:
     """Stage `dest` uses values of stage `source`; `seconds` if their ranks differ.
 
-    `num_bytes` travel from or to the busiest rank. The fullest rank receives messages
-    of `value_bytes` and, on the way back, of `gradient_bytes`.
+    `num_bytes` travel from or to the busiest rank. The peak-memory rank receives
+    messages of `value_bytes` and, on the way back, of `gradient_bytes`.
     """
 
     source: int

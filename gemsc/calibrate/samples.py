@@ -85,7 +85,7 @@ class Draw:
         """Return a number of elements for an operator that moves data."""
         return self.between(1e3, self.largest / 75)
 
-    def picture(
+    def image(
         self, elements: int, *, smallest: int = 4, widest: int = 512
     ) -> tuple[int, int, int, int]:
         """Return (batch, channels, height, width) of about so many elements."""
@@ -114,7 +114,7 @@ def _convolution(
 ) -> Iterator[AtenCall]:
     """Yield a convolution and its two gradients.
 
-    `single` of one small picture; `last` as at the end of a network: few positions and
+    `single` of one small image; `last` as at the end of a network: few positions and
     many channels.
     """
     kernel = draw.pick(*kernels)
@@ -195,7 +195,7 @@ def attention(draw: Draw) -> Iterator[AtenCall]:
 
 def _batch_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield batch norm in training and its backward."""
-    x = draw.tensor(*draw.picture(draw.elements(), smallest=2, widest=2048))
+    x = draw.tensor(*draw.image(draw.elements(), smallest=2, widest=2048))
     channels = x.shape[1]
     weight, bias, mean = (draw.tensor(channels) for _ in range(3))
     variance = draw.tensor(channels).abs() + 1
@@ -210,7 +210,7 @@ def _batch_norm(draw: Draw) -> Iterator[AtenCall]:
 
 def _group_norm(draw: Draw) -> Iterator[AtenCall]:
     """Yield group norm and its backward."""
-    x = draw.tensor(*draw.picture(draw.elements()))
+    x = draw.tensor(*draw.image(draw.elements()))
     batch, channels, height, width = x.shape
     weight, bias = draw.tensor(channels), draw.tensor(channels)
     sizes = (batch, channels, height * width, draw.pick(1, 4, 8))
@@ -255,7 +255,7 @@ def _softmax(draw: Draw) -> Iterator[AtenCall]:
 
 def pointwise(draw: Draw) -> Iterator[AtenCall]:
     """Yield what activations and residuals cost, forward and backward."""
-    x = draw.tensor(*draw.picture(draw.elements()))
+    x = draw.tensor(*draw.image(draw.elements()))
     y = draw.tensor(*x.shape)
     yield AtenCall(_ATEN.relu.default, (x,), (x,))
     yield AtenCall(_ATEN.threshold_backward.default, (x, y, 0), (x,))
@@ -265,7 +265,7 @@ def pointwise(draw: Draw) -> Iterator[AtenCall]:
 
 def functions(draw: Draw) -> Iterator[AtenCall]:
     """Yield the functions that take more than a few operations an element."""
-    x = draw.tensor(*draw.picture(draw.elements()))
+    x = draw.tensor(*draw.image(draw.elements()))
     y = draw.tensor(*x.shape)
     yield AtenCall(_ATEN.gelu.default, (x,), (x,))
     yield AtenCall(_ATEN.gelu_backward.default, (x, y), (x,))
@@ -276,16 +276,16 @@ def functions(draw: Draw) -> Iterator[AtenCall]:
 
 
 def sums(draw: Draw) -> Iterator[AtenCall]:
-    """Yield sums over rows (the gradient of a bias), columns and pictures."""
+    """Yield sums over rows (the gradient of a bias), columns and images."""
     x = _table(draw)
     yield AtenCall(_ATEN.sum.dim_IntList, (x, [0]), (x,))
-    picture = draw.tensor(*draw.picture(draw.elements()))
-    yield AtenCall(_ATEN.mean.dim, (picture, [-1, -2]), (picture,))
+    image = draw.tensor(*draw.image(draw.elements()))
+    yield AtenCall(_ATEN.mean.dim, (image, [-1, -2]), (image,))
 
 
 def copies(draw: Draw) -> Iterator[AtenCall]:
     """Yield concatenation, a gradient's slice, and copies in another order."""
-    batch, channels, height, width = draw.picture(draw.elements())
+    batch, channels, height, width = draw.image(draw.elements())
     x = draw.tensor(batch, channels, height, width)
     y = draw.tensor(batch, channels, height, width)
     yield AtenCall(_ATEN.cat.default, ([x, y], 1), (x,))
@@ -299,7 +299,7 @@ def copies(draw: Draw) -> Iterator[AtenCall]:
 
 def pooling(draw: Draw) -> Iterator[AtenCall]:
     """Yield max and average pooling and their backwards."""
-    x = draw.activation(*draw.picture(draw.elements(), smallest=8))
+    x = draw.activation(*draw.image(draw.elements(), smallest=8))
     kernel = draw.pick(2, 2, 3)
     window = ([kernel] * 2, [2, 2], [kernel // 2 if kernel == 3 else 0] * 2)
     forward = _ATEN.max_pool2d_with_indices.default
@@ -329,7 +329,7 @@ def pooling_3d(draw: Draw) -> Iterator[AtenCall]:
 
 def _interpolation(draw: Draw) -> Iterator[AtenCall]:
     """Yield interpolation to twice the size, and its backward."""
-    x = draw.tensor(*draw.picture(draw.elements() // 4))
+    x = draw.tensor(*draw.image(draw.elements() // 4))
     size = [2 * x.shape[2], 2 * x.shape[3]]
     gradient = draw.tensor(*x.shape[:2], *size)
     shape = list(x.shape)
@@ -404,10 +404,10 @@ FAMILIES: tuple[tuple[str, Source, int], ...] = (
     ("convolution 1x1 at the end", _conv_1x1_last, 48),
     ("convolution at the end", _conv_2d_last, 48),
     ("convolution of volumes", _conv_3d, 128),
-    ("convolution of one picture", _conv_single, 128),
+    ("convolution of one image", _conv_single, 128),
     ("depthwise convolution", _conv_depthwise, 48),
     ("transposed convolution", _conv_transposed, 36),
-    ("transposed, of one picture", _conv_transposed_single, 48),
+    ("transposed, of one image", _conv_transposed_single, 48),
     ("matrix product", matmul, 48),
     ("batched matrix product", batched_matmul, 32),
     ("attention", attention, 32),

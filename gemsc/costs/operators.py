@@ -153,7 +153,7 @@ def _variant(x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[Any]) -
     """Return the kind of a convolution, by its form and by who computes it.
 
     PyTorch computes some on a CPU by itself, as a product of matrices with the input
-    unfolded: small ones of one picture, 1 x 1 with one thread, transposed, float64.
+    unfolded: small ones of one image, 1 x 1 with one thread, transposed, float64.
     """
     *_, transposed, _, groups = shape
     backend = torch._C._select_conv_backend(x, weight, bias, *shape)
@@ -182,16 +182,16 @@ def _filters(
     flops_per_in, flops_per_out: the same, divided by the channels in and out of one
         group: few channels leave vector lanes empty
     flops_per_row: divided by the positions of one row, which is worked on at a time
-    flops_thin: only if a picture has few positions, 2 to 15: vectors stay half empty
+    flops_thin: only if an image has few positions, 2 to 15: vectors stay half empty
     flops_strided: only if the stride is not 1: inputs are gathered
     flops_padded: with channels rounded up to whole vectors of 16
     flops_ragged_in, flops_ragged_out: only if the channels are no multiple of 16
     unfolded, unfolded_fresh: bytes of the input with each position's neighbourhood
         written out; only if that memory is new each time
     weights: bytes of the weight, which is packed anew at each call
-    weights_each: the same for each picture of the batch
+    weights_each: the same for each image of the batch
     weights_far: what of these a core's own cache cannot keep from one to the next
-    weights_thin, weights_far_thin: both only if a picture has few positions, as above:
+    weights_thin, weights_far_thin: both only if an image has few positions, as above:
         then one pass over the weights takes as long for 2 positions as for 9
     weights_aliased, weights_aliased_thin: weights_each, only if rows of the weight are
         multiples of 2 KiB: their beginnings compete for the same lines of a cache
@@ -200,12 +200,12 @@ def _filters(
     kernel = math.prod(weight.shape[2:])
     channels_in = wide.shape[1] // groups
     channels_out = narrow.shape[1] // groups
-    in_picture = math.prod(narrow.shape[2:])
-    positions = narrow.shape[0] * in_picture
+    in_image = math.prod(narrow.shape[2:])
+    positions = narrow.shape[0] * in_image
     flops = 2.0 * positions * kernel * channels_in * channels_out * groups
     rounded = _rounded(channels_in) * _rounded(channels_out)
     is_strided = any(step != 1 for step in stride)
-    thin = 1.0 if 1 < in_picture < LANES else 0.0
+    thin = 1.0 if 1 < in_image < LANES else 0.0
     each = float(weight.nbytes * x.shape[0])
     far = float(max(0, weight.nbytes - CACHE_BYTES) * x.shape[0])
     row = math.prod(weight.shape[1:]) * weight.element_size()

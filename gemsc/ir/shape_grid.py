@@ -58,7 +58,7 @@ class ShapeGrid:
         """Return the grid of some tiles, of which this is one; () for all."""
         return ShapeGrid(tiles.index(self.tile), len(tiles)) if tiles else self
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the tensor."""
         listen = getattr(_listener, "listen", None)
         if listen is not None:

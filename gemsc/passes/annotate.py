@@ -35,7 +35,7 @@ from gemsc.ir.staged import keep_stages
 from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
 from gemsc.passes.signature import signature
-from gemsc.runtime.tiles.saving import kept_of
+from gemsc.runtime.tiles.saving import saved_parts
 
 __all__ = ["Annotate", "Known", "annotate"]
 
@@ -190,7 +190,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_backward = False
 
     def _save(self, tensor: Tensor) -> Tensor:
-        for part in kept_of(tensor):
+        for part in saved_parts(tensor):
             storage = part.untyped_storage()
             if storage._cdata not in self.persistent:
                 self.counts[self.node].saved[storage._cdata] = storage.nbytes()

@@ -1,4 +1,4 @@
-"""Check tiles: the grid must fit the pictures that the split stages read.
+"""Check tiles: the grid must fit the images that the split stages read.
 
 Example: `--tiles 2x2` on volumes of 64 x 64 x 64 voxels has too few numbers.
 """
@@ -22,9 +22,9 @@ AXES = ("height", "width")
 
 @dataclass(frozen=True)
 class CheckTiles(Pass):
-    """Refuse grids with another number of axes than pictures, or with too many tiles.
+    """Refuse grids with another number of axes than images, or with too many tiles.
 
-    A picture is an input of the model [batch, channels, axis, axis, ...].
+    An image is an input of the model [batch, channels, axis, axis, ...].
     """
 
     name: ClassVar[str] = "check-tiles"
@@ -39,7 +39,7 @@ class CheckTiles(Pass):
         placement = program.placement
         assert placement is not None
         nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-        pictures = [
+        images = [
             (item, nodes[item.name])
             for item in program.inputs
             if item.path[0] == "input" and len(item.spec.shape) > 2
@@ -48,11 +48,11 @@ class CheckTiles(Pass):
             grid = placement.grid(stage.index)
             if grid:
                 inside = set(stage.nodes)
-                for item, node in pictures:
+                for item, node in images:
                     if inside.intersection(node.users):
                         _check(grid, item, _first_use(node))
         grid = placement.grid(0)
-        if grid and not pictures:
+        if grid and not images:
             shapes = ", ".join(f"{i.name}: {i.spec}" for i in program.inputs)
             raise GemscError(
                 f"--tiles {_show(grid)} splits images, but no input of the model is "

@@ -24,7 +24,7 @@ __all__ = ["LocalBatchnorm"]
 
 @dataclass(frozen=True)
 class LocalBatchnorm(Pass):
-    """Let BatchNorm work as if each tile were a picture of its own.
+    """Let BatchNorm work as if each tile were an image of its own.
 
     It needs no messages. The result is not that of one rank; the running statistics
     that are saved are those of the first tile.

@@ -73,11 +73,11 @@ def _fitted(
     assert cap is not None
     kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
 
-    def alike(leaner: Program) -> tuple[Program, ...]:
-        return tuple(replace(tile, segments=leaner.segments) for tile in tiles)
+    def alike(fitted: Program) -> tuple[Program, ...]:
+        return tuple(replace(tile, segments=fitted.segments) for tile in tiles)
 
-    def simulate(leaner: Program) -> Timeline:
-        return run(schedule_task(alike(leaner), chosen, None, hardware), policy)
+    def simulate(fitted: Program) -> Timeline:
+        return run(schedule_task(alike(fitted), chosen, None, hardware), policy)
 
     found = []
     task = schedule_task(tiles, chosen, cap, hardware)
@@ -86,8 +86,8 @@ def _fitted(
     fit = fit_memory(tiles[0], cap, simulate, hardware.device, kinds)
     if fit.fits:
         task = schedule_task(alike(fit.program), chosen, cap, hardware)
-        leaner = replace(program, segments=fit.program.segments)
-        found.append(Scheduled(leaner, alike(fit.program), task, fit.timeline))
+        fitted = replace(program, segments=fit.program.segments)
+        found.append(Scheduled(fitted, alike(fit.program), task, fit.timeline))
     if not found:
         raise GemscError(
             f"no choice of blocks for --{' and --'.join(kinds)} fits "

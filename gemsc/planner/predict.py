@@ -41,7 +41,7 @@ def schedule_task(
     """Return what the schedule engine needs to know of the program.
 
     `tiles` are what the tiles of the largest grid run. The ranks of a grid go in step:
-    a stage takes the time and the memory of its fullest tile.
+    a stage takes the time and the memory of its peak-memory tile.
     """
     first = tiles[0]
     placement = first.placement
@@ -147,16 +147,16 @@ def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, f
 def _worst(costs: Sequence[StageCost]) -> StageCost:
     """Return the most of everything.
 
-    What comes on top of the saved bytes for a while is what the fullest tile then has
-    more than the most that any tile saves: the two may be different ones.
+    What comes on top of the saved bytes for a while is what the peak-memory tile then
+    has more than the most that any tile saves: the two may be different ones.
     """
     most = {
         field.name: max(getattr(cost, field.name) for cost in costs)
         for field in fields(StageCost)
     }
     for name in [name for name in most if "transient" in name]:
-        fullest = max(cost.saved_bytes + getattr(cost, name) for cost in costs)
-        most[name] = fullest - most["saved_bytes"]
+        highest = max(cost.saved_bytes + getattr(cost, name) for cost in costs)
+        most[name] = highest - most["saved_bytes"]
     return StageCost(**most)
 
 

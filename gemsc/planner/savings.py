@@ -39,7 +39,7 @@ Chosen = dict[int, tuple[Saving, ...]]  # by rank
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A program with segments chosen so that it fits, or the leanest there is."""
+    """A program with segments chosen to fit, or with the lowest peak there is."""
 
     program: Program
     timeline: Timeline
@@ -47,7 +47,7 @@ class Fit:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the fullest rank."""
+        """The highest peak of a rank."""
         return max(self.timeline.peak_bytes)
 
 
@@ -171,15 +171,15 @@ def _chosen(
             wanted[rank] += -(-excess // live)
             mine = savings[rank]
             found = cheapest(mine, wanted[rank])
-            chosen[rank] = _leanest(mine) if found is None else found
+            chosen[rank] = _lowest_memory(mine) if found is None else found
         if chosen == before:
             break
         marked = _marked(program, chosen)
         fit = Fit(marked, simulate(marked), fits=False)
-    everything = {rank: _leanest(mine) for rank, mine in savings.items()}
+    everything = {rank: _lowest_memory(mine) for rank, mine in savings.items()}
     marked = _marked(program, everything)
-    leanest = Fit(marked, simulate(marked), fits=False)
-    return replace(leanest, fits=leanest.peak_bytes <= cap), {}
+    lowest = Fit(marked, simulate(marked), fits=False)
+    return replace(lowest, fits=lowest.peak_bytes <= cap), {}
 
 
 def _pruned(
@@ -201,7 +201,7 @@ def _pruned(
     return fit
 
 
-def _leanest(savings: Sequence[Saving]) -> tuple[Saving, ...]:
+def _lowest_memory(savings: Sequence[Saving]) -> tuple[Saving, ...]:
     """Return what together frees most, at most one for each block."""
     best: dict[int, tuple[int, tuple[Saving, ...]]] = {-1: (0, ())}
     ending = defaultdict(list)

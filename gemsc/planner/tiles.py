@@ -30,10 +30,10 @@ __all__ = [
     "ends",
     "exchanges",
     "exchanging",
-    "fullest_tile",
     "inner_share",
     "most_bytes",
     "moved_bytes",
+    "peak_tile",
     "traffic_of",
     "waiting",
 ]
@@ -121,7 +121,7 @@ def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:
                 yield node
 
 
-def fullest_tile(first: Program) -> int:
+def peak_tile(first: Program) -> int:
     """Return the tile that holds the most elements: of all values, and of others.
 
     What the first one runs says so of all of them.

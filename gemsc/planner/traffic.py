@@ -107,7 +107,7 @@ def _between(program: Program, transfer: Transfer) -> StepTraffic:
 
 
 def received_bytes(program: Program, transfer: Transfer) -> tuple[int, int]:
-    """Return what the fullest rank receives: of values, and back of gradients."""
+    """Return what the peak-memory rank receives: of values, and back of gradients."""
     received: Counter[tuple[bool, int]] = Counter()
     for message in _messages(program, transfer):
         received[message.is_gradient, message.dest] += _size(message)

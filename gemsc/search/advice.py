@@ -25,25 +25,25 @@ def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
             f"no schedule can be built: {candidates[0].problem}",
             help="try another number of --ranks or --micro-batches",
         )
-    leanest = min(built, key=lambda c: c.peak_bytes)
-    cap = leanest.options.device_memory or 0
+    lowest = min(built, key=lambda c: c.peak_bytes)
+    cap = lowest.options.device_memory or 0
     ways = [
-        *_more_ranks(leanest, assess),
-        *_recompute(leanest, assess),
-        *_smaller_micro_batches(leanest, cap),
+        *_more_ranks(lowest, assess),
+        *_recompute(lowest, assess),
+        *_smaller_micro_batches(lowest, cap),
     ]
     return GemscError(
         f"no schedule fits {show_bytes(cap)} on each rank: the lowest peak, of "
-        f"{leanest.name}, is {show_enough_bytes(leanest.peak_bytes)}",
+        f"{lowest.name}, is {show_enough_bytes(lowest.peak_bytes)}",
         help="; or ".join(ways)
         or "more ranks or smaller micro-batches do not help: raise --device-memory",
     )
 
 
-def _more_ranks(leanest: Candidate, assess: Assess) -> list[str]:
+def _more_ranks(lowest: Candidate, assess: Assess) -> list[str]:
     for factor in FACTORS:
-        ranks = leanest.options.ranks * factor
-        found = assess(replace(leanest.options, ranks=ranks))
+        ranks = lowest.options.ranks * factor
+        found = assess(replace(lowest.options, ranks=ranks))
         if found.fits():
             return [
                 f"use --ranks {ranks} ({found.name} needs "
@@ -52,24 +52,24 @@ def _more_ranks(leanest: Candidate, assess: Assess) -> list[str]:
     return []
 
 
-def _recompute(leanest: Candidate, assess: Assess) -> list[str]:
-    if leanest.options.recompute:
+def _recompute(lowest: Candidate, assess: Assess) -> list[str]:
+    if lowest.options.recompute:
         return []
-    found = assess(replace(leanest.options, recompute=("auto",)))
+    found = assess(replace(lowest.options, recompute=("auto",)))
     if not found.fits():
         return []
-    slower = found.seconds / leanest.seconds - 1 if leanest.seconds else 0.0
+    slower = found.seconds / lowest.seconds - 1 if lowest.seconds else 0.0
     return [
         f"add --recompute auto ({found.name} then needs "
         f"{show_bytes(found.peak_bytes)} and is {slower:.0%} slower)"
     ]
 
 
-def _smaller_micro_batches(leanest: Candidate, cap: int) -> list[str]:
+def _smaller_micro_batches(lowest: Candidate, cap: int) -> list[str]:
     """Activations grow with the samples of a micro-batch, the rest does not."""
-    resident = leanest.peak_bytes - leanest.activation_bytes
-    size = leanest.micro_batch_size
-    fitting = int(size * (cap - resident) / max(leanest.activation_bytes, 1))
+    resident = lowest.peak_bytes - lowest.activation_bytes
+    size = lowest.micro_batch_size
+    fitting = int(size * (cap - resident) / max(lowest.activation_bytes, 1))
     if not 0 < fitting < size:
         return []
     return [f"make example_inputs() {fitting} samples instead of {size}"]

@@ -26,7 +26,7 @@ def settled(
 ) -> tuple[tuple[Candidate, ...], CompileOptions]:
     """Return what was compared where something is `auto`, and the options to take.
 
-    `sizes` are those of the picture that tiles split.
+    `sizes` are those of the image that tiles split.
     """
     for name in ("recompute", "offload"):
         if "auto" in getattr(options, name) and options.device_memory is None:
@@ -51,8 +51,8 @@ def search(
         GemscError: nothing fits; says what would.
     """
     found = [assess(each, stage) for each in alternatives(options, sizes)]
-    leaner = [each.options for each in found if each.may_recompute()]
-    found += [assess(replace(o, recompute=("auto",)), stage) for o in leaner]
+    smaller = [each.options for each in found if each.may_recompute()]
+    found += [assess(replace(o, recompute=("auto",)), stage) for o in smaller]
     found = ranked(found)
     while options.open_tiles and found[0].fits():
         exact = assess(found[0].options, stage, every_tile=True)
@@ -83,7 +83,7 @@ def assess(
     ending = after_backward(
         done.program, done.task, done.timeline, options.data, hardware
     )
-    fullest = max(range(len(peaks)), key=lambda group: peaks[group])
+    highest = max(range(len(peaks)), key=lambda group: peaks[group])
     size = micro_batch_size(done.program)
     sent = step_traffic(done.tiles[0], done.task).message_bytes
     return Candidate(
@@ -91,8 +91,8 @@ def assess(
         seconds=done.timeline.makespan + ending,
         samples=options.data * sum(done.task.micro_batches) * size,
         micro_batch_size=size,
-        peak_bytes=peaks[fullest],
-        activation_bytes=done.timeline.peak_activation_bytes[fullest],
+        peak_bytes=peaks[highest],
+        activation_bytes=done.timeline.peak_activation_bytes[highest],
         bubble=done.timeline.bubble,
         sent_bytes=sent + sum(sums),
     )

@@ -36,7 +36,7 @@ class Candidate:
     """One way to train, with what is predicted for one step of all copies.
 
     `samples` are those of a step, in micro-batches of `micro_batch_size`. `peak_bytes`
-    is that of the fullest rank, `activation_bytes` the part of it that grows with the
+    is the highest of all ranks, `activation_bytes` the part of it that grows with the
     micro-batches; `sent_bytes` counts values, gradients and sums of gradients of one
     copy of the model. `problem` says why it cannot be.
     """
@@ -99,7 +99,7 @@ def alternatives(
 ) -> list[CompileOptions]:
     """Return what to try: all that agrees with what the user has fixed.
 
-    `sizes` are those of the picture that grids split, along each spatial axis.
+    `sizes` are those of the image that grids split, along each spatial axis.
     Where the number of copies is open, `ranks` and `micro_batches` are those of all
     copies together; what cannot be divided is left out.
 

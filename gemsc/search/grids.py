@@ -7,13 +7,13 @@ from math import prod
 
 from gemsc.ir.program import Program
 
-__all__ = ["grids", "picture_sizes"]
+__all__ = ["grids", "image_sizes"]
 
 MOST_SHAPES = 3  # of as many tiles
 
 
 def grids(ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return grids that split a picture of these sizes, few tiles first.
+    """Return grids that split an image of these sizes, few tiles first.
 
     All ranks are one grid, or half of them, a quarter, ...; ranks that are left have a
     stage each. Of all shapes with as many tiles those with the shortest inner edges
@@ -36,8 +36,8 @@ def grids(ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return found
 
 
-def picture_sizes(program: Program) -> tuple[int, ...]:
-    """Return the sizes of the first picture among the inputs: () if there is none."""
+def image_sizes(program: Program) -> tuple[int, ...]:
+    """Return the sizes of the first image among the inputs: () if there is none."""
     for item in program.inputs:
         if item.path[0] == "input" and len(item.spec.shape) > 2:
             return tuple(item.spec.shape[2:])

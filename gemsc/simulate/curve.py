@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gemsc.base.units import show_seconds
 from gemsc.simulate.scaling import Point
-from gemsc.viz.svg import n, picture, rect, text
+from gemsc.viz.svg import drawing, n, rect, text
 
 __all__ = ["draw_curve"]
 
@@ -41,7 +41,7 @@ def draw_curve(heading: str, points: Sequence[Point]) -> str:
         *_throughput(points),
         *_shares(points),
     ]
-    return picture("curve", WIDTH, HEIGHT, heading, STYLE, parts)
+    return drawing("curve", WIDTH, HEIGHT, heading, STYLE, parts)
 
 
 def _throughput(points: Sequence[Point]) -> list[str]:

@@ -57,7 +57,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank stays below the device's memory."""
+        """Whether the peak-memory rank stays below the device's memory."""
         return max(self.timeline.peak_bytes) <= self.hardware.device.memory_bytes
 
 

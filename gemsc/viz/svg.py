@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["n", "picture", "rect", "text"]
+__all__ = ["drawing", "n", "rect", "text"]
 
 
-def picture(
+def drawing(
     kind: str, width: int, height: float, title: str, style: str, parts: Iterable[str]
 ) -> str:
     """Return a picture, as a file or as a part of a page.

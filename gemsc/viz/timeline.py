@@ -12,7 +12,7 @@ from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
 from gemsc.viz.panel import Arrow, Mark, Panel, Row, Span, panels_of
-from gemsc.viz.svg import n, picture, rect, text
+from gemsc.viz.svg import drawing, n, rect, text
 
 __all__ = ["draw_timeline", "write_timeline"]
 
@@ -85,7 +85,7 @@ def draw_timeline(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -
         y = drawn.end + AXIS + GAP
     legend, y = _legend(panels, y, width)
     title = heading or ", ".join(panel.name for panel in panels)
-    return picture("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + legend)
+    return drawing("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + legend)
 
 
 def _facts(panel: Panel, first: Panel) -> str:

@@ -7,7 +7,7 @@ Example, two convolutions of 3 x 3 one after the other:
 
 Each value whose halo travels is an exchange. It is saved if each tile computes that
 value itself, with the halo: what it is made of must be wide as well, back to values
-that travel anyway. What lies outside the picture is padding again at every layer.
+that travel anyway. What lies outside the image is padding again at every layer.
 """
 
 from __future__ import annotations

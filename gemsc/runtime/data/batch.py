@@ -38,7 +38,7 @@ class BatchShape:
         """Pick this rank's tensors out of a batch, check them and keep their boxes.
 
         `sources` holds "input" and "target" as the user gave them. They hold whole
-        pictures, or the `window` of them.
+        images, or the `window` of them.
 
         Raises:
             GemscError: a tensor is missing, or its shape or dtype does not fit.

@@ -66,7 +66,7 @@ class Batches:
 
     Copies of the model share a batch: each reads its own `part` of `num_parts`.
     A last batch that is not full is dropped in training (`shuffle`); in evaluation it
-    is filled up with its last sample. Of a `TiledDataset` the `window` of each picture
+    is filled up with its last sample. Of a `TiledDataset` the `window` of each image
     is read. The first batch of an epoch has digests; with `compare_all`, every batch.
     """
 

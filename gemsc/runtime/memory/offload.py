@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.runtime.memory.meter import active_meter
-from gemsc.runtime.tiles.saving import Apart, taken_apart
+from gemsc.runtime.tiles.saving import Decomposed, decomposed
 from gemsc.runtime.transport.streams import Arrival, Pending, Streams
 
 __all__ = [
@@ -201,12 +201,12 @@ class _Packed:
 class _PackedParts:
     """What stands for a redistributed value of a tile: the parts of it, packed."""
 
-    apart: Apart
+    apart: Decomposed
     parts: tuple[_Packed | Tensor, ...]
 
     def view(self) -> Tensor:
         """Return the value, put together of what has come back."""
-        return self.apart.together([_unpack(part) for part in self.parts])
+        return self.apart.rebuild([_unpack(part) for part in self.parts])
 
 
 def _unpack(packed: _Packed | _PackedParts | Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class _OffloadedPart:
 
     def pack(self, tensor: Tensor) -> _Packed | _PackedParts | Tensor:
         """Move a tensor's storage, unless it stays; of a tile's halo what it is of."""
-        apart = taken_apart(tensor)
+        apart = decomposed(tensor)
         if apart is not None:
             parts = tuple(self._moved_out(part) for part in apart.kept)
             return _PackedParts(replace(apart, kept=()), parts)

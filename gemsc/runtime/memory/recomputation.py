@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import active_meter
-from gemsc.runtime.tiles.saving import Apart, forget, kept_of, taken_apart
+from gemsc.runtime.tiles.saving import Decomposed, decomposed, forget, saved_parts
 
 __all__ = ["recompute"]
 
@@ -72,7 +72,7 @@ class _Saved:
 
     def __init__(self, run: _Run) -> None:
         self.run = run
-        self.value: Tensor | Apart | None = None
+        self.value: Tensor | Decomposed | None = None
 
 
 def _unpack(saved: _Saved) -> Tensor:
@@ -80,7 +80,7 @@ def _unpack(saved: _Saved) -> Tensor:
         saved.run.again()
     value = saved.value
     assert value is not None
-    return value.together(value.kept) if isinstance(value, Apart) else value
+    return value.rebuild(value.kept) if isinstance(value, Decomposed) else value
 
 
 class _Run:
@@ -134,12 +134,12 @@ class _Run:
             raise InternalError(f"{self._block.__name__} runs a third time")
         self._is_done = True
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in self._inputs]
-        values: list[Tensor | Apart] = []
+        values: list[Tensor | Decomposed] = []
         kept: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:
-            values.append(taken_apart(tensor) or tensor.detach())
-            kept.extend(part.detach() for part in kept_of(tensor))
+            values.append(decomposed(tensor) or tensor.detach())
+            kept.extend(part.detach() for part in saved_parts(tensor))
             if len(values) == len(self._saved) and not self.is_on_tiles:
                 raise _EndOfBlockError
 

@@ -48,7 +48,7 @@ class TileGrid(Protocol):
     def among(self, tiles: tuple[int, ...]) -> TileGrid:
         """Return the grid of some tiles, of which this is one; () for all."""
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Put the sum over the tiles into the tensor; return it."""
 
     def collect(self, held: Tensor, exchange: Exchange) -> Tensor:
@@ -85,7 +85,7 @@ def rows(grid: TileGrid, row: Tensor) -> Tensor:
     """Return a table with a row from each tile: one sum, without gradients."""
     table = row.new_zeros((grid.num_tiles, *row.shape))
     table[grid.tile] = row
-    return grid.add_up(table)
+    return grid.all_reduce(table)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -104,9 +104,9 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, grid: TileGrid) -> Tensor:
         ctx.grid = grid
-        return grid.add_up(value.detach().clone().contiguous())
+        return grid.all_reduce(value.detach().clone().contiguous())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.grid.add_up(gradient.clone().contiguous()), None
+        return ctx.grid.all_reduce(gradient.clone().contiguous()), None

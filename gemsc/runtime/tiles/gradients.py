@@ -71,4 +71,4 @@ class _Completed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.grid.add_up(gradient.clone().contiguous()), None
+        return ctx.grid.all_reduce(gradient.clone().contiguous()), None

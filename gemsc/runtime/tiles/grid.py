@@ -61,7 +61,7 @@ class Grid:
         view = exchange.seen_from(self.tile)
         return self._mailbox.depart_back(exchange, view, gradients, like.dtype)
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Put the sum over the tiles into the tensor; return it."""
         if self._group is None:
             key = f"tiles of {self.ranks}"

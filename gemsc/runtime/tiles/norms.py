@@ -198,7 +198,7 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack(
             [gradient.sum(ctx.dims, keepdim=True), product.sum(ctx.dims, keepdim=True)]
         )
-        sums = ctx.grid.add_up(sums) / count.to(sums.dtype)
+        sums = ctx.grid.all_reduce(sums) / count.to(sums.dtype)
         result = gradient * rstd
         result[ctx.own] -= (sums[0] + normal[ctx.own] * sums[1]) * rstd
         result = result.to(value.dtype)
@@ -253,7 +253,7 @@ class _NormalizeChannels(torch.autograd.Function):
         sums = torch.stack([total, product]).to(mean.dtype)
         if weight is not None:
             sums = sums * weight
-        constant, slope = ctx.grid.add_up(sums) * (-rstd / count.to(mean.dtype))
+        constant, slope = ctx.grid.all_reduce(sums) * (-rstd / count.to(mean.dtype))
         slope = slope * rstd
         constant = torch.addcmul(constant, slope, mean, value=-1)
         shape = (1, -1, *(1,) * (value.dim() - 2))

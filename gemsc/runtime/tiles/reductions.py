@@ -136,7 +136,7 @@ class _Extreme(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         value, result, count = ctx.saved_tensors
-        gradient = ctx.grid.add_up(gradient.clone().contiguous())
+        gradient = ctx.grid.all_reduce(gradient.clone().contiguous())
         return (value == result) * (gradient / count), None, None, None
 
 
@@ -160,7 +160,7 @@ class _GlobalMax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         index, is_here = ctx.saved_tensors
-        gradient = ctx.grid.add_up(gradient.clone().contiguous()).view(index.shape)
+        gradient = ctx.grid.all_reduce(gradient.clone().contiguous()).view(index.shape)
         result = gradient.new_zeros((*index.shape, prod(ctx.shape[index.dim() :])))
         mine = torch.where(is_here, gradient, 0)
         result.scatter_(-1, index.unsqueeze(-1), mine.unsqueeze(-1))
@@ -189,7 +189,7 @@ class _Variance(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         value, mean, result, freedom = ctx.saved_tensors
-        gradient = ctx.grid.add_up(gradient.clone().contiguous()).to(mean.dtype)
+        gradient = ctx.grid.all_reduce(gradient.clone().contiguous()).to(mean.dtype)
         if ctx.root:  # as in torch, where all are equal there is no gradient
             gradient = (gradient / (2 * result)).masked_fill(result == 0, 0)
         found = (2 / freedom) * gradient * (value - mean)
@@ -227,7 +227,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (result,) = ctx.saved_tensors
         part = gradient if ctx.log else gradient * result
-        total = ctx.grid.add_up(part.sum(ctx.dims, keepdim=True).contiguous())
+        total = ctx.grid.all_reduce(part.sum(ctx.dims, keepdim=True).contiguous())
         if ctx.log:
             return gradient - result.exp() * total, None, None, None
         return part - result * total, None, None, None

@@ -8,7 +8,7 @@ when backward wants it.
     relu --> y (kept by relu) --> redistribute --> y with halo --> conv keeps y + strips
 
 A block that is recomputed or offloaded has hooks of its own for what autograd saves:
-`taken_apart` says of what a tensor there consists.
+`decomposed` says of what a tensor there consists.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
-    "Apart",
+    "Decomposed",
+    "decomposed",
     "forget",
-    "kept_of",
     "remember",
     "saved_in_parts",
-    "taken_apart",
+    "saved_parts",
 ]
 
 # A source larger than this many times its part would keep more alive than it saves.
@@ -108,14 +108,14 @@ def _origin(tensor: Tensor) -> _Origin | None:
     return None if origin is None or _gone(origin) else origin
 
 
-def kept_of(tensor: Tensor) -> tuple[Tensor, ...]:
+def saved_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors whose memory is kept if autograd saves this one."""
     origin = _origin(tensor)
     return (tensor,) if origin is None else origin.kept
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Decomposed:
     """A view of a redistributed value, as the tensors of which it is put together."""
 
     kept: tuple[Tensor, ...]
@@ -124,18 +124,18 @@ class Apart:
     stride: tuple[int, ...]
     offset: int
 
-    def together(self, kept: Sequence[Tensor]) -> Tensor:
+    def rebuild(self, kept: Sequence[Tensor]) -> Tensor:
         """Return it, put together of `kept` or copies of that."""
         whole = self.assemble(*kept)
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
-def taken_apart(tensor: Tensor) -> Apart | None:
+def decomposed(tensor: Tensor) -> Decomposed | None:
     """Return the parts of a redistributed value, None for others."""
     origin = _origin(tensor)
     if origin is None:
         return None
-    return Apart(
+    return Decomposed(
         origin.kept,
         origin.assemble,
         tuple(tensor.size()),
@@ -160,17 +160,17 @@ class Observer(Protocol):
 def saved_in_parts(observer: Observer | None = None) -> Iterator[None]:
     """Let what runs inside keep redistributed values in parts."""
 
-    def pack(tensor: Tensor) -> Apart | Tensor:
-        apart = taken_apart(tensor)
+    def pack(tensor: Tensor) -> Decomposed | Tensor:
+        apart = decomposed(tensor)
         if observer is None:
             return apart or tensor
-        observer.follow(kept_of(tensor))
+        observer.follow(saved_parts(tensor))
         return apart or tensor.detach()
 
-    def unpack(packed: Apart | Tensor) -> Tensor:
+    def unpack(packed: Decomposed | Tensor) -> Tensor:
         if observer is not None:
             observer.take()
-        return packed.together(packed.kept) if isinstance(packed, Apart) else packed
+        return packed.rebuild(packed.kept) if isinstance(packed, Decomposed) else packed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -66,7 +66,7 @@ class Mailbox:
         self._transport.wait(*self._sends)
         self._sends.clear()
 
-    def let_go(self) -> None:
+    def release_arrived(self) -> None:
         """Give the library a turn; drop the tensors whose sends are done."""
         if self._sends:
             self._sends = [request for request in self._sends if not request.done()]
@@ -90,7 +90,7 @@ class Mailbox:
                 for tensor, gradient in zip(tensors, message.gradients, strict=True)
             )
             return
-        self.let_go()
+        self.release_arrived()
         if isinstance(message, GridMessage):
             for part in message.parts:
                 if part.source == self._rank:

@@ -30,7 +30,7 @@ def metered(worker: Worker) -> ActivationMeter:
     def metered_backward(
         run: Run, m: int, *gradients: Tensor | None
     ) -> tuple[Tensor, ...]:
-        worker.mail.let_go()
+        worker.mail.release_arrived()
         meter.sample()
         # memory grows when the first backward of a step makes the gradients, and when
         # something is deferred, recomputed or brought back

@@ -125,7 +125,7 @@ class Worker:
     def run(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage forward and keep what its backward needs."""
         self.status.enter("forward", run, m)
-        self.mail.let_go()
+        self.mail.release_arrived()
         stage = self.stages[run]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, stage, staying)
@@ -150,7 +150,7 @@ class Worker:
         none flows back.
         """
         self.status.enter("backward", run, m)
-        self.mail.let_go()  # what the forward sent has arrived
+        self.mail.release_arrived()  # what the forward sent has arrived
         kept = self._in_flight.pop((run, m))
         kept.offloaded.prefetch()
         depends_on_data = self.program.depends_on_data
@@ -167,7 +167,7 @@ class Worker:
     def weights(self, run: Run, m: int) -> None:
         """Add up the weight gradients that a stage's backward deferred."""
         self.status.enter("weight gradients", run, m)
-        self.mail.let_go()
+        self.mail.release_arrived()
         self._deferred.pop((run, m)).compute()
 
     @property
@@ -231,7 +231,7 @@ class Worker:
         counts = [float(not is_absent(gradient)) for gradient in gradients]
         if run.stage in self._grids:
             grid = self._grids[run.stage]
-            counts = grid.add_up(torch.tensor(counts, device=self.device)).tolist()
+            counts = grid.all_reduce(torch.tensor(counts, device=self.device)).tolist()
         pairs = zip(gradients, counts, strict=True)
         return tuple(gradient if count else None for gradient, count in pairs)
 
