@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from cases import CASES, masked_pictures, pictures, texts, vectors
 from densenet import DenseCNN
 from encoder import Encoder
+from local_transport import run_local
 from mlp import MLP
 from resnet import BasicBlock, ResNet
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from gemsc.compiler import Traced, lower, trace
 from gemsc.costs.optimizer_state import Factory
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.metered import metered
 

@@ -31,8 +31,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import cases  # noqa: F401  (makes local_transport importable)
 import torch
 from hugging_face import HUGGING_FACE
+from local_transport import run_local
 from third_party import VISION, Network
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -43,7 +45,6 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram
 from gemsc.errors import GemscError
 from gemsc.runtime.training.verification import record_steps
-from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.steps import TOLERANCE, compare, read_record, reference_steps
 

@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from local_transport import LocalTransport
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from gemsc.runtime.transport.local import LocalTransport
 
 __all__ = ["DEVICE", "POLICIES", "DirectTransport", "SimDevice", "on_device"]
 

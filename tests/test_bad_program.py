@@ -19,6 +19,7 @@ from command_line import (
     gemsc_here,
     line_of,
 )
+from local_transport import LocalTransport, run_local
 from torch import nn
 
 from gemsc.base.weights import fill
@@ -28,7 +29,6 @@ from gemsc.launch import launch
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.local import LocalTransport, run_local
 
 
 @pytest.fixture

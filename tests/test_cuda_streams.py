@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_transport import LocalTransport, run_local
 from program_support import written
 from sim_cuda import DEVICE, DirectTransport, on_device
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from torch.nn import functional as F
 from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport import streams
-from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams
 from gemsc.schedules import SCHEDULES
 

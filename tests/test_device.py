@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Gemsc, gemsc_here
+from local_transport import LocalTransport, run_local
 from program_support import Net, written
 
 from gemsc.errors import GemscError
 from gemsc.runtime.process import device as module
 from gemsc.runtime.process.device import choose_device, claim_device
-from gemsc.runtime.transport.local import LocalTransport, run_local
 
 gemsc = pytest.fixture(gemsc_here)
 

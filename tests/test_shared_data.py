@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here, line_of
+from local_transport import run_local
 
 from gemsc.base.digest import digest
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.shared import Digests, SharedData
 from gemsc.runtime.data.tiled import Window
-from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from local_transport import LocalTransport, run_local
 from mpi_transport_program import CASES
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import find_mpirun, launch
 from gemsc.runtime.transport import mpi
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
-from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams
 from gemsc.runtime.transport.waiting import wait
 

@@ -1,1 +1,1 @@
-"""How messages travel between ranks: MPI, threads for tests, devices."""
+"""How messages travel between ranks: MPI, devices."""
