@@ -226,16 +226,18 @@ def schedule_stages(
     *,
     every_tile: bool = True,
     hardware: Hardware | None = None,
+    replicas: int = 1,
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
     Without `every_tile` only the first tile is lowered, and the one that holds most.
+    The user's `--ranks` counts the ranks of `replicas`: advice does so, too.
     """
     choose("schedule", options.schedule, SCHEDULES)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
-    check_blocks(options, chosen, traced.program.name, names)
+    check_blocks(options, chosen, traced.program.name, names, replicas=replicas)
     balance = BalanceStages(
         num_stages=chosen.num_stages,
         kind=options.balance,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gemsc.base.boxes import everything
 from gemsc.ir import meta
+from gemsc.ir.flow import exchange_of, is_exchange
 from gemsc.passes.spatial.need import mirrored, support, transposed, window
 from gemsc.runtime.tiles import batch_norm, dropout
 from gemsc.runtime.tiles.grid import Grid
@@ -97,11 +98,8 @@ def test_an_input_comes_with_the_halo_of_its_first_layer() -> None:
     step = check(nn.Conv2d(1, 1, 5, padding=2), torch.randn(1, 1, 12, 12), (2, 2))
     (item,) = step.programs[0].inputs
     assert item.spec.shape == (1, 1, 8, 8)
-    exchanges = [
-        node.args[1]
-        for node in step.programs[0].compute_nodes
-        if getattr(node.target, "__name__", "") == "redistribute"
-    ]
+    nodes = step.programs[0].compute_nodes
+    exchanges = [exchange_of(node) for node in nodes if is_exchange(node)]
     assert all(exchange.is_local for exchange in exchanges)
 
 

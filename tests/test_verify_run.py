@@ -194,7 +194,7 @@ def test_what_only_runs_do_wrong_is_found(
     assert gemsc("compile", path, "--ranks", 1, "-o", program).code == 0
     file = program / "rank0.py"
     right = "    worker.update()\n"
-    wrong = f"{right}    worker.scheduler.step()\n"
+    wrong = f"{right}    worker.updates.scheduler.step()\n"
     file.write_text(file.read_text().replace(right, wrong))
     outcome = gemsc("verify", program, "--dtype", "float64", "--run", 4)
     assert outcome.code == 1

@@ -79,7 +79,9 @@ def simulate(
     run = Runs()
     _, options = settled_options(traced, options, run)
     hardware = machine or read_hardware(options.hardware)
-    done = schedule_stages(traced, options, run, hardware=hardware)
+    done = schedule_stages(
+        traced, options, run, hardware=hardware, replicas=options.data
+    )
     program, task = done.program, done.task
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
