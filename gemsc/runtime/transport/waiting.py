@@ -4,8 +4,8 @@ A message library tells nobody that a message has come: one has to ask, and each
 question is a turn in which the library may move data. A blocking MPI call asks without
 pause and takes 98 % of a core. Here the sleeps grow with the time waited so far:
 
-    turn turn turn ... | turn 20us turn 20us ... turn 1ms turn 1ms ...
-    ---- 60 us ------- | ---- sleep = 1/8 of the wait, 20 us to 1 ms ---
+    turn turn turn ... | turn 20us turn 20us ... turn 2ms turn 2ms ...
+    ---- 60 us ------- | ---- sleep = 1/8 of the wait, 20 us to 2 ms ---
 
 so that a wait lasts at most about 1/8 longer than the message needs, and a rank that
 waits long takes 1 to 3 % of a core. Where one process may not read another's memory, a
@@ -27,7 +27,7 @@ __all__ = ["Request", "wait"]
 
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
-LONGEST_SLEEP = 1e-3
+LONGEST_SLEEP = 2e-3
 SLEEP_SHARE = 1 / 8
 COPY_SECONDS = 50e-6  # a turn as long has moved data
 
