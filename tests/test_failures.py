@@ -354,7 +354,9 @@ def test_kills_at_random_moments_of_saving_leave_whole_checkpoints(
         for path in tmp_path.glob("pid*"):
             path.unlink()
         job = run("none:0", *words)
-        wait(lambda: (folder / f"step-{steps[-1] + 10:06d}").exists(), START)
+        former = f"step-{steps[-1]:06d}"  # the link is switched after the rename
+        latest = folder / "latest"
+        wait(lambda: latest.exists() and latest.readlink().name != former, START)
         wait(lambda: any(folder.glob(".step-*")), START)
         time.sleep(random.random() / 20)
         pids = {
