@@ -345,6 +345,10 @@ def test_training_stops_once_it_has_failed_and_the_checkpoint_stays(
         assert manifest.step == saved
 
 
+def step_of(latest: Path) -> int:
+    return int(latest.readlink().name.removeprefix("step-"))
+
+
 def test_kills_at_random_moments_of_saving_leave_whole_checkpoints(
     program: Path, run: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -354,9 +358,8 @@ def test_kills_at_random_moments_of_saving_leave_whole_checkpoints(
         for path in tmp_path.glob("pid*"):
             path.unlink()
         job = run("none:0", *words)
-        former = f"step-{steps[-1]:06d}"  # the link is switched after the rename
-        latest = folder / "latest"
-        wait(lambda: latest.exists() and latest.readlink().name != former, START)
+        latest = folder / "latest"  # is switched after the new folder is there
+        wait(lambda: latest.exists() and step_of(latest) > steps[-1], START)
         wait(lambda: any(folder.glob(".step-*")), START)
         time.sleep(random.random() / 20)
         pids = {
