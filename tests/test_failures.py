@@ -353,12 +353,12 @@ def test_kills_at_random_moments_of_saving_leave_whole_checkpoints(
     program: Path, run: Callable[..., Job], tmp_path: Path
 ) -> None:
     folder, steps = tmp_path / "saved", [0]
+    latest = folder / "latest"  # is switched after the new folder is there
     words = [GEMSC, "run", program, "--epochs", 10**6, "--save", folder]
     for victim in ("rank", "mpirun", "command"):
         for path in tmp_path.glob("pid*"):
             path.unlink()
         job = run("none:0", *words)
-        latest = folder / "latest"  # is switched after the new folder is there
         wait(lambda: latest.exists() and step_of(latest) > steps[-1], START)
         wait(lambda: any(folder.glob(".step-*")), START)
         time.sleep(random.random() / 20)
