@@ -46,13 +46,17 @@ def with_whole_gradients(
     return map_tensors(result, completed)
 
 
-class _Once(torch.autograd.Function):
-    """The true gradient comes in on every tile: the first one hands it on."""
+class _Passed(torch.autograd.Function):
+    """A value that goes through as it is; subclasses say what its gradient becomes."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, grid: TileGrid) -> Tensor:
         ctx.grid = grid
         return value.view_as(value)
+
+
+class _Once(_Passed):
+    """The true gradient comes in on every tile: the first one hands it on."""
 
     @staticmethod
     @once_differentiable
@@ -60,13 +64,8 @@ class _Once(torch.autograd.Function):
         return gradient if ctx.grid.tile == 0 else torch.zeros_like(gradient), None
 
 
-class _Completed(torch.autograd.Function):
+class _Completed(_Passed):
     """The tiles' gradients are added up: the true one goes on to every tile."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grid: TileGrid) -> Tensor:
-        ctx.grid = grid
-        return value.view_as(value)
 
     @staticmethod
     @once_differentiable
