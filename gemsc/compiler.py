@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemsc.base.grid_shape import GridShape
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, TileProgram, Traced
 from gemsc.compiled import CompiledProgram, prove_files
@@ -278,7 +279,7 @@ def schedule_stages(
 
 def tile_passes(
     tile: int,
-    grids: tuple[tuple[int, ...], ...],
+    grids: tuple[GridShape, ...],
     options: CompileOptions,
     *,
     training: bool = True,

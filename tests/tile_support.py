@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import everything
+from gemsc.base.grid_shape import GridShape
 from gemsc.frontend.record import record
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
@@ -148,10 +149,10 @@ def on_tiles(
     """
     traced = record(model, inputs, loss=loss, target=target)
     program = one_stage(run_passes(traced, (Canonicalize(),)))
-    program = run_passes(program, (FindHalos((grid,), fuse),))
+    program = run_passes(program, (FindHalos((GridShape(grid),), fuse),))
     count = prod(grid)
     more = (Annotate(),) if facts else ()
-    passes = [(SplitTiles((grid,), tile), *more) for tile in range(count)]
+    passes = [(SplitTiles((GridShape(grid),), tile), *more) for tile in range(count)]
     programs = [run_passes(program, each) for each in passes]
     if overlaps:
         programs = [overlap(each) for each in programs]

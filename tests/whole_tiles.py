@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from torch import fx
 
@@ -25,7 +24,7 @@ class WholeTiles(Pass):
 
     name = "split-tiles"
 
-    grids: tuple[tuple[int, ...], ...]
+    grids: tuple[GridShape, ...]
     tile: int = 0
     training: bool = True
 
@@ -72,11 +71,11 @@ class WholeTiles(Pass):
     def _spread(self, node: fx.Node, stage: int) -> None:
         if self.grids[stage] and len(meta.tensors(node)) == 1:
             shape = meta.spec(node).shape
-            meta.set_layout(node, Layout.whole(shape, prod(self.grids[stage])))
+            meta.set_layout(node, Layout.whole(shape, self.grids[stage].size))
 
     def _exchange(self, node: fx.Node, source: int, dest: int) -> Exchange:
         shape = meta.spec(node).shape
         box = tuple((0, size) for size in shape)
-        counts = prod(self.grids[source]), prod(self.grids[dest])
+        counts = self.grids[source].size, self.grids[dest].size
         held, wanted = ((box,) * count for count in counts)
         return Exchange(0, shape, held, wanted, arrives=True)

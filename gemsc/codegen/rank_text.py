@@ -114,7 +114,7 @@ class RankText:
         assert placement is not None
         run = self.runs[0]
         stage = run.stage.flow.index
-        return placement.grid(stage), self.ranks(run.replica, stage)
+        return placement.grid(stage).tiles, self.ranks(run.replica, stage)
 
     def tag(self, replica: int, index: int) -> int:
         """Return the tag of a transfer's values; its gradients have the next one."""

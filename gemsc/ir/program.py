@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import fx
 
+from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.base.parts import Part
 from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.halos import Halos
 from gemsc.ir.meta import TensorSpec, facts, location
@@ -112,13 +114,12 @@ class Segment:
 class Placement:
     """(replica, stage) -> ranks: `ranks[replica][stage]` are that stage's ranks.
 
-    `grids` has, for each stage, the tiles along each spatial axis: () for a stage on
-    one rank. Without any split stage it may be empty.
+    `grids` has the shape of each stage's grid. Without any split stage it may be empty.
     """
 
     name: str
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    grids: tuple[tuple[int, ...], ...] = ()
+    grids: tuple[GridShape, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -143,9 +144,9 @@ class Placement:
         """Return the number of the group that runs a stage."""
         return self.groups.index(self.ranks[replica][stage])
 
-    def grid(self, stage: int) -> tuple[int, ...]:
-        """Return the tiles of a stage along each axis, () if it is not split."""
-        return self.grids[stage] if self.grids else ()
+    def grid(self, stage: int) -> GridShape:
+        """Return the shape of a stage's grid, false if it is not split."""
+        return self.grids[stage] if self.grids else ALONE
 
     @property
     def num_tiles(self) -> int:
@@ -204,6 +205,7 @@ class Program:
     `only_dtype` says why the program can run in the dtype of the trace only, "" if it
     can run in others.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
+    `parts` are the parameters and buffers of which the rank at hand has a part only.
     `facts` says that all nodes have them. `halos` are what tiles have beyond their own
     parts; `tile` is the one of each grid that runs the graph (`tile % size` of smaller
     ones). `barriers` are the places where split stages had to gather a value. `unfused`
@@ -231,6 +233,7 @@ class Program:
     halos: Halos | None = None
     optimizer_bytes: dict[str, int] = field(default_factory=dict)
     tile: int = 0
+    parts: dict[str, Part] = field(default_factory=dict)
     barriers: tuple[Barrier, ...] = ()
     unfused: dict[int, tuple[int, int]] = field(default_factory=dict)
 

@@ -25,7 +25,7 @@ from gemsc.base.boxes import Box, shape_of
 from gemsc.messages.exchange import Exchange, Piece
 from gemsc.messages.message import Message, Value
 
-__all__ = ["GridMessage", "Part", "TileValue"]
+__all__ = ["GridMessage", "RankMessage", "TileValue"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TileValue:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RankMessage:
     """What one rank sends another: `message` carries a piece of some of the values.
 
     `pieces` are (index of the value, piece), in the order of the message's values.
@@ -71,12 +71,12 @@ class Part:
     pieces: tuple[tuple[int, Piece], ...]
 
     @cached_property
-    def gradient(self) -> Part:
+    def gradient(self) -> RankMessage:
         """What travels back."""
         values = self.message.values
         pairs = zip(self.pieces, values, strict=True)
         kept = tuple(piece for piece, value in pairs if value.gradient)
-        return Part(self.dest, self.source, self.message.gradient, kept)
+        return RankMessage(self.dest, self.source, self.message.gradient, kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class GridMessage:
         return tuple(value.gradient for value in self.given)
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[RankMessage, ...]:
         """What travels between each two ranks; empty parts do not."""
         parts = tuple(self._all_parts())
         if not self.is_gradient:
@@ -121,7 +121,7 @@ class GridMessage:
         back = (part.gradient for part in parts)
         return tuple(part for part in back if part.pieces)
 
-    def _all_parts(self) -> Iterator[Part]:
+    def _all_parts(self) -> Iterator[RankMessage]:
         tag = self.tag - self.is_gradient
         between = {
             (piece.source, piece.dest, index): piece
@@ -138,9 +138,9 @@ class GridMessage:
                 values = tuple(self.values[i].part(p.shape) for i, p in pieces)
                 if pieces:
                     message = Message(tag, source, dest, values)
-                    yield Part(source, dest, message, pieces)
+                    yield RankMessage(source, dest, message, pieces)
 
-    def cut(self, part: Part, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def cut(self, part: RankMessage, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the pieces of this rank's tensors that a part carries."""
         place = {value.name: index for index, value in enumerate(self.given)}
         cuts = []
@@ -154,7 +154,7 @@ class GridMessage:
     def join(
         self,
         rank: int,
-        received: Sequence[tuple[Part, Sequence[Tensor]]],
+        received: Sequence[tuple[RankMessage, Sequence[Tensor]]],
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> list[Tensor]:

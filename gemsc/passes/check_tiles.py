@@ -45,13 +45,13 @@ class CheckTiles(Pass):
             if item.path[0] == "input" and len(item.spec.shape) > 2
         ]
         for stage in program.require_stages():
-            grid = placement.grid(stage.index)
+            grid = placement.grid(stage.index).tiles
             if grid:
                 inside = set(stage.nodes)
                 for item, node in images:
                     if inside.intersection(node.users):
                         _check(grid, item, _first_use(node))
-        grid = placement.grid(0)
+        grid = placement.grid(0).tiles
         if grid and not images:
             shapes = ", ".join(f"{i.name}: {i.spec}" for i in program.inputs)
             raise GemscError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gemsc.base.grid_shape import GridShape
 from gemsc.ir.halos import Halos
 from gemsc.ir.program import Placement, Program
 from gemsc.passes.base import Pass
@@ -33,7 +34,7 @@ class FindHalos(Pass):
     requires: ClassVar[tuple[str, ...]] = ("stages",)
     provides: ClassVar[tuple[str, ...]] = ("halos",)
 
-    grids: tuple[tuple[int, ...], ...]
+    grids: tuple[GridShape, ...]
     layers: int = 0
 
     def apply(self, program: Program) -> Program:

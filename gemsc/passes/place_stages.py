@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import prod
 from typing import ClassVar
 
+from gemsc.base.grid_shape import GridShape
 from gemsc.ir.program import Placement, Program
 from gemsc.passes.base import Pass
 from gemsc.schedules import place
@@ -30,7 +30,7 @@ class PlaceStages(Pass):
     """Give every (replica, stage) its ranks.
 
     `rows[replica][stage]` is a group of ranks; without rows the groups are placed as
-    `kind` says. `groups` are their grids, () for a lone rank: by default all are.
+    `kind` says. `groups` are the shapes of their grids: by default lone ranks.
     """
 
     name: ClassVar[str] = "place-stages"
@@ -41,14 +41,14 @@ class PlaceStages(Pass):
     num_ranks: int = 1
     num_replicas: int = 1
     rows: tuple[tuple[int, ...], ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[GridShape, ...] = ()
 
     def apply(self, program: Program) -> Program:
         """Return the program with its placement."""
         num_stages = len(program.require_stages())
-        groups = self.groups or ((),) * self.num_ranks
+        groups = self.groups or (GridShape(),) * self.num_ranks
         rows = self.rows or place(self.kind, num_stages, len(groups), self.num_replicas)
-        edges = [0, *accumulate(prod(grid) for grid in groups)]
+        edges = [0, *accumulate(grid.size for grid in groups)]
         members = [tuple(range(start, end)) for start, end in pairwise(edges)]
         ranks = tuple(tuple(members[group] for group in row) for row in rows)
         grids = tuple(groups[group] for group in rows[0]) if any(groups) else ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gemsc.base.grid_shape import GridShape
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos
@@ -27,10 +28,9 @@ __all__ = ["SplitTiles"]
 class SplitTiles(Pass):
     """Lower the stages that have a grid to what one tile of it runs.
 
-    `grids` has one entry per stage: tiles along each spatial axis, () for a stage that
-    is not split. `tile` is the tile whose graph is wanted; a stage with a smaller grid
-    is lowered for tile `tile % size`, so that one program holds all stages and its
-    layouts say what every tile of every stage holds.
+    `grids` has the shape of each stage's grid. `tile` is the tile whose graph is
+    wanted; a stage with a smaller grid is lowered for tile `tile % size`, so that one
+    program holds all stages and its layouts say what every tile of every stage holds.
 
     A value that goes from one stage to another with the same grid arrives as it is
     held. Where the grids differ, the later stage begins with a `redistribute` node
@@ -46,7 +46,7 @@ class SplitTiles(Pass):
     requires: ClassVar[tuple[str, ...]] = ("stages", "halos")
     provides: ClassVar[tuple[str, ...]] = ("stages",)
 
-    grids: tuple[tuple[int, ...], ...]
+    grids: tuple[GridShape, ...]
     tile: int = 0
     training: bool = True
 

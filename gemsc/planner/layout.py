@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
@@ -24,7 +25,7 @@ class StageLayout:
 
     The ranks of a grid do the same actions in the same order: a *group*, which the
     schedule takes for one rank. `rows[replica][stage]` is a group; `groups` has the
-    grid of each, () for a lone rank.
+    shape of each grid.
     """
 
     placement: str
@@ -32,7 +33,7 @@ class StageLayout:
     micro_batches: tuple[int, ...]
     live: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[GridShape, ...]
 
     @property
     def num_replicas(self) -> int:
@@ -40,14 +41,14 @@ class StageLayout:
         return len(self.micro_batches)
 
     @property
-    def grids(self) -> tuple[tuple[int, ...], ...]:
-        """The tiles of each stage along each axis, () for a stage on one rank."""
+    def grids(self) -> tuple[GridShape, ...]:
+        """The shape of each stage's grid."""
         return tuple(self.groups[group] for group in self.rows[0])
 
     @property
     def num_tiles(self) -> tuple[int, ...]:
         """The ranks of each stage."""
-        return tuple(prod(grid) for grid in self.grids)
+        return tuple(grid.size for grid in self.grids)
 
 
 def stage_layout(options: CompileOptions) -> StageLayout:
@@ -124,20 +125,20 @@ def check_blocks(
     )
 
 
-def _groups(options: CompileOptions) -> tuple[tuple[int, ...], ...]:
+def _groups(options: CompileOptions) -> tuple[GridShape, ...]:
     """Return the grid of each group: the leading ones are split, the others alone."""
     left = options.ranks - sum(map(prod, options.grids))
-    grids = tuple(grid if prod(grid) > 1 else () for grid in options.grids)
-    return (*grids, *((),) * left)
+    grids = (GridShape(grid if prod(grid) > 1 else ()) for grid in options.grids)
+    return (*grids, *(GridShape(),) * left)
 
 
-def _mirror(groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+def _mirror(groups: tuple[GridShape, ...]) -> tuple[int, ...]:
     """Return the group that runs the other replica's stage of each group.
 
     Only groups of one grid can stand in for each other: of one grid of four tiles and
     two lone ranks the grid stays where it is, and the lone ranks change places.
     """
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[GridShape, list[int]] = {}
     for group, grid in enumerate(groups):
         alike.setdefault(grid, []).append(group)
     return tuple(

@@ -112,7 +112,7 @@ def _stages(program: Program, first: Program, task: Task) -> list[PlannedStage]:
                 cost=cost,
                 recompute=_names(program, stage.index, "recompute"),
                 offload=_names(program, stage.index, "offload"),
-                tiles=list(placement.grid(stage.index)),
+                tiles=list(placement.grid(stage.index).tiles),
                 exchanges=size[0],
                 halo_bytes=size[1],
                 unfused_exchanges=unfused[0],

@@ -7,11 +7,12 @@ from dataclasses import replace
 from torch import fx
 
 from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
+from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.ir import meta
 from gemsc.ir.halos import Wide
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import GraphInput, Program
-from gemsc.passes.spatial.cuts import Axes, fits, num_tiles
+from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.values import (
     Local,
     annotate_part,
@@ -22,7 +23,7 @@ from gemsc.passes.spatial.values import (
 
 __all__ = ["Placeholders"]
 
-Key = tuple[fx.Node, tuple[int, ...]]  # a placeholder, the grid that uses it
+Key = tuple[fx.Node, GridShape]  # a placeholder, the grid that uses it
 
 
 class Placeholders:
@@ -35,7 +36,7 @@ class Placeholders:
     def __init__(
         self,
         program: Program,
-        grids: tuple[tuple[int, ...], ...],
+        grids: tuple[GridShape, ...],
         tile: int,
         wide: Wide,
     ) -> None:
@@ -59,19 +60,19 @@ class Placeholders:
         """Return a placeholder for an input that the model returns as it is."""
         return next(v.node for (n, _), v in self._locals.items() if n is node)
 
-    def is_wide(self, node: fx.Node, grid: tuple[int, ...]) -> bool:
+    def is_wide(self, node: fx.Node, grid: GridShape) -> bool:
         """Whether an input comes with more than the tile's own part."""
         return self._given(node, grid) is not None
 
-    def _given(self, node: fx.Node, grid: tuple[int, ...]) -> tuple[Box, ...] | None:
+    def _given(self, node: fx.Node, grid: GridShape) -> tuple[Box, ...] | None:
         return self._wide.get((self._items[node.name].path, grid))
 
     def held(
-        self, node: fx.Node, grid: tuple[int, ...], wanted: tuple[Box, ...]
+        self, node: fx.Node, grid: GridShape, wanted: tuple[Box, ...]
     ) -> tuple[Box, ...]:
         """Return what the tiles have of an input; remember what they want of it."""
         self._wishes.setdefault((node, grid), []).append(wanted)
-        own = held_boxes(whole_shape(node), self._locals[node, grid].axes, grid)
+        own = held_boxes(whole_shape(node), self._locals[node, grid].axes, grid.axes)
         return self._given(node, grid) or own
 
     def add_to(self, graph: fx.Graph) -> tuple[GraphInput, ...]:
@@ -82,10 +83,10 @@ class Placeholders:
                 continue
             stages = {self._stage_of[u] for u in node.users if u in self._stage_of}
             grids = dict.fromkeys(self._grids[index] for index in sorted(stages))
-            for grid in grids or {(): None}:
+            for grid in grids or {ALONE: None}:
                 axes = self._image_axes(node, grid)
                 new = graph.placeholder(node.name)
-                annotate_part(new, node, axes, grid, self._tile)
+                annotate_part(new, node, axes, grid.axes, self._tile)
                 self._widen(new, node, axes, grid)
                 self._locals[node, grid] = Local(new, axes)
                 item = self._items[node.name]
@@ -94,17 +95,17 @@ class Placeholders:
         return tuple(result)
 
     def _widen(
-        self, new: fx.Node, node: fx.Node, axes: Axes | None, grid: tuple[int, ...]
+        self, new: fx.Node, node: fx.Node, axes: Axes | None, grid: GridShape
     ) -> None:
         """Let an input come with the halo that its users want."""
         wide = self._given(node, grid)
         if wide is None:
             return
         shape, fake = whole_shape(node), meta.value(node)
-        owned = held_boxes(shape, axes, grid)
+        owned = held_boxes(shape, axes, grid.axes)
         meta.set_layout(new, Layout(shape, wide, owned))
         with fake.fake_mode:
-            place = self._tile % num_tiles(grid)
+            place = self._tile % grid.size
             meta.set_value(new, fake.new_empty(shape_of(wide[place])))
 
     def wide_inputs(self) -> Wide:
@@ -112,7 +113,7 @@ class Placeholders:
         result: Wide = {}
         for (node, grid), wishes in self._wishes.items():
             shape = whole_shape(node)
-            owned = held_boxes(shape, self._locals[node, grid].axes, grid)
+            owned = held_boxes(shape, self._locals[node, grid].axes, grid.axes)
             image = everything(shape)
             boxes = tuple(
                 hull(mine, *(intersection(wish[tile], image) for wish in wishes))
@@ -122,19 +123,20 @@ class Placeholders:
                 result[self._items[node.name].path, grid] = boxes
         return result
 
-    def _image_axes(self, node: fx.Node, grid: tuple[int, ...]) -> Axes | None:
+    def _image_axes(self, node: fx.Node, grid: GridShape) -> Axes | None:
         """Return how an input is cut: images and masks, not labels or sequences."""
         shape = whole_shape(node)
-        axes = last_axes(len(shape), grid)
+        parts = grid.axes
+        axes = last_axes(len(shape), parts)
         images = [
             whole_shape(n)
             for n in self._program.graph.nodes
-            if n.op == "placeholder" and len(whole_shape(n)) == len(grid) + 2
+            if n.op == "placeholder" and len(whole_shape(n)) == len(parts) + 2
         ]
-        if axes is None or not fits(shape, axes, grid):
+        if axes is None or not fits(shape, axes, parts):
             return None
-        sizes = shape[len(shape) - len(grid) :]
-        if len(shape) == len(grid) + 2:
+        sizes = shape[len(shape) - len(parts) :]
+        if len(shape) == len(parts) + 2:
             return axes
         alike = any(image[2:] == sizes for image in images)
-        return axes if alike and len(shape) == len(grid) + 1 else None
+        return axes if alike and len(shape) == len(parts) + 1 else None

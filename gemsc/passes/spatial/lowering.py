@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from gemsc.base.boxes import Box, everything, is_inside, shape_of
+from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
@@ -52,7 +53,7 @@ class Lowering:
     def __init__(
         self,
         program: Program,
-        grids: tuple[tuple[int, ...], ...],
+        grids: tuple[GridShape, ...],
         tile: int,
         probe: Probe,
         rule: Rule,
@@ -64,7 +65,8 @@ class Lowering:
         self.probe = probe
         self.module = with_graph(program.module, fx.Graph())
         self.graph = self.module.graph
-        self.grid: tuple[int, ...] = ()  # of the stage at hand
+        self.grid: tuple[int, ...] = ()  # parts along the axes of the stage at hand
+        self._form = ALONE  # of the stage at hand
         self._tile = tile  # beyond the grid it begins anew
         self._stage = 0  # the one at hand
         self._made: list[fx.Node] = []
@@ -187,7 +189,8 @@ class Lowering:
 
     def enter(self, stage: Stage) -> None:
         """Let a stage be the one at hand."""
-        self._stage, self.grid = stage.index, self._grids[stage.index]
+        self._stage, self._form = stage.index, self._grids[stage.index]
+        self.grid = self._form.axes
 
     def needs(self, node: fx.Node, boxes: tuple[Box, ...]) -> tuple[Need, ...]:
         """Return what a node wants of its inputs if its tiles compute `boxes`.
@@ -286,7 +289,7 @@ class Lowering:
         local = self._whole_halo(node)
         if local.axes is None and node in self._flattened:
             return Local(self.whole(node), None)
-        is_input = node.op == "placeholder" and self.inputs.is_wide(node, self.grid)
+        is_input = node.op == "placeholder" and self.inputs.is_wide(node, self._form)
         if is_input or node.name in self._halos.wide:
             return Local(self.spread(node, local.axes), local.axes)
         return local
@@ -294,14 +297,14 @@ class Lowering:
     def _whole_halo(self, node: fx.Node) -> Local:
         """Return a value with all that the tile computes or is given of it."""
         if node.op == "placeholder":
-            return self.inputs[node, self.grid]
+            return self.inputs[node, self._form]
         if node.op == "get_attr" or self._stage_of[node] == self._stage:
             return self._env[node]
         source = self._grids[self._stage_of[node]]
-        if source == self.grid or not isinstance(meta.value(node), Tensor):
+        if source == self._form or not isinstance(meta.value(node), Tensor):
             return self._env[node]
         if (node, self._stage) not in self._crossed:
-            self._crossed[node, self._stage] = self._cross(node, source)
+            self._crossed[node, self._stage] = self._cross(node, source.axes)
         return self._crossed[node, self._stage]
 
     def _cross(self, node: fx.Node, source: tuple[int, ...]) -> Local:
@@ -413,7 +416,7 @@ class Lowering:
         """
         wanted = tuple(wanted)
         self._needs.append(Need(node, wanted, fill, wraps))
-        if node.op == "placeholder" and self.inputs[node, self.grid].axes is not None:
+        if node.op == "placeholder" and self.inputs[node, self._form].axes is not None:
             return self._part_of_input(node, wanted, fill, wraps)
         local, shape, held = self._whole_halo(node), self.shape(node), self.held(node)
         source, owned = local.node, self.owned(shape, local.axes)
@@ -428,9 +431,9 @@ class Lowering:
     def _part_of_input(
         self, node: fx.Node, wanted: tuple[Box, ...], fill: float, wraps: bool
     ) -> fx.Node:
-        local, shape = self.inputs[node, self.grid], self.shape(node)
+        local, shape = self.inputs[node, self._form], self.shape(node)
         owned = self.owned(shape, local.axes)
-        held = self.inputs.held(node, self.grid, wanted)
+        held = self.inputs.held(node, self._form, wanted)
         return self._part_of(local.node, shape, held, wanted, fill, owned, wraps)
 
     def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from gemsc.base.parts import Part
 from gemsc.messages.message import Input, Tiles
 
 __all__ = ["RankPlace", "RankProgram", "Run"]
@@ -43,6 +44,7 @@ class RankProgram:
     inputs: what the rank reads of each micro-batch, by name.
     reductions: the ranks that hold the same parameters and all-reduce their gradients:
         those of a stage, or those of one parameter that stages share.
+    parts: the parameters and buffers of which the rank has a part only.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
     tiles: the grid of which the rank computes a tile.
     depends_on_data: whether some gradients may be absent.
@@ -55,6 +57,7 @@ class RankProgram:
     stages: Mapping[Run, type[nn.Module]]
     inputs: Mapping[str, Input]
     reductions: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, Part] = field(default_factory=dict)
     deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)
     tiles: Tiles | None = None
     depends_on_data: bool = False

@@ -1,0 +1,45 @@
+"""The shape of a grid: how many ranks share a stage, and by what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+__all__ = ["ALONE", "GridShape"]
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class GridShape:
+    """How many tiles along each spatial axis, and how many shards, share a stage.
+
+    Shards are parts of channels, heads, features or words. A stage on one rank is
+    false.
+    """
+
+    tiles: tuple[int, ...] = ()
+    shards: int = 1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.tiles) * self.shards
+
+    def __bool__(self) -> bool:
+        return self.size > 1
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The parts along each axis: of pictures, then shards; () for one rank."""
+        if not self:
+            return ()
+        return (*self.tiles, self.shards) if self.shards > 1 else self.tiles
+
+    def __str__(self) -> str:
+        """Return `2x2 tiles`, `4 shards` or `1 rank`."""
+        grid = "x".join(map(str, self.tiles))
+        tiles = [f"{grid} tiles"] if prod(self.tiles) > 1 else []
+        shards = [f"{self.shards} shards"] if self.shards > 1 else []
+        return " and ".join(tiles + shards) or "1 rank"
+
+
+ALONE = GridShape()

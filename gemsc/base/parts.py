@@ -1,0 +1,65 @@
+"""Parts: what one rank holds of a tensor whose heads, channels or words are shared out.
+
+Example, a weight of 384 x 128 that makes queries, keys and values of 4 heads, each 32
+wide, on two ranks: dimension 0 is 3 x 4 heads x 32, and the first rank has
+
+    Part((384, 128), dim=0, outer=3, units=4, rows=(0, 2))    # 192 x 128
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gemsc.base.boxes import Interval
+
+__all__ = ["Part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the units of one dimension of a tensor, and all of its other dimensions.
+
+    `shape` is that of the whole tensor. Its dimension `dim` is a product: `outer` times
+    `units` times what is left; `rows` are the units that are meant, in each of the
+    `outer` repetitions.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    outer: int
+    units: int
+    rows: Interval
+
+    @property
+    def inner(self) -> int:
+        """How many elements a unit has along the dimension."""
+        return self.shape[self.dim] // (self.outer * self.units)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        size = self.outer * (self.rows[1] - self.rows[0]) * self.inner
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    @property
+    def share(self) -> float:
+        """Which share of all elements it is."""
+        return (self.rows[1] - self.rows[0]) / self.units
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of a whole tensor: a new tensor, contiguous."""
+        return self.view(whole).flatten(self.dim, self.dim + 2).contiguous()
+
+    def view(self, whole: Tensor) -> Tensor:
+        """Return the part as a view; its dimension is outer, rows and inner apart."""
+        sizes = self.outer, self.units, self.inner
+        split = whole.view(*self.shape[: self.dim], *sizes, *self.shape[self.dim + 1 :])
+        start, stop = self.rows
+        return split.narrow(self.dim + 1, start, stop - start)
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Copy a part to its place in a whole tensor."""
+        target = self.view(whole)
+        target.copy_(part.reshape(target.shape))
