@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from gemsc.base.grid_shape import GridShape
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layout import Layout
