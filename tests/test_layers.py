@@ -56,7 +56,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "planner": PLANNER,
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
     "passes.spatial": (*COSTS, "messages", "runtime.tiles"),
-    "passes": (*PLANNER, "passes.spatial", "runtime.tiles"),
+    "passes.shards": ("errors",),
+    "passes": (*PLANNER, "passes.spatial", "passes.shards", "runtime.tiles"),
     "search": PLANNER,
     # what is proved of a file is what a rank reads in it
     "codegen": (*PLANNER, "compilation", "runtime", "runtime.tiles", "runtime.worker"),

@@ -19,7 +19,7 @@ from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
 from gemsc.ir.work import Work
 
-__all__ = ["Watch", "fresh"]
+__all__ = ["Watch", "detached"]
 
 _CONSTANTS = (type(None), str, torch.dtype, torch.device)
 
@@ -83,7 +83,7 @@ class Watch:
     def _measure(
         self, takes: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpaqueCall:
-        args, kwargs = fresh(args), fresh(kwargs)
+        args, kwargs = detached(args), detached(kwargs)
         inputs = [tensor for _, tensor in tensor_leaves((args, kwargs))]
         versions = [tensor._version for tensor in inputs]
         parameters = [*self.module.parameters()]
@@ -255,7 +255,7 @@ def _numbers(module: nn.Module) -> dict[str, object]:
     }
 
 
-def fresh(value: Any) -> Any:
+def detached(value: Any) -> Any:
     """Return a nest with tensors of its own that require gradients as these do."""
 
     def clone(path: object, tensor: Tensor) -> Tensor:

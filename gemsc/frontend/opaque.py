@@ -15,7 +15,7 @@ from gemsc.base.nests import Inputs
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
-from gemsc.frontend.observe import Watch, fresh
+from gemsc.frontend.observe import Watch, detached
 from gemsc.ir.opaque import Opaque
 
 __all__ = ["DependsOnDataError", "Leaves"]
@@ -114,7 +114,7 @@ class Leaves:
     def _watched(self, paths: list[str]) -> dict[str, Watch]:
         model, loss = _copied(self.model, self.loss)
         set_training(model, loss, self.training)
-        inputs, target = fresh(self.inputs), fresh(self.target)
+        inputs, target = detached(self.inputs), detached(self.target)
         if self.dtype is not None:
             inputs, target = cast((inputs, target), self.dtype)
             for owner in (model, loss):
