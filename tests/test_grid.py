@@ -12,7 +12,7 @@ import torch
 from local_transport import run_local
 from torch import Tensor
 
-from gemsc.base.boxes import Box, everything, shape_of
+from gemsc.base.boxes import Box, everything, intersection, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.messages.exchange import Exchange
@@ -125,6 +125,88 @@ def test_the_backward_of_an_exchange_is_its_transpose(seeds: range) -> None:
             for place, index in inside(box, exchange):
                 expected[index] += weight[place]
         assert torch.allclose(gradient, expected, rtol=0, atol=1e-12), exchange
+
+
+def random_sum(seed: int) -> Exchange:
+    """Return an exchange that adds: parts, copies, halos, empty and placed boxes."""
+    rng = random.Random(seed)
+    tiles, dims = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3])
+    shape = tuple(rng.randint(1, 6) for _ in range(dims))
+
+    def boxes() -> tuple[Box, ...]:
+        kind = rng.choice(["whole", "part", "placed", "any"])
+        if kind == "whole":
+            return (everything(shape),) * tiles
+        if kind == "part":
+            dim = rng.randrange(dims)
+            cuts = cut_at_random(shape[dim], tiles, rng)
+            whole = everything(shape)
+            return tuple((*whole[:dim], cut, *whole[dim + 1 :]) for cut in cuts)
+        if kind == "placed":
+            owner, empty = rng.randrange(tiles), ((0, 0),) * dims
+            return tuple(
+                everything(shape) if tile == owner else empty for tile in range(tiles)
+            )
+        return tuple(random_box(shape, rng) for _ in range(tiles))
+
+    inside = tuple(intersection(box, everything(shape)) for box in boxes())
+    return Exchange(seed, shape, inside, boxes(), adds=True)
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 40) for i in range(0, 120, 40)])
+def test_an_exchange_that_adds_gives_sums_and_its_backward_is_its_transpose(
+    seeds: range,
+) -> None:
+    for seed in seeds:
+        exchange = random_sum(seed)
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(
+            boxes: tuple[Box, ...], generator: torch.Generator = generator
+        ) -> list[Tensor]:
+            return [
+                torch.randn(shape_of(box), generator=generator, dtype=torch.float64)
+                for box in boxes
+            ]
+
+        addends, weights = drawn(exchange.held), drawn(exchange.wanted)
+
+        def work(
+            grid: Grid,
+            exchange: Exchange = exchange,
+            addends: list[Tensor] = addends,
+            weights: list[Tensor] = weights,
+        ) -> tuple[Tensor, Tensor]:
+            held = addends[grid.tile].clone().requires_grad_()
+            result = redistribute(grid, held, exchange)
+            fake = redistribute(ShapeGrid(grid.tile, grid.num_tiles), held, exchange)
+            assert fake.shape == result.shape
+            (result * weights[grid.tile]).sum().backward()
+            assert held.grad is not None
+            return result.detach(), held.grad
+
+        results = on_tiles(len(exchange.held), work)
+        total = torch.zeros(exchange.shape, dtype=torch.float64)
+        for box, addend in zip(exchange.held, addends, strict=True):
+            total[tuple(slice(a, b) for a, b in box)] += addend
+        for box, (result, _) in zip(exchange.wanted, results, strict=True):
+            assert torch.equal(result, expected_part(total, box, exchange)), exchange
+        forward = sum((r * y).sum() for (r, _), y in zip(results, weights, strict=True))
+        backward = sum(
+            (x * g).sum() for x, (_, g) in zip(addends, results, strict=True)
+        )
+        assert abs(forward - backward) < 1e-12 * (1 + abs(forward)), exchange
+
+
+def test_many_addends_of_half_precision_are_rounded_once() -> None:
+    held = (everything((1,)),) * 4
+    exchange = Exchange(0, (1,), held, held, adds=True)
+
+    def work(grid: Grid) -> float:
+        value = torch.tensor([256.0 if grid.tile == 0 else 1.0], dtype=torch.bfloat16)
+        return float(redistribute(grid, value, exchange))
+
+    assert on_tiles(4, work) == [260.0] * 4  # 256 + 1 is 256 in bfloat16
 
 
 def test_nothing_is_sent_where_every_tile_holds_what_it_wants() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 from gemsc.errors import InternalError
 
@@ -15,6 +16,7 @@ __all__ = [
     "is_inside",
     "shape_of",
     "tile_boxes",
+    "volume",
 ]
 
 Interval = tuple[int, int]
@@ -40,6 +42,11 @@ def shape_of(box: Box) -> tuple[int, ...]:
     if any(stop < start for start, stop in box):
         raise InternalError(f"box {box} ends before it begins")
     return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements."""
+    return prod(shape_of(box))
 
 
 def intersection(a: Box, b: Box) -> Box:

@@ -266,4 +266,5 @@ def _rest(exchange: Exchange) -> list[str]:
     """Return the arguments of an exchange that are seldom there."""
     rest = [f"fill={literal(exchange.fill)}"] if exchange.fill else []
     rest += [f"owned={box_constants(exchange.owned)}"] if exchange.owned else []
-    return rest + (["wraps=True"] if exchange.wraps else [])
+    rest += ["wraps=True"] if exchange.wraps else []
+    return rest + (["adds=True"] if exchange.adds else [])

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.base.boxes import Box, everything, shape_of
+from gemsc.base.boxes import Box, everything, shape_of, volume
 from gemsc.ir import meta
 from gemsc.ir.flow import (
     base_name,
@@ -36,8 +36,10 @@ def exchanges_of(stage: Any) -> Iterator[tuple[fx.Node, Exchange]]:
 
 
 def wish_of(node: fx.Node, exchange: Exchange) -> str:
-    """Return a name for the constant: HALO_CONV1, WHOLE_LOGITS, PART_X."""
+    """Return a name for the constant: HALO_CONV1, WHOLE_LOGITS, PART_X, SUM_Y."""
     whole = everything(exchange.shape)
+    if exchange.adds:
+        return f"SUM_{base_name(source_of(node)).upper()}"
     if all(box == whole for box in exchange.wanted):
         return f"WHOLE_{base_name(source_of(node)).upper()}"
     if all(box == whole for box in exchange.held):
@@ -88,6 +90,9 @@ def _part_of(node: fx.Node, tile: int) -> str:
     exchange = exchange_of(node)
     held, wanted = exchange.held[tile], exchange.wanted[tile]
     whole = everything(exchange.shape)
+    if exchange.adds:
+        verb = "sum" if wanted == whole else "reduce-scatter"
+        return f"{verb} of {sum(map(bool, map(volume, exchange.held)))} tiles"
     if wanted == whole and held != whole:
         return f"gather {len(set(exchange.held))} tiles"
     if held == whole:

@@ -8,6 +8,12 @@ Example, rows of a 8 x 4 value on two tiles, one row wanted beyond each cut:
 
 If the value wraps around, row -1 is row 7 of tile 1 and row 8 is row 0 of tile 0: two
 pieces go from tile to tile.
+
+Where the exchange adds, tiles hold addends, here of all rows. Each tile wants half of
+the sum (a reduce-scatter):
+
+    tile 0 wants 0..4: its own rows + those of tile 1
+    tile 1 wants 4..8: those of tile 0 + its own
 """
 
 from __future__ import annotations
@@ -24,12 +30,14 @@ from gemsc.base.boxes import (
     intersection,
     is_inside,
     shape_of,
+    volume,
 )
 from gemsc.errors import InternalError
 
-__all__ = ["Exchange", "Piece", "View"]
+__all__ = ["Exchange", "Piece", "View", "index_of"]
 
 Slices = tuple[slice, ...]
+Shift = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class Piece:
     source: int
     dest: int
     box: Box
-    shift: tuple[int, ...] = ()
+    shift: Shift = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,11 +59,16 @@ class Piece:
 
     def within(self, outer: Box) -> Slices:
         """Return where the piece is in a tensor that holds `outer`."""
-        return _slices(self.box, outer)
+        return index_of(self.box, outer)
+
+    @property
+    def wish(self) -> Box:
+        """What the destination tile wants it for: the box, further on by the shift."""
+        return _shifted(self.box, self.shift)
 
     def placed(self, outer: Box) -> Slices:
         """Return where the piece goes in a tensor that wants `outer`."""
-        return _slices(_shifted(self.box, self.shift), outer)
+        return index_of(self.wish, outer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,9 @@ class Exchange:
     side. Several tiles may hold the same box; where held boxes overlap otherwise,
     `owned` are the parts that tiles give. Tags of its messages follow from `index`.
     With `arrives` the tiles are those of two grids: a message between stages.
+
+    If it `adds`, held boxes are addends: what a tile wants is the sum over all tiles
+    that hold some of it, and 0 where none does.
     """
 
     index: int
@@ -95,17 +111,21 @@ class Exchange:
     owned: tuple[Box, ...] = ()
     wraps: bool = False
     arrives: bool = False
+    adds: bool = False
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What goes from where to where, by destination and then by source.
 
         Nothing travels if every tile holds already what it wants. Of what several tiles
-        hold, each takes its own copy; the tiles of another grid are shared out.
+        hold, each takes its own copy; the tiles of another grid are shared out. Of
+        addends it takes all.
         """
         wishes = [self._inside(box) for box in self.wanted]
         same_grid = len(self.held) == len(self.wanted)
-        if same_grid and all(
+        if self.adds:
+            sources = [list(enumerate(self.held))] * len(wishes)
+        elif same_grid and all(
             is_inside(box, self.held[b])
             for b, parts in enumerate(wishes)
             for box, _ in parts
@@ -119,12 +139,17 @@ class Exchange:
             for a, mine in sources[b]
             for box, shift in parts
         ]
-        found = [piece for piece in found if _volume(piece.box)]
-        for b, parts in enumerate(wishes):
-            wanted = sum(_volume(box) for box, _ in parts)
-            if sum(_volume(p.box) for p in found if p.dest == b) != wanted:
-                raise InternalError(f"no tile holds all of {self.wanted[b]}: {self}")
+        found = [piece for piece in found if volume(piece.box)]
+        if not self.adds:
+            self._check(wishes, found)
         return tuple(found)
+
+    def _check(self, wishes: list[list[tuple[Box, Shift]]], found: list[Piece]) -> None:
+        """See that each element that a tile wants comes from somewhere."""
+        for b, parts in enumerate(wishes):
+            wanted = sum(volume(box) for box, _ in parts)
+            if sum(volume(p.box) for p in found if p.dest == b) != wanted:
+                raise InternalError(f"no tile holds all of {self.wanted[b]}: {self}")
 
     def _sources(self, dest: int, same_grid: bool) -> list[tuple[int, Box]]:
         """Return from which tiles one takes which boxes, each box from one only."""
@@ -136,7 +161,7 @@ class Exchange:
             for box, tiles in holders.items()
         )
 
-    def _inside(self, wanted: Box) -> list[tuple[Box, tuple[int, ...]]]:
+    def _inside(self, wanted: Box) -> list[tuple[Box, Shift]]:
         """Return the boxes of the value that are wanted, and their shifts."""
         if not self.wraps:
             return [(intersection(wanted, everything(self.shape)), ())]
@@ -201,7 +226,7 @@ def _turns(wanted: Interval, size: int) -> list[tuple[Interval, int]]:
     ]
 
 
-def _shifted(box: Box, shift: tuple[int, ...]) -> Box:
+def _shifted(box: Box, shift: Shift) -> Box:
     if not shift:
         return box
     return tuple(
@@ -209,15 +234,9 @@ def _shifted(box: Box, shift: tuple[int, ...]) -> Box:
     )
 
 
-def _slices(box: Box, outer: Box) -> Slices:
+def index_of(box: Box, outer: Box) -> Slices:
+    """Return where a box is in a tensor that has `outer`."""
     return tuple(
         slice(start - begin, stop - begin)
         for (start, stop), (begin, _) in zip(box, outer, strict=True)
     )
-
-
-def _volume(box: Box) -> int:
-    count = 1
-    for size in shape_of(box):
-        count *= size
-    return count

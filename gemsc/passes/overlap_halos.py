@@ -91,7 +91,7 @@ def _can_overlap(layer: nn.Module, halo: fx.Node) -> bool:
     if getattr(layer, "padding_mode", "zeros") != "zeros":
         return False
     exchange = exchange_of(halo)
-    if exchange.is_local or exchange.wraps:
+    if exchange.is_local or exchange.wraps or exchange.adds:
         return False
     views = map(exchange.seen_from, range(len(exchange.held)))
     return all(reach(layer, view) for view in views)

@@ -86,11 +86,11 @@ class _Object:
 
 
 def _sizes(exchange: Exchange, tile: int) -> Hashable:
-    """Return the sizes of what a tile holds, wants and receives."""
+    """Return the sizes of what a tile holds, wants and receives, and if it adds."""
     held, wanted = exchange.held, exchange.wanted
     received = []
     if not exchange.arrives:
         pieces = exchange.seen_from(tile % len(held)).received.values()
         received = sorted(piece.shape for each in pieces for piece in each)
     ends = shape_of(held[tile % len(held)]), shape_of(wanted[tile % len(wanted)])
-    return *ends, tuple(received)
+    return *ends, tuple(received), exchange.adds

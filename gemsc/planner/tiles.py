@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from torch import fx
 
-from gemsc.base.boxes import everything, shape_of
+from gemsc.base.boxes import everything, volume
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
 from gemsc.ir.flow import (
@@ -41,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One exchange between tiles: bytes of all, and of the tile that sends most.
+    """One exchange between tiles: bytes of all, and of the tile that moves most.
 
     Its `gradient` travels back; in a block that is recomputed it comes `again`.
     """
@@ -80,9 +79,14 @@ def moved_bytes(program: Program, transfer: Transfer) -> int:
 
 def most_bytes(program: Program, transfer: Transfer) -> int:
     """Return the bytes of the busiest end of a transfer."""
+    return _most(_moves(program, transfer))
+
+
+def _most(moves: Iterable[tuple[int, int, int]]) -> int:
+    """Return the most bytes that anyone sends or receives; moves are (from, to, n)."""
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
-    for source, dest, size in _moves(program, transfer):
+    for source, dest, size in moves:
         sent[source] += size
         received[dest] += size
     return max([*sent.values(), *received.values()], default=0)
@@ -92,7 +96,7 @@ def _moves(program: Program, transfer: Transfer) -> Iterator[tuple[int, int, int
     for value in transfer.values:
         size = meta.spec(value).dtype.itemsize
         for piece in ends(program, transfer, value).pieces:
-            yield piece.source, piece.dest, size * prod(piece.shape)
+            yield piece.source, piece.dest, size * volume(piece.box)
 
 
 def exchanges(
@@ -130,10 +134,15 @@ def peak_tile(first: Program) -> int:
     for node in first.compute_nodes:
         layout = meta.layout(node)
         for tile, box in enumerate(layout.boxes if layout is not None else ()):
-            held[tile] += prod(shape_of(box))
-        for piece in exchange_of(node).pieces if is_exchange(node) else ():
-            held[piece.dest] += prod(piece.shape) if piece.source != piece.dest else 0
+            held[tile] += volume(box)
+        for piece in exchange_of(node).pieces if _keeps_strips(node) else ():
+            held[piece.dest] += volume(piece.box) if piece.source != piece.dest else 0
     return max(sorted(held), key=held.__getitem__)
+
+
+def _keeps_strips(node: fx.Node) -> bool:
+    """Whether tiles keep what they received; addends are added up."""
+    return is_exchange(node) and not exchange_of(node).adds
 
 
 def _same_grid(program: Program, source: fx.Node, stage: Stage) -> bool:
@@ -150,19 +159,20 @@ def traffic_of(node: fx.Node, *, again: bool = False) -> Traffic:
     exchange = exchange_of(node)
     value = exchanged(node)
     size = meta.spec(value).dtype.itemsize
-    sent: Counter[int] = Counter()
-    for piece in exchange.pieces:
-        if piece.source != piece.dest:
-            sent[piece.source] += size * prod(piece.shape)
-    most = max(sent.values(), default=0)
-    return Traffic(sum(sent.values()), most, meta.needs_gradient(value), again)
+    moves = [
+        (piece.source, piece.dest, size * volume(piece.box))
+        for piece in exchange.pieces
+        if piece.source != piece.dest
+    ]
+    total = sum(count for _, _, count in moves)
+    return Traffic(total, _most(moves), meta.needs_gradient(value), again)
 
 
 def inner_share(node: fx.Node) -> float:
     """Return the share of an exchange's wanted box that its tile holds itself."""
     view = exchange_of(node).seen_from(grid_of(node).tile)
-    own = sum(prod(piece.shape) for piece in view.own)
-    return own / prod(shape_of(view.wanted))
+    own = sum(volume(piece.box) for piece in view.own)
+    return own / volume(view.wanted)
 
 
 def waiting(node: fx.Node, link: LinkSpeed) -> tuple[float, float]:

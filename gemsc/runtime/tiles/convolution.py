@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gemsc.base.boxes import Box, intersection, shape_of
-from gemsc.messages.exchange import Exchange, Piece, View
+from gemsc.base.boxes import intersection, shape_of
+from gemsc.messages.exchange import Exchange, View, index_of
 from gemsc.runtime.tiles.collectives import TileGrid
 
 __all__ = ["convolution", "reach"]
@@ -151,8 +151,8 @@ def _borders(
             parts = tuple(
                 _Part(
                     tile,
-                    _within(both, piece.box),
-                    _within(both, tuple(outer)),
+                    index_of(both, piece.box),
+                    index_of(both, tuple(outer)),
                     both == piece.box,
                 )
                 for tile, piece, both in found
@@ -232,10 +232,6 @@ def _way(exchange: Exchange, tile: int, window: _Window) -> _Way:
         {tile: piece.shape for tile, (piece,) in view.received.items()},
         {tile: piece.within(view.held) for tile, (piece,) in view.sent.items()},
     )
-
-
-def _within(box: Box, outer: Box) -> Slices:
-    return Piece(0, 0, box).within(outer)
 
 
 class _Convolution(torch.autograd.Function):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from gemsc.base.boxes import shape_of
-from gemsc.messages.exchange import Exchange, View
+from gemsc.base.boxes import Box, intersection, shape_of, volume
+from gemsc.messages.exchange import Exchange, Piece, View, index_of
 from gemsc.runtime.tiles.messages import Flight, TileMailbox
 from gemsc.runtime.tiles.saving import remember
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -73,6 +75,14 @@ class Grid:
         """Return the wanted box. Own pieces are copied while the others arrive."""
         view = exchange.seen_from(self.tile)
         flight = self.depart(exchange, held)
+        if exchange.adds:
+            own = [held[piece.within(view.held)] for piece in view.own]
+            found = self._in_order(exchange, view.own, own, view.received, flight)
+            boxes = tuple(p.wish for p in (*view.own, *_all(view.received)))
+            terms = ((piece.wish, tensor) for piece, tensor in found)
+            result = _added(held, view.wanted, boxes, terms)
+            flight.finish()
+            return result
         result = _begun(held, view, exchange.fill)
         strips = [s for tile in view.received for s in flight.take(tile)]
         _put(result, view, strips)
@@ -81,30 +91,79 @@ class Grid:
         return result
 
     def give_back(self, gradient: Tensor, exchange: Exchange) -> Tensor:
-        """Return the gradient of the held box: the transpose of `collect`.
-
-        Added are the own piece, then those of the other tiles in ascending order.
-        """
+        """Return the gradient of the held box: the transpose of `collect`."""
         view = exchange.seen_from(self.tile)
         sends = {
             tile: [gradient[p.placed(view.wanted)] for p in pieces]
             for tile, pieces in view.received.items()
         }
         flight = self.depart_back(exchange, sends, gradient)
-        if len(view.own) == 1 and view.own[0].box == view.held:
-            result = gradient[view.own[0].placed(view.wanted)].clone(
-                memory_format=torch.contiguous_format
-            )
-        else:
-            result = gradient.new_zeros(shape_of(view.held))
-            for piece in view.own:
-                result[piece.within(view.held)] += gradient[piece.placed(view.wanted)]
-        for tile, pieces in view.sent.items():
-            parts = flight.take(tile)
-            for piece, part in zip(pieces, parts, strict=True):
-                result[piece.within(view.held)] += part
+        own = [gradient[piece.placed(view.wanted)] for piece in view.own]
+        found = self._in_order(exchange, view.own, own, view.sent, flight)
+        boxes = tuple(p.box for p in (*view.own, *_all(view.sent)))
+        terms = ((piece.box, tensor) for piece, tensor in found)
+        result = _added(gradient, view.held, boxes, terms)
         flight.finish()
         return result
+
+    def _in_order(
+        self,
+        exchange: Exchange,
+        pieces: Sequence[Piece],
+        tensors: Sequence[Tensor],
+        others: Mapping[int, Sequence[Piece]],
+        flight: Flight,
+    ) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield own pieces and those of other tiles, by ascending tile.
+
+        Own ones come first, and need not wait, unless all tiles must add alike.
+        """
+        tiles = (self.tile, *others)
+        for tile in sorted(tiles) if exchange.adds else tiles:
+            if tile == self.tile:
+                yield from zip(pieces, tensors, strict=True)
+            else:
+                yield from zip(others[tile], flight.take(tile), strict=True)
+
+
+def _all(pieces: Mapping[int, Sequence[Piece]]) -> list[Piece]:
+    return [piece for each in pieces.values() for piece in each]
+
+
+def _added(
+    like: Tensor,
+    outer: Box,
+    boxes: tuple[Box, ...],
+    terms: Iterable[tuple[Box, Tensor]],
+) -> Tensor:
+    """Return the sum of terms, which have these boxes, in the order given.
+
+    More than two of half precision are added in float32.
+    """
+    if _is_tiled(outer, boxes):
+        result = like.new_empty(shape_of(outer))
+        for box, term in terms:
+            result[index_of(box, outer)] = term
+        return result
+    half = like.dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.float32 if half and len(boxes) > 2 else like.dtype
+    total: Tensor | None = None
+    for box, term in terms:
+        if total is None and box == outer:
+            total = term.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            continue
+        if total is None:
+            total = like.new_zeros(shape_of(outer), dtype=dtype)
+        total[index_of(box, outer)] += term
+    return like.new_zeros(shape_of(outer)) if total is None else total.to(like.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _is_tiled(outer: Box, boxes: tuple[Box, ...]) -> bool:
+    """Whether boxes inside a box cover it and do not overlap."""
+    return sum(map(volume, boxes)) == volume(outer) and not any(
+        volume(intersection(a, b)) for a, b in combinations(boxes, 2)
+    )
 
 
 def _begun(held: Tensor, view: View, fill: float) -> Tensor:
@@ -119,8 +178,7 @@ def _begun(held: Tensor, view: View, fill: float) -> Tensor:
 
 def _put(result: Tensor, view: View, strips: Sequence[Tensor]) -> None:
     """Put what other tiles sent into the wanted box."""
-    pieces = [piece for each in view.received.values() for piece in each]
-    for piece, strip in zip(pieces, strips, strict=True):
+    for piece, strip in zip(_all(view.received), strips, strict=True):
         result[piece.placed(view.wanted)] = strip
 
 
