@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))  # its local_transport
 
 import encoder
 from encoder import Encoder
+from gpt import Gpt, cross_entropy, words
 from mlp import MLP
 from resnet import Bottleneck, ResNet, ResNetV2
 from unet_histology import model as unet
@@ -68,6 +69,16 @@ def texts(batch: int) -> Sample:
     return (tokens, real), target
 
 
+def gpt(width: int) -> Case:
+    """Return a GPT-2 of 4 layers, with 8 heads and 4096 words."""
+    return Case(
+        lambda: Gpt(width, 8, 4, 4096, 128),
+        lambda batch: words(batch, 128, 4096),
+        cross_entropy,
+        4,
+    )
+
+
 CASES = {
     "mlp": Case(
         lambda: MLP(inputs=256, width=512, depth=8), vectors, F.cross_entropy, 64
@@ -91,4 +102,7 @@ CASES = {
     "unet": Case(lambda: unet.UNet(base=16), masked_pictures, unet.loss, 8),
     # no dropout: then all contenders compute the same numbers, which is checked
     "encoder": Case(lambda: Encoder(dropout=0.0), texts, encoder.loss, 32),
+    "gpt 64": gpt(64),
+    "gpt 256": gpt(256),
+    "gpt 512": gpt(512),
 }

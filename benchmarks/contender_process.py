@@ -6,6 +6,7 @@ Kinds of processes:
     plain   the same, with the malloc of a process that gemsc has not started
     gemsc   a compiled program under gemsc's own launcher
     torch   the same generated stages on torch.distributed.pipelining, over gloo
+    shards  the model cut by torch.distributed.tensor.parallel, over gloo
 """
 
 from __future__ import annotations
@@ -13,14 +14,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,10 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import CASES
+from jobs import LEARNING_RATE, Job, Step, join_gloo
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch_shards import start_torch_shards
 
 import gemsc
 from gemsc.base.weights import fill, read_tensors
@@ -41,24 +40,7 @@ from gemsc.messages.message import Input, Message
 from gemsc.runtime import RankProgram, Run
 from gemsc.runtime.training.trainer import load_rank_module
 
-__all__ = ["Job"]
-
-LEARNING_RATE = 0.001
-LONGEST_WAIT = timedelta(hours=1)  # while other groups have their turns
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-Step = Callable[[], list[float]]  # returns the mean loss, where the rank knows it
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a group trains."""
-
-    case: str
-    ranks: int
-    micro_batches: int
-    schedule: str
-    directory: str  # of the compiled program
 
 
 def serve(connection: Connection, step: Step) -> None:
@@ -213,14 +195,7 @@ class StageOnTorch(nn.Module):
 
 def start_torch(job: Job, place: Path) -> Step:
     """Train the same stages with PyTorch's own pipeline."""
-    rank, count = int(os.environ["RANK"]), job.micro_batches
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{place / 'store'}",
-        rank=rank,
-        world_size=job.ranks,
-        timeout=LONGEST_WAIT,
-    )
+    rank, count = join_gloo(job, place), job.micro_batches
     module = load_rank_module(Path(job.directory), rank)
     model = StageOnTorch(module, rank, Path(job.directory))
     case = CASES[job.case]
@@ -289,6 +264,7 @@ START = {
     "plain": start_alone,
     "gemsc": start_gemsc,
     "torch": start_torch,
+    "shards": start_torch_shards,
 }
 
 
@@ -300,7 +276,7 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as end:
         end.connect(str(Path(place) / "socket"))
         serve(Connection(end.detach()), step)
-    if kind == "torch":
+    if kind in ("torch", "shards"):
         dist.destroy_process_group()
 
 

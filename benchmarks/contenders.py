@@ -28,7 +28,7 @@ from typing import Any
 
 import contender_process
 from cases import CASES
-from contender_process import Job
+from jobs import Job
 
 import gemsc
 from gemsc.launch.launch import launch, mpirun_command

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from cases import CASES
 from contenders import (
-    Job,
     Memory,
     Round,
     busy_processes,
@@ -27,6 +26,7 @@ from contenders import (
     contenders,
     quiet_rounds,
 )
+from jobs import Job
 
 HEADER = (
     f"{'model':<10}{'M':>3}  {'runs on':<17}{'samples/s':>10}{'CPU ms/sample':>15}"
@@ -49,14 +49,10 @@ class Found:
     note: str
 
 
-def measure(job: Job, split: Job, rounds: int, steps: int, patience: float) -> Found:
+def measure(
+    jobs: dict[str, tuple[str, Job]], rounds: int, steps: int, patience: float
+) -> Found:
     """Let the contenders train in turn."""
-    jobs = {
-        ALONE: ("alone", job),
-        OURS: ("gemsc", job),
-        SPLIT: ("gemsc", split),
-        THEIRS: ("torch", job),
-    }
     with contenders(jobs) as started:
 
         def make() -> Round:
@@ -64,10 +60,13 @@ def measure(job: Job, split: Job, rounds: int, steps: int, patience: float) -> F
 
         found, note = quiet_rounds(make, rounds, patience)
         memory = {group.name: group.memory() for group in started}
+        _, job = next(iter(jobs.values()))
         return Found(job, steps, found, memory, note)
 
 
-def lines(found: Found) -> str:
+def lines(
+    found: Found, ours: tuple[str, ...] = (OURS, SPLIT), theirs: str = THEIRS
+) -> str:
     """Return the rows of one model and number of micro-batches."""
     job = found.job
     samples = CASES[job.case].batch * found.steps
@@ -81,11 +80,11 @@ def lines(found: Found) -> str:
             f"{1e3 * cpu:15.2f}{memory.tensors / 2**20:13.1f}"
             f"{memory.resident / 2**20:14.0f}"
         )
-    for name in (OURS, SPLIT):
-        pairs = ((each[THEIRS], each[name]) for each in found.rounds)
-        ratios = sorted(theirs.seconds / ours.seconds for theirs, ours in pairs)
+    for name in ours:
+        pairs = ((each[theirs], each[name]) for each in found.rounds)
+        ratios = sorted(other.seconds / own.seconds for other, own in pairs)
         rows.append(
-            f"{'':15}{name} / torch.pipelining, samples/s: "
+            f"{'':15}{name} / {theirs}, samples/s: "
             f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
     rows.append(f"{'':15}{found.note}; losses differ by {spread(found.rounds):.0e}")
@@ -128,9 +127,15 @@ def main() -> None:
                 places = Path(folder) / "whole", Path(folder) / "split"
                 job = compile_job(model, 2, count, schedule, places[0])
                 split = compile_job(model, 2, count, "zb-h1", places[1])
+                jobs = {
+                    ALONE: ("alone", job),
+                    OURS: ("gemsc", job),
+                    SPLIT: ("gemsc", split),
+                    THEIRS: ("torch", job),
+                }
                 with busy_processes(options.busy):
                     found = measure(
-                        job, split, options.rounds, options.steps, options.patience
+                        jobs, options.rounds, options.steps, options.patience
                     )
             print(lines(found), flush=True)
 
