@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from gemsc.base.parts import Part
 from gemsc.ir.flow import StageFlow, flow, owned_tensors, shared_parameters
 from gemsc.ir.program import Program
 from gemsc.plan import Plan
@@ -88,6 +89,17 @@ class Compilation:
         """The parameters and buffers of each stage."""
         others = () if self.whole.twins is not None else (self.evaluation,)
         return owned_tensors(self.program, *others)
+
+    def parts(self, rank: int) -> dict[str, Part]:
+        """Return the parameters and buffers of which a rank has a part only."""
+        placement = self.program.placement
+        assert placement is not None
+        grid = next(ranks for ranks in placement.groups if rank in ranks)
+        own = self.tiles[grid.index(rank)].program.parts
+        stages = {i for row in placement.ranks for i, r in enumerate(row) if rank in r}
+        return {
+            name: own[name] for i in stages for name in self.owned[i] if name in own
+        }
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:

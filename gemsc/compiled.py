@@ -72,5 +72,11 @@ def prove_files(files: Mapping[str, str], compilation: Compilation, task: Task) 
     if not task.has_backward:
         return
     shared = reductions(compilation.program, compilation.owned)
-    copies = compilation.plan.data
-    prove(training, task, groups=placement.groups, shared=shared, copies=copies)
+    prove(
+        training,
+        task,
+        groups=placement.groups,
+        shared=shared,
+        weights=compilation.owned,
+        copies=compilation.plan.data,
+    )

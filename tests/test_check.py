@@ -1,6 +1,7 @@
 """The proof: right schedules pass, and each way to break one is found and named."""
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from schedule_support import equal_task, random_task, ranks_of, shared_by
 
+from gemsc.base.parts import Part
 from gemsc.errors import InternalError
 from gemsc.schedules import SCHEDULES, Action, Edge, Kind, StageCost, Task, run
 from gemsc.schedules.check import prove
@@ -312,6 +314,102 @@ def test_ranks_reduce_their_groups_in_one_order() -> None:
     proved(FINE, damage=end_with(ends[0], ends[0]), shared=shared)
     with pytest.raises(InternalError, match="wait for each other"):
         proved(FINE, damage=end_with(*ends), shared=shared)
+
+
+# Two stages, each on two ranks that hold parts of `w`, and a mirrored replica of them.
+GRIDS = [(0, 1), (2, 3)]
+MIRRORED = Task.chain(CHAIN.stages, (1, 1), placement=((0, 1), (1, 0)))
+HALVES = [Part((6, 4), dim=0, outer=1, units=3, rows=rows) for rows in ((0, 1), (1, 3))]
+TIED = {"stage0": (0,), "stage1": (1,), "tied": (0, 1)}
+WEIGHTS = ("w0", "v0", "b0", "tied"), ("w1", "b1", "tied")
+
+
+def shards(*damages: Damage) -> None:
+    """Prove stages whose ranks hold parts of all weights, and biases whole."""
+    orders = ["0F0", "1F0'", "1B0'", "0B0"], ["1F0", "0F0'", "0B0'", "1B0"]
+    of_grids = ranks_of(
+        MIRRORED, [[Action.parse(each) for each in order] for order in orders]
+    )
+    ranks = []
+    for grid in of_grids:
+        for tile, number in enumerate(GRIDS[grid.rank]):
+            runs = {}
+            for key, made in grid.runs.items():
+                ends = [
+                    tuple(replace(e, peer=GRIDS[e.peer][tile]) for e in each)
+                    for each in (made.receives, made.sends)
+                ]
+                runs[key] = StageRun(*ends)
+            everyone, alike = (0, 1, 2, 3), (tile, 2 + tile)
+            sums = [
+                AllReduce(f"stage{stage}{kind}", over)
+                for stage in (1, 0)
+                for kind, over in (("", everyone), (" parts", alike))
+            ]
+            steps = (*grid.actions, *sums, AllReduce("tied", alike), *ENDS)
+            parts = {name: HALVES[tile] for name in ("w0", "v0", "w1", "tied")}
+            ranks.append(RankStep(number, runs, steps, GRIDS[grid.rank], parts=parts))
+    for damage in damages:
+        damage(ranks)
+    prove(ranks, MIRRORED, groups=GRIDS, shared=TIED, weights=WEIGHTS)
+
+
+def sums_of(number: int, change: Callable[[AllReduce], AllReduce | None]) -> Damage:
+    """Return what changes the sums of a rank, or leaves them out."""
+
+    def damage(ranks: list[RankStep]) -> None:
+        steps = [
+            change(step) if isinstance(step, AllReduce) else step
+            for step in ranks[number].steps
+        ]
+        steps = [step for step in steps if step is not None]
+        ranks[number] = replace(ranks[number], steps=tuple(steps))
+
+    return damage
+
+
+def holds(number: int, **parts: Part) -> Damage:
+    def damage(ranks: list[RankStep]) -> None:
+        held = {**ranks[number].parts, **parts}
+        ranks[number] = replace(ranks[number], parts=held)
+
+    return damage
+
+
+def test_parts_are_added_up_over_those_who_hold_the_same() -> None:
+    shards()
+    wide = "'stage1 parts' is on ranks (0, 2), and rank 0 all-reduces it over (0, 1,"
+    for damage, message in [
+        (lambda s: replace(s, ranks=(0, 1, 2, 3)), wide),
+        (lambda s: None if s.group == "stage0" else s, "'stage0' 0 times"),
+        (lambda s: None if s.group == "stage0 parts" else s, "parts' 0 times"),
+        (lambda s: replace(s, ranks=(0, 2)), "'stage1' is on ranks (0, 1, 2, 3)"),
+        (
+            lambda s: replace(s, ranks=(0, 3)) if s.group == "tied" else s,
+            "'tied' is on ranks (0, 2), and rank 0 all-reduces it over (0, 3)",
+        ),
+    ]:
+        with pytest.raises(InternalError, match=re.escape(message)):
+            shards(sums_of(0, damage))
+
+
+def test_parts_make_whole_weights_and_grids_cut_them_alike() -> None:
+    thirds = replace(HALVES[0], rows=(0, 2))
+    for damage, message in [
+        ([holds(0, w0=HALVES[1])], r"(0, 1) hold other parts of 'w0' than all of it"),
+        ([holds(0, w0=thirds)], r"(0, 1) hold other parts of 'w0' than all of it"),
+        ([holds(0, b0=HALVES[0])], r"(0, 1) hold other parts of 'b0' than all of it"),
+        (
+            [holds(2, w1=thirds), holds(3, w1=replace(HALVES[1], rows=(2, 3)))],
+            r"hold other parts of 'w1' than all of it",
+        ),
+        (
+            [holds(2, w0=HALVES[1]), holds(3, w0=HALVES[0])],
+            "'stage0': ranks hold some parts of it alike, and others not",
+        ),
+    ]:
+        with pytest.raises(InternalError, match=message.replace("(0, 1)", r"\(0, 1\)")):
+            shards(*damage)
 
 
 # -- mutations -------------------------------------------------------------------------

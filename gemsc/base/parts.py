@@ -8,13 +8,14 @@ wide, on two ranks: dimension 0 is 3 x 4 heads x 32, and the first rank has
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gemsc.base.boxes import Interval
 
-__all__ = ["Part"]
+__all__ = ["Part", "make_whole", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,12 @@ class Part:
     outer: int
     units: int
     rows: Interval
+
+    def __str__(self) -> str:
+        """Return it as Python: what a rank's file has."""
+        names = "dim", "outer", "units", "rows"
+        named = [f"{name}={getattr(self, name)}" for name in names]
+        return f"Part({self.shape}, {', '.join(named)})"
 
     @property
     def inner(self) -> int:
@@ -63,3 +70,20 @@ class Part:
         """Copy a part to its place in a whole tensor."""
         target = self.view(whole)
         target.copy_(part.reshape(target.shape))
+
+
+def make_whole(parts: Collection[Part]) -> bool:
+    """Whether parts of a tensor are all of it, and no element is in two of them."""
+    forms = {(part.shape, part.dim, part.outer, part.units) for part in parts}
+    rows = sorted(part.rows for part in parts)
+    stops = [0, *(stop for _, stop in rows)]
+    starts = [*(start for start, _ in rows), *(units for *_, units in forms)]
+    return starts == stops
+
+
+def parts_of(stage: str) -> str:
+    """Return how the sums of gradients of a stage's parts are called: `stage2 parts`.
+
+    Parameters that the ranks of a stage hold as a whole are added up as `stage2`.
+    """
+    return f"{stage} parts"

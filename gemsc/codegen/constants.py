@@ -115,6 +115,12 @@ class Constants:
                 "Gradients are all-reduced by the ranks that hold the same parameters.",
             )
             self._write_table(
+                "parts",
+                {quoted(n): str(part) for n, part in text.parts.items()},
+                "What this rank has a part of: some of the units of one dimension.",
+                seldom=True,
+            )
+            self._write_table(
                 "deferred",
                 self._deferred(),
                 "Micro-batches that leave weight gradients to `weights_...`.",

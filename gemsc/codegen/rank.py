@@ -6,6 +6,7 @@ import re
 
 from torch import fx
 
+from gemsc.base.parts import parts_of
 from gemsc.codegen.constants import Constants
 from gemsc.codegen.exchanges import gathers_of
 from gemsc.codegen.expressions import UserObject, quoted, structure_text
@@ -24,7 +25,7 @@ __all__ = ["write_rank"]
 
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message"),
-    *("RankProgram", "Resize", "Run", "TileValue", "Tiles", "Value", "Worker"),
+    *("Part", "RankProgram", "Resize", "Run", "TileValue", "Tiles", "Value", "Worker"),
     *("offloaded", "recompute", "tile_boxes", "tiles", "user_module"),
 )
 TAKEN = (
@@ -355,8 +356,9 @@ class _RankWriter:
         place = 0
         for stage, index in sorted(last.items(), reverse=True):
             place = max(place, index)
-            if f"stage{stage}" in self.text.reductions:
-                found.setdefault(place, []).append(f"stage{stage}")
+            for key in (f"stage{stage}", parts_of(f"stage{stage}")):
+                if key in self.text.reductions:
+                    found.setdefault(place, []).append(key)
         return found
 
     def _write_step(self, step: Step) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from gemsc.base.parts import Part, parts_of
 from gemsc.base.units import show_bytes, show_flops
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation, TileProgram
@@ -79,6 +80,7 @@ class RankText:
     num_micro_batches: int
     num_replicas: int
     reductions: dict[str, tuple[int, ...]]
+    parts: dict[str, Part]
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
 
@@ -139,11 +141,6 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
         for stage in program.require_stages()
         if rank in placement.ranks[replica][stage.index]
     )
-    sums = {}
-    for name, stages in reductions(compilation.program, compilation.owned).items():
-        places = {r for s in stages for row in placement.ranks for r in row[s]}
-        if rank in places and len(places) * plan.data > 1:
-            sums[name] = tuple(sorted(places))
     return RankText(
         rank=rank,
         docstring=_docstring(compilation, rank, runs, tile),
@@ -154,10 +151,36 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
         steps=compilation.steps[group],
         num_micro_batches=plan.micro_batches // plan.replicas,
         num_replicas=plan.replicas,
-        reductions=sums,
+        reductions=_reductions(compilation, rank),
+        parts=compilation.parts(rank),
         names=names,
         tile=tile,
     )
+
+
+def _reductions(compilation: Compilation, rank: int) -> dict[str, tuple[int, ...]]:
+    """Return what a rank adds up, each with the ranks that hold the same of it."""
+    placement, sums = compilation.program.placement, {}
+    assert placement is not None
+    for key, stages in reductions(compilation.program, compilation.owned).items():
+        places = sorted({r for s in stages for row in placement.ranks for r in row[s]})
+        if rank not in places:
+            continue
+        tied = key in compilation.shared
+        names = (
+            {key} if tied else {*compilation.owned[stages[0]]} - {*compilation.shared}
+        )
+        held = [
+            {n: p for n, p in compilation.parts(place).items() if n in names}
+            for place in places
+        ]
+        own = held[places.index(rank)]
+        alike = [r for r, theirs in zip(places, held, strict=True) if theirs == own]
+        sums[key] = alike if tied else places
+        if own and not tied:
+            sums[parts_of(key)] = alike
+    data = compilation.plan.data
+    return {key: tuple(r) for key, r in sums.items() if len(r) * data > 1}
 
 
 def _stage_text(

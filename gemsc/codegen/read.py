@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gemsc.base.boxes import Box
+from gemsc.base.parts import parts_of
 from gemsc.errors import InternalError
 from gemsc.messages.exchange import Piece
 from gemsc.runtime import (
@@ -25,6 +26,7 @@ from gemsc.runtime import (
     GridMessage,
     Input,
     Message,
+    Part,
     RankProgram,
     Run,
     Tiles,
@@ -48,7 +50,8 @@ from gemsc.schedules.rank_step import (
 __all__ = ["read_ranks"]
 
 CLASSES = (
-    *(Exchange, GridMessage, Input, Message, RankProgram, Run, Tiles, TileValue, Value),
+    *(Exchange, GridMessage, Input, Message, Part, RankProgram, Run, Tiles, TileValue),
+    Value,
 )
 NAMES = {each.__name__: each for each in (*CLASSES, torch, tile_boxes, float, range)}
 NOWHERE = Run(-1)  # a function that has run no stage yet
@@ -179,7 +182,8 @@ class _File:
             if (Kind.BACKWARD, run.replica, run.stage) in runs
             for m in numbers
         )
-        return RankStep(self.rank, runs, steps, self.tiles.ranks, deferred)
+        tiles, parts = self.tiles.ranks, self.program.parts
+        return RankStep(self.rank, runs, steps, tiles, deferred, parts)
 
     def _steps(self, function: ast.FunctionDef) -> Iterator[Step]:
         for statement in function.body[1:]:
@@ -216,6 +220,7 @@ class _File:
     def _ending(self, verb: str, call: ast.Call) -> Iterator[Step]:
         sums = self.program.reductions
         stages = {run.stage_name for run in self.program.stages}
+        stages |= {*map(parts_of, stages)}
         if verb == "start_reduction":
             group = ast.literal_eval(call.args[0])
             if group not in sums:

@@ -284,7 +284,8 @@ def reductions(
 ) -> dict[str, tuple[int, ...]]:
     """Return the sums of gradients: those of each stage, and of each tied parameter.
 
-    Maps `stage2`, or a parameter's name, to the stages whose ranks take part.
+    Maps `stage2`, or a parameter's name, to the stages whose ranks take part. Of what
+    ranks hold in part, those take part that hold the same part: see `parts_of`.
     """
     stages = {
         f"stage{stage.index}": (stage.index,) for stage in program.require_stages()

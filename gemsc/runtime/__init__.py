@@ -11,6 +11,7 @@ from gemsc.base.lazy import loads
 
 if TYPE_CHECKING:
     from gemsc.base.boxes import tile_boxes
+    from gemsc.base.parts import Part
     from gemsc.messages.exchange import Exchange
     from gemsc.messages.grid_message import GridMessage, TileValue
     from gemsc.messages.message import Input, Message, Tiles, Value
@@ -31,6 +32,7 @@ __all__ = [
     "GridMessage",
     "Input",
     "Message",
+    "Part",
     "RankProgram",
     "Resize",
     "Run",
@@ -56,6 +58,7 @@ __getattr__ = loads(
         "GridMessage": "gemsc.messages.grid_message",
         "Input": "gemsc.messages.message",
         "Message": "gemsc.messages.message",
+        "Part": "gemsc.base.parts",
         "RankProgram": "gemsc.runtime.worker.program",
         "Resize": "gemsc.runtime.tiles.windows",
         "Run": "gemsc.runtime.worker.program",

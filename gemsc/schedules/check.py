@@ -20,11 +20,12 @@ was predicted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import product, zip_longest
 
+from gemsc.base.parts import Part, make_whole, parts_of
 from gemsc.errors import InternalError
 from gemsc.schedules.action import Action, Kind, Task, Timed
 from gemsc.schedules.events import Way, events_of, find_cycle
@@ -53,6 +54,7 @@ def prove(
     *,
     groups: Sequence[Sequence[int]] | None = None,
     shared: Mapping[str, Sequence[int]] | None = None,
+    weights: Sequence[Collection[str]] = (),
     copies: int = 1,
 ) -> None:
     """Prove that what the ranks do, together, is one correct step.
@@ -61,7 +63,8 @@ def prove(
         ranks: what each rank does, by rank.
         task: what is to be done; its ranks are numbers of `groups`.
         groups: the ranks of each grid of tiles; by default each rank is one alone.
-        shared: the stages that hold each group of parameters.
+        shared: the stages that hold each group of parameters, `stage2` or a tied one.
+        weights: the parameters and buffers of each stage, if ranks hold parts of them.
         copies: data-parallel copies of these ranks.
 
     Raises:
@@ -72,6 +75,7 @@ def prove(
         task=task,
         groups=tuple(map(tuple, groups or [(r,) for r in range(len(ranks))])),
         shared=shared or {},
+        weights=weights,
         copies=copies,
     )
     proof.each_action_once_on_its_rank()
@@ -80,6 +84,7 @@ def prove(
     proof.tags_tell_messages_apart()
     proof.tiles_go_in_step()
     proof.handed_over_values_are_there()
+    proof.parts_make_whole_weights()
     proof.each_gradient_is_reduced_once()
     proof.nothing_blocks()
     proof.memory_is_within_the_cap()
@@ -93,6 +98,7 @@ class _Proof:
     task: Task
     groups: tuple[tuple[int, ...], ...]
     shared: Mapping[str, Sequence[int]]
+    weights: Sequence[Collection[str]]
     copies: int
 
     # -- small questions ---------------------------------------------------------------
@@ -124,7 +130,7 @@ class _Proof:
 
     def wrong_sum(self, group: str, text: str) -> InternalError:
         """Return the error that names the stages whose gradients are added up."""
-        stages = ", ".join(self.lines(stage) for stage in self.shared.get(group, ()))
+        stages = ", ".join(self.lines(stage) for stage in self.stages.get(group, ()))
         held = f": {stages}, after micro-batch {self.task.micro_batches[0] - 1}"
         return InternalError(f"wrong program: {text}{held if stages else ''}")
 
@@ -335,21 +341,68 @@ class _Proof:
 
     # -- gradients ---------------------------------------------------------------------
 
+    @cached_property
+    def stages(self) -> dict[str, Sequence[int]]:
+        """The stages of each group of parameters, and of each group of parts."""
+        of_parts = {parts_of(group): found for group, found in self.shared.items()}
+        return {**self.shared, **of_parts}
+
+    def parts_make_whole_weights(self) -> None:
+        """Each grid holds all of each weight, and all grids cut it alike."""
+        cut = {name for rank in self.ranks for name in rank.parts}
+        held: dict[str, set[Part | None]] = {}
+        for stage, names in enumerate(self.weights):
+            for replica, name in product(range(len(self.task.placement)), names):
+                if name not in cut:
+                    continue
+                ranks = self.ranks_of(replica, stage)
+                here = {self.ranks[number].parts.get(name) for number in ranks}
+                parts = [part for part in here if part is not None]
+                if held.setdefault(name, here) != here or not make_whole(parts):
+                    text = f"ranks {ranks} hold other parts of '{name}' than all of it"
+                    raise self.wrong_sum(f"stage{stage}", text)
+
+    def holders(self, group: str) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Return what each rank adds up of a group, and over which ranks.
+
+        Over all that hold the same: of what all hold as a whole over all of them, of
+        parts over those with the same parts.
+        """
+        stages = self.shared[group]
+        rows = self.task.placement if self.task.has_backward else ()
+        ranks = {n for row in rows for s in stages for n in self.groups[row[s]]}
+        names, is_stage = {group}, len(stages) == 1
+        if is_stage:
+            names = {*(self.weights[stages[0]] if self.weights else ())}
+            names -= self.shared.keys()
+        alike: dict[frozenset[tuple[str, Part]], list[int]] = defaultdict(list)
+        for number in sorted(ranks):
+            parts = self.ranks[number].parts.items()
+            alike[frozenset(each for each in parts if each[0] in names)].append(number)
+        if sum(map(len, alike)) != len({each for parts in alike for each in parts}):
+            text = "ranks hold some parts of it alike, and others not"
+            raise self.wrong_sum(group, f"'{group}': {text}")
+        of_parts = {n: tuple(same) for cut, same in alike.items() if cut for n in same}
+        whole = dict.fromkeys(ranks, tuple(sorted(ranks)))
+        if is_stage:
+            return {group: whole, parts_of(group): of_parts}
+        return {group: of_parts or whole}
+
     def each_gradient_is_reduced_once(self) -> None:
         """Each rank reduces each of its groups once, after the last backward."""
-        wanted = {}
-        rows = self.task.placement if self.task.has_backward else ()
-        for group, stages in self.shared.items():
-            found = {n for row in rows for s in stages for n in self.groups[row[s]]}
-            if len(found) * self.copies > 1:
-                wanted[group] = tuple(sorted(found))
-        for rank in self.ranks:
+        wanted: list[dict[str, tuple[int, ...]]] = [{} for _ in self.ranks]
+        for group in self.shared:
+            for key, holders in self.holders(group).items():
+                for number, ranks in holders.items():
+                    if len(ranks) * self.copies > 1:
+                        wanted[number][key] = ranks
+        for rank, own in zip(self.ranks, wanted, strict=True):
             for place, step in enumerate(rank.steps):
                 if isinstance(step, AllReduce):
-                    self._reduces(rank, step, rank.steps[place:], wanted)
+                    self._reduces(rank, step, rank.steps[place:], own)
             begun = [s.group for s in rank.steps if isinstance(s, AllReduce)]
-            for group, ranks in wanted.items():
-                if begun.count(group) != (rank.rank in ranks):
+            for group in own:
+                if begun.count(group) != 1:
                     times = f"{begun.count(group)} times"
                     text = f"rank {rank.rank} all-reduces '{group}' {times}"
                     raise self.wrong_sum(group, text)
@@ -370,7 +423,7 @@ class _Proof:
             text += f"{rank.rank} all-reduces it over {step.ranks}"
             raise self.wrong_sum(step.group, text)
         for action in later:
-            if isinstance(action, Action) and action.stage in self.shared[step.group]:
+            if isinstance(action, Action) and action.stage in self.stages[step.group]:
                 text = f"rank {rank.rank} starts {step} before an action"
                 raise self.wrong(action, text)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gemsc.base.parts import Part
 from gemsc.schedules.action import Action, Kind
 
 __all__ = ["AllReduce", "End", "GridCall", "MessageEnd", "RankStep", "StageRun", "Step"]
@@ -63,7 +64,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Start to add up gradients over ranks: those of a stage, or a tied parameter's."""
+    """Start to add up gradients over ranks: a stage's, its parts', a tied one's."""
 
     group: str
     ranks: tuple[int, ...]
@@ -88,7 +89,8 @@ class RankStep:
 
     `runs` has for each kind of action, by (kind, replica, stage), what it does. `tiles`
     are the ranks of its grid, the rank alone if its stages are not split. `deferred`
-    are the weight gradients that its backwards leave for actions of their own.
+    are the weight gradients that its backwards leave for actions of their own. `parts`
+    are the parameters and buffers of which it holds a part only.
     """
 
     rank: int
@@ -96,6 +98,7 @@ class RankStep:
     steps: tuple[Step, ...]
     tiles: tuple[int, ...]
     deferred: frozenset[Action] = frozenset()
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
     @property
     def actions(self) -> list[Action]:

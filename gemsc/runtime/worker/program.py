@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gemsc.base.parts import Part
+from gemsc.base.parts import Part, parts_of
 from gemsc.messages.message import Input, Tiles
 
 __all__ = ["RankPlace", "RankProgram", "Run"]
@@ -43,7 +43,8 @@ class RankProgram:
     stages: the class of each stage that the rank runs.
     inputs: what the rank reads of each micro-batch, by name.
     reductions: the ranks that hold the same parameters and all-reduce their gradients:
-        those of a stage, or those of one parameter that stages share.
+        those of a stage, those of its parts, or those of one parameter that stages
+        share. What this rank holds alone is not among them.
     parts: the parameters and buffers of which the rank has a part only.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
     tiles: the grid of which the rank computes a tile.
@@ -68,6 +69,13 @@ class RankProgram:
     def copy_micro_batches(self) -> int:
         """The micro-batches of all replicas in one step."""
         return self.num_micro_batches * self.num_replicas
+
+    def sum_of(self, run: Run, name: str) -> str:
+        """Return the reduction that adds up what a run's stage has of a name."""
+        if name in self.reductions:
+            return name
+        stage = run.stage_name
+        return parts_of(stage) if name in self.parts else stage
 
     @property
     def tile(self) -> int:

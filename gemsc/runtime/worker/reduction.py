@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +15,7 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
 
-__all__ = ["GradientSums", "RunningStatistics"]
+__all__ = ["GradientSums", "RunningStatistics", "tracking"]
 
 BUCKET_BYTES = 32 * 2**20
 
@@ -94,7 +94,7 @@ def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class RunningStatistics:
-    """Running statistics of one stage, where several runs share the micro-batches.
+    """Running statistics of some layers, where several runs share the micro-batches.
 
     Each run sees its own micro-batches only. One process would see all of them, one run
     after the other. An exponential average is linear in what it sees, so the runs'
@@ -106,15 +106,19 @@ class RunningStatistics:
     """
 
     def __init__(
-        self, runs: Mapping[int, nn.Module], num_runs: int, *, counts: bool = True
+        self,
+        layers: Mapping[int, Sequence[_NormBase]],
+        num_runs: int,
+        *,
+        counts: bool = True,
     ) -> None:
-        """Take the module of each run that is on this rank, by the run's number.
+        """Take the layers of each run that is on this rank, by the run's number.
 
         Of ranks that see the same run, as the tiles of a grid do, only one `counts`.
         """
         self._num_runs = num_runs
         self._counts = counts
-        self._layers = {j: _tracking(module) for j, module in runs.items()}
+        self._layers = layers
         self._before: list[dict[str, Tensor]] = []
         self._sum = torch.empty(0)
 
@@ -191,16 +195,19 @@ class RunningStatistics:
                 values["num_batches_tracked"].copy_(count)
 
 
-def _tracking(module: nn.Module) -> list[_NormBase]:
-    """Return the layers that update running statistics as they train."""
-    return [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, _NormBase)
-        and layer.training
-        and layer.running_mean is not None
-        and layer.num_batches_tracked is not None
-    ]
+def tracking(module: nn.Module) -> Iterator[tuple[str, _NormBase]]:
+    """Yield the layers that update running statistics as they train, with their names.
+
+    Layers without a count of batches do not: their statistics are constants.
+    """
+    for name, layer in module.named_modules():
+        if (
+            isinstance(layer, _NormBase)
+            and layer.training
+            and layer.running_mean is not None
+            and layer.num_batches_tracked is not None
+        ):
+            yield name, layer
 
 
 def _statistics(layer: _NormBase) -> dict[str, Tensor]:

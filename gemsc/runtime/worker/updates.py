@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.worker.clip import clip_gradients
 from gemsc.runtime.worker.program import RankPlace, RankProgram
-from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics
+from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics, tracking
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
 
@@ -49,12 +51,10 @@ class Updates:
             key: transport.host.group(place.everywhere(ranks), key)
             for key, ranks in sorted(program.reductions.items())
         }
-        self._of_stage = {
-            run.stage_name: [
-                p for n, p in stage.named_parameters() if n not in self._groups
-            ]
-            for run, stage in stages.items()
-        }
+        self._summed: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
+        for run, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                self._summed[program.sum_of(run, name)][name] = parameter
         self._statistics = self._running_statistics()
 
     def begin(self) -> None:
@@ -62,13 +62,14 @@ class Updates:
         for statistics in self._statistics.values():
             statistics.remember()
 
-    def start_reduction(self, stage: str) -> None:
+    def start_reduction(self, key: str) -> None:
         """Start the all-reduces of a stage's gradients, less those of tied parameters.
 
+        `key` is that of `RankProgram.reductions`, of whole parameters or of parts.
         Called after the stage's last backward; what follows hides the communication.
         """
         if self._steps.is_update:
-            self._start(stage, self._of_stage[stage])
+            self._start(key, [*self._summed[key].values()])
 
     def finish_reductions(self) -> None:
         """All-reduce tied parameters' gradients and statistics; wait for all sums."""
@@ -111,25 +112,31 @@ class Updates:
         num_runs = num_replicas * self._place.num_copies
         if num_runs == 1:
             return {}
-        runs: dict[str, dict[int, nn.Module]] = {}
+        runs: dict[str, dict[int, list[_NormBase]]] = defaultdict(dict)
         for run, module in self._stages.items():
             number = self._place.number_of(run, num_replicas)
-            runs.setdefault(run.stage_name, {})[number] = module
-        counts = self._program.tile == 0
+            for name, layer in tracking(module):
+                key = self._program.sum_of(run, f"{name}.running_mean")
+                runs[key].setdefault(number, []).append(layer)
         return {
-            key: RunningStatistics(modules, num_runs, counts=counts)
-            for key, modules in runs.items()
+            key: RunningStatistics(layers, num_runs, counts=self._counts(key))
+            for key, layers in runs.items()
         }
+
+    def _counts(self, key: str) -> bool:
+        """Whether this rank is the first of its grid among those that share a sum."""
+        tiles, rank = self._program.tiles, self._place.rank
+        holders = self._program.reductions.get(key, ())
+        grid = tiles.ranks if tiles is not None else ()
+        return next((each for each in grid if each in holders), rank) == rank
 
     def _clip(self, limit: float) -> None:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
-        reductions, rank = self._program.reductions, self._place.rank
-        own: dict[str, nn.Parameter] = {}  # each counts once
-        for run, module in self._stages.items():
-            of_stage = reductions.get(run.stage_name, (rank,))
-            for name, parameter in module.named_parameters():
-                if min(reductions.get(name, of_stage)) == rank:
-                    own.setdefault(name, parameter)
+        own: dict[str, nn.Parameter] = {}  # each part of each counts once
+        for key, parameters in self._summed.items():
+            holders = self._program.reductions.get(key, ())
+            if min(holders, default=self._place.rank) == self._place.rank:
+                own |= parameters
         first, count = self._place.first_rank, self._place.copy_ranks
         clip_gradients(
             limit,

@@ -200,9 +200,9 @@ class Worker:
         """Keep what the model returned for a micro-batch."""
         self.steps.add_result(loss, output)
 
-    def start_reduction(self, stage: str) -> None:
-        """Start to add up a stage's gradients over the ranks that hold it."""
-        self.updates.start_reduction(stage)
+    def start_reduction(self, key: str) -> None:
+        """Start to add up a stage's gradients, or its parts', over who holds them."""
+        self.updates.start_reduction(key)
 
     def finish_reductions(self) -> None:
         """Add up tied parameters' gradients and statistics; wait for all sums."""
