@@ -49,7 +49,7 @@ from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled, schedule
-from gemsc.planner.layout import check_blocks, stage_layout
+from gemsc.planner.layout import check_blocks, check_whole, stage_layout
 from gemsc.planner.make_plan import make_plan
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.tiles import peak_tile
@@ -239,13 +239,14 @@ def schedule_stages(
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
     check_blocks(options, chosen, traced.program.name, names, replicas=replicas)
+    check_whole(options.whole, traced.program.module)
     balance = BalanceStages(
         num_stages=chosen.num_stages,
         kind=options.balance,
         blocks=options.blocks,
         cuts=options.cuts,
         live=chosen.live,
-        num_tiles=chosen.num_tiles,
+        grids=chosen.grids,
     )
     place = PlaceStages(
         chosen.placement,
@@ -267,7 +268,7 @@ def schedule_stages(
             split = tile_passes(number, chosen.grids, options)
             return run(cut, *split, annotate, InsertComms(), place)
 
-        others = set(range(1, max(chosen.num_tiles)))
+        others = set(range(1, chosen.most_ranks))
         if not every_tile:
             others &= {peak_tile(tile(0))}
         tiles = (tile(0), *map(tile, sorted(others)))

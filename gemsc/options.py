@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, TypeVar
 
+from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.errors import GemscError
 
-__all__ = ["AUTO", "BALANCES", "CompileOptions", "choose", "flag", "text_of", "typed"]
+__all__ = [
+    "AUTO",
+    "BALANCES",
+    "TRUNKS",
+    "CompileOptions",
+    "choose",
+    "flag",
+    "text_of",
+    "typed",
+]
 
 Entry = TypeVar("Entry")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
+TRUNKS = ("auto", "whole", "batch", "sequence")
 AUTO = -1  # a number that is left to the compiler
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
 GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
@@ -35,9 +46,10 @@ class CompileOptions:
     with two mirrored replicas each gets half of the micro-batches; `master` has
     2 x `times`. A `placement` "0,1,1,0" lists the rank of each stage. `tiles` "2x2,2x1"
     splits the first stage over four ranks and the second over two; each of the
-    remaining ranks has one stage. `hardware` "" is one core of a CPU. `recompute` and
-    `offload` "auto" take as few blocks as `device_memory` requires, "all" every block
-    where that frees anything.
+    remaining ranks has one stage. `shards` "2" gives two ranks to every stage without
+    tiles; "2,1,4" gives two to the first stage, one to the second and four to the last.
+    `hardware` "" is one core of a CPU. `recompute` and `offload` "auto" take as few
+    blocks as `device_memory` requires, "all" every block where that frees anything.
     """
 
     ranks: int = option(2, "processes that hold one replica of the model")
@@ -75,6 +87,11 @@ class CompileOptions:
     )
     fuse_halos: int = option(0, "most layers that share one wide halo; 0: none do")
     overlap_halos: bool = option(True, "convolve a tile while its halo travels")
+    shards: tuple[str, ...] = option(
+        (), "split heads, channels and words over ranks: off, auto, 2, or 2,1,4"
+    )
+    trunk: str = option("auto")
+    whole: tuple[str, ...] = option((), "modules that are not sharded: head,layers.0")
 
     def __post_init__(self) -> None:
         """Refuse values that no model could be compiled with.
@@ -84,6 +101,9 @@ class CompileOptions:
         """
         self._check_counts()
         self._check_tiles()
+        self._check_shards()
+        if self.data != AUTO:  # else `ranks` are those of all copies
+            _ = self.groups
         if self.balance not in BALANCES:
             raise GemscError(
                 f"unknown balance '{self.balance}'",
@@ -122,22 +142,84 @@ class CompileOptions:
             )
 
     @property
-    def grids(self) -> tuple[tuple[int, ...], ...]:
-        """The grids of the leading groups of ranks, as numbers."""
-        if self.open_tiles:
-            return ()
-        return tuple(tuple(map(int, grid.split("x"))) for grid in self.tiles)
+    def groups(self) -> tuple[GridShape, ...]:
+        """How the ranks share the stages: in groups, of which each has its stages.
+
+        The leading groups have tiles. What is left open is one rank to a group.
+
+        Raises:
+            GemscError: that does not come to so many ranks, or tiles and shards split
+                the same stage.
+        """
+        tiles = () if self.open_tiles else tuple(map(_grid, self.tiles))
+        shards = () if self.open_shards else tuple(map(int, self.shards))
+        if len(shards) > 1:
+            return self._listed(tiles, shards)
+        each = GridShape(shards=shards[0]) if shards else ALONE
+        leading = tuple(grid or each for grid in tiles)
+        left = self.ranks - sum(grid.size for grid in leading)
+        if left < 0:
+            raise self._too_few(self.ranks - left)
+        if over := left % each.size:
+            beside = f"the {left} ranks beside --tiles {text_of(self.tiles)}"
+            counts = (grid.shards for grid in leading)
+            listed = (*counts, *(each.size,) * (left // each.size), over)
+            fitting = (self.ranks - over, self.ranks - over + each.size)
+            raise GemscError(
+                f"--shards {each.size} does not divide "
+                + (beside if tiles else f"--ranks {self.ranks}"),
+                help=f"use --ranks {' or '.join(str(n) for n in fitting if n)}, or "
+                f"list the shards of each stage: --shards {text_of(listed)}",
+            )
+        return (*leading, *(each,) * (left // each.size))
+
+    def _listed(
+        self, tiles: tuple[GridShape, ...], shards: tuple[int, ...]
+    ) -> tuple[GridShape, ...]:
+        """Return the groups where each has a number of shards."""
+        longest = max(len(tiles), len(shards))
+        grids = (*tiles, *(ALONE,) * (longest - len(tiles)))
+        counts = (*shards, *(1,) * (longest - len(shards)))
+        pairs = tuple(zip(grids, counts, strict=True))
+        for index, (grid, count) in enumerate(pairs):
+            if grid and count > 1:
+                others = (1 if grid else count for grid, count in pairs)
+                raise GemscError(
+                    f"--tiles {text_of(self.tiles)} and --shards "
+                    f"{text_of(self.shards)} both split stage {index}",
+                    help="split it by one of them, for example --shards "
+                    f"{text_of(tuple(others))}",
+                )
+        found = tuple(GridShape(grid.tiles, count) for grid, count in pairs)
+        needed = sum(group.size for group in found)
+        if needed != self.ranks:
+            raise self._too_few(needed)
+        return found
+
+    def _too_few(self, needed: int) -> GemscError:
+        """Return the error where tiles and shards need another number of ranks."""
+        names = [name for name in ("tiles", "shards") if getattr(self, name)]
+        given = " ".join(typed(name, getattr(self, name)) for name in names)
+        return GemscError(
+            f"{given} needs {needed} ranks, --ranks is {self.ranks}",
+            help=f"use --ranks {needed}"
+            + (" or more" if len(self.shards) < 2 else "")
+            + f", or other {' and '.join(names)}",
+        )
 
     @property
     def open_tiles(self) -> bool:
-        """Whether the grids are left to the compiler."""
+        """Whether the tiles are left to the compiler."""
         return self.tiles == ("auto",)
+
+    @property
+    def open_shards(self) -> bool:
+        """Whether the shards are left to the compiler."""
+        return self.shards == ("auto",)
 
     def _check_tiles(self) -> None:
         """Bring `tiles` into its form: ("2x2", "2x1") for "2x2,2x1"."""
-        tiles: tuple[str, ...] | str = self.tiles
-        if isinstance(tiles, str):
-            object.__setattr__(self, "tiles", tuple(filter(None, tiles.split(","))))
+        self._split_words("tiles")
         for grid in () if self.open_tiles else self.tiles:
             if not GRID.fullmatch(grid):
                 raise GemscError(
@@ -145,13 +227,6 @@ class CompileOptions:
                     help="write one number for each spatial axis: 2x2, 4x1, 2x2x2; "
                     "2x2,2x1 splits the first two stages",
                 )
-        needed = sum(map(prod, self.grids))
-        if needed > self.ranks:
-            raise GemscError(
-                f"--tiles {','.join(self.tiles)} needs {needed} ranks, "
-                f"--ranks is {self.ranks}",
-                help=f"use --ranks {needed} or more, or fewer tiles",
-            )
         if self.local_batchnorm and not self.tiles:
             raise GemscError(
                 "--local-batchnorm has no effect without --tiles",
@@ -167,6 +242,35 @@ class CompileOptions:
                 f"--fuse-halos {self.fuse_halos} has no effect without --tiles",
                 help="leave it out, or split images with --tiles 2x2",
             )
+
+    def _check_shards(self) -> None:
+        """Bring `shards` and `whole` into their form: ("2", "1") for "2,1" and 2,1."""
+        self._split_words("shards")
+        self._split_words("whole")
+        for count in () if self.open_shards else self.shards:
+            if not count.isdecimal() or not 1 <= int(count) <= MOST:
+                raise GemscError(
+                    f"--shards {text_of(self.shards)}: '{count}' is not a number of "
+                    "shards",
+                    help="give one number for every stage, --shards 2, or one for each "
+                    "stage: --shards 2,1,4",
+                )
+        choose("trunk", self.trunk, dict.fromkeys(TRUNKS))
+        for name in ("trunk", "whole"):
+            value = getattr(self, name)
+            if value not in ("auto", ()) and not self.shards:
+                raise GemscError(
+                    f"{typed(name, value)} has no effect without --shards",
+                    help="leave it out, or split heads and channels with --shards 2",
+                )
+
+    def _split_words(self, name: str) -> None:
+        """Take text for a tuple, as on the command line: "2,1" for ("2", "1")."""
+        value: Iterable[object] | str | int = getattr(self, name)
+        if isinstance(value, int):
+            value = str(value)
+        words = value.split(",") if isinstance(value, str) else map(str, value)
+        object.__setattr__(self, name, tuple(filter(None, words)))
 
     def _check_counts(self) -> None:
         for name in ("ranks", "data", "micro_batches", "times", "chunks"):
@@ -232,3 +336,9 @@ def choose(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
             f"unknown {what} '{name}'", help=f"choose one of {', '.join(table)}"
         )
     return table[name]
+
+
+def _grid(text: str) -> GridShape:
+    """Return the grid that `2x2` means; `1x1` splits nothing."""
+    tiles = tuple(map(int, text.split("x")))
+    return GridShape(tiles) if prod(tiles) > 1 else ALONE

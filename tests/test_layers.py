@@ -26,7 +26,7 @@ PLANNER = (*COSTS, "messages", "options", "plan", "schedules", "planner")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "base": ("errors",),
-    "options": ("errors",),
+    "options": ("errors", "base"),
     "plan": ("errors", "base"),
     "user_model": ("errors", "base"),
     "schedules": ("errors", "base"),

@@ -45,6 +45,9 @@ COMPARED = (
     "recompute",
     "offload",
     "tiles",
+    "shards",
+    "trunk",
+    "whole",
 )
 
 

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import ClassVar
 
+from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Stage
@@ -29,8 +30,9 @@ class BalanceStages(Pass):
     live: how many micro-batches each stage holds at most under the schedule, which
         weighs the saved activations for "memory".
     parameter_copies: weights, gradients and optimizer state, in copies of the weights.
-    num_tiles: over how many ranks each stage is split; it works as many times as fast
-        and holds that part of the activations, but all of the parameters.
+    grids: how ranks share each stage; it works as many times as fast as there are
+        ranks, and each holds that part of the activations. The parameters are shared by
+        shards only: each tile has all of them.
     """
 
     name: ClassVar[str] = "balance-stages"
@@ -43,7 +45,7 @@ class BalanceStages(Pass):
     cuts: tuple[str, ...] = ()
     live: tuple[int, ...] = ()
     parameter_copies: int = 3
-    num_tiles: tuple[int, ...] = ()
+    grids: tuple[GridShape, ...] = ()
 
     def apply(self, program: Program) -> Program:
         """Return the program with its stages.
@@ -64,19 +66,19 @@ class BalanceStages(Pass):
         return replace(program, stages=stages)
 
     def _balanced(self, blocks: Sequence[Block], crossing: list[float]) -> list[int]:
-        tiles = self.num_tiles or (1,) * self.num_stages
+        grids = self.grids or (ALONE,) * self.num_stages
         if self.kind == "compute":
             seconds = [_seconds(block) for block in blocks]
-            rows = [[each / count for each in seconds] for count in tiles]
+            rows = [[each / grid.size for each in seconds] for grid in grids]
             return partition(rows, cut_costs=crossing)
         live = self.live or (1,) * self.num_stages
         rows = [
             [
-                self.parameter_copies * block.total("parameter_bytes")
-                + held * block.total("saved_bytes") / count
+                self.parameter_copies * block.total("parameter_bytes") / grid.shards
+                + held * block.total("saved_bytes") / grid.size
                 for block in blocks
             ]
-            for held, count in zip(live, tiles, strict=True)
+            for held, grid in zip(live, grids, strict=True)
         ]
         return partition(rows, cut_costs=crossing)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from difflib import get_close_matches
+
+from torch import nn
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
-from gemsc.options import CompileOptions
+from gemsc.options import CompileOptions, text_of
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 
-__all__ = ["PLACEMENTS", "StageLayout", "check_blocks", "stage_layout"]
+__all__ = ["PLACEMENTS", "StageLayout", "check_blocks", "check_whole", "stage_layout"]
 
 PLACEMENTS = ("linear", "mirrored", "folded", "looped")
 
@@ -46,9 +48,9 @@ class StageLayout:
         return tuple(self.groups[group] for group in self.rows[0])
 
     @property
-    def num_tiles(self) -> tuple[int, ...]:
-        """The ranks of each stage."""
-        return tuple(grid.size for grid in self.grids)
+    def most_ranks(self) -> int:
+        """The ranks of the stage that has most."""
+        return max(grid.size for grid in self.grids)
 
 
 def stage_layout(options: CompileOptions) -> StageLayout:
@@ -62,7 +64,7 @@ def stage_layout(options: CompileOptions) -> StageLayout:
     if schedule.policy.split_backward:
         _check_split(options)
     kind = schedule.placement if options.placement == "natural" else options.placement
-    groups = _groups(options)
+    groups = options.groups
     explicit = _explicit(options, len(groups)) if kind[:1].isdigit() else ()
     if not explicit and kind not in PLACEMENTS:
         raise GemscError(
@@ -110,14 +112,19 @@ def check_blocks(
     if found >= needed:
         return
     per_rank = needed // len(chosen.groups)
-    ranks = options.ranks - len(chosen.groups) + found // per_rank
+    kept = chosen.groups[: found // per_rank]
+    ranks = sum(group.size for group in kept)
     if chosen.placement == "explicit":
         advice = f"list the ranks of at most {found} stages in --placement"
     elif per_rank > 1:
         advice = f"--schedule 1f1b --placement linear needs {len(chosen.groups)} blocks"
     else:
         advice = f"use --ranks {ranks * replicas}"
-        advice += f" --data {replicas}" if replicas > 1 else " or fewer"
+        if len(options.shards) > 1:
+            advice += f" --shards {text_of(tuple(group.shards for group in kept))}"
+        elif replicas == 1:
+            advice += " or fewer"
+        advice += f" --data {replicas}" if replicas > 1 else ""
     raise GemscError(
         f"{needed} stages need at least {needed} blocks, {model} has {found}: "
         + ", ".join(blocks),
@@ -125,11 +132,21 @@ def check_blocks(
     )
 
 
-def _groups(options: CompileOptions) -> tuple[GridShape, ...]:
-    """Return the grid of each group: the leading ones are split, the others alone."""
-    left = options.ranks - sum(map(prod, options.grids))
-    grids = (GridShape(grid if prod(grid) > 1 else ()) for grid in options.grids)
-    return (*grids, *(GridShape(),) * left)
+def check_whole(names: Sequence[str], module: nn.Module) -> None:
+    """Refuse names of modules and parameters that a model does not have.
+
+    Raises:
+        GemscError: names one, and those that look like it.
+    """
+    known = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
+    known += (name for name, _ in module.named_parameters(remove_duplicate=False))
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known, cutoff=0.5) or known[:5]
+            raise GemscError(
+                f"--whole {','.join(names)}: the model has no module '{name}'",
+                help=f"there are {', '.join(close)}",
+            )
 
 
 def _mirror(groups: tuple[GridShape, ...]) -> tuple[int, ...]:
@@ -153,12 +170,12 @@ def _explicit(options: CompileOptions, num_groups: int) -> tuple[int, ...]:
     except ValueError:
         ranks = ()
     if set(ranks) != set(range(num_groups)):
-        what = "groups of ranks" if options.tiles else "ranks"
+        what = "groups of ranks" if any(options.groups) else "ranks"
         raise GemscError(
             f"--placement {options.placement} does not name each of the {what} 0 to "
             f"{num_groups - 1}",
             help="list the rank of each stage, for example --placement 0,1,1,0"
-            + ("; each grid counts as one" if options.tiles else ""),
+            + ("; each grid counts as one" if any(options.groups) else ""),
         )
     return ranks
 
@@ -180,7 +197,7 @@ def _micro_batches(options: CompileOptions, num_replicas: int) -> tuple[int, ...
 
 def _check_split(options: CompileOptions) -> None:
     """Refuse what does not go with weight gradients that wait."""
-    for name in ("tiles", "recompute", "offload"):
+    for name in ("tiles", "shards", "recompute", "offload"):
         if getattr(options, name):
             raise GemscError(
                 f"--schedule {options.schedule} cannot be used with --{name}: it keeps "

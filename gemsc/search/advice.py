@@ -43,7 +43,10 @@ def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
 def _more_ranks(lowest: Candidate, assess: Assess) -> list[str]:
     for factor in FACTORS:
         ranks = lowest.options.ranks * factor
-        found = assess(replace(lowest.options, ranks=ranks))
+        try:
+            found = assess(replace(lowest.options, ranks=ranks))
+        except GemscError:  # tiles and shards need another number of ranks
+            continue
         if found.fits():
             return [
                 f"use --ranks {ranks} ({found.name} needs "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 from typing import NamedTuple
 
 from gemsc.base.units import show_bytes, show_seconds
@@ -64,6 +64,7 @@ class Candidate:
             way = "one rank"
         parts = [
             f"tiles {','.join(chosen.tiles)}" if chosen.tiles else "",
+            f"shards {','.join(chosen.shards)}" if chosen.shards else "",
             f"{way}{copies}",
             f"M={chosen.micro_batches}",
             "by memory" if chosen.balance == "memory" else "",
@@ -90,8 +91,9 @@ class Candidate:
 
 def is_open(options: CompileOptions) -> bool:
     """Whether anything is left to the compiler."""
-    names = (options.schedule, options.placement, options.balance, *options.tiles)
-    return "auto" in names or AUTO in (options.data, options.micro_batches)
+    names = (options.schedule, options.placement, options.balance)
+    split = options.open_tiles or options.open_shards
+    return split or "auto" in names or AUTO in (options.data, options.micro_batches)
 
 
 def alternatives(
@@ -101,7 +103,8 @@ def alternatives(
 
     `sizes` are those of the image that grids split, along each spatial axis.
     Where the number of copies is open, `ranks` and `micro_batches` are those of all
-    copies together; what cannot be divided is left out.
+    copies together; what cannot be divided is left out. Where both tiles and shards are
+    open, one of them is tried at a time.
 
     Raises:
         GemscError: nothing agrees.
@@ -118,28 +121,13 @@ def alternatives(
     if options.balance == "auto":  # what is balanced by memory is never faster
         balances = ("compute",) if options.device_memory is None else BOTH
     found = [
-        replace(
-            options,
-            tiles=tiles,
-            local_batchnorm=options.local_batchnorm and bool(tiles),
-            ranks=share.ranks,
-            data=share.data,
-            micro_batches=share.micro_batches,
-            schedule=schedule,
-            placement=placement,
-            balance=balance,
-        )
-        for share, (schedule, placement), balance in product(
-            _shares(options), pairs, balances
-        )
-        for tiles in _tiles(options, share.ranks, sizes)
-    ]
-    found = [
-        each
-        for each in found
-        if _has_stages(each) or (each.schedule, each.placement) == pairs[0]
+        replace(each, schedule=schedule, placement=placement, balance=balance)
+        for each in _shared(options, sizes)
+        for (schedule, placement), balance in product(pairs, balances)
+        if _has_stages(each) or (schedule, placement) == pairs[0]
     ]
     if not found:
+        _ = options.groups  # says so where no number of copies fits tiles and shards
         raise GemscError(
             f"nothing to choose for --schedule {options.schedule} "
             f"--placement {options.placement}",
@@ -150,18 +138,44 @@ def alternatives(
 
 def _has_stages(options: CompileOptions) -> bool:
     """Whether more than one stage is left to schedule."""
-    left = options.ranks - sum(map(prod, options.grids))
-    return len(options.grids) + left > 1
+    return len(options.groups) > 1
 
 
-def _tiles(
+def _shared(
+    options: CompileOptions, sizes: tuple[int, ...]
+) -> Iterator[CompileOptions]:
+    """Yield the options for each number of copies, and each split of their ranks."""
+    for share in _shares(options):
+        for tiles, shards in _splits(options, share.ranks, sizes):
+            with suppress(GemscError):  # they do not come to so many ranks
+                yield replace(
+                    options,
+                    ranks=share.ranks,
+                    data=share.data,
+                    micro_batches=share.micro_batches,
+                    tiles=tiles,
+                    local_batchnorm=options.local_batchnorm and bool(tiles),
+                    fuse_halos=options.fuse_halos if tiles else 0,
+                    shards=shards,
+                    trunk=options.trunk if shards else "auto",
+                    whole=options.whole if shards else (),
+                )
+
+
+def _splits(
     options: CompileOptions, ranks: int, sizes: tuple[int, ...]
-) -> list[tuple[str, ...]]:
-    """Return the grids to try on so many ranks: none is the first."""
-    if not options.open_tiles:
-        fits = sum(map(prod, options.grids)) <= ranks
-        return [options.tiles] if fits else []
-    return [(), *(("x".join(map(str, grid)),) for grid in grids(ranks, sizes))]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield the tiles and the shards to try: none come first."""
+    tiles, shards = [options.tiles], [options.shards]
+    if options.open_tiles:
+        shapes = grids(ranks, sizes)
+        tiles = [(), *(("x".join(map(str, grid)),) for grid in shapes)]
+    if options.open_shards:
+        shards = [(), *((str(count),) for count in range(2, ranks + 1))]
+    both = options.open_tiles and options.open_shards
+    for grid, counts in product(tiles, shards):
+        if not (both and grid and counts):
+            yield grid, counts
 
 
 class _Share(NamedTuple):
@@ -217,7 +231,8 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     known: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         o = candidate.options
-        chosen = (o.schedule, o.placement, o.tiles, o.data, o.micro_batches)
+        split = (o.tiles, o.shards)
+        chosen = (o.schedule, o.placement, *split, o.data, o.micro_batches)
         same = (*chosen, candidate.problem)
         found = (candidate.seconds, candidate.peak_bytes, candidate.sent_bytes)
         known.setdefault((*same, *found), candidate)

@@ -1,0 +1,176 @@
+"""`--shards`, `--trunk`, `--whole`: which ranks share a stage; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import MODEL, gemsc_here
+from torch import nn
+
+import gemsc
+from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.errors import GemscError
+from gemsc.options import AUTO, CompileOptions
+from gemsc.planner.layout import check_whole, stage_layout
+from gemsc.search.candidates import alternatives
+
+TWO = GridShape(shards=2)
+
+
+def groups(**choices: object) -> tuple[GridShape, ...]:
+    return CompileOptions(**choices).groups  # type: ignore[arg-type]
+
+
+def test_one_number_of_shards_is_that_of_every_stage_without_tiles() -> None:
+    assert groups(ranks=4, shards=("2",)) == (TWO, TWO)
+    assert groups(ranks=3, shards=("1",)) == (ALONE,) * 3
+    tiled = GridShape((3, 1))
+    assert groups(ranks=7, tiles=("3x1",), shards=("2",)) == (tiled, TWO, TWO)
+    assert groups(ranks=6, tiles=("1x1", "2x1"), shards=("2",)) == (
+        TWO,
+        GridShape((2, 1)),
+        TWO,
+    )
+
+
+def test_a_list_has_the_shards_of_each_stage() -> None:
+    found = groups(ranks=7, shards=("2", "1", "4"))
+    assert found == (TWO, ALONE, GridShape(shards=4))
+    mixed = groups(ranks=4, tiles=("2x1",), shards=("1", "2"))
+    assert mixed == (GridShape((2, 1)), TWO)
+    assert CompileOptions(ranks=3, shards="2,1").shards == ("2", "1")  # type: ignore[arg-type]
+    assert CompileOptions(ranks=4, shards=2).shards == ("2",)  # type: ignore[arg-type]
+
+
+def test_the_schedule_takes_a_group_for_one_rank() -> None:
+    looped = CompileOptions(ranks=4, shards=("2",), schedule="interleaved")
+    assert stage_layout(looped).num_stages == 4
+    assert stage_layout(looped).grids == (TWO,) * 4
+
+
+def test_mirrored_stages_of_as_many_shards_change_places() -> None:
+    chosen = stage_layout(
+        CompileOptions(ranks=6, shards=("2", "1", "2", "1"), schedule="mast")
+    )
+    assert chosen.rows == ((0, 1, 2, 3), (2, 3, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("choices", "says", "advice"),
+    [
+        (
+            {"ranks": 5, "shards": ("2",)},
+            "--shards 2 does not divide --ranks 5",
+            "use --ranks 4 or 6, or list the shards of each stage: --shards 2,2,1",
+        ),
+        (
+            {"ranks": 3, "shards": ("4",)},
+            "--shards 4 does not divide --ranks 3",
+            "use --ranks 4, or list the shards of each stage: --shards 3",
+        ),
+        (
+            {"ranks": 5, "tiles": ("2x1",), "shards": ("2",)},
+            "--shards 2 does not divide the 3 ranks beside --tiles 2x1",
+            "use --ranks 4 or 6, or list the shards of each stage: --shards 1,2,1",
+        ),
+        (
+            {"ranks": 6, "shards": ("2", "1", "4")},
+            "--shards 2,1,4 needs 7 ranks, --ranks is 6",
+            "use --ranks 7, or other shards",
+        ),
+        (
+            {"ranks": 4, "tiles": ("2x1",), "shards": ("2", "2")},
+            "--tiles 2x1 and --shards 2,2 both split stage 0",
+            "split it by one of them, for example --shards 1,2",
+        ),
+        ({"shards": ("0",)}, "'0' is not a number of shards", "--shards 2"),
+        ({"shards": ("2x2",)}, "'2x2' is not a number of shards", "--shards 2,1,4"),
+        (
+            {"trunk": "batch"},
+            "--trunk batch has no effect without --shards",
+            "leave it out",
+        ),
+        ({"whole": ("head",)}, "--whole head has no effect without --shards", "2"),
+        (
+            {"shards": ("2",), "trunk": "tokens"},
+            "unknown trunk 'tokens'",
+            "choose one of auto, whole, batch, sequence",
+        ),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(
+    choices: dict[str, object], says: str, advice: str
+) -> None:
+    with pytest.raises(GemscError) as caught:
+        groups(**choices)
+    assert says in caught.value.message
+    assert advice in (caught.value.help or "")
+
+
+@pytest.mark.parametrize("shards", [("2", "2", "1"), ("1", "2", "2")])
+def test_advice_where_shards_do_not_divide_the_ranks_works(
+    shards: tuple[str, ...],
+) -> None:
+    assert len(groups(ranks=5, shards=shards)) == 3
+    assert len(groups(ranks=4, tiles=("2x1",), shards=("2",))) == 2
+
+
+@pytest.mark.parametrize("balance", ["compute", "memory"])
+def test_a_stage_of_shards_takes_more_of_the_blocks(balance: str) -> None:
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+    program = gemsc.compile(
+        nn.Sequential(*layers),
+        (torch.randn(2, 64),),
+        loss=nn.functional.mse_loss,
+        example_target=torch.randn(2, 64),
+        options=CompileOptions(
+            ranks=4, shards=("3", "1"), micro_batches=1, balance=balance
+        ),
+    )
+    assert [len(stage.blocks) for stage in program.plan.stages] == [6, 2]
+    assert [stage.ranks for stage in program.plan.stages] == [[0, 1, 2], [3]]
+
+
+def test_weight_gradients_do_not_wait_on_shards() -> None:
+    with pytest.raises(GemscError, match="zb-h1 cannot be used with --shards"):
+        stage_layout(CompileOptions(ranks=4, shards=("2",), schedule="zb-h1"))
+
+
+def test_modules_that_stay_whole_must_be_there() -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    check_whole(("encoder", "head.weight"), model)
+    with pytest.raises(GemscError, match="no module 'encode'") as caught:
+        check_whole(("head", "encode"), model)
+    assert "encoder" in (caught.value.help or "")
+
+
+def test_auto_tries_every_number_of_shards_that_divides_the_ranks() -> None:
+    options = CompileOptions(ranks=6, shards=("auto",))
+    tried = [each.shards for each in alternatives(options)]
+    assert tried == [(), ("2",), ("3",), ("6",)]
+    both = CompileOptions(ranks=2, shards=("auto",), tiles=("auto",), trunk="batch")
+    found = [(each.tiles, each.shards, each.trunk) for each in alternatives(both, (8,))]
+    assert found == [((), (), "auto"), ((), ("2",), "batch"), (("2",), (), "auto")]
+
+
+def test_copies_that_shards_do_not_fit_are_left_out() -> None:
+    options = CompileOptions(ranks=8, shards=("2", "2"), data=AUTO, micro_batches=8)
+    assert [(o.data, o.ranks) for o in alternatives(options)] == [(2, 4)]
+    with pytest.raises(GemscError, match=r"--shards 2,2 needs 4 ranks, --ranks is 6"):
+        alternatives(CompileOptions(ranks=6, shards=("2", "2"), data=AUTO))
+
+
+def test_the_command_line_reads_shards(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    command = gemsc_here(monkeypatch, capfd)
+    refused = command("compile", "model.py", "--ranks", "3", "--shards", "2")
+    assert "error: --shards 2 does not divide --ranks 3" in refused.err
+    wrong = ("--shards", "2", "--whole", "thrid", "--ranks", "2")
+    assert "no module 'thrid'" in command("compile", "model.py", *wrong).err
