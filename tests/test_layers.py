@@ -183,11 +183,14 @@ def test_rooms_are_small():
     assert not large
 
 
+OF_OPERATIONS = ("passes.shards", "passes.spatial", "runtime.tiles", "ir")
+
+
 def test_a_name_is_one_thing():
     """But for an operation: what it does, its rule and its function share a name."""
     places = defaultdict(set)
     for module in modules():
-        of_tiles = room(module) in ("passes.spatial", "runtime.tiles", "ir")
+        of_tiles = room(module) in OF_OPERATIONS
         for node in tree(module).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 is_operation = of_tiles and isinstance(node, ast.FunctionDef)

@@ -5,6 +5,7 @@ functions are the same operation, of parameters and settings. Each file's `__all
 public here.
 """
 
+from gemsc.runtime.tiles.attention import *
 from gemsc.runtime.tiles.collectives import *
 from gemsc.runtime.tiles.convolution import *
 from gemsc.runtime.tiles.gradients import *
@@ -12,4 +13,5 @@ from gemsc.runtime.tiles.linear import *
 from gemsc.runtime.tiles.losses import *
 from gemsc.runtime.tiles.norms import *
 from gemsc.runtime.tiles.reductions import *
+from gemsc.runtime.tiles.vocabulary import *
 from gemsc.runtime.tiles.windows import *

@@ -1,0 +1,189 @@
+"""Operations of a part of the heads or words: equal to those of one process."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_grid import on_tiles
+from torch import Tensor
+
+from gemsc.base.boxes import everything
+from gemsc.base.draws import same_draws
+from gemsc.ir.shape_grid import ShapeGrid
+from gemsc.runtime import tiles
+from gemsc.runtime.tiles.grid import Grid
+
+DOUBLE = torch.float64
+CUTS = {
+    2: [(0, 3), (3, 7)],
+    3: [(0, 1), (1, 5), (5, 7)],
+    4: [(0, 2), (2, 4), (4, 6), (6, 7)],
+}
+
+
+def parts(value: Tensor, dim: int, cuts: list[tuple[int, int]]) -> list[Tensor]:
+    return [value.narrow(dim, a, b - a).clone() for a, b in cuts]
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 4])
+@pytest.mark.parametrize("count", [2, 3])
+def test_embeddings_of_parts_of_the_words_add_up(
+    count: int, padding_idx: int | None
+) -> None:
+    cuts = CUTS[count]
+    torch.manual_seed(0)
+    ids = torch.randint(0, 7, (5, 6))
+    weight = torch.randn(7, 3, dtype=DOUBLE, requires_grad=True)
+    whole = F.embedding(ids, weight, padding_idx)
+    factor = torch.randn_like(whole)
+    (whole * factor).sum().backward()
+    assert weight.grad is not None
+    total = torch.zeros_like(whole)
+    for part, own, expected in zip(
+        parts(weight.detach(), 0, cuts), cuts, parts(weight.grad, 0, cuts), strict=True
+    ):
+        part.requires_grad_()
+        addend = tiles.embedding(ids, part, own, padding_idx)
+        (addend * factor).sum().backward()
+        assert torch.allclose(part.grad, expected, rtol=0, atol=1e-14)
+        total += addend.detach()
+    assert torch.equal(total, whole)
+
+
+LOSSES: list[dict[str, Any]] = [
+    {"label_smoothing": e, "reduction": r, "ignore_index": i}
+    for e, r, i in itertools.product((0.0, 0.3), ("mean", "sum", "none"), (-100, 2))
+]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_cross_entropy_of_parts_of_the_classes(count: int, weighted: bool) -> None:
+    cuts = CUTS[count]
+    torch.manual_seed(count)
+    target = torch.randint(0, 7, (5, 4))
+    left_out = torch.zeros_like(target, dtype=torch.bool)
+    left_out[0, 1] = left_out[3, 0] = True
+    logits = 30 * torch.randn(5, 7, 4, dtype=DOUBLE)
+    weight = torch.rand(7, dtype=DOUBLE) if weighted else None
+
+    def classes(options: dict[str, Any]) -> Tensor:
+        return target.masked_fill(left_out, options["ignore_index"])
+
+    def work(grid: Grid) -> list[tuple[Tensor, Tensor]]:
+        own = cuts[grid.tile]
+        found = []
+        for options in LOSSES:
+            part = parts(logits, 1, cuts)[grid.tile].requires_grad_()
+            loss = tiles.parallel_cross_entropy(
+                grid, part, classes(options), weight, words=own, num_words=7, **options
+            )
+            factor = torch.arange(1.0, loss.numel() + 1, dtype=DOUBLE)
+            # each tile has an addend of the gradient of a loss that all of them have
+            share = (grid.tile + 1) / sum(range(1, count + 1))
+            (loss.flatten() * factor).sum().mul(share).backward()
+            assert part.grad is not None
+            found.append((loss.detach(), part.grad))
+        return found
+
+    results = on_tiles(count, work)
+    for place, options in enumerate(LOSSES):
+        whole = logits.clone().requires_grad_()
+        loss = F.cross_entropy(whole, classes(options), weight, **options)
+        factor = torch.arange(1.0, loss.numel() + 1, dtype=DOUBLE)
+        (loss.flatten() * factor).sum().backward()
+        losses = [result[place][0] for result in results]
+        assert all(torch.equal(each, losses[0]) for each in losses)
+        assert torch.allclose(losses[0], loss, rtol=1e-13, atol=1e-12), options
+        gradient = torch.cat([result[place][1] for result in results], 1)
+        assert torch.allclose(gradient, whole.grad, rtol=0, atol=1e-12), options
+
+
+def test_a_tile_without_finite_logits_and_half_precision() -> None:
+    logits = torch.tensor([[-torch.inf, -torch.inf, 1.0, 2.0]], dtype=torch.bfloat16)
+    target = torch.tensor([3])
+
+    def work(grid: Grid) -> tuple[float, Tensor]:
+        own = [(0, 2), (2, 4)][grid.tile]
+        part = logits[:, slice(*own)].clone().requires_grad_()
+        loss = tiles.parallel_cross_entropy(grid, part, target, words=own, num_words=4)
+        (loss / 2).backward()
+        return float(loss.detach()), part.grad
+
+    whole = logits.clone().requires_grad_()
+    loss = F.cross_entropy(whole, target)
+    loss.backward()
+    found = on_tiles(2, work)
+    assert [each for each, _ in found] == [float(loss.detach())] * 2
+    assert torch.allclose(torch.cat([g for _, g in found], 1), whole.grad, atol=1e-2)
+
+
+def test_the_loss_keeps_the_logits_and_a_number_a_token() -> None:
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    logits = torch.randn(6, 10, requires_grad=True)
+    target = torch.randint(0, 20, (6,))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        tiles.parallel_cross_entropy(
+            ShapeGrid(0, 2), logits, target, words=(0, 10), num_words=20
+        )
+    assert sorted(kept.values()) == [6, 6, 60]  # the target is there anyway
+
+
+MASKS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "bool": {
+        "attn_mask": torch.rand(5, 6, generator=torch.Generator().manual_seed(0)) > 0.3
+    },
+    "bias": {"attn_mask": torch.arange(30, dtype=DOUBLE).view(5, 6).sin()},
+    "scale": {"scale": 0.7},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("drawn_alike", [True, False])
+@pytest.mark.parametrize("kind", MASKS)
+def test_attention_of_some_heads_has_the_mask_of_all(
+    kind: str, drawn_alike: bool
+) -> None:
+    torch.manual_seed(1)
+    groups = 2 if kind == "grouped" else 1
+    query = torch.randn(2, 6, 5, 4, dtype=DOUBLE, requires_grad=True)
+    key = torch.randn(2, 6 // groups, 6, 4, dtype=DOUBLE, requires_grad=True)
+    value = torch.randn(2, 6 // groups, 6, 3, dtype=DOUBLE, requires_grad=True)
+    options = {"dropout_p": 0.4, **MASKS[kind]}
+    if kind == "bool":
+        options["attn_mask"][2] = False  # a query without a key
+
+    def run(function: Any, *given: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        leaves = [t.detach().clone().requires_grad_() for t in given]
+        torch.manual_seed(2)
+        if drawn_alike:
+            with same_draws():
+                result = function(*leaves, **options, **more)
+        else:
+            result = function(*leaves, **options, **more)
+        result.sin().sum().backward()
+        return result.detach(), *(leaf.grad for leaf in leaves)
+
+    expected = run(F.scaled_dot_product_attention, query, key, value)
+    whole = everything((2, 6, 5, 6))
+    for first, last in ((0, 2), (2, 6)):
+        heads = slice(first // groups, last // groups)
+        box = (whole[0], (first, last), *whole[2:])
+        given = query[:, first:last], key[:, heads], value[:, heads]
+        found = run(
+            tiles.scaled_dot_product_attention, *given, shape=(2, 6, 5, 6), box=box
+        )
+        for have, want in zip(found, expected, strict=True):
+            part = want[:, first:last] if len(want[0]) == 6 else want[:, heads]
+            assert torch.allclose(have, part, rtol=0, atol=1e-13)
