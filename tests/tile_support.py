@@ -17,8 +17,10 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import everything
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.parts import Part
 from gemsc.frontend.record import record
 from gemsc.ir import meta
+from gemsc.ir.holder import attribute
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.shape_grid import ShapeGrid
@@ -156,8 +158,19 @@ def on_tiles(
     programs = [run_passes(program, each) for each in passes]
     if overlaps:
         programs = [overlap(each) for each in programs]
+    return on_ranks(program, programs, inputs, target)
+
+
+def on_ranks(
+    program: Program, programs: list[Program], inputs: tuple[Any, ...], target: Any
+) -> Step:
+    """Run the programs of the ranks of a grid on threads; put their parts together.
+
+    They were lowered from `program`, whose parameters they start with.
+    """
+    count = len(programs)
     feed = {"input": inputs, "target": target}
-    modules = [copy.deepcopy(_plain(p.module)) for p in programs]
+    modules = [_own_module(each, program.module) for each in programs]
 
     def main(transport: Any) -> dict[str, Any]:
         tile = transport.rank
@@ -171,21 +184,56 @@ def on_tiles(
         [_joined(programs, node, i, parts) for i, node in enumerate(program.outputs)],
         {},
         {},
-        parts[0]["buffers"],
+        {},
         programs,
         [part["saved"] for part in parts],
     )
-    for part in parts:
+    for each, part in zip(programs, parts, strict=True):
         assert torch.equal(part["loss"], result.loss)
         for name, gradient in part["parameters"].items():
+            gradient = _placed(each.parts.get(name), gradient)
             known = result.parameters.get(name)
             result.parameters[name] = gradient if known is None else known + gradient
         for name, buffer in part["buffers"].items():
-            assert torch.equal(buffer, result.buffers[name])
+            if name in each.parts:
+                whole = result.buffers.setdefault(
+                    name, buffer.new_empty(each.parts[name].shape)
+                )
+                each.parts[name].put(buffer, whole)
+            else:
+                assert torch.equal(buffer, result.buffers.setdefault(name, buffer))
         for name, (gradient, box, shape) in part["inputs"].items():
             whole = result.inputs.setdefault(name, gradient.new_zeros(shape))
             whole[tuple(slice(a, b) for a, b in box)] += gradient
     return result
+
+
+def _placed(part: Part | None, gradient: Tensor) -> Tensor:
+    """Return a gradient of the whole parameter, zero outside of the part."""
+    if part is None:
+        return gradient
+    whole = gradient.new_zeros(part.shape)
+    part.put(gradient, whole)
+    return whole
+
+
+def _own_module(program: Program, whole: nn.Module) -> nn.Module:
+    """Return a rank's own module, its parts filled from the whole one."""
+    module = copy.deepcopy(_plain(program.module))
+    filled: dict[int, Tensor] = {}  # by the tensors in their places: ties stay ties
+    for kind in ("_parameters", "_buffers"):
+        for prefix, child in module.named_modules():
+            for name, tensor in getattr(child, kind).items():
+                path = f"{prefix}.{name}".lstrip(".")
+                if (part := program.parts.get(path)) is not None:
+                    own = part.of(attribute(whole, path).detach())
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    filled[id(tensor)] = nn.Parameter(own) if is_parameter else own
+        for child in module.modules():
+            for name, tensor in getattr(child, kind).items():
+                if id(tensor) in filled:
+                    getattr(child, kind)[name] = filled[id(tensor)]
+    return module
 
 
 @contextmanager
@@ -285,8 +333,7 @@ def _joined(
     whole = torch.empty(meta.spec(node).shape, dtype=parts[0]["outputs"][index].dtype)
     for tile, (program, part) in enumerate(zip(programs, parts, strict=True)):
         layout = meta.layout(program.outputs[index])
-        assert layout is not None
-        box = layout.boxes[tile]
+        box = everything(tuple(whole.shape)) if layout is None else layout.boxes[tile]
         whole[tuple(slice(a, b) for a, b in box)] = part["outputs"][index]
     return whole
 
