@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from gemsc.errors import InternalError
 from gemsc.runtime.transport.transport import (
+    add_in_order,
+    check_memory,
     check_message,
     check_sum,
     shape_text,
@@ -189,12 +191,36 @@ def _add_up(tensors: dict[int, object]) -> None:
             f"an all-reduce of different tensors: {', '.join(sorted(kinds))}"
         )
     with torch.no_grad():
-        half = parts[0].dtype in (torch.bfloat16, torch.float16)
-        total = parts[0].to(torch.float32) if half else parts[0].clone()
-        for part in parts[1:]:
-            total += part
+        total = torch.empty_like(parts[0])
+        add_in_order(parts, total)
         for part in parts:
             part.copy_(total)
+
+
+Share = tuple[Tensor, list[int], Tensor]  # brought, the members' sizes, the result
+
+
+def _shares(values: dict[int, object]) -> list[Share]:
+    """Return what the members brought, if it fits."""
+    shares = [value for value in values.values() if isinstance(value, tuple)]
+    if len({tuple(sizes) for _, sizes, _ in shares}) != 1:
+        raise InternalError("members of a group disagree on their sizes")
+    return shares
+
+
+def _scatter_sums(values: dict[int, object]) -> None:
+    shares = _shares(values)
+    with torch.no_grad():
+        for member, (_, sizes, result) in enumerate(shares):
+            add_in_order([t.split(sizes)[member] for t, _, _ in shares], result)
+
+
+def _gather(values: dict[int, object]) -> None:
+    shares = _shares(values)
+    with torch.no_grad():
+        whole = torch.cat([tensor for tensor, _, _ in shares])
+        for _, _, result in shares:
+            result.copy_(whole)
 
 
 class LocalGroup:
@@ -213,6 +239,38 @@ class LocalGroup:
         kind = f"all_reduce {self._key}".rstrip()
         return self._transport.start_collective(
             kind, self.ranks, tensor.detach(), _add_up, key=self._key
+        )
+
+    def reduce_scatter(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start the sum of which each member gets its part."""
+        assert tensor.numel() == sum(sizes)
+        assert result.numel() == sizes[self.ranks.index(self._transport.rank)]
+        return self._start("reduce_scatter", tensor, sizes, result, _scatter_sums)
+
+    def all_gather(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start to bring all members' tensors together."""
+        assert result.numel() == sum(sizes)
+        assert tensor.numel() == sizes[self.ranks.index(self._transport.rank)]
+        return self._start("all_gather", tensor, sizes, result, _gather)
+
+    def _start(
+        self,
+        name: str,
+        tensor: Tensor,
+        sizes: Sequence[int],
+        result: Tensor,
+        combine: Combine,
+    ) -> Request:
+        check_memory(tensor, cuda_aware=False)
+        check_memory(result, cuda_aware=False)
+        kind = f"{name} {self._key}".rstrip()
+        share = tensor.detach(), list(sizes), result.detach()
+        return self._transport.start_collective(
+            kind, self.ranks, share, combine, key=self._key
         )
 
 

@@ -209,6 +209,32 @@ def sums_over_overlapping_groups_are_in_flight_together(transport: Transport) ->
     assert alone.tolist() == [1, 1, 1]
 
 
+def parts_of_sums_are_added_in_the_order_of_ranks(transport: Transport) -> None:
+    """Some parts may be empty; gathered again they are the sum on every rank."""
+    size = transport.size
+    group = transport.group(tuple(range(size)), "parts")
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex128):
+        for sizes in ([3] * size, [0] * (size - 1) + [5], [*range(size)]):
+            terms = []
+            for rank in range(size):
+                generator = torch.Generator().manual_seed(rank)
+                term = torch.randn(sum(sizes), generator=generator) * 1000
+                terms.append(term.to(dtype))
+            wide = torch.float32 if dtype == torch.bfloat16 else dtype
+            total = terms[0].to(wide)
+            for term in terms[1:]:
+                total = total + term
+            total = total.to(dtype)
+            mine = terms[transport.rank].clone()
+            part = torch.empty(sizes[transport.rank], dtype=dtype)
+            whole = torch.empty(sum(sizes), dtype=dtype)
+            transport.wait(group.reduce_scatter(mine, sizes, part))
+            assert torch.equal(part, total.split(sizes)[transport.rank])
+            assert torch.equal(mine, terms[transport.rank])
+            transport.wait(group.all_gather(part, sizes, whole))
+            assert torch.equal(whole, total)
+
+
 def objects_reach_all_ranks(transport: Transport) -> None:
     rank, size = transport.rank, transport.size
     value = {"rank": rank, "text": "x" * 1000 * rank}
@@ -260,6 +286,8 @@ CASES: dict[str, Case] = {
         what_cannot_be_sent_is_refused,
         sums_have_the_same_bits_on_all_ranks,
         sums_over_overlapping_groups_are_in_flight_together,
+        parts_of_sums_are_added_in_the_order_of_ranks,
+        parts_of_sums_are_added_in_the_order_of_ranks,
         objects_reach_all_ranks,
         a_link_carries_what_has_gaps,
         a_link_carries_lazy_conjugates_and_negatives,

@@ -277,9 +277,15 @@ def test_deferred_messages_and_sums_start_in_order_while_a_rank_waits():
         sums = [torch.full((2,), float(n)) for n in range(4)]
         group = transport.group((0, 1))
         requests = [link.all_reduce(group, tensor) for tensor in sums]
+        part, whole = torch.empty(1), torch.empty(2)
+        terms = torch.tensor([1.0, 10.0])
+        requests.append(link.reduce_scatter(group, terms, [1, 1], part))
         assert [message.take()[0].item() for message in incoming] == [*range(6)]
         link.wait(*sends, *requests)
         assert [tensor[0].item() for tensor in sums] == [0, 2, 4, 6]
+        assert part.item() == (2.0, 20.0)[transport.rank]
+        link.wait(link.all_gather(group, part, [1, 1], whole))
+        assert whole.tolist() == [2.0, 20.0]
 
     run_local(2, main, timeout=10)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +137,40 @@ class DeviceTransport:
             copy,
             lambda: group.all_reduce(copy.tensor),
             lambda: self.streams.copy_back(copy.tensor, tensor),
+        )
+
+    def reduce_scatter(
+        self, group: Group, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start the sum, of which each member gets its part: see `Group`."""
+        return self._collect(group.reduce_scatter, tensor, sizes, result)
+
+    def all_gather(
+        self, group: Group, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start to bring all members' tensors together: see `Group`."""
+        return self._collect(group.all_gather, tensor, sizes, result)
+
+    def _collect(
+        self,
+        start: Callable[[Tensor, Sequence[int], Tensor], Request],
+        tensor: Tensor,
+        sizes: Sequence[int],
+        result: Tensor,
+    ) -> Request:
+        """Start a collective operation; on CUDA it goes through the host.
+
+        On CUDA the result is there for what is computed after `done()` was True.
+        """
+        tensor = tensor.detach()
+        if self.streams.in_order:
+            return start(tensor, sizes, result)
+        copy = self.streams.to_host(tensor)
+        room = self.streams.host_buffer(tuple(result.shape), result.dtype)
+        return self._defer(
+            copy,
+            lambda: start(copy.tensor, sizes, room),
+            lambda: self.streams.copy_back(room, result),
         )
 
     def _defer(

@@ -6,8 +6,9 @@ import ctypes
 import os
 import pickle
 import sys
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +18,13 @@ from torch import Tensor
 
 from gemsc.base.lifeline import end_with_launcher
 from gemsc.errors import GemscError, InternalError
-from gemsc.runtime.transport.transport import check_message, check_sum, shape_text
+from gemsc.runtime.transport.transport import (
+    add_in_order,
+    check_memory,
+    check_message,
+    check_sum,
+    shape_text,
+)
 from gemsc.runtime.transport.waiting import Request, wait
 
 if TYPE_CHECKING:
@@ -78,26 +85,29 @@ class _MessageRequest:
         return True
 
 
-class _SumRequest:
-    """A sum in flight, perhaps in a float32 copy that is put back at the end."""
+class _CollectiveRequest:
+    """A collective operation in flight; keeps its tensors, and ends with `then`."""
 
-    __slots__ = ("_request", "_staged", "_tensor")
+    __slots__ = ("_request", "_tensors", "_then")
 
     def __init__(
-        self, request: MPI.Request | None, tensor: Tensor, staged: Tensor
+        self,
+        request: MPI.Request | None,
+        tensors: tuple[Tensor, ...],
+        then: Callable[[], object] | None = None,
     ) -> None:
         self._request = request
-        self._tensor = tensor
-        self._staged = staged
+        self._tensors = tensors
+        self._then = then
 
     def done(self) -> bool:
         if self._request is None:
             return True
         if not self._request.Test():
             return False
-        self._request = None
-        if self._staged is not self._tensor:
-            self._tensor.copy_(self._staged)
+        if self._then is not None:
+            self._then()
+        self._request, self._tensors, self._then = None, (), None
         return True
 
 
@@ -135,16 +145,64 @@ class MpiGroup:
         check_sum(tensor)
         tensor = tensor.detach()
         if len(self.ranks) == 1:
-            return _SumRequest(None, tensor, tensor)
+            return _CollectiveRequest(None, ())
         half = tensor.dtype in (torch.bfloat16, torch.float16)
         staged = tensor.to(torch.float32) if half else tensor
         if staged.dtype not in self._types:
             raise InternalError(f"no all-reduce for {shape_text(tensor)}")
-        buffer = self._mpi.buffer.fromaddress(staged.data_ptr(), staged.nbytes)
         request = self._comm.Iallreduce(
-            self._mpi.IN_PLACE, [buffer, self._types[staged.dtype]], self._mpi.SUM
+            self._mpi.IN_PLACE,
+            [self._buffer(staged), self._types[staged.dtype]],
+            self._mpi.SUM,
         )
-        return _SumRequest(request, tensor, staged)
+        then = partial(tensor.copy_, staged) if staged is not tensor else None
+        return _CollectiveRequest(request, (tensor, staged), then)
+
+    def reduce_scatter(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start the sum: all members exchange their terms, each adds up its own part.
+
+        The libraries' own non-blocking one sums all of it on one rank first.
+        """
+        tensor, result = tensor.detach(), result.detach()
+        me, size = self._comm.Get_rank(), result.numel()
+        sent, wanted = list(sizes), [size] * len(sizes)
+        sent[me] = wanted[me] = 0
+        arrived = tensor.new_empty(sum(wanted))
+        request = self._comm.Ialltoallv(
+            [self._buffer(tensor), (sent, _starts(sizes)), self._unit(tensor)],
+            [self._buffer(arrived), (wanted, _starts(wanted)), self._unit(tensor)],
+        )
+        terms = list(torch.split(arrived, wanted))
+        terms[me] = torch.split(tensor, list(sizes))[me]
+        then = partial(add_in_order, terms, result)
+        return _CollectiveRequest(request, (tensor, arrived, result), then)
+
+    def all_gather(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start to bring all members' tensors together."""
+        tensor, result = tensor.detach(), result.detach()
+        request = self._comm.Iallgatherv(
+            [self._buffer(tensor), self._unit(tensor)],
+            [self._buffer(result), (list(sizes), _starts(sizes)), self._unit(result)],
+        )
+        return _CollectiveRequest(request, (tensor, result))
+
+    def _buffer(self, tensor: Tensor) -> MPI.buffer:
+        check_memory(tensor, cuda_aware=False)
+        found: MPI.buffer = self._mpi.buffer.fromaddress(
+            tensor.data_ptr(), tensor.nbytes
+        )
+        return found
+
+    def _unit(self, tensor: Tensor) -> MPI.Datatype:
+        """Return a type as large as the tensor's elements, to move them."""
+        mpi, size = self._mpi, tensor.itemsize
+        types = mpi.UINT8_T, mpi.UINT16_T, mpi.UINT32_T, mpi.UINT64_T
+        found: MPI.Datatype = (*types, mpi.C_DOUBLE_COMPLEX)[size.bit_length() - 1]
+        return found
 
     def free(self) -> None:
         """Give the communicator back."""
@@ -299,6 +357,11 @@ class MpiTransport:
         self._groups.clear()
         self._messages.Free()
         self._control.Free()
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Return where each of some parts begins that lie one after the other."""
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _library_takes_cuda() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import torch
@@ -14,6 +15,8 @@ __all__ = [
     "LARGEST_TAG",
     "Group",
     "Transport",
+    "add_in_order",
+    "check_memory",
     "check_message",
     "check_sum",
     "shape_text",
@@ -35,6 +38,26 @@ class Group(Protocol):
 
         The tensor is on the CPU. All members start their sums in the same order.
         bfloat16 and float16 are added in float32 and rounded once.
+        """
+        ...
+
+    def reduce_scatter(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start the sum over the members, of which each gets its part as `result`.
+
+        The flat tensor has `sizes[i]` elements for the i-th member. Terms are added
+        from the first member's to the last one's, bfloat16 and float16 as in
+        `all_reduce`: with two members the bits are those of `all_reduce`.
+        """
+        ...
+
+    def all_gather(
+        self, tensor: Tensor, sizes: Sequence[int], result: Tensor
+    ) -> Request:
+        """Start to bring all members' flat tensors together in `result`, in order.
+
+        The i-th member brings `sizes[i]` elements.
         """
         ...
 
@@ -110,6 +133,18 @@ class Transport(Protocol):
     def close(self) -> None:
         """Wait for the others and give back what the library holds."""
         ...
+
+
+def add_in_order(terms: Sequence[Tensor], result: Tensor) -> None:
+    """Put the sum of tensors, added from the first to the last, into `result`.
+
+    bfloat16 and float16 are added in float32 and rounded once.
+    """
+    half = result.dtype in (torch.bfloat16, torch.float16)
+    total = terms[0].to(torch.float32) if half else terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    result.copy_(total)
 
 
 def shape_text(tensor: Tensor) -> str:
