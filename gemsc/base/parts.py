@@ -51,6 +51,14 @@ class Part:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """The parts of dimension `dim` that it takes, one for each repetition."""
+        unit, size = self.inner, self.units * self.inner
+        starts = range(0, self.shape[self.dim], size)
+        first, last = self.rows
+        return tuple((each + first * unit, each + last * unit) for each in starts)
+
+    @property
     def share(self) -> float:
         """Which share of all elements it is."""
         return (self.rows[1] - self.rows[0]) / self.units

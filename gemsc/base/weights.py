@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gemsc.base.files import replaced
-from gemsc.errors import GemscError
+from gemsc.base.parts import Part, make_whole
+from gemsc.errors import GemscError, InternalError
 
 __all__ = [
     "NOT_OF_THE_MODEL",
     "fill",
+    "model_state",
+    "pasted",
     "read_tensors",
     "stage_tensors",
     "write_tensors",
@@ -35,14 +39,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(plain, beside)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file.
+def read_tensors(
+    path: Path,
+    *,
+    names: Collection[str] | None = None,
+    parts: Mapping[str, Part] | None = None,
+) -> dict[str, Tensor]:
+    """Read a file, or what it has of some `names`.
+
+    Of tensors that have `parts` only the part is read: the whole is never in memory.
 
     Raises:
-        GemscError: it is missing or damaged.
+        GemscError: it is missing or damaged, or a tensor has not the part's shape.
     """
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            found = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
+            cut = parts or {}
+            return {
+                name: _read_part(file.get_slice(name), cut[name], f"{path}: '{name}'")
+                if name in cut
+                else file.get_tensor(name)
+                for name in found
+            }
     except FileNotFoundError:
         raise GemscError(
             f"{path} is missing", help="compile again to rewrite it"
@@ -53,9 +72,54 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from None
 
 
+def _read_part(stored: Any, part: Part, what: str) -> Tensor:
+    """Read a part of a tensor, one repetition of its units after the other."""
+    if (shape := tuple(stored.get_shape())) != part.shape:
+        raise GemscError(
+            f"{what} has shape {list(shape)}, the program needs {list(part.shape)}",
+            help="use weights of this model, or compile again",
+        )
+    around = (slice(None),) * part.dim
+    rows = [stored[(*around, slice(*interval))] for interval in part.intervals]
+    return torch.cat(rows, part.dim).contiguous()
+
+
 def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
     """Return parameters and all buffers, persistent or not, under the user's names."""
     return dict([*stage.named_parameters(), *stage.named_buffers()])
+
+
+def model_state(stage: nn.Module) -> dict[str, Tensor]:
+    """Return what the user's model has: no tensors of the loss, no constants."""
+    return {
+        name: tensor.detach()
+        for name, tensor in stage.state_dict().items()
+        if not name.startswith(NOT_OF_THE_MODEL)
+    }
+
+
+def pasted(
+    held: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Part]]],
+) -> dict[str, Tensor]:
+    """Return whole tensors, put together from what each rank holds.
+
+    `held` has the tensors of each rank and the parts that some of them are. Of a tensor
+    that several ranks hold as a whole the first one's counts.
+    """
+    whole: dict[str, Tensor] = {}
+    found: dict[str, set[Part]] = defaultdict(set)
+    for tensors, parts in held:
+        for name, tensor in tensors.items():
+            if name in parts:
+                part = parts[name]
+                found[name].add(part)
+                part.put(tensor, whole.setdefault(name, tensor.new_empty(part.shape)))
+            else:
+                whole.setdefault(name, tensor)
+    for name, cut in found.items():
+        if not make_whole(cut):
+            raise InternalError(f"the parts of '{name}' are not all of it: {cut}")
+    return whole
 
 
 def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:

@@ -14,8 +14,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gemsc.base.files import sync
+from gemsc.base.parts import Part
 from gemsc.base.weights import (
     NOT_OF_THE_MODEL,
+    model_state,
+    pasted,
     read_tensors,
     stage_tensors,
     write_tensors,
@@ -52,12 +55,11 @@ def save(worker: Worker, directory: Path) -> None:
     beside = Path(str(transport.broadcast_object(str(beside))))
     with _told(directory, step):
         name, facts = _write_part(worker, beside)
-    parts = transport.all_gather_object((step, name, facts))
+    mine = _Written(step, name, facts, {**worker.program.parts})
+    everyone = cast("list[_Written]", transport.all_gather_object(mine))
     with _told(directory, step):
         if transport.rank == 0:
-            _join_parts(
-                directory, beside, cast("list[tuple[int, str, FileFacts]]", parts)
-            )
+            _join(directory, beside, everyone)
     transport.barrier()
 
 
@@ -77,19 +79,30 @@ def _told(directory: Path, step: int) -> Iterator[None]:
 def _write_part(worker: Worker, folder: Path) -> tuple[str, FileFacts]:
     """Write what this rank has; return the name and the facts of the file that stays.
 
-    The rank's part of the model is joined with the others'.
+    Its share of the model is joined with the others'; what several ranks hold is in the
+    share of the first of them.
     """
     rank = worker.transport.host.rank
-    first = worker.program.tile == 0  # the other tiles of a grid have the same
-    write_tensors(_part(folder, rank), worker.stages.state_dict() if first else {})
+    write_tensors(_share(folder, rank), _own_state(worker))
     path = folder / _progress_name(rank)
     torch.save(_progress(worker), path)
     sync(path)
     return path.name, facts_of(path)
 
 
-def _part(folder: Path, rank: int) -> Path:
-    return folder / f".part{rank}.safetensors"
+def _own_state(worker: Worker) -> dict[str, Tensor]:
+    """Return what this rank holds of the model, less what an earlier rank has too."""
+    program, place = worker.program, worker.place
+    return {
+        name: tensor
+        for run, stage in worker.stages.items()
+        for name, tensor in model_state(stage).items()
+        if place.copy == 0 and program.is_first(program.sum_of(run, name), place.rank)
+    }
+
+
+def _share(folder: Path, rank: int) -> Path:
+    return folder / f".share{rank}.safetensors"
 
 
 def _progress_name(rank: int) -> str:
@@ -111,7 +124,7 @@ def _progress(worker: Worker) -> dict[str, Any]:
     stateful = _stateful(worker)
     return {
         "steps": worker.steps.done,
-        "parameters": list(named),
+        "parameters": _split(worker),
         "buffers": {
             name: tensor
             for name, tensor in worker.stages.tensors().items()
@@ -123,26 +136,44 @@ def _progress(worker: Worker) -> dict[str, Any]:
     }
 
 
-def _join_parts(
-    directory: Path, folder: Path, parts: list[tuple[int, str, FileFacts]]
-) -> None:
-    """Put the ranks' parts together, write down what there is, and switch to it."""
-    steps = [step for step, _, _ in parts]
+def _split(worker: Worker) -> list[str]:
+    """Return which parameters this rank has, and which part of each."""
+    parts = worker.program.parts
+    return [
+        f"{name}: {parts[name]}" if name in parts else name
+        for name in worker.stages.parameters
+    ]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written: after which step, a file that stays, and its parts."""
+
+    step: int
+    name: str
+    facts: FileFacts
+    parts: dict[str, Part]
+
+
+def _join(directory: Path, folder: Path, everyone: list[_Written]) -> None:
+    """Put the ranks' shares together, write down what there is, and switch to it."""
+    steps = [each.step for each in everyone]
     if len(set(steps)) > 1:
         raise GemscError(
             f"the ranks save after different steps: {steps}",
             help="call trainer.save() on every rank, after the same step",
         )
-    whole: dict[str, Tensor] = {}
-    for rank in reversed(range(len(parts))):  # the first copy of the model stays
-        whole.update(read_tensors(_part(folder, rank)))
-    write_tensors(folder / MODEL, whole)
+    shares = (
+        (read_tensors(_share(folder, rank)), each.parts)
+        for rank, each in enumerate(everyone)
+    )
+    write_tensors(folder / MODEL, pasted(shares))
     sync(folder / MODEL)
-    for rank in range(len(parts)):
-        _part(folder, rank).unlink()
-    files = {name: facts for _, name, facts in parts}
+    for rank in range(len(everyone)):
+        _share(folder, rank).unlink()
+    files = {each.name: each.facts for each in everyone}
     files[MODEL] = facts_of(folder / MODEL)
-    Manifest(steps[0], len(parts), files).write(folder)
+    Manifest(steps[0], len(everyone), files).write(folder)
     make_latest(directory, folder)
 
 
@@ -191,7 +222,8 @@ def _read(worker: Worker, directory: Path) -> _Found:
 
 def _read_weights(worker: Worker, folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Return this rank's tensors, each with what it shall become."""
-    whole = read_tensors(folder / MODEL)
+    names, parts = worker.stages.tensors().keys(), worker.program.parts
+    whole = read_tensors(folder / MODEL, names=names, parts=parts)
     pairs = []
     for stage in worker.stages.values():
         needed = stage.state_dict().keys()
@@ -229,7 +261,7 @@ def _read_progress(worker: Worker, folder: Path, step: int) -> dict[str, Any]:
             f"{path} is of step {found['steps']}, the checkpoint of step {step}",
             help="use another checkpoint",
         )
-    if found["parameters"] != list(worker.stages.parameters):
+    if found["parameters"] != _split(worker):
         raise GemscError(
             f"{folder} was saved with another split of the model",
             help=f"compile with that split, {WEIGHTS_ALONE}",

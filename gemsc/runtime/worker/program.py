@@ -77,6 +77,13 @@ class RankProgram:
         stage = run.stage_name
         return parts_of(stage) if name in self.parts else stage
 
+    def is_first(self, key: str, rank: int) -> bool:
+        """Whether a rank is the first of its copy of those that hold the same.
+
+        `key` is that of their sum; it may be held by this rank alone.
+        """
+        return min(self.reductions.get(key, (rank,))) == rank
+
     @property
     def tile(self) -> int:
         """The tile that the rank computes, 0 if its stages are not split."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import cast_module
-from gemsc.base.weights import NOT_OF_THE_MODEL, fill, stage_tensors
+from gemsc.base.weights import fill, model_state, stage_tensors
 from gemsc.runtime.worker.program import Run
 
 __all__ = ["Stages"]
@@ -36,12 +36,7 @@ class Stages(dict[Run, nn.Module]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the user's model has: no tensors of the loss, no constants."""
-        return {
-            name: tensor.detach()
-            for stage in self.values()
-            for name, tensor in stage.state_dict().items()
-            if not name.startswith(NOT_OF_THE_MODEL)
-        }
+        return {n: t for each in self.values() for n, t in model_state(each).items()}
 
     def own_tensors(self) -> Iterator[Tensor]:
         """Yield the parameters and buffers of all stages, those of replicas too."""

@@ -134,8 +134,7 @@ class Updates:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
         own: dict[str, nn.Parameter] = {}  # each part of each counts once
         for key, parameters in self._summed.items():
-            holders = self._program.reductions.get(key, ())
-            if min(holders, default=self._place.rank) == self._place.rank:
+            if self._program.is_first(key, self._place.rank):
                 own |= parameters
         first, count = self._place.first_rank, self._place.copy_ranks
         clip_gradients(
