@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from gemsc.base.cost import Edge, StageCost
+from gemsc.base.grid_shape import GridShape
 from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.base.units import show_micro_batches
 from gemsc.errors import GemscError
@@ -28,11 +29,11 @@ class PlannedStage:
     `recompute` and `offload` name the blocks that keep nothing, or keep it in host
     memory.
 
-    A stage that is split has `tiles` along each axis: then its cost is that of the
-    peak-memory tile, work is that of all, and `halo_bytes` go from tile to tile in
-    forward, in `exchanges`. `unfused_exchanges` and `unfused_halo_bytes` are those if
-    no wide halo served several layers. `overlapped` are the layers whose halo travels
-    while their inner part is computed.
+    A stage that is split has `tiles` along each axis, or several `shards`: then its
+    cost is that of the peak-memory rank, work is that of all, and `halo_bytes` go from
+    rank to rank in forward, in `exchanges`. `unfused_exchanges` and
+    `unfused_halo_bytes` are those if no wide halo served several layers. `overlapped`
+    are the layers whose halo travels while their inner part is computed.
     """
 
     index: int
@@ -44,11 +45,17 @@ class PlannedStage:
     recompute: list[str] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
+    shards: int = 1
     halo_bytes: int = field(default_factory=int)
     exchanges: int = field(default_factory=int)
     unfused_exchanges: int = field(default_factory=int)
     unfused_halo_bytes: int = field(default_factory=int)
     overlapped: list[str] = field(default_factory=list)
+
+    @property
+    def grid(self) -> GridShape:
+        """How ranks share the stage."""
+        return GridShape(tuple(self.tiles), self.shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gemsc.costs.collectives import BUCKET_BYTES, ROUNDS, allreduce, nic
+from gemsc.costs.collectives import BUCKET_BYTES, ROUNDS, allreduce, nic, sum_seconds
 from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
 from gemsc.runtime.worker import reduction
 
@@ -114,3 +114,12 @@ def test_interfaces_are_numbered_over_all_nodes() -> None:
     assert [nic(where, rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     uneven = network("ring", 3, nic_ranks=2)
     assert [nic(uneven, rank) for rank in range(6)] == [0, 0, 1, 2, 2, 3]
+
+
+def test_a_sum_inside_a_stage_doubles_if_small_and_goes_in_parts_if_large() -> None:
+    ranks, where = list(range(8)), network("auto")
+    small = 3 * (LATENCY + 64 / BANDWIDTH + 64 / ADDING)
+    assert sum_seconds(where, ranks, 64) == pytest.approx(small, rel=1e-9)
+    large = published("halving-doubling", 8, 16 * MIB)
+    assert sum_seconds(where, ranks, 16 * MIB) == pytest.approx(large, rel=1e-9)
+    assert sum_seconds(where, ranks[:1], MIB) == 0.0

@@ -34,6 +34,11 @@ class GridShape:
             return ()
         return (*self.tiles, self.shards) if self.shards > 1 else self.tiles
 
+    @property
+    def noun(self) -> str:
+        """What each rank computes: a tile or a shard."""
+        return "shard" if self.shards > 1 else "tile"
+
     def __str__(self) -> str:
         """Return `2x2 tiles`, `4 shards` or `1 rank`."""
         grid = "x".join(map(str, self.tiles))

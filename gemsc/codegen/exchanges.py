@@ -36,7 +36,7 @@ def exchanges_of(stage: Any) -> Iterator[tuple[fx.Node, Exchange]]:
 
 
 def wish_of(node: fx.Node, exchange: Exchange) -> str:
-    """Return a name for the constant: HALO_CONV1, WHOLE_LOGITS, PART_X, SUM_Y."""
+    """Return a name for the constant: HALO_CONV1, WHOLE_LOGITS, SUM_Y, ..."""
     whole = everything(exchange.shape)
     if exchange.adds:
         return f"SUM_{base_name(source_of(node)).upper()}"
@@ -44,6 +44,8 @@ def wish_of(node: fx.Node, exchange: Exchange) -> str:
         return f"WHOLE_{base_name(source_of(node)).upper()}"
     if all(box == whole for box in exchange.held):
         return f"PART_{base_name(source_of(node)).upper()}"
+    if _is_turned(exchange):
+        return f"TURNED_{base_name(source_of(node)).upper()}"
     is_apart = is_exchange(node) and not is_overlapped(node)
     user = next(iter(node.users), node) if is_apart else node
     return f"HALO_{base_name(user).upper()}"
@@ -72,37 +74,51 @@ def gathers_of(evaluation: Program, tile: int | None) -> dict[fx.Node, Exchange]
     return found
 
 
-def note_of(node: fx.Node, tile: int | None) -> str:
-    """Return what a tile gets from the others, for a comment; '' for other nodes."""
+def note_of(node: fx.Node, tile: int | None, noun: str) -> str:
+    """Return what a tile gets from the others, for a comment; '' for other nodes.
+
+    A `noun` is "tile" or "shard".
+    """
     if tile is None:
         return ""
     if node.target is all_reduce:
         among = node.args[2:]
-        return f"all-reduce over {f'tiles {among[0]}' if among else 'the tiles'}"
+        return f"all-reduce over {f'{noun}s {among[0]}' if among else f'the {noun}s'}"
     if not is_exchange(node):
         return ""
     if is_overlapped(node):
-        return f"{_part_of(node, tile)}, on its way meanwhile"
-    return _part_of(node, tile)
+        return f"{_part_of(node, tile, noun)}, on its way meanwhile"
+    return _part_of(node, tile, noun)
 
 
-def _part_of(node: fx.Node, tile: int) -> str:
+def _part_of(node: fx.Node, tile: int, noun: str) -> str:
     exchange = exchange_of(node)
     held, wanted = exchange.held[tile], exchange.wanted[tile]
     whole = everything(exchange.shape)
     if exchange.adds:
         verb = "sum" if wanted == whole else "reduce-scatter"
-        return f"{verb} of {sum(map(bool, map(volume, exchange.held)))} tiles"
+        return f"{verb} of {sum(map(bool, map(volume, exchange.held)))} {noun}s"
     if wanted == whole and held != whole:
-        return f"gather {len(set(exchange.held))} tiles"
+        return f"gather {len(set(exchange.held))} {noun}s"
     if held == whole:
-        return "this tile's part"
+        return f"this {noun}'s part"
+    if _is_turned(exchange):
+        return f"all-to-all among {len(exchange.held)} {noun}s"
     if exchange.wraps and shape_of(held) == shape_of(wanted):
         return "rolled"
     widths = list(_widths(held, wanted))
     if len(widths) == 2 * (len(held) - 2) and len({count for count, _ in widths}) == 1:
         return f"halo of {widths[0][0]}"
-    return ", ".join(text for _, text in widths) or "nothing on this tile"
+    return ", ".join(text for _, text in widths) or f"nothing on this {noun}"
+
+
+def _is_turned(exchange: Exchange) -> bool:
+    """Whether parts of one dimension become parts of another."""
+    cut, wanted = (
+        {dim for dim in range(len(exchange.shape)) if len({b[dim] for b in boxes}) > 1}
+        for boxes in (exchange.held, exchange.wanted)
+    )
+    return bool(cut and wanted and not cut & wanted)
 
 
 def _widths(held: Box, wanted: Box) -> Iterator[tuple[int, str]]:

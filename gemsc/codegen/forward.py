@@ -255,7 +255,7 @@ class _Body:
     def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
         return (
             list(node.users) == [consumer]
-            and not note_of(node, self.stage.tile)
+            and not note_of(node, self.stage.tile, self.stage.noun)
             and node not in self.flow.gives
             and meta.location(node) == meta.location(consumer)
             and meta.location(node) is not None
@@ -292,7 +292,7 @@ class _Body:
         self.pending = None
         self._write_comment(node)
         self._release(self.position[node])
-        note = note_of(node, self.stage.tile)
+        note = note_of(node, self.stage.tile, self.stage.noun)
         if not node.users and node not in self.flow.gives:
             self._write_statement(text, note)
             return

@@ -205,7 +205,7 @@ class _RankWriter:
         assert placement is not None
         own = run.stage.flow.index
         if placement.grid(stage) == placement.grid(own) and self.text.tile is not None:
-            return f"rank {ranks[self.text.tile]}, the same tile"
+            return f"rank {ranks[self.text.tile]}, the same {run.stage.noun}"
         return f"ranks {ranks[0]} to {ranks[-1]}"
 
     def _write_backward(self, run: RunText) -> None:
@@ -316,7 +316,7 @@ class _RankWriter:
             self.writer.call(
                 f"{name} = worker.gather(",
                 [local[node], constant],
-                note=f"from {count} tiles",
+                note=f"from {count} {run.stage.noun}s",
             )
             local[node] = name
         outputs = [local[node] for node in program.outputs]

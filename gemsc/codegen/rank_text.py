@@ -47,6 +47,12 @@ class StageText:
         return f"Stage{self.flow.index}"
 
     @property
+    def noun(self) -> str:
+        """What its ranks compute: tiles or shards."""
+        assert self.program.placement is not None
+        return self.program.placement.grid(self.flow.index).noun
+
+    @property
     def apart(self) -> bool:
         """Whether evaluation has a forward of its own."""
         return self.twins is None
@@ -111,12 +117,12 @@ class RankText:
 
     @property
     def grid(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The rank's grid: tiles along each axis, and its ranks; () if it has none."""
+        """The rank's grid: the parts along each axis, and its ranks."""
         placement = self.program.placement
         assert placement is not None
         run = self.runs[0]
         stage = run.stage.flow.index
-        return placement.grid(stage).tiles, self.ranks(run.replica, stage)
+        return placement.grid(stage).axes, self.ranks(run.replica, stage)
 
     def tag(self, replica: int, index: int) -> int:
         """Return the tag of a transfer's values; its gradients have the next one."""
@@ -216,8 +222,9 @@ def _docstring(
     word = "stage" if len(runs) == 1 else "stages"
     what = f"{word} {stages}"
     if tile is not None:
-        grid = plan.stages[runs[0].stage.flow.index].tiles
-        what = f"tile {tile} of {' x '.join(map(str, grid))}, {what}"
+        stage = plan.stages[runs[0].stage.flow.index]
+        form = " x ".join(map(str, stage.grid.axes))
+        what = f"{stage.grid.noun} {tile} of {form}, {what}"
     lines = [
         in_docstring(f"Rank {rank} of {plan.ranks}: {what} of {plan.model}."),
         "Written by gemsc; do not edit, compile again:",
@@ -234,8 +241,11 @@ def _docstring(
         if tile is None:
             lines.append(f"{saved} kept for each micro-batch.")
             continue
-        lines.append(f"{saved} kept for each micro-batch by the tile that keeps most;")
-        lines.append(f"{show_bytes(stage.halo_bytes)} from tile to tile in forward.")
+        noun, sent = stage.grid.noun, show_bytes(stage.halo_bytes)
+        lines += [
+            f"{saved} kept for each micro-batch by the {noun} that keeps most;",
+            f"{sent} from {noun} to {noun} in forward.",
+        ]
     return lines
 
 

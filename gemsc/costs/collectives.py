@@ -24,7 +24,7 @@ from functools import cache
 
 from gemsc.costs.hardware import Network
 
-__all__ = ["ROUNDS", "Round", "Sum", "allreduce"]
+__all__ = ["ROUNDS", "Round", "Sum", "allreduce", "sum_seconds"]
 
 BUCKET_BYTES = 32 * 2**20  # the most that the runtime sums at once
 
@@ -122,6 +122,17 @@ def allreduce(
             ]
         )
     return [min(sums, key=lambda s: s.seconds) for sums in zip(*found, strict=True)]
+
+
+def sum_seconds(network: Network, ranks: Sequence[int], num_bytes: int) -> float:
+    """Return what a sum takes in the midst of a stage, of a few numbers or of many.
+
+    A few numbers take ceil(lg p) messages with all of them (recursive doubling).
+    """
+    rounds = (len(ranks) - 1).bit_length()
+    each = network.link(ranks[0], ranks[-1]).seconds(num_bytes)
+    doubling = rounds * (each + num_bytes / network.allreduce.reduce_bandwidth)
+    return min(doubling, allreduce(network, [ranks], [num_bytes])[0].seconds)
 
 
 def _in_buckets(

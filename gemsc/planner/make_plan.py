@@ -113,6 +113,7 @@ def _stages(program: Program, first: Program, task: Task) -> list[PlannedStage]:
                 recompute=_names(program, stage.index, "recompute"),
                 offload=_names(program, stage.index, "offload"),
                 tiles=list(placement.grid(stage.index).tiles),
+                shards=placement.grid(stage.index).shards,
                 exchanges=size[0],
                 halo_bytes=size[1],
                 unfused_exchanges=unfused[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from gemsc.costs.collectives import sum_seconds
 from gemsc.costs.hardware import Hardware, Network
 from gemsc.ir import meta
 from gemsc.ir.opaque import opaque_of
@@ -122,7 +123,7 @@ def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, f
     """Return the seconds in which the tiles of a stage wait for each other.
 
     First those in forward, then those in backward: for the parts of others, and for
-    sums, which take a message each time that the tiles halve (recursive doubling).
+    sums.
     """
     assert program.placement is not None
     ranks = program.placement.ranks[0][stage.index]
@@ -135,10 +136,9 @@ def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, f
         there, back = waiting(node, link)
         forward += there
         backward += back + (there if node in again else 0.0)
-    rounds = (len(ranks) - 1).bit_length()
     for node in stage.nodes:
         for each in meta.facts(node).sums:
-            seconds = rounds * link.seconds(each.num_bytes)
+            seconds = sum_seconds(network, ranks, each.num_bytes)
             forward += 0.0 if each.backward else seconds
             backward += seconds if each.backward or node in again else 0.0
     return forward, backward

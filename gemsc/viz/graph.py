@@ -83,7 +83,7 @@ def render(dot: str, path: Path) -> str | None:
 
 def _stage_label(stage: PlannedStage) -> str:
     word = "rank" if len(stage.ranks) == 1 else "ranks"
-    grid = f", {' x '.join(map(str, stage.tiles))} tiles" if stage.tiles else ""
+    grid = f", {stage.grid}" if stage.grid else ""
     return (
         f"stage {stage.index}  -  {word} {', '.join(map(str, stage.ranks))}{grid}\n"
         f"{show_flops(stage.flops)}\n{show_bytes(stage.parameter_bytes)} parameters\n"
