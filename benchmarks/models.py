@@ -46,7 +46,8 @@ from gemsc.compiler import CompiledProgram
 from gemsc.errors import GemscError
 from gemsc.runtime.training.verification import record_steps
 from gemsc.runtime.transport.transport import Transport
-from gemsc.verify.steps import TOLERANCE, compare, read_record, reference_steps
+from gemsc.verify.record import read_record
+from gemsc.verify.steps import TOLERANCE, compare, reference_steps
 
 RANKS = 3
 MICRO_BATCHES = 2

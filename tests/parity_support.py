@@ -12,7 +12,8 @@ from support import run_on_threads
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, Traced, lower, trace
 from gemsc.options import CompileOptions
-from gemsc.verify.steps import StepRecord, compare, reference_steps
+from gemsc.verify.record import StepRecord
+from gemsc.verify.steps import compare, reference_steps
 
 __all__ = [
     "FLOAT32",

@@ -13,7 +13,7 @@ from local_transport import run_local
 from gemsc.runtime.training.trainer import OptimizerFactory
 from gemsc.runtime.training.verification import record_steps
 from gemsc.runtime.transport.transport import Transport
-from gemsc.verify.steps import StepRecord, read_record
+from gemsc.verify.record import StepRecord, read_record
 
 
 def run_on_threads(

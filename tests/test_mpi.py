@@ -13,7 +13,8 @@ from parity_support import FLOAT32, FLOAT64, lowered, options, reference
 from gemsc.codegen.package import write_directory
 from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
-from gemsc.verify.steps import compare, read_record
+from gemsc.verify.record import read_record
+from gemsc.verify.steps import compare
 
 PROGRAM = Path(__file__).with_name("mpi_parity_program.py")
 DOUBLE = torch.float64

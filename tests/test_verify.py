@@ -14,7 +14,8 @@ from program_support import Net, X, mse, written
 import gemsc
 from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
-from gemsc.verify.steps import Comparison, StepRecord, compare
+from gemsc.verify.record import StepRecord
+from gemsc.verify.steps import Comparison, compare
 
 WIDE, NARROW = torch.float64, torch.float32
 

@@ -8,8 +8,9 @@ wide, on two ranks: dimension 0 is 3 x 4 heads x 32, and the first rank has
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +39,12 @@ class Part:
         names = "dim", "outer", "units", "rows"
         named = [f"{name}={getattr(self, name)}" for name in names]
         return f"Part({self.shape}, {', '.join(named)})"
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Part:
+        """Return the part that was written as JSON, with lists for tuples."""
+        tuples = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
+        return cls(**{**fields, **tuples})
 
     @property
     def inner(self) -> int:

@@ -119,6 +119,8 @@ def _verdict(
             f"\n{dtype}: that is {tensor}; rounding alone changes it by "
             f"{found.rounding[tensor]:.1e} in one process"
         )
+    elif kind == "wrong":
+        line += f"\n{dtype}: that is {tensor}"
     return line
 
 

@@ -24,11 +24,11 @@ from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.run_record import Figures, RunRecord
 from gemsc.user_model import UserModel
 from gemsc.verify.plain_run import PlainRun, RunSettings, Samples
+from gemsc.verify.record import StepRecord
 from gemsc.verify.steps import (
     ALLOWED,
     LIMIT,
     TOLERANCE,
-    StepRecord,
     compare,
     initial_model,
     user_model_of,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -29,17 +28,16 @@ from gemsc.runtime.data.batches import Batches, repeated
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
+from gemsc.verify.record import StepRecord, read_record
 
 __all__ = [
     "ALLOWED",
     "LIMIT",
     "TOLERANCE",
     "Comparison",
-    "StepRecord",
     "compare",
     "initial_model",
     "nudged",
-    "read_record",
     "reference_steps",
     "user_model_of",
     "verify_compiled",
@@ -58,17 +56,6 @@ LIMIT = {torch.float64: 1e-6, torch.float32: 0.1}
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """Losses of some steps, gradients of the first, tensors after the last."""
-
-    losses: list[float]
-    gradients: dict[str, Tensor]
-    state: dict[str, Tensor]
-    activation_bytes: list[int] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The worst relative errors; each with the name of the tensor that has it.
 
@@ -77,7 +64,8 @@ class Comparison:
     tensor by itself ("gradient of conv.weight"), `rounding` how far rounding alone
     changes it in one process, where that was measured: compared with itself in float64,
     or with weights changed in their last bit. Sums in a different order cannot be
-    expected to be closer.
+    expected to be closer. What the ranks of a grid hold as a whole, but not with the
+    same bits, has an infinite error ("copies of conv.weight").
     """
 
     loss: float
@@ -114,7 +102,9 @@ class Comparison:
     @property
     def worst(self) -> float:
         """The worst of all."""
-        return max(self.loss, self.gradient[0], self.parameter[0], self.buffer[0])
+        parts = self.gradient, self.parameter, self.buffer
+        worst = max(self.loss, *(error for error, _ in parts))
+        return max(worst, *self.errors.values())
 
 
 def reference_steps(
@@ -165,20 +155,6 @@ def reference_steps(
     return StepRecord(losses, gradients, state)
 
 
-def read_record(folder: Path, num_ranks: int) -> StepRecord:
-    """Join what the ranks wrote (gemsc.runtime.training.verification)."""
-    record = StepRecord([], {}, {})
-    for rank in range(num_ranks):
-        record.losses[:] = json.loads((folder / f"losses{rank}.json").read_text())
-        gradients = read_tensors(folder / f"gradients{rank}.safetensors")
-        record.gradients.update(gradients)
-        record.state.update(read_tensors(folder / f"state{rank}.safetensors"))
-        peak = json.loads((folder / f"memory{rank}.json").read_text())
-        record.activation_bytes.append(peak[0])
-        record.peak_bytes.append(peak[1])
-    return record
-
-
 def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
     """Return the largest errors of N ranks, compared with one process."""
     pairs = zip(actual.losses, expected.losses, strict=True)
@@ -199,6 +175,7 @@ def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
         worst[kind] = max(((e, n) for n, e in found.items() if e), default=(0.0, ""))
         errors |= {f"{kind}{name}": error for name, error in found.items()}
         equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
+    errors |= {f"copies of {name}": math.inf for name in sorted(actual.unequal)}
     return Comparison(
         loss,
         worst["gradient of "],

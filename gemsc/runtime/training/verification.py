@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -44,8 +45,9 @@ def record_steps(
     """Train on `batches`; write gradients of the first step and the last state.
 
     Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
-    `losses{rank}.json` and `memory{rank}.json`: peak bytes of activations and of all,
-    zero without `measure`, which takes its time.
+    `losses{rank}.json`, `held{rank}.json`: of what it has parts, and the ranks of its
+    grid, and `memory{rank}.json`: peak bytes of activations and of all, zero without
+    `measure`, which takes its time.
     """
     trainer = Trainer(
         directory,
@@ -68,6 +70,9 @@ def record_steps(
     state = {name: as_real(tensor) for name, tensor in trainer.stages.tensors().items()}
     write_tensors(folder / f"state{rank}.safetensors", state)
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
+    parts = {n: asdict(part) for n, part in trainer.program.parts.items()}
+    grid = trainer.worker.grid.ranks if trainer.worker.grid is not None else [rank]
+    (folder / f"held{rank}.json").write_text(json.dumps({"grid": grid, "parts": parts}))
     (folder / f"memory{rank}.json").write_text(
         json.dumps([meter.peak_bytes, meter.peak_total_bytes] if meter else [0, 0])
     )
