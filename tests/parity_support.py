@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 from models import MODELS, float32_by_default
+from shard_models import SHARD_MODELS
 from support import run_on_threads
 
 from gemsc.codegen.package import write_directory
@@ -19,6 +22,7 @@ __all__ = [
     "FLOAT32",
     "FLOAT64",
     "GRID_PLANS",
+    "NETWORKS",
     "lowered",
     "options",
     "reference",
@@ -27,8 +31,11 @@ __all__ = [
     "worst_error",
 ]
 
+Draws = Callable[[], AbstractContextManager[None]]
+
 FLOAT64 = 1e-9
 FLOAT32 = 1e-4
+NETWORKS = MODELS | SHARD_MODELS
 
 
 def options(**choices: object) -> CompileOptions:
@@ -54,8 +61,8 @@ GRID_PLANS = (
 
 @cache
 def traced(name: str) -> Traced:
-    """Return a model of `models.py`, recorded."""
-    case = MODELS[name]
+    """Return a model of `models.py` or `shard_models.py`, recorded."""
+    case = NETWORKS[name]
     with float32_by_default():  # it is kept for tests that want it otherwise
         return trace(
             case.build(),
@@ -75,12 +82,18 @@ def lowered(name: str, options: CompileOptions) -> CompiledProgram:
 
 @lru_cache(maxsize=16)
 def reference(
-    name: str, micro_batches: int, dtype: torch.dtype, num_steps: int
+    name: str,
+    micro_batches: int,
+    dtype: torch.dtype,
+    num_steps: int,
+    draws: Draws = nullcontext,
 ) -> StepRecord:
     """Return what one process computes."""
-    case = MODELS[name]
+    case = NETWORKS[name]
     batches = [case.inputs(micro_batches, dtype)] * num_steps
-    return reference_steps(case.build(), case.loss, batches, micro_batches, dtype)
+    model = case.build()
+    with draws():
+        return reference_steps(model, case.loss, batches, micro_batches, dtype)
 
 
 def worst_error(
@@ -89,15 +102,21 @@ def worst_error(
     directory: Path,
     dtype: torch.dtype = torch.float64,
     num_steps: int = 1,
+    draws: Draws = nullcontext,
 ) -> float:
-    """Return the largest error of some steps on threads against one process."""
+    """Return the largest error of some steps on threads against one process.
+
+    Steps of networks that draw numbers are comparable in `draws()` of `same_draws`.
+    """
     program = lowered(name, options)
     write_directory(program.compilation, directory)
     plan = program.plan
     count = plan.data * plan.micro_batches
-    batches = [MODELS[name].inputs(count, dtype)] * num_steps
-    record = run_on_threads(directory, plan.ranks, batches, dtype=dtype, measure=False)
-    expected = reference(name, count, dtype, num_steps)
+    batches = [NETWORKS[name].inputs(count, dtype)] * num_steps
+    record = run_on_threads(
+        directory, plan.ranks, batches, dtype=dtype, measure=False, draws=draws
+    )
+    expected = reference(name, count, dtype, num_steps, draws)
     return compare(record, expected).worst
 
 
@@ -108,6 +127,6 @@ def trained(
     program = lowered(name, options)
     write_directory(program.compilation, directory)
     plan = program.plan
-    batch = MODELS[name].inputs(plan.data * plan.micro_batches, dtype)
+    batch = NETWORKS[name].inputs(plan.data * plan.micro_batches, dtype)
     record = run_on_threads(directory, plan.ranks, [batch] * 2, dtype=dtype)
     return record, program

@@ -388,8 +388,10 @@ def small_gpt(dropout: float = 0.0) -> nn.Module:
 
 
 CASES = (
-    case("encoder", small_encoder, masked_texts, encoder.loss),
-    case("encoder dropout", partial(small_encoder, 0.2), masked_texts, encoder.loss),
+    case("tied encoder", small_encoder, masked_texts, encoder.loss),
+    case(
+        "tied encoder dropout", partial(small_encoder, 0.2), masked_texts, encoder.loss
+    ),
     case("gpt", small_gpt, texts),
     case("gpt dropout", partial(small_gpt, 0.1), texts),
     case("llama", Llama, texts),
@@ -410,7 +412,7 @@ CASES = (
     case("resnet", Bottlenecks, images, F.cross_entropy),
     case("resnext", partial(Bottlenecks, groups=4), images, F.cross_entropy),
     case("convnext", ConvNext, images, F.cross_entropy),
-    case("mlp", Mlp, vectors, F.cross_entropy),
+    case("features", Mlp, vectors, F.cross_entropy),
     case("words", Words, texts, weighted),
     case("words smoothed", Words, texts, smoothed),
 )
