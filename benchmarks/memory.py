@@ -30,6 +30,7 @@ from unet_histology import model as unet
 from gemsc.compiler import Traced, lower, trace
 from gemsc.costs.optimizer_state import Factory
 from gemsc.options import CompileOptions
+from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.metered import metered
@@ -151,11 +152,11 @@ def traced(model: Model) -> Traced:
     )
 
 
-def measure(model: Model, directory: Path, ranks: int) -> list[int]:
-    """Train on threads; return the peak bytes of each rank."""
+def measure(model: Model, directory: Path, ranks: int) -> list[ActivationMeter]:
+    """Train on threads; return what was measured on each rank."""
     inputs, target = model.sample(model.size * MICRO_BATCHES)
 
-    def work(transport: Transport) -> int:
+    def work(transport: Transport) -> ActivationMeter:
         trainer = Trainer(
             directory,
             transport,
@@ -165,7 +166,7 @@ def measure(model: Model, directory: Path, ranks: int) -> list[int]:
         meter = metered(trainer.worker)
         for _ in range(STEPS):
             trainer.step(inputs, target)
-        return meter.peak_total_bytes
+        return meter
 
     return run_local(ranks, work, timeout=600)
 
@@ -200,7 +201,7 @@ def main() -> None:
                 measured = measure(model, Path(folder), ranks)
             predicted = program.plan.peak_bytes
             pairs = zip(predicted, measured, strict=True)
-            worst = max(((p - m) / m for p, m in pairs), key=abs)
+            worst = max((p / m.peak_total_bytes - 1 for p, m in pairs), key=abs)
             errors.append(abs(worst))
             cells.append(f"{max(predicted) / 2**20:7.2f} {100 * worst:+7.2f}%")
         print(f"{name:<28}" + " ".join(f"{c:>16}" for c in cells), flush=True)
