@@ -326,3 +326,21 @@ def test_a_tie_names_no_difference_of_memory() -> None:
     assert tied == "as fast as gpipe, M=4, with the same peak memory"
     leaner = reason([candidate("1f1b", 1024), candidate("gpipe", 2048)])
     assert leaner == "as fast as gpipe, M=4 with 1.0 KiB instead of 2.0 KiB"
+
+
+def test_the_reason_is_where_most_time_is_saved() -> None:
+    def candidate(schedule: str, seconds: float, **parts: float) -> Candidate:
+        options = CompileOptions(schedule=schedule)
+        return Candidate(options, seconds=seconds, samples=4, **parts)
+
+    busy = candidate("1f1b", 1.0, bubble=0.1, talking=0.2)
+    idle = candidate("gpipe", 1.5, bubble=0.4)
+    assert sum(idle.spent.values()) == pytest.approx(1.5)
+    said = "50% faster than gpipe, M=4: ranks are idle 10% of the time instead of 40%"
+    assert reason([busy, idle]) == said
+    chatty = candidate("gpipe", 2.0, bubble=0.05, talking=0.6)
+    assert "inside stages take 20% of the time instead of 60%" in reason([busy, chatty])
+    slow = candidate("gpipe", 2.0, bubble=0.05, talking=0.1, ending=0.2)
+    assert "own work takes 175.0 s instead of 382.5 s for 1000" in reason([busy, slow])
+    late = candidate("gpipe", 2.0, bubble=0.3, ending=1.2)
+    assert "the update take 0% of the time instead of 60%" in reason([busy, late])

@@ -30,6 +30,7 @@ __all__ = [
     "micro_batch_size",
     "reduced_bytes",
     "schedule_task",
+    "talking",
 ]
 
 
@@ -78,9 +79,9 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     found = []
     for stage in program.require_stages():
         kept, owned = saved[stage.index], weights[stage.index]
-        talking = _talking(program, stage, hardware.network)
+        waits = talking(program, stage, hardware.network)
         moving = hardware.device.host_seconds(kept.moved)
-        forward, backward = (each + moving for each in talking)
+        forward, backward = (each + moving for each in waits)
         again = again_seconds(program, stage.index)
         found.append(
             StageCost(
@@ -119,8 +120,8 @@ def _waiting_seconds(program: Program, stage: Stage) -> float:
     return float(stage.total("weight_seconds"))
 
 
-def _talking(program: Program, stage: Stage, network: Network) -> tuple[float, float]:
-    """Return the seconds in which the tiles of a stage wait for each other.
+def talking(program: Program, stage: Stage, network: Network) -> tuple[float, float]:
+    """Return the seconds in which the ranks of a stage wait for each other.
 
     First those in forward, then those in backward: for the parts of others, and for
     sums.

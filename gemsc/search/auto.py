@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from gemsc.costs.hardware import read_hardware
+from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.ending import after_backward
 from gemsc.planner.fitting import Scheduled
-from gemsc.planner.predict import micro_batch_size, reduced_bytes
+from gemsc.planner.predict import micro_batch_size, reduced_bytes, talking
 from gemsc.planner.traffic import step_traffic
 from gemsc.search.advice import nothing_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
@@ -85,7 +85,7 @@ def assess(
     )
     highest = max(range(len(peaks)), key=lambda group: peaks[group])
     size = micro_batch_size(done.program)
-    sent = step_traffic(done.tiles[0], done.task).message_bytes
+    sent = step_traffic(done.tiles[0], done.task)
     return Candidate(
         options,
         seconds=done.timeline.makespan + ending,
@@ -94,5 +94,17 @@ def assess(
         peak_bytes=peaks[highest],
         activation_bytes=done.timeline.peak_activation_bytes[highest],
         bubble=done.timeline.bubble,
-        sent_bytes=sent + sum(sums),
+        talking=_talking_share(done, hardware),
+        ending=ending,
+        sent_bytes=sent.message_bytes + sent.sum_bytes + sum(sums),
     )
+
+
+def _talking_share(done: Scheduled, hardware: Hardware) -> float:
+    """Return the share of a step in which ranks wait for others of their stage."""
+    first = done.tiles[0]
+    each = sum(
+        sum(talking(first, stage, hardware.network)) for stage in first.require_stages()
+    )
+    total = done.timeline.makespan * len(done.timeline.ranks)
+    return sum(done.task.micro_batches) * each / total if total else 0.0

@@ -38,7 +38,9 @@ class Candidate:
     `samples` are those of a step, in micro-batches of `micro_batch_size`. `peak_bytes`
     is the highest of all ranks, `activation_bytes` the part of it that grows with the
     micro-batches; `sent_bytes` counts values, gradients and sums of gradients of one
-    copy of the model. `problem` says why it cannot be.
+    copy of the model. `bubble` and `talking` are the shares of the ranks' time until the
+    last backward in which they wait for other stages, and for ranks of their own stage;
+    `ending` are the seconds that follow. `problem` says why it cannot be.
     """
 
     options: CompileOptions
@@ -48,6 +50,8 @@ class Candidate:
     peak_bytes: int = 0
     activation_bytes: int = 0
     bubble: float = 0.0
+    talking: float = 0.0
+    ending: float = 0.0
     sent_bytes: int = 0
     problem: str = ""
 
@@ -76,6 +80,17 @@ class Candidate:
     def samples_per_second(self) -> float:
         """What counts: candidates may differ in the samples of a step."""
         return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """What a rank's part of the seconds goes to, in words: they add up to them."""
+        step = self.seconds - self.ending
+        return {
+            "the ranks' own work takes": step * (1 - self.bubble - self.talking),
+            "ranks are idle": step * self.bubble,
+            "messages and sums inside stages take": step * self.talking,
+            "sums of gradients and the update take": self.ending,
+        }
 
     def fits(self) -> bool:
         """Whether it can be built and stays below the memory cap."""
@@ -262,8 +277,7 @@ def reason(candidates: Sequence[Candidate]) -> str:
             )
         else:
             parts.append(
-                f"{gain:.0%} faster than {second.name}: ranks are idle "
-                f"{first.bubble:.0%} of the time instead of {second.bubble:.0%}"
+                f"{gain:.0%} faster than {second.name}: {_saved(first, second)}"
             )
     tight = [c for c in faster if not c.fits() and first.fits()]
     if tight:
@@ -273,3 +287,17 @@ def reason(candidates: Sequence[Candidate]) -> str:
             f"{show_bytes(other.peak_bytes)} on a rank"
         )
     return "; ".join(parts)
+
+
+def _saved(first: Candidate, second: Candidate) -> str:
+    """Say in what the first one saves most time."""
+    mine, its = (
+        {what: 1e3 * seconds / c.samples for what, seconds in c.spent.items()}
+        for c in (first, second)
+    )
+    what = max(mine, key=lambda what: its[what] - mine[what])
+    shares = [c.spent[what] / c.seconds for c in (first, second)]
+    if what == next(iter(mine)):
+        seconds = (show_seconds(each[what]) for each in (mine, its))
+        return f"{what} {' instead of '.join(seconds)} for 1000 samples"
+    return f"{what} {shares[0]:.0%} of the time instead of {shares[1]:.0%}"
