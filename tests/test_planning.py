@@ -341,6 +341,8 @@ def test_the_reason_is_where_most_time_is_saved() -> None:
     chatty = candidate("gpipe", 2.0, bubble=0.05, talking=0.6)
     assert "inside stages take 20% of the time instead of 60%" in reason([busy, chatty])
     slow = candidate("gpipe", 2.0, bubble=0.05, talking=0.1, ending=0.2)
-    assert "own work takes 175.0 s instead of 382.5 s for 1000" in reason([busy, slow])
+    assert "own work takes 175.00 s instead of 382.50 s for 1000" in reason(
+        [busy, slow]
+    )
     late = candidate("gpipe", 2.0, bubble=0.3, ending=1.2)
     assert "the update take 0% of the time instead of 60%" in reason([busy, late])

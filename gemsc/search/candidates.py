@@ -38,9 +38,9 @@ class Candidate:
     `samples` are those of a step, in micro-batches of `micro_batch_size`. `peak_bytes`
     is the highest of all ranks, `activation_bytes` the part of it that grows with the
     micro-batches; `sent_bytes` counts values, gradients and sums of gradients of one
-    copy of the model. `bubble` and `talking` are the shares of the ranks' time until the
-    last backward in which they wait for other stages, and for ranks of their own stage;
-    `ending` are the seconds that follow. `problem` says why it cannot be.
+    copy of the model. `bubble` and `talking` are the shares of the ranks' time until
+    the last backward in which they wait for other stages, and for ranks of their own
+    stage; `ending` are the seconds that follow. `problem` says why it cannot be.
     """
 
     options: CompileOptions
