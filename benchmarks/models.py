@@ -1,18 +1,20 @@
 """Compile networks that others wrote for 3 ranks, and compare a step with one process.
 
 python benchmarks/models.py [--only monai,timm/levit] [--no-tiles] [--limit 600]
+                            [--shards 2] [--trunk whole]
 
 Packages that are not installed are named and left out. Weights are random, inputs
 small. Each network is compiled in a process of its own, for 3 ranks and 2
 micro-batches; one training step on threads, in float64 and in float32, is compared with
 one process over the same micro-batches: loss, gradients, parameters and buffers. Then
-the same for images split into 2 x 2 tiles, in float64. Both draw the same numbers.
+the same for images split into 2 x 2 tiles, in float64, and with `--shards` for one
+stage whose heads, channels and words are split. Both draw the same numbers.
 
 A row gives the nodes of the graph, the seconds to compile it, the worst relative error
 in both dtypes ("same bits" if there is none; "as 1" if each tensor is as close as
 rounding in one process lets it be, "?" if rounding there is too large to decide; "1
-fails" if one process cannot run in float64), the error on tiles, and how often a split
-value had to be gathered.
+fails" if one process cannot run in float64), the error on tiles and on shards, and how
+often a value split into tiles had to be gathered.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from gemsc.verify.steps import TOLERANCE, compare, reference_steps
 RANKS = 3
 MICRO_BATCHES = 2
 SAMPLES = 2  # of one micro-batch
-WIDTHS = (34, 7, 7, 11, 11, 11, 8)
+WIDTHS = (34, 7, 7, 11, 11, 11, 11, 8)
+KINDS = ("float64", "float32", "tiles", "shards")
 
 
 @dataclass
@@ -64,6 +67,23 @@ class Row:
     errors: dict[str, str] = field(default_factory=dict)
     gathers: str = ""
     problems: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is tried besides a pipeline; 0 shards: none."""
+
+    tiles: bool
+    shards: int
+    trunk: str
+
+    def splits(self, network: Network) -> Iterator[tuple[str, int, dict[str, str]]]:
+        """Yield what it is called, the ranks and the options of each compilation."""
+        if self.tiles and network.tiles:
+            yield "tiles", RANKS + 1, {"tiles": network.tiles}
+        if self.shards:
+            options = {"shards": str(self.shards), "trunk": self.trunk}
+            yield "shards", self.shards, options
 
 
 @dataclass(frozen=True)
@@ -175,7 +195,7 @@ def _one_process(given: Subject, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(default)
 
 
-def examine(network: Network, tiles: bool, pipe: Connection) -> None:
+def examine(network: Network, wanted: Wanted, pipe: Connection) -> None:
     """Find out all about a network; the row so far is sent after each step."""
     row = Row()
 
@@ -204,18 +224,19 @@ def examine(network: Network, tiles: bool, pipe: Connection) -> None:
         dtype = torch.float32 if what == "float32" else torch.float64
         row.errors[what] = error_of(program, given, ranks, dtype)
 
-    def split() -> None:
+    def split(what: str, ranks: int, **options: str) -> None:
         given = subject(network)
-        count = RANKS + 1
-        program = compiled(given, ranks=count, tiles=network.tiles)
-        row.gathers = str(len(program.plan.barriers))
-        step("tiles", program, given, count)
+        program = compiled(given, ranks=ranks, **options)
+        if what == "tiles":
+            row.gathers = str(len(program.plan.barriers))
+        step(what, program, given, ranks)
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     attempt("compile", pipeline)
-    if tiles and network.tiles and "compile" not in row.problems:
-        attempt("tiles", split)
+    for what, ranks, options in wanted.splits(network):
+        if "compile" not in row.problems:
+            attempt(what, partial(split, what, ranks, **options))
     pipe.close()
 
 
@@ -227,11 +248,11 @@ def _problem(error: BaseException) -> str:
     return f"{type(error).__name__}: {where}{text}"
 
 
-def in_a_process(network: Network, tiles: bool, limit: float) -> Row:
+def in_a_process(network: Network, wanted: Wanted, limit: float) -> Row:
     """Examine a network in a fork of this process, for `limit` seconds at most."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=examine, args=(network, tiles, theirs))
+    process = context.Process(target=examine, args=(network, wanted, theirs))
     process.start()
     theirs.close()
     deadline = time.monotonic() + limit
@@ -272,7 +293,7 @@ def cells(name: str, row: Row) -> str:
         ),
         row.nodes,
         row.seconds,
-        *(row.errors.get(key, "-") for key in ("float64", "float32", "tiles")),
+        *(row.errors.get(key, "-") for key in KINDS),
         row.gathers,
     )
     line = f"{columns[0]:<{WIDTHS[0]}}" + "".join(
@@ -287,16 +308,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="packages, or package/name")
     parser.add_argument("--no-tiles", action="store_true")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of each")
+    parser.add_argument("--shards", type=int, default=0, help="of one stage")
+    parser.add_argument("--trunk", default="auto")
     chosen = parser.parse_args()
-    titles = ("model", "nodes", "s", "float64", "float32", "tiles", "gathers")
+    wanted = Wanted(not chosen.no_tiles, chosen.shards, chosen.trunk)
+    titles = ("model", "nodes", "s", *KINDS, "gathers")
     first, *rest = zip(titles, WIDTHS, strict=True)
     print(f"{first[0]:<{first[1]}}" + "".join(f"{t:>{w}}" for t, w in rest), flush=True)
     rows = []
     for name, network in chosen_networks(chosen.only):
-        row = in_a_process(network, not chosen.no_tiles, chosen.limit)
+        row = in_a_process(network, wanted, chosen.limit)
         rows.append(row)
         print(cells(name, row), flush=True)
-    for key in ("float64", "tiles"):
+    for key in ("float64", "tiles", "shards"):
         tried = [r for r in rows if key in r.errors or key in r.problems]
         exact = [r for r in rows if r.errors.get(key, "NO")[:2] not in ("NO", "1 ")]
         print(f"{key}: {len(exact)} of {len(tried)} exact, {len(rows)} networks")
