@@ -91,15 +91,15 @@ class Compilation:
         return owned_tensors(self.program, *others)
 
     def parts(self, rank: int) -> dict[str, Part]:
-        """Return the parameters and buffers of which a rank has a part only."""
+        """Return what a rank has a part of, parameters and buffers by all names."""
         placement = self.program.placement
         assert placement is not None
         grid = next(ranks for ranks in placement.groups if rank in ranks)
         own = self.tiles[grid.index(rank)].program.parts
         stages = {i for row in placement.ranks for i, r in enumerate(row) if rank in r}
-        return {
-            name: own[name] for i in stages for name in self.owned[i] if name in own
-        }
+        found = {n: own[n] for i in stages for n in self.owned[i] if n in own}
+        pairs = self.program.aliases.items()
+        return found | {alias: found[name] for alias, name in pairs if name in found}
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:

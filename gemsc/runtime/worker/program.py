@@ -45,7 +45,7 @@ class RankProgram:
     reductions: the ranks that hold the same parameters and all-reduce their gradients:
         those of a stage, those of its parts, or those of one parameter that stages
         share. What this rank holds alone is not among them.
-    parts: the parameters and buffers of which the rank has a part only.
+    parts: the parameters and buffers of which the rank has a part only, by all names.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
     tiles: the grid of which the rank computes a tile.
     depends_on_data: whether some gradients may be absent.
