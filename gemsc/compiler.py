@@ -34,6 +34,7 @@ from gemsc.passes.base import Pass
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.check_statistics import CheckStatistics
 from gemsc.passes.check_tiles import CheckTiles
+from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.follow_stages import FollowStages, find_twins
@@ -257,6 +258,9 @@ def schedule_stages(
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
     mark = MarkSegments(options.recompute, options.offload)
     cut = run(traced.program, balance, check_statistics, mark)
+    if any(grid.shards > 1 for grid in chosen.grids):
+        link, whole = hardware.network.link(0, 1), options.whole
+        cut = run(cut, ChooseShards(chosen.grids, link, options.trunk, whole))
     program = run(cut, place, CheckTiles(), InsertComms())
     tiles: tuple[Program, ...] = (program,)
     if any(chosen.grids):
@@ -311,7 +315,8 @@ def evaluate(
     grids, halos = stage_layout(options).grids, done.tiles[0].halos
     if halos is None:  # no stage is split
         return found, (found,)
-    graph = replace(graph, halos=halos.for_evaluation(twins))
+    shards = {n: s.for_evaluation(twins) for n, s in whole.shards.items()}
+    graph = replace(graph, halos=halos.for_evaluation(twins), shards=shards)
     tiles = []
     for number, tile in enumerate(done.tiles):
         split = run(graph, *tile_passes(number, grids, options, training=False))

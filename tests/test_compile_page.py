@@ -12,10 +12,10 @@ from parity_support import options
 from torch import nn
 
 from gemsc.compiler import Traced, lower, trace
+from gemsc.costs.signature import signature
 from gemsc.passes import annotate
 from gemsc.passes.base import Pass
 from gemsc.passes.manager import Runs
-from gemsc.passes.signature import signature
 
 
 @pytest.fixture(scope="module")

@@ -51,12 +51,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     # an operation on tiles is one function for the graph and for a rank
     "ir": ("errors", "base", "messages", "runtime.tiles"),
-    "costs": IR,
+    "costs": (*IR, "messages"),
     "frontend": COSTS,
     "planner": PLANNER,
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
     "passes.spatial": (*COSTS, "messages", "runtime.tiles"),
-    "passes.shards": ("errors",),
+    "passes.shards": (*COSTS, "messages", "runtime.tiles", "passes.spatial"),
     "passes": (*PLANNER, "passes.spatial", "passes.shards", "runtime.tiles"),
     "search": PLANNER,
     # what is proved of a file is what a rank reads in it

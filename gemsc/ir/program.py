@@ -12,6 +12,7 @@ from gemsc.base.parts import Part
 from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.halos import Halos
 from gemsc.ir.meta import TensorSpec, facts, location
+from gemsc.ir.shards import StageShards
 
 __all__ = [
     "Barrier",
@@ -205,6 +206,7 @@ class Program:
     `only_dtype` says why the program can run in the dtype of the trace only, "" if it
     can run in others.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter.
+    `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only.
     `facts` says that all nodes have them. `halos` are what tiles have beyond their own
     parts; `tile` is the one of each grid that runs the graph (`tile % size` of smaller
@@ -231,6 +233,7 @@ class Program:
     transfers: tuple[Transfer, ...] | None = None
     facts: bool | None = None
     halos: Halos | None = None
+    shards: dict[int, StageShards] = field(default_factory=dict)
     optimizer_bytes: dict[str, int] = field(default_factory=dict)
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.hardware import Device, read_hardware
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
+from gemsc.costs.signature import signature
 from gemsc.costs.times import seconds
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
@@ -34,7 +35,6 @@ from gemsc.ir.shape_grid import told_of_sums
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
-from gemsc.passes.signature import signature
 from gemsc.runtime.tiles.saving import saved_parts
 
 __all__ = ["Annotate", "Known", "annotate"]

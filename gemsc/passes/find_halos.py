@@ -13,10 +13,10 @@ from gemsc.base.grid_shape import GridShape
 from gemsc.ir.halos import Halos
 from gemsc.ir.program import Placement, Program
 from gemsc.passes.base import Pass
+from gemsc.passes.shards.lowering import lower_node
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.fusing import choose_fused
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.rules import lower_call
 from gemsc.planner.tiles import exchanges
 
 __all__ = ["FindHalos"]
@@ -52,7 +52,7 @@ class FindHalos(Pass):
 
     def _lowering(self, program: Program, halos: Halos | None = None) -> Lowering:
         probe = probe_of(program)
-        return Lowering(program, self.grids, 0, probe, lower_call, halos=halos)
+        return Lowering(program, self.grids, 0, probe, lower_node, halos=halos)
 
 
 def _traffic(program: Program) -> dict[int, tuple[int, int]]:

@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.parts import Part
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
+from gemsc.passes.shards.local import put_parts
+from gemsc.passes.shards.lowering import lower_node
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.rules import lower_call
 
 __all__ = ["SplitTiles"]
 
@@ -61,11 +63,23 @@ class SplitTiles(Pass):
             self.grids,
             self.tile,
             probe_of(program),
-            lower_call,
+            lower_node,
             halos=halos,
             training=self.training,
         )
-        lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused)
+        parts = _parts(program, self.tile)
+        names = {alias: parts[n] for alias, n in program.aliases.items() if n in parts}
+        lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused, parts=parts)
+        put_parts(lowered.module, parts | names)
         for node in lowered.graph.nodes:
             meta.drop_facts(node)
         return lowered
+
+
+def _parts(program: Program, tile: int) -> dict[str, Part]:
+    """Return what one rank of each grid has of the tensors that are cut."""
+    return {
+        each.name: each.parts[tile % shards.count]
+        for shards in program.shards.values()
+        for each in shards.cut
+    }

@@ -21,6 +21,7 @@ __all__ = [
     "Dim",
     "Dims",
     "Factor",
+    "fixed",
     "freeze",
     "fresh",
     "leaves",
@@ -119,7 +120,7 @@ def take(dim: Dim, size: int, reason: str) -> tuple[Dim, Dim]:
     parts = _outer(dim, size)
     if parts is None:
         freeze(dim, reason)
-        return _fixed(size, reason), _fixed(whole // size, reason)
+        return fixed(size, reason), fixed(whole // size, reason)
     return parts
 
 
@@ -136,7 +137,7 @@ def regroup(dims: Dims, shape: tuple[int, ...], reason: str) -> Dims:
     if size_of(rest) != prod(shape):
         raise InternalError(f"{size_of(rest)} elements are not viewed as {shape}")
     if 0 in shape:
-        return [_fixed(size, "it is empty") for size in shape]
+        return [fixed(size, "it is empty") for size in shape]
     result: Dims = []
     while len(result) < len(shape):
         start = len(result)
@@ -150,11 +151,12 @@ def regroup(dims: Dims, shape: tuple[int, ...], reason: str) -> Dims:
             result.append(run)
         else:
             freeze(run, reason)
-            result += [_fixed(size, reason) for size in shape[start:stop]]
+            result += [fixed(size, reason) for size in shape[start:stop]]
     return result
 
 
-def _fixed(size: int, reason: str) -> Dim:
+def fixed(size: int, reason: str) -> Dim:
+    """Return a dimension that is like no other, and stays whole."""
     dim = fresh(size)
     freeze(dim, reason)
     return dim

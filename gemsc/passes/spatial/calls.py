@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ _INSTANCE_NORM = (
 _LOSS = "input target size_average reduce reduction"
 _WEIGHTED = "input target weight size_average reduce reduction"
 _REDUCTION = "input dim keepdim dtype"
+_EMBEDDING = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+_ATTENTION = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,14 @@ _ALIKE = {
     "repeat": ("repeat", "input repeats"),
     "tile": ("repeat", "input dims"),
     "prelu": ("channels", "input weight"),
+    "matmul": ("matmul", "input other"),
+    "bmm": ("matmul", "input other"),
+    "mm": ("matmul", "input other"),
+    "addmm": ("addmm", "input mat1 mat2 beta alpha"),
+    "baddbmm": ("addmm", "input mat1 mat2 beta alpha"),
+    "chunk": ("chunk", "input chunks dim"),
+    "split": ("split", "input split_size dim"),
+    "unbind": ("unbind", "input dim"),
     "roll": ("roll", "input shifts dim"),
     "flip": ("flip", "input dims"),
     "softmax": ("softmax", "input dim"),
@@ -178,7 +189,11 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
     yield "instance_norm", "instance_norm", _INSTANCE_NORM
     yield "layer_norm", "layer_norm", "input normalized_shape weight bias eps"
     yield "dropout", "dropout", "input p training inplace"
+    yield "rms_norm", "rms_norm", "input normalized_shape weight eps"
     yield "linear", "linear", "input weight bias"
+    yield "einsum", "einsum", "equation"
+    yield "embedding", "embedding", _EMBEDDING
+    yield "scaled_dot_product_attention", "attention", _ATTENTION
     for name in ("cat", "concat", "concatenate"):
         yield name, "cat", "tensors dim"
     yield "stack", "stack", "tensors dim"
@@ -208,6 +223,7 @@ _FUNCTIONS: dict[Any, tuple[str, str]] = {
     for function in (getattr(torch, name, None), getattr(F, name, None))
     if function is not None
 }
+_FUNCTIONS[operator.matmul] = "matmul", "input other"
 _METHODS = _ALIKE
 
 
@@ -276,6 +292,8 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.LogSoftmax, "log_softmax", "dim"
     yield nn.GLU, "glu", "dim"
     yield nn.Softmax2d, "channels", ""
+    yield nn.RMSNorm, "rms_norm", "normalized_shape eps"
+    yield nn.Embedding, "embedding", "padding_idx max_norm sparse"
     yield nn.Linear, "linear", ""
     yield (
         nn.Upsample,

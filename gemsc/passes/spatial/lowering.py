@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from operator import getitem
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 
 from gemsc.base.boxes import Box, everything, is_inside, shape_of
 from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.base.parts import Part
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
@@ -20,6 +22,7 @@ from gemsc.ir.layout import Layout
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.shape_grid import ShapeGrid
+from gemsc.ir.shards import StageShards
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
@@ -33,6 +36,7 @@ from gemsc.passes.spatial.values import (
     covers,
     held_boxes,
     last_axes,
+    layout_of,
     whole_shape,
 )
 from gemsc.runtime import tiles
@@ -82,6 +86,7 @@ class Lowering:
             for node in stage.nodes
         }
         self._env: dict[fx.Node, Local] = {}
+        self._replaced: dict[fx.Node, Local] = {}  # see `instead`
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
         self._flattened: dict[fx.Node, Flattened] = {}
         self._halos = halos or Halos()
@@ -182,6 +187,34 @@ class Lowering:
         if node.op == "placeholder":
             return self.inputs.any_of(node)
         return self._env[node].node
+
+    @contextmanager
+    def instead(self, locals_: Mapping[fx.Node, Local]) -> Iterator[None]:
+        """Let rules find other values for these nodes."""
+        self._replaced.update(locals_)
+        try:
+            yield
+        finally:
+            for node in locals_:
+                del self._replaced[node]
+
+    @property
+    def stage(self) -> Stage:
+        """The stage at hand."""
+        return self.program.require_stages()[self._stage]
+
+    @property
+    def shards(self) -> StageShards | None:
+        """How the stage at hand is shared, None if its ranks share no channels."""
+        return self.program.shards.get(self._stage)
+
+    def split_axes(self, node: fx.Node) -> Axes | None:
+        """Return how a trunk that is split cuts a value; None if all hold all of it."""
+        assert self.shards is not None
+        dim = dict(self.shards.split).get(node.name)
+        if dim is None or dim < 0:
+            return None
+        return tuple(0 if d == dim else None for d in range(len(whole_shape(node))))
 
     def is_split(self, stage: Stage) -> bool:
         """Whether a stage has a grid."""
@@ -294,8 +327,14 @@ class Lowering:
             return Local(self.spread(node, local.axes), local.axes)
         return local
 
+    def local(self, node: fx.Node) -> Local:
+        """Return a value as the stage at hand has it, whatever that is."""
+        return self._whole_halo(node)
+
     def _whole_halo(self, node: fx.Node) -> Local:
         """Return a value with all that the tile computes or is given of it."""
+        if node in self._replaced:
+            return self._replaced[node]
         if node.op == "placeholder":
             return self.inputs[node, self._form]
         if node.op == "get_attr" or self._stage_of[node] == self._stage:
@@ -310,11 +349,11 @@ class Lowering:
     def _cross(self, node: fx.Node, source: tuple[int, ...]) -> Local:
         """Let a value arrive from a stage with another grid, as what it sends."""
         shape, local = self.shape(node), self._env[node]
-        axes = (
-            last_axes(len(shape), self.grid)
-            if len(shape) == len(self.grid) + 2
-            else None
-        )
+        axes = None
+        if self.shards is not None:
+            axes = self.split_axes(node)
+        elif len(shape) == len(self.grid) + 2:
+            axes = last_axes(len(shape), self.grid)
         if axes is not None and not fits(shape, axes, self.grid):
             axes = None
         held = held_boxes(shape, local.axes, source)
@@ -364,15 +403,20 @@ class Lowering:
         axes: Axes | None,
         *,
         partial: bool = False,
+        parts: tuple[Part, ...] = (),
     ) -> Local:
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
         self._describe(new, like, axes)
+        if parts:
+            own = parts[self.place]
+            layout = layout_of(parts) if own.outer == 1 else None
+            self._describe_part(new, like, layout, own.local_shape)
         if op != "call_module" and (path := meta.layer(like)):
             meta.set_layer(new, path)
         if partial:
             meta.set_layout(new, None)
-        return Local(new, axes)
+        return Local(new, axes, parts)
 
     def _describe(self, new: fx.Node, old: fx.Node, axes: Axes | None) -> None:
         wide = self._halos.wide.get(old.name)
@@ -449,9 +493,45 @@ class Lowering:
         self._describe(new, old, axes)
         return Local(new, axes)
 
+    def shard(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
+        """Return the node that holds this rank's part of a value."""
+        local = self._whole_halo(node)
+        if local.parts == parts:
+            return local.node
+        source, layout = self.whole(node), layout_of(parts)
+        whole = Layout.whole(layout.shape, len(parts))
+        source = self._viewed(source, layout.shape, whole)
+        part = self._part_of(source, layout.shape, whole.boxes, layout.boxes, 0.0)
+        return self._viewed(part, parts[self.place].local_shape, layout)
+
+    def _gathered(self, node: fx.Node, local: Local) -> fx.Node:
+        """Return the node that holds all of a value that is cut among shards."""
+        layout = layout_of(local.parts)
+        whole = Layout.whole(layout.shape, self.tiles)
+        source = self._viewed(local.node, layout.local_shape(self.place), layout)
+        found = self._part_of(source, layout.shape, layout.boxes, whole.boxes, 0.0)
+        return self._viewed(found, whole_shape(node), whole)
+
+    def _viewed(
+        self, source: fx.Node, shape: tuple[int, ...], layout: Layout
+    ) -> fx.Node:
+        """Return the node of the same elements, with other dimensions."""
+        if tuple(meta.value(source).shape) == shape:
+            return source
+        key = (source, shape, self._stage)
+        if key not in self._parts:
+            args = (source, *shape)
+            new = self._create("call_method", "reshape", args, {}, source.name)
+            same = layout.local_shape(self.place) == shape
+            self._describe_part(new, source, layout if same else None, shape)
+            self._parts[key] = new
+        return self._parts[key]
+
     def whole(self, node: fx.Node) -> fx.Node:
         """Return the node that holds all of a value on every tile."""
         local = self._whole_halo(node)
+        if local.parts:
+            return self._gathered(node, local)
         whole = local.node
         if local.axes is not None:
             whole = self.part(node, (everything(self.shape(node)),) * self.tiles)
@@ -484,12 +564,20 @@ class Lowering:
         args = (self.here, partial, *((among,) if among else ()))
         return self.create(like, "call_function", tiles.all_reduce, args, {}, axes)
 
+    def reduce_scatter(self, like: fx.Node, partial: fx.Node, axes: Axes) -> Local:
+        """Add each rank's part of a sum over the ranks, that stands for `like`."""
+        shape = self.shape(like)
+        whole = (everything(shape),) * self.tiles
+        exchange = self.exchange(shape, whole, self.owned(shape, axes), adds=True)
+        args = (self.here, partial, exchange)
+        return self.create(like, "call_function", tiles.redistribute, args, {}, axes)
+
     def barrier(self, node: fx.Node, reason: str) -> Local:
         """Compute a node on whole inputs, on every tile; report it."""
         inputs: dict[fx.Node, fx.Node] = {}
         num_bytes = 0
         for source in node.all_input_nodes:
-            if self.axes(source) is None:
+            if self.axes(source) is None and not self.local(source).parts:
                 continue
             if not isinstance(meta.value(source), Tensor):
                 raise InternalError(f"{source.name} cannot be gathered: no tensor")
@@ -558,17 +646,24 @@ class Lowering:
             new = self._create(
                 "call_function", getitem, (source, index), {}, source.name
             )
-            self._describe_part(new, source, Layout(shape, wanted))
+            layout = Layout(shape, wanted)
+            self._describe_part(new, source, layout, layout.local_shape(self.place))
             self._parts[key] = new
         return self._parts[key]
 
-    def _describe_part(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
+    def _describe_part(
+        self,
+        new: fx.Node,
+        source: fx.Node,
+        layout: Layout | None,
+        shape: tuple[int, ...],
+    ) -> None:
         meta.copy_meta(source, new)
         meta.set_whole_gradients(new, None)
         meta.set_layout(new, layout)
         fake = meta.value(source)
         with fake.fake_mode:
-            meta.set_value(new, fake.new_empty(layout.local_shape(self.place)))
+            meta.set_value(new, fake.new_empty(shape))
 
     def _part_of(
         self,
@@ -589,7 +684,8 @@ class Lowering:
         exchange = self.exchange(shape, held, wanted, fill, owned, wraps)
         args = (self.here, source, exchange)
         new = self._create("call_function", tiles.redistribute, args, {}, source.name)
-        self._describe_part(new, source, Layout(shape, wanted))
+        layout = Layout(shape, wanted)
+        self._describe_part(new, source, layout, layout.local_shape(self.place))
         self._parts[key] = new
         return new
 
@@ -601,9 +697,11 @@ class Lowering:
         fill: float = 0.0,
         owned: tuple[Box, ...] = (),
         wraps: bool = False,
+        adds: bool = False,
     ) -> Exchange:
         """Return the exchange of these boxes: one object for all that are equal."""
         key = (shape, held, wanted, fill, owned, wraps)
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange(len(self._exchanges), *key)
-        return self._exchanges[key]
+        if (*key, adds) not in self._exchanges:
+            made = Exchange(len(self._exchanges), *key, adds=adds)
+            self._exchanges[*key, adds] = made
+        return self._exchanges[*key, adds]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from gemsc.base.boxes import Box, everything, intersection, is_inside
+from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
@@ -19,6 +20,7 @@ __all__ = [
     "covers",
     "held_boxes",
     "last_axes",
+    "layout_of",
     "whole_shape",
 ]
 
@@ -32,11 +34,13 @@ class Local:
     """A value as the lowered graph has it.
 
     `axes` says which of its dimensions are cut; None: every tile holds all of it. Of a
-    tuple of tensors, all have the same axes.
+    tuple of tensors, all have the same axes. `parts` are what each rank has of a value
+    that is cut among shards: heads, features, channels or words.
     """
 
     node: fx.Node
     axes: Axes | None
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,23 @@ def last_axes(dims: int, grid: tuple[int, ...]) -> Axes | None:
         return None
     cuts = tuple(axis if parts > 1 else None for axis, parts in enumerate(grid))
     return (*(None,) * (dims - len(grid)), *cuts)
+
+
+def layout_of(parts: tuple[Part, ...]) -> Layout:
+    """Return the layout of a value of which each rank has one of these parts.
+
+    Where units repeat, their dimension stands there as two: repetitions, and the rest.
+    """
+    first = parts[0]
+    before, after = first.shape[: first.dim], first.shape[first.dim + 1 :]
+    size = first.shape[first.dim] // first.outer
+    repeats = (first.outer,) if first.outer > 1 else ()
+    head, tail = everything((*before, *repeats)), everything(after)
+    boxes = tuple(
+        (*head, (part.rows[0] * part.inner, part.rows[1] * part.inner), *tail)
+        for part in parts
+    )
+    return Layout((*before, *repeats, size, *after), boxes)
 
 
 def covers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gemsc.base.boxes import Box
@@ -32,6 +33,16 @@ def scaled_dot_product_attention(
     computed here are `box` of it. A causal mask needs all queries and keys. It is
     computed as PyTorch does on a CPU: no fused kernel draws a part of a mask.
     """
+    if dropout_p == 0.0:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from gemsc.base.boxes import shape_of
 from gemsc.ir import meta
@@ -26,6 +26,7 @@ __all__ = ["signature"]
 def signature(program: Program) -> Hashable:
     """Return which operators a program runs, on tensors of which sizes."""
     places = {node: place for place, node in enumerate(program.graph.nodes)}
+    tensors: dict[int, int] = {}  # a rank's parts of tensors are objects of its own
 
     def of(value: Any) -> Hashable:
         if isinstance(value, fx.Node):
@@ -38,6 +39,9 @@ def signature(program: Program) -> Hashable:
             return value.start, value.stop, value.step
         if isinstance(value, ShapeGrid):
             return value.num_tiles
+        if isinstance(value, Tensor):
+            number = tensors.setdefault(id(value), len(tensors))
+            return tuple(value.shape), value.dtype, value.requires_grad, number
         return _hashable(value)
 
     def call(node: fx.Node) -> Hashable:

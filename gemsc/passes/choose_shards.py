@@ -1,0 +1,98 @@
+"""Choose shards: what the ranks of a stage share of its heads, features and words.
+
+Example, an encoder's layer on two ranks:
+    attention.qkv.weight   384 x 128: heads 0 to 2 of 4 on the first rank
+    mlp.0.weight           512 x 128: features 0 to 256 of 512
+    norm1.weight           whole: it normalizes over all features
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from gemsc.base.grid_shape import GridShape
+from gemsc.costs.hardware import LinkSpeed
+from gemsc.errors import GemscError
+from gemsc.ir.flow import owned_tensors
+from gemsc.ir.program import Program, Stage
+from gemsc.ir.shards import StageShards
+from gemsc.passes.base import Pass
+from gemsc.passes.shards.analysis import analysis_of
+from gemsc.passes.shards.choice import choose_cuts
+from gemsc.passes.shards.trunk import choose_trunk
+
+__all__ = ["ChooseShards"]
+
+
+@dataclass(frozen=True)
+class ChooseShards(Pass):
+    """Choose what is cut in each stage whose ranks share channels.
+
+    `grids` are as for `SplitTiles`; `link` connects the ranks of a stage. `trunk` says
+    how values outside of the regions are held, `keep_whole` what is not cut. A tied
+    parameter is cut where all stages that hold it cut it alike.
+    """
+
+    name: ClassVar[str] = "choose-shards"
+    requires: ClassVar[tuple[str, ...]] = ("stages", "facts")
+
+    grids: tuple[GridShape, ...]
+    link: LinkSpeed = field(hash=False)
+    trunk: str = "auto"
+    keep_whole: tuple[str, ...] = ()
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with its shards.
+
+        Raises:
+            GemscError: nothing in a stage can be cut, or not in this way.
+        """
+        whole = set(self.keep_whole)
+        while True:
+            shards = {
+                stage.index: self._choose(program, stage, tuple(sorted(whole)))
+                for stage in program.require_stages()
+                if self.grids[stage.index].shards > 1
+            }
+            unlike = _unlike(program, shards)
+            if not unlike:
+                break
+            whole |= unlike
+        return replace(program, shards=shards)
+
+    def _choose(
+        self, program: Program, stage: Stage, keep_whole: tuple[str, ...]
+    ) -> StageShards:
+        count = self.grids[stage.index].shards
+        analysis = analysis_of(program, stage)
+        found = choose_cuts(analysis, count, self.link, keep_whole)
+        if not found.cut:
+            reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
+            raise GemscError(
+                f"--shards {count}: nothing in stage {stage.index} can be cut"
+                + "".join(f"; {reason}" for reason in reasons),
+                help="give this stage one rank, for example --shards "
+                + ",".join(
+                    "1" if index == stage.index else str(grid.shards)
+                    for index, grid in enumerate(self.grids)
+                ),
+            )
+        trunk, split = choose_trunk(analysis, found, self.trunk)
+        return replace(found, trunk=trunk, split=split)
+
+
+def _unlike(program: Program, shards: dict[int, StageShards]) -> set[str]:
+    """Return tied parameters that the stages which hold them do not cut alike."""
+    cuts = {
+        index: {each.name: each.parts for each in stage.cut}
+        for index, stage in shards.items()
+    }
+    found = set()
+    for index, names in enumerate(owned_tensors(program)):
+        for name in names:
+            for parts in cuts.values():
+                holders = name in parts
+                if holders and parts[name] != cuts.get(index, {}).get(name):
+                    found.add(name)
+    return found

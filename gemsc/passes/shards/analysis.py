@@ -1,0 +1,125 @@
+"""The dimensions of all values and parameters of one stage, and what may be cut."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from math import prod
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, fx, nn
+
+from gemsc.ir import meta
+from gemsc.ir.holder import attribute
+from gemsc.ir.program import Program, Stage
+from gemsc.passes.shards.equations import Roles
+from gemsc.passes.shards.factors import Dims, Factor, freeze, fresh, leaves
+from gemsc.passes.shards.rules import roles_of
+from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.classify import probe_of
+
+__all__ = ["Analysis", "Place", "analysis_of", "place_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a factor is in a tensor: in which dimension, and how often it repeats."""
+
+    dim: int
+    outer: int
+
+
+@dataclass
+class Analysis:
+    """The factors of a stage's values and parameters, once all operations are known.
+
+    `calls` and `roles` are those of each node. What goes from stage to stage is frozen.
+    """
+
+    program: Program
+    stage: Stage
+    calls: dict[fx.Node, Call] = field(default_factory=dict)
+    roles: dict[fx.Node, Roles] = field(default_factory=dict)
+    parameters: dict[str, Dims] = field(default_factory=dict)
+    values: dict[fx.Node, Dims] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        probe, inside = probe_of(self.program), set(self.stage.nodes)
+        for node in self.stage.nodes:
+            source = node.args[0] if node.target is operator.getitem else None
+            if isinstance(source, fx.Node) and not _is_tensor(source):
+                self.roles[node] = self._taken(node, source)
+            else:
+                call, roles = roles_of(self.program, probe, node, self.dims)
+                self.calls[node], self.roles[node] = call, roles
+            self.values[node] = self.roles[node].result
+        for node in self.stage.nodes:
+            others = set(node.users) - inside
+            outside = [n for n in node.all_input_nodes if n not in inside]
+            if any(user.op != "output" for user in others):
+                outside.append(node)
+            for value in outside:
+                if value.op != "get_attr" and _is_tensor(value):
+                    for dim in self.dims(value):
+                        freeze(dim, "it goes from stage to stage")
+
+    def dims(self, of: fx.Node | str) -> Dims:
+        """Return the dimensions of a value, or of a parameter or buffer by its path."""
+        if isinstance(of, fx.Node) and of.op != "get_attr":
+            if of not in self.values:  # it comes from elsewhere
+                self.values[of] = [fresh(size) for size in meta.spec(of).shape]
+            return self.values[of]
+        path = str(of.target) if isinstance(of, fx.Node) else of
+        path = self.program.aliases.get(path, path)
+        if path not in self.parameters:
+            shape = attribute(self.program.module, path).shape
+            self.parameters[path] = [fresh(size) for size in shape]
+        return self.parameters[path]
+
+    def _taken(self, node: fx.Node, source: fx.Node) -> Roles:
+        """Return the roles of one of several values that a node gave."""
+        given = self.roles[source].results if source in self.roles else None
+        index = node.args[1]
+        if not _is_tensor(node):
+            return Roles()
+        if given is None or not isinstance(index, int) or len(given) <= index:
+            return Roles(result=[fresh(size) for size in meta.spec(node).shape])
+        dims = given[index]
+        return Roles({str(place): dim for place, dim in enumerate(dims)}, result=dims)
+
+    def roots(self, node: fx.Node) -> dict[Factor, set[str]]:
+        """Return the factors that a node knows of, with the letters that have them."""
+        found: dict[Factor, set[str]] = {}
+        for letter, dim in self.roles[node].letters.items():
+            for factor in leaves(dim):
+                found.setdefault(factor, set()).add(letter)
+        return found
+
+    def is_summed(self, node: fx.Node, factor: Factor) -> bool:
+        """Whether a node sums over a factor: if that is cut, it computes an addend."""
+        return bool(self.roots(node)[factor] & self.roles[node].summed)
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[int, Analysis]] = WeakKeyDictionary()
+
+
+def analysis_of(program: Program, stage: Stage) -> Analysis:
+    """Return the analysis of a stage, the same for all ranks."""
+    known = _KNOWN.setdefault(program.module, {})
+    if stage.index not in known or known[stage.index].stage != stage:
+        known[stage.index] = Analysis(program, stage)
+    return known[stage.index]
+
+
+def place_of(dims: Dims, factor: Factor) -> Place | None:
+    """Return where a factor is among dimensions, None if it is not."""
+    for number, dim in enumerate(dims):
+        found = leaves(dim)
+        if factor in found:
+            before = found[: found.index(factor)]
+            return Place(number, prod(each.size for each in before))
+    return None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(meta.value(node), Tensor)

@@ -1,0 +1,250 @@
+"""Choose what is cut in a stage: factors of weights that save most, together.
+
+Two factors that one operation knows of exclude each other: at most one is cut there.
+So the choice is a heaviest set of factors of which no two meet; a factor weighs the
+seconds that it saves, less those of the sums that it needs. A transformer's factors
+are its heads, its hidden features and its words, and none of them meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import fx
+
+from gemsc.base.parts import Part
+from gemsc.costs.hardware import LinkSpeed
+from gemsc.errors import GemscError
+from gemsc.ir import meta
+from gemsc.ir.shards import CutTensor, StageShards, WholeTensor
+from gemsc.passes.shards.analysis import Analysis, place_of
+from gemsc.passes.shards.factors import Factor, leaves
+from gemsc.passes.spatial.cuts import cut
+
+__all__ = ["choose_cuts", "chosen_factors"]
+
+NOUNS = {"attention": "head", "embedding": "word", "conv": "channel"}
+LEAST = 1e-3  # of what it saves: what a factor weighs whose sums cost more than that
+
+
+@dataclass
+class _Candidate:
+    """A factor that may be cut: its tensors, the nodes that know it, what it weighs."""
+
+    factor: Factor
+    names: list[str] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    meets: set[Factor] = field(default_factory=set)
+    weight: float = 0.0
+    noun: str = "feature"
+
+
+def choose_cuts(
+    analysis: Analysis,
+    count: int,
+    link: LinkSpeed,
+    keep_whole: Sequence[str] = (),
+    only: frozenset[str] | None = None,
+) -> StageShards:
+    """Return what is cut over `count` ranks, all else whole.
+
+    `keep_whole` are modules and tensors that stay whole. With `only`, what is cut are
+    those tensors.
+    """
+    found = _candidates(analysis, count, keep_whole, only)
+    for candidate in found.values():
+        _weigh(analysis, candidate, count, link)
+    chosen = _heaviest(found)
+    cuts = []
+    for factor in chosen:
+        noun = found[factor].noun
+        cuts += [
+            CutTensor(name, noun, _parts(analysis, name, factor, count))
+            for name in found[factor].names
+        ]
+    order = list(analysis.parameters)
+    cuts.sort(key=lambda each: order.index(each.name))
+    whole = _left_whole(analysis, found, chosen, keep_whole)
+    return StageShards(count, "whole", tuple(cuts), whole)
+
+
+def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]:
+    """Return the factors that are cut, and what a unit of each is called.
+
+    Raises:
+        GemscError: in this graph, that of evaluation, they cannot be.
+    """
+    found: dict[Factor, str] = {}
+    for each in shards.cut:
+        part = each.parts[0]
+        outer = 1
+        for factor in leaves(analysis.dims(each.name)[part.dim]):
+            if (outer, factor.size) == (part.outer, part.units) and not factor.frozen:
+                found.setdefault(factor, each.noun)
+                break
+            outer *= factor.size
+        else:
+            raise GemscError(
+                f"'{each.name}' is cut in training and cannot be in evaluation, which "
+                "computes something else",
+                help=f"keep it whole: --whole {each.name}",
+            )
+    return found
+
+
+def _candidates(
+    analysis: Analysis,
+    count: int,
+    keep_whole: Sequence[str],
+    only: frozenset[str] | None,
+) -> dict[Factor, _Candidate]:
+    found, refused = _of_parameters(analysis, count, keep_whole, only)
+    for node in analysis.stage.nodes:
+        roots = analysis.roots(node)
+        for factor, letters in roots.items():
+            if factor not in found:
+                continue
+            if len(letters) > 1:
+                refused.add(factor)
+            candidate = found[factor]
+            candidate.nodes.append(node)
+            candidate.meets |= {other for other in roots if other in found}
+            kind = analysis.calls[node].kind if node in analysis.calls else ""
+            candidate.noun = _noun(candidate.noun, kind, letters)
+    for factor in refused:
+        found.pop(factor, None)
+    for factor, candidate in found.items():
+        candidate.meets &= found.keys() - {factor}
+    return found
+
+
+def _of_parameters(
+    analysis: Analysis,
+    count: int,
+    keep_whole: Sequence[str],
+    only: frozenset[str] | None,
+) -> tuple[dict[Factor, _Candidate], set[Factor]]:
+    """Return the factors of parameters, and those of them that must stay whole."""
+    found: dict[Factor, _Candidate] = {}
+    refused: set[Factor] = set()
+    for name, dims in analysis.parameters.items():
+        kept = _is_kept(name, keep_whole) or (only is not None and name not in only)
+        factors = [factor for dim in dims for factor in leaves(dim)]
+        for factor in factors:
+            if kept or factors.count(factor) > 1 or factor.size < count:
+                refused.add(factor)
+            elif not factor.frozen:
+                found.setdefault(factor, _Candidate(factor)).names.append(name)
+    return found, refused
+
+
+def _is_kept(name: str, keep_whole: Sequence[str]) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for path in keep_whole)
+
+
+def _noun(known: str, kind: str, letters: set[str]) -> str:
+    """Return what a unit is called: a letter of attention's batch is a head."""
+    if known == "head" or kind not in NOUNS:
+        return known
+    if kind == "attention" and not letters & {"h", "b0"}:
+        return known
+    if kind == "embedding" and "v" not in letters:
+        return known
+    return NOUNS[kind]
+
+
+def _weigh(
+    analysis: Analysis, candidate: _Candidate, count: int, link: LinkSpeed
+) -> None:
+    """Weigh the seconds that a cut saves, and those of its sums, both ways."""
+    factor = candidate.factor
+    largest = max(stop - start for start, stop in cut(factor.size, count))
+    saved = spent = 0.0
+    for node in candidate.nodes:
+        facts = meta.facts(node)
+        seconds = facts.forward_seconds + facts.backward_seconds
+        saved += seconds * (1 - largest / factor.size)
+        if analysis.is_summed(node, factor):
+            spent += 4 * link.seconds(facts.output_bytes * (count - 1) // count)
+    candidate.weight = max(saved - spent, saved * LEAST)
+
+
+def _heaviest(found: dict[Factor, _Candidate]) -> list[Factor]:
+    """Return the heaviest set of factors of which no two meet: branch and bound.
+
+    A factor that meets none is taken; else the one that meets most is tried both ways,
+    which leaves parts that have nothing to do with each other.
+    """
+    best = _heaviest_of(found, frozenset(found))
+    return [factor for factor in found if factor in best]
+
+
+def _heaviest_of(
+    found: dict[Factor, _Candidate], among: frozenset[Factor]
+) -> frozenset[Factor]:
+    result: frozenset[Factor] = frozenset()
+    for part in _connected(found, among):
+        hub = max(part, key=lambda each: (len(found[each].meets & part), each.size))
+        meeting = found[hub].meets & part
+        if not meeting:
+            result |= part
+            continue
+        with_hub = _heaviest_of(found, part - meeting - {hub}) | {hub}
+        without = _heaviest_of(found, part - {hub})
+        weights = [
+            sum(found[each].weight for each in chosen) for chosen in (with_hub, without)
+        ]
+        result |= with_hub if weights[0] >= weights[1] else without
+    return result
+
+
+def _connected(
+    found: dict[Factor, _Candidate], among: frozenset[Factor]
+) -> list[frozenset[Factor]]:
+    """Return the parts of which no factor meets one of another part."""
+    left, parts = set(among), []
+    while left:
+        part, reached = set(), {left.pop()}
+        while reached:
+            part |= reached
+            left -= reached
+            reached = {n for each in reached for n in found[each].meets} & left
+        parts.append(frozenset(part))
+    return parts
+
+
+def _parts(
+    analysis: Analysis, name: str, factor: Factor, count: int
+) -> tuple[Part, ...]:
+    dims = analysis.dims(name)
+    place = place_of(dims, factor)
+    assert place is not None
+    shape = tuple(prod(each.size for each in leaves(dim)) for dim in dims)
+    return tuple(
+        Part(shape, place.dim, place.outer, factor.size, rows)
+        for rows in cut(factor.size, count)
+    )
+
+
+def _left_whole(
+    analysis: Analysis,
+    found: dict[Factor, _Candidate],
+    chosen: Sequence[Factor],
+    keep_whole: Sequence[str],
+) -> tuple[WholeTensor, ...]:
+    """Return the parameters that stay whole, the largest first, and why."""
+    cut_names = {name for factor in chosen for name in found[factor].names}
+    trained = dict(analysis.program.module.named_parameters())
+    whole = []
+    for name, dims in analysis.parameters.items():
+        if name in cut_names or name not in trained:
+            continue
+        factors = [factor for dim in dims for factor in leaves(dim)]
+        reasons = [factor.frozen for factor in factors if factor.frozen]
+        reason = reasons[0] if reasons else "it would need more sums than it saves"
+        if _is_kept(name, keep_whole):
+            reason = "--whole"
+        whole.append(WholeTensor(name, trained[name].nbytes, reason))
+    return tuple(sorted(whole, key=lambda each: -each.num_bytes))

@@ -1,0 +1,113 @@
+"""One operation inside a region: what a rank takes of its inputs, and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor, fx
+
+from gemsc.base.parts import Part
+from gemsc.ir import meta
+from gemsc.ir.holder import attribute
+from gemsc.passes.shards.analysis import Analysis, place_of
+from gemsc.passes.shards.factors import Dims, Factor, leaves
+from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.cuts import cut
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local
+
+__all__ = ["Inside", "cut_parts"]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A node that knows a factor that is cut, on the rank at hand."""
+
+    low: Lowering
+    analysis: Analysis
+    factor: Factor
+    node: fx.Node
+
+    @property
+    def call(self) -> Call:
+        """What the node computes."""
+        return self.analysis.calls[self.node]
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether each rank computes an addend of the result."""
+        return self.analysis.is_summed(self.node, self.factor)
+
+    def letter(self, letter: str) -> bool:
+        """Whether the factor is in the dimension with this letter."""
+        return letter in self.analysis.roots(self.node)[self.factor]
+
+    def parts(self, source: fx.Node | None = None) -> tuple[Part, ...]:
+        """Return what each rank has of an input, of the result without; () if all."""
+        of = source or self.node
+        if not isinstance(meta.value(of), Tensor):
+            return ()
+        return cut_parts(self.analysis.dims(of), self.factor, self.low.tiles)
+
+    @property
+    def own(self) -> Part:
+        """What this rank has of the result."""
+        return self.parts()[self.low.place]
+
+    def input(self, source: fx.Node) -> fx.Node:
+        """Return the node of this rank's part of an input, or of all of it."""
+        if not isinstance(meta.value(source), Tensor):
+            return self.low.get(source).node
+        if source.op == "get_attr":
+            return self.parameter(str(source.target))
+        parts = self.parts(source)
+        return self.low.shard(source, parts) if parts else self.low.whole(source)
+
+    def tensor(self, name: str) -> fx.Node | None:
+        """Return the node of a layer's or a function's tensor; None if not given."""
+        if self.call.layer is None:
+            given = self.call.get(name)
+            return None if given is None else self.input(given)
+        if getattr(self.call.layer, name) is None:
+            return None
+        return self.parameter(f"{self.node.target}.{name}")
+
+    def parameter(self, path: str) -> fx.Node:
+        """Return the node of this rank's part of a parameter, or of all of it."""
+        tensor = attribute(self.low.program.module, path)
+        parts = cut_parts(self.analysis.dims(path), self.factor, self.low.tiles)
+        shape = parts[self.low.place].local_shape if parts else tensor.shape
+        new = self.low.graph.get_attr(path)
+        fake = meta.value(self.node)
+        with fake.fake_mode:
+            meta.set_value(new, fake.new_empty(shape, dtype=tensor.dtype))
+        return new
+
+    def create(self, op: str, target: Any, args: Any, kwargs: Any) -> Local:
+        """Add a node of this rank's part of the result."""
+        parts, partial = self.parts(), self.is_summed
+        make = self.low.create
+        return make(
+            self.node, op, target, args, kwargs, None, parts=parts, partial=partial
+        )
+
+    def added_up(self, addend: fx.Node) -> Local:
+        """Return the sum over the ranks, of all or of this rank's part of the trunk."""
+        axes = self.low.split_axes(self.node)
+        if axes is None:
+            return self.low.all_reduce(self.node, addend)
+        return self.low.reduce_scatter(self.node, addend, axes)
+
+
+def cut_parts(dims: Dims, factor: Factor, count: int) -> tuple[Part, ...]:
+    """Return what each rank has of a tensor, () where it does not know the factor."""
+    place = place_of(dims, factor)
+    if place is None:
+        return ()
+    shape = tuple(prod(each.size for each in leaves(dim)) for dim in dims)
+    return tuple(
+        Part(shape, place.dim, place.outer, factor.size, rows)
+        for rows in cut(factor.size, count)
+    )

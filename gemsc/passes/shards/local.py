@@ -1,0 +1,92 @@
+"""Local layers: the user's, smaller, with a rank's parts of parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gemsc.base.parts import Part
+from gemsc.ir.holder import attribute, put_layer, shallow_copy
+
+__all__ = ["put_parts"]
+
+# the settings that say how large a layer's tensors are: (tensor, dimension)
+_SIZES: dict[str, tuple[str, int]] = {
+    "out_features": ("weight", 0),
+    "in_features": ("weight", 1),
+    "num_embeddings": ("weight", 0),
+    "embedding_dim": ("weight", 1),
+    "num_features": ("running_mean", 0),
+    "num_channels": ("weight", 0),
+    "num_parameters": ("weight", 0),
+}
+
+
+def put_parts(module: fx.GraphModule, parts: Mapping[str, Part]) -> None:
+    """Give a module smaller layers and parameters, whose memory holds nothing yet.
+
+    The user's own module and layers stay as they are. A tied parameter has its part
+    under each of its names.
+    """
+    own_parts: dict[str, dict[str, Part]] = {}
+    for name, part in parts.items():
+        path, _, last = name.rpartition(".")
+        own_parts.setdefault(path, {})[last] = part
+    made: dict[int, Tensor] = {}  # by the whole tensor: tied ones are one
+    for path, own in own_parts.items():
+        owner: nn.Module = module
+        if path:
+            owner = shallow_copy(module.get_submodule(path))
+            put_layer(module, path, owner)
+        owner.__dict__["_parameters"] = dict(owner._parameters)
+        owner.__dict__["_buffers"] = dict(owner._buffers)
+        before = {name: attribute(owner, name) for name in own}
+        for name, part in own.items():
+            whole = before[name]
+            tensor = made.setdefault(id(whole), _empty(whole, part))
+            slots: dict[str, Any] = owner._parameters
+            slots = slots if name in slots else owner._buffers
+            slots[name] = tensor
+        _resize(owner, own)
+
+
+def _empty(whole: Tensor, part: Part) -> Tensor:
+    local = torch.empty(part.local_shape, dtype=whole.dtype)
+    if isinstance(whole, nn.Parameter):
+        return nn.Parameter(local, requires_grad=whole.requires_grad)
+    return local
+
+
+def _resize(layer: Any, parts: Mapping[str, Part]) -> None:
+    """Let a layer's settings fit its tensors."""
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        _resize_convolution(layer, parts.get("weight"))
+        return
+    for setting, (name, dim) in _SIZES.items():
+        tensor = getattr(layer, name, None)
+        if hasattr(layer, setting) and isinstance(tensor, Tensor):
+            if setting == "num_channels":  # of a GroupNorm: whole groups
+                groups = layer.num_groups * tensor.shape[0]
+                layer.num_groups = groups // layer.num_channels
+            setattr(layer, setting, tensor.shape[dim])
+
+
+def _resize_convolution(layer: Any, part: Part | None) -> None:
+    """Let the channels fit the weight: [out, in / groups, ...] or [in, out / groups].
+
+    Groups are cut where the dimension that has them is, in whole groups; what is cut
+    inside of each group leaves as many.
+    """
+    if part is None:
+        return
+    if part.dim == 0 and part.outer * part.units <= layer.groups:
+        layer.groups = layer.groups * (part.rows[1] - part.rows[0]) // part.units
+    first, second = layer.weight.shape[:2]
+    outer, inner = first, second * layer.groups
+    if layer.transposed:
+        layer.in_channels, layer.out_channels = outer, inner
+    else:
+        layer.out_channels, layer.in_channels = outer, inner

@@ -1,0 +1,86 @@
+"""Lower a stage whose ranks share heads, channels, features or words.
+
+Where an operation knows a factor that is cut, a rank computes its part:
+
+    %qkv = call_module attention.qkv(%norm1)     # 8 x 64 x 384
+    %qkv = call_module attention.qkv(%norm1)     # 8 x 64 x 192: heads 0 to 2 of 4
+
+An operation that sums over the factor gives an addend; the ranks add theirs up at once,
+to the whole value, or to each rank's samples where the trunk is split:
+
+    %out = linear(%mixed, %attention.out.weight)       # an addend
+    %out_1 = all_reduce(grid, %out)
+    %out_2 = add(%out_1, %attention.out.bias)
+
+All others are outside of the regions: they are lowered as on tiles.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+
+from gemsc.ir import meta
+from gemsc.passes.shards.analysis import Analysis, analysis_of, place_of
+from gemsc.passes.shards.choice import chosen_factors
+from gemsc.passes.shards.factors import Factor, leaves
+from gemsc.passes.shards.inside import Inside
+from gemsc.passes.shards.operations import compute
+from gemsc.passes.spatial.cuts import Axes
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.rules import lower_call
+from gemsc.passes.spatial.values import Local, whole_shape
+
+__all__ = ["lower_node"]
+
+
+def lower_node(low: Lowering, node: fx.Node) -> Local:
+    """Lower a node of a stage that is split: on tiles, or among shards.
+
+    Raises:
+        Refused: its inputs must be gathered.
+    """
+    if low.shards is None:
+        return lower_call(low, node)
+    analysis = analysis_of(low.program, low.stage)
+    known = analysis.roots(node)
+    for factor in chosen_factors(analysis, low.shards):
+        if factor in known:  # no two that are cut meet
+            return compute(Inside(low, analysis, factor, node))
+    return _outside(low, analysis, node)
+
+
+def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
+    """Lower a node outside of the regions: of split values where the trunk is split."""
+    assert low.shards is not None
+    is_split = node.name in dict(low.shards.split)
+    trunk = _trunk(low, analysis) if is_split else None
+    given: dict[fx.Node, Local] = {}
+    for source in node.all_input_nodes:
+        if source.op != "get_attr" and isinstance(meta.value(source), Tensor):
+            axes = _axes(analysis, source, trunk)
+            local = low.local(source)
+            if local.axes != axes or local.parts:
+                given[source] = Local(low.spread(source, axes), axes)
+    with low.instead(given):
+        return lower_call(low, node)
+
+
+def _trunk(low: Lowering, analysis: Analysis) -> Factor:
+    """Return the factor by which values outside of the regions are split."""
+    assert low.shards is not None
+    split = dict(low.shards.split)
+    first = next(n for n in analysis.values if split.get(n.name, -1) >= 0)
+    return leaves(analysis.dims(first)[split[first.name]])[0]
+
+
+def _axes(analysis: Analysis, source: fx.Node, trunk: Factor | None) -> Axes | None:
+    """Return how a value is cut where all that has the trunk's factor is split."""
+    place = place_of(analysis.dims(source), trunk) if trunk is not None else None
+    if place is None or place.outer > 1:
+        return None
+    dims = analysis.dims(source)
+    if len(leaves(dims[place.dim])) > 1:
+        return None
+    return tuple(
+        0 if dim == place.dim else None for dim in range(len(whole_shape(source)))
+    )

@@ -1,0 +1,242 @@
+"""OPERATIONS: how a rank computes its part, where that is not the same call on less."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.passes.shards.inside import Inside
+from gemsc.passes.spatial.cuts import cut
+from gemsc.passes.spatial.emit import on_tiles
+from gemsc.passes.spatial.lowering import Local, Refused
+from gemsc.passes.spatial.values import layout_of, whole_shape
+from gemsc.runtime import tiles
+
+__all__ = ["compute"]
+
+
+def compute(x: Inside) -> Local:
+    """Add the nodes that compute this rank's part of a node's value.
+
+    Raises:
+        Refused: all of its inputs must be gathered.
+    """
+    kind = x.call.kind if x.node in x.analysis.calls else ""
+    if kind in OPERATIONS:
+        found = OPERATIONS[kind](x)
+        if found is not None:
+            return found
+    local = _same_call(x)
+    return x.added_up(local.node) if x.is_summed else local
+
+
+def _same_call(x: Inside) -> Local:
+    """Add the same call, of parts; sizes among its arguments are those of the part."""
+    args = fx.node.map_arg(x.node.args, x.input)
+    kwargs = fx.node.map_arg(x.node.kwargs, x.input)
+    name = str(getattr(x.node.target, "__name__", x.node.target))
+    if name in _SIZED:
+        return _SIZED[name](x, args, kwargs)
+    return x.create(x.node.op, x.node.target, args, kwargs)
+
+
+# --------------------------------------------------------- sizes in arguments
+
+
+def _to_shape(x: Inside, args: Any, kwargs: Any) -> Local:
+    name = str(getattr(x.node.target, "__name__", x.node.target))
+    target = name if name in ("view", "expand") else "reshape"
+    return x.create("call_method", target, (args[0], *x.own.local_shape), {})
+
+
+def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
+    source = x.node.all_input_nodes[0]
+    count = len(whole_shape(x.node)) - len(whole_shape(source)) + 1
+    given: Any = x.node.kwargs.get("dim", x.node.args[1:2])
+    dim = int(given[0] if isinstance(given, tuple) else given)
+    dim %= len(whole_shape(source))
+    sizes = x.own.local_shape[dim : dim + count]
+    return x.create("call_method", "unflatten", (args[0], dim, sizes), {})
+
+
+def _split(x: Inside, args: Any, kwargs: Any) -> Local:
+    """Split into as many parts: smaller ones."""
+    source = x.call.input
+    dim = int(x.call.get("dim", 0)) % len(whole_shape(source))
+    parts = x.parts(source)
+    if not parts or parts[0].dim != dim:
+        return x.create(x.node.op, x.node.target, args, kwargs)
+    size = parts[x.low.place].local_shape[dim] // len(meta.value(x.node))
+    return x.create(x.node.op, x.node.target, (args[0], size), {"dim": dim})
+
+
+_SIZED: dict[str, Callable[[Inside, Any, Any], Local]] = {
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _to_shape),
+    "unflatten": _unflattened,
+    "split": _split,
+}
+
+
+# ------------------------------------------------------------- row-parallel
+
+
+def _linear(x: Inside) -> Local | None:
+    """Multiply by the rank's columns; the bias is added once, to the sum."""
+    if not x.is_summed:
+        return None
+    args = x.input(x.call.input), x.tensor("weight")
+    addend = x.create("call_function", F.linear, args, {})
+    return _with_bias(x, x.added_up(addend.node), ())
+
+
+def _convolution(x: Inside) -> Local | None:
+    """Convolve the rank's channels; the bias is added once, to the sum."""
+    if not x.is_summed:
+        return None
+    transposed = x.call.kind == "conv_transpose"
+    names = ["stride", "padding", "dilation"]
+    names += ["output_padding"] if transposed else []
+    settings = {name: x.call[name] for name in names if name in x.call.arguments}
+    if (groups := int(x.call.get("groups", 1))) > 1:
+        settings["groups"] = groups
+    kind = "conv_transpose" if transposed else "conv"
+    function = getattr(F, f"{kind}{x.call.rank}d")
+    args = x.input(x.call.input), x.tensor("weight")
+    addend = x.create("call_function", function, args, settings)
+    return _with_bias(x, x.added_up(addend.node), (-1, *(1,) * x.call.rank))
+
+
+def _addmm(x: Inside) -> Local | None:
+    """Multiply; what is added to the product is added once, to the sum."""
+    if not x.is_summed:
+        return None
+    first, second = x.call["mat1"], x.call["mat2"]
+    args = x.input(first), x.input(second)
+    addend = x.create("call_function", torch.matmul, args, {})
+    bias = x.call.input
+    if len(whole_shape(bias)) == 1:
+        total = x.added_up(addend.node)
+    else:
+        total = x.low.all_reduce(x.node, addend.node)
+    args = total.node, x.input(bias)
+    return x.low.create(x.node, "call_function", operator.add, args, {}, total.axes)
+
+
+def _with_bias(x: Inside, total: Local, view: tuple[int, ...]) -> Local:
+    """Add a layer's bias to the sum, each rank to what it has of it."""
+    bias = x.tensor("bias")
+    if bias is None:
+        return total
+    make = x.low.create
+    if view:
+        bias = make(
+            x.node, "call_method", "view", (bias, *view), {}, None, partial=True
+        ).node
+    args = total.node, bias
+    return make(x.node, "call_function", operator.add, args, {}, total.axes)
+
+
+# ------------------------------------------------- words, losses, random numbers
+
+
+def _embedding(x: Inside) -> Local | None:
+    """Look up the rank's own words; other ranks add the rest."""
+    if not x.is_summed:
+        return None
+    (words,) = cut(x.factor.size, x.low.tiles)[x.low.place :][:1]
+    args: tuple[Any, ...] = (x.input(x.call.input), x.tensor("weight"), words)
+    if (padding := x.call.get("padding_idx")) is not None:
+        args = (*args, padding)
+    addend = x.create("call_function", tiles.embedding, args, {})
+    return x.added_up(addend.node)
+
+
+def _cross_entropy(x: Inside) -> Local | None:
+    """Compare with the logits of the rank's own words."""
+    if not x.letter("c"):
+        raise Refused("its samples are cut among shards")
+    words = cut(x.factor.size, x.low.tiles)[x.low.place]
+    args = x.low.here, x.input(x.call.input), x.low.whole(x.call["target"])
+    settings: dict[str, Any] = {"words": words, "num_words": x.factor.size}
+    function = tiles.parallel_cross_entropy
+    return on_tiles(x.low, x.call, function, args, None, **settings)
+
+
+def _attention(x: Inside) -> Local | None:
+    """Draw the rank's part of the mask of all heads' weights."""
+    if x.call.get("dropout_p") is None:
+        return None
+    query, key = x.call["query"], x.call["key"]
+    shape = (*whole_shape(query)[:-1], whole_shape(key)[-2])
+    whole = [(0, size) for size in shape]
+    own = x.parts(query)[x.low.place]
+    if own.outer > 1 or own.dim > len(shape) - 3:
+        raise Refused("its mask is drawn for the whole value")
+    whole[own.dim] = own.rows[0] * own.inner, own.rows[1] * own.inner
+    names = ("query", "key", "value", "attn_mask")
+    given = [(n, x.call.get(n)) for n in names]
+    args = tuple(x.input(node) for _, node in given if node is not None)
+    settings = {
+        name: x.call[name]
+        for name in ("dropout_p", "is_causal", "scale", "enable_gqa")
+        if x.call.get(name) is not None
+    }
+    settings |= {"shape": shape, "box": tuple(whole)}
+    function = tiles.scaled_dot_product_attention
+    return x.create("call_function", function, args, settings)
+
+
+def _reduced(x: Inside) -> Local | None:
+    """Weigh each rank's mean by its share of all elements; add up."""
+    if not x.is_summed:
+        return None
+    local = _same_call(x)
+    mean = x.call.kind == "mean" or (
+        x.call.kind == "loss" and x.call.get("reduction", "mean") == "mean"
+    )
+    if mean:
+        source = x.call.input
+        share = x.parts(source)[x.low.place].share
+        args = local.node, share
+        make = x.low.create
+        local = make(
+            x.node, "call_function", operator.mul, args, {}, None, partial=True
+        )
+    return x.added_up(local.node)
+
+
+def _dropout(x: Inside) -> Local:
+    """Multiply by the rank's part of the mask of the whole value."""
+    if x.own.outer > 1:
+        raise Refused("its mask is drawn for the whole value")
+    box = layout_of(x.parts()).boxes[x.low.place]
+    settings: dict[str, Any] = {"shape": whole_shape(x.node), "box": box}
+    if x.call.layer is not None:
+        settings["training"] = x.low.trains(x.node)
+    args = (x.input(x.call.input),)
+    if (p := x.call.get("p")) is not None:
+        settings["p"] = p
+    if x.call.layer is None and (mode := x.call.get("training")) is not None:
+        settings["training"] = mode
+    return x.create("call_function", tiles.dropout, args, settings)
+
+
+OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {
+    "linear": _linear,
+    "conv": _convolution,
+    "conv_transpose": _convolution,
+    "addmm": _addmm,
+    "embedding": _embedding,
+    "attention": _attention,
+    "cross_entropy": _cross_entropy,
+    "mean": _reduced,
+    "sum": _reduced,
+    "loss": _reduced,
+    "dropout": _dropout,
+}

@@ -1,0 +1,133 @@
+"""Choose how values outside of the regions are held: whole, or split.
+
+Whole, each rank computes all of norms, dropout and residual additions; split by samples
+or by tokens, its part of them. Then what goes into a region is gathered, and what comes
+out of it is reduced and scattered: as many bytes as the sums of a whole trunk take
+(Korthikanti et al., Reducing activation recomputation in large transformers, 2022).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor, fx
+
+from gemsc.errors import GemscError
+from gemsc.ir import meta
+from gemsc.ir.shards import StageShards
+from gemsc.passes.shards.analysis import Analysis, place_of
+from gemsc.passes.shards.choice import chosen_factors
+from gemsc.passes.shards.factors import Factor, leaves
+
+__all__ = ["choose_trunk"]
+
+GAIN = 0.05  # of a stage's seconds on a rank: what a split must save to be worth it
+SUMS = frozenset({"loss", "cross_entropy", "mean", "sum"})
+DIMS = {"batch": 0, "sequence": 1}
+
+Split = tuple[tuple[str, int], ...]
+
+
+def choose_trunk(
+    analysis: Analysis, shards: StageShards, wanted: str
+) -> tuple[str, Split]:
+    """Return the trunk's kind, and the dimension in which each value is split.
+
+    A value with dimension -1 is whole, computed of split ones.
+
+    Raises:
+        GemscError: what is wanted cannot be.
+    """
+    if wanted == "whole":
+        return "whole", ()
+    cut = set(chosen_factors(analysis, shards))
+    if wanted != "auto":
+        factor = _factor(analysis, cut, DIMS[wanted])
+        _check(factor, wanted, shards.count, analysis)
+        assert factor is not None
+        return wanted, _split(analysis, cut, factor)
+    everything = sum(map(_seconds, analysis.stage.nodes)) / shards.count
+    for kind, dim in DIMS.items():
+        factor = _factor(analysis, cut, dim)
+        if factor is not None and factor.size % shards.count == 0:
+            split = _split(analysis, cut, factor)
+            saved = _saved(analysis, cut, split) * (1 - 1 / shards.count)
+            if saved > GAIN * everything:
+                return kind, split
+    return "whole", ()
+
+
+def _factor(analysis: Analysis, cut: set[Factor], dim: int) -> Factor | None:
+    """Return the factor that most values outside of the regions have as a dimension."""
+    sizes: Counter[Factor] = Counter()
+    for node in analysis.values:
+        if _learns(node) and _is_outside(analysis, cut, node):
+            dims = analysis.dims(node)
+            if len(dims) > max(1, dim) and len(found := leaves(dims[dim])) == 1:
+                sizes[found[0]] += meta.spec(node).num_bytes
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _check(factor: Factor | None, wanted: str, count: int, analysis: Analysis) -> None:
+    stage = analysis.stage
+    if factor is None:
+        raise GemscError(
+            f"--trunk {wanted}: no dimension is common to the values between blocks of "
+            f"stage {stage.index}",
+            at=meta.location(stage.nodes[0]),
+            help="use --trunk whole or --trunk auto",
+        )
+    if factor.size < count:
+        what = "samples" if wanted == "batch" else "tokens"
+        raise GemscError(
+            f"--trunk {wanted} splits {factor.size} {what} over {count} ranks",
+            at=meta.location(stage.nodes[0]),
+            help="put more into example_inputs(), or use --trunk whole",
+        )
+
+
+def _split(analysis: Analysis, cut: set[Factor], factor: Factor) -> Split:
+    """Return the values that are split by a factor, each with its dimension."""
+    found = []
+    for node in analysis.values:
+        if not _learns(node) or not _is_outside(analysis, cut, node):
+            continue
+        place = place_of(analysis.dims(node), factor)
+        if place is not None and leaves(analysis.dims(node)[place.dim]) == [factor]:
+            found.append((node.name, place.dim))
+        elif place is None and _sums(analysis, cut, node, factor):
+            found.append((node.name, -1))
+    return tuple(found)
+
+
+def _sums(analysis: Analysis, cut: set[Factor], node: fx.Node, factor: Factor) -> bool:
+    """Whether a node outside of the regions sums over the factor."""
+    if node not in analysis.calls or analysis.calls[node].kind not in SUMS:
+        return False
+    known = analysis.roots(node)
+    return factor in known and not cut & known.keys()
+
+
+def _is_outside(analysis: Analysis, cut: set[Factor], node: fx.Node) -> bool:
+    """Whether no dimension of a value is cut among the shards."""
+    dims = analysis.dims(node)
+    return not any(factor in cut for dim in dims for factor in leaves(dim))
+
+
+def _learns(node: fx.Node) -> bool:
+    """Whether a value is a tensor that the gradient of the loss flows back into."""
+    return meta.needs_gradient(node) and isinstance(meta.value(node), Tensor)
+
+
+def _saved(analysis: Analysis, cut: set[Factor], split: Split) -> float:
+    names = {name for name, _ in split}
+    return sum(
+        _seconds(node)
+        for node in analysis.stage.nodes
+        if node.name in names and not cut & analysis.roots(node).keys()
+    )
+
+
+def _seconds(node: fx.Node) -> float:
+    facts = meta.facts(node)
+    return facts.forward_seconds + facts.backward_seconds
