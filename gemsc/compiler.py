@@ -17,7 +17,7 @@ from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, TileProgram, Traced
 from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.costs.hardware import Hardware, read_hardware
-from gemsc.costs.optimizer_state import Factory, optimizer_bytes
+from gemsc.costs.optimizer_state import Factory, optimizer_bytes, updated_whole
 from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
@@ -163,8 +163,12 @@ def trace(
         parameters = dict(program.module.named_parameters())
         if optimizer is not None and trains:
             check_optimizer(parameters, optimizer)
-        state = optimizer_bytes(parameters, optimizer if trains else None)
-        program = replace(program, optimizer_bytes=state)
+        factory = optimizer if trains else None
+        program = replace(
+            program,
+            optimizer_bytes=optimizer_bytes(parameters, factory),
+            updated_whole=updated_whole(parameters, factory),
+        )
         if check:
             compare(program)
         if profile:

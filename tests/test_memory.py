@@ -17,10 +17,15 @@ from support import run_on_threads
 from torch import nn
 
 import gemsc
+from gemsc.base.cost import StateBytes
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.costs.hardware import read_hardware
-from gemsc.costs.optimizer_state import optimizer_bytes
+from gemsc.costs.optimizer_state import (
+    check_elementwise,
+    optimizer_bytes,
+    updated_whole,
+)
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.from_plan import task_of, timeline_of
@@ -76,7 +81,13 @@ def test_optimizer_state_is_that_of_a_real_step(optimizer) -> None:
         )
         for name, parameter in copies.items()
     }
-    assert optimizer_bytes(PARAMETERS, optimizer) == wanted
+    found = optimizer_bytes(PARAMETERS, optimizer)
+    assert {name: state.of(1, 1) for name, state in found.items()} == wanted
+
+
+def test_the_state_of_a_part_is_shorter_and_has_all_the_counters() -> None:
+    state = optimizer_bytes(PARAMETERS, adamw)["a"]
+    assert (state.of(15, 15), state.of(5, 15), state.of(0, 15)) == (124, 44, 0)
 
 
 class Looking(torch.optim.Adam):
@@ -91,11 +102,86 @@ class Looking(torch.optim.Adam):
 
 def test_an_optimizer_that_looks_at_numbers_is_measured_small() -> None:
     found = optimizer_bytes(PARAMETERS, lambda p: Looking(p, lr=0.1))
-    assert found == {"a": 2 * 60 + 4, "b": 2 * 28 + 4}
+    assert found == {"a": StateBytes(2 * 60, 4), "b": StateBytes(2 * 28, 4)}
 
 
 def test_no_optimizer_is_plain_sgd() -> None:
     assert optimizer_bytes(PARAMETERS, None) == {}
+    assert updated_whole(PARAMETERS, None) == {}
+
+
+class Lamb(torch.optim.Adam):
+    """Steps of Adam, as long as the weights of a tensor are."""
+
+    def step(self, closure=None):
+        pairs = [(p, p.detach().clone()) for p in self.param_groups[0]["params"]]
+        super().step(closure)
+        with torch.no_grad():
+            for parameter, before in pairs:
+                step = parameter - before
+                parameter.copy_(before + step * before.norm() / step.norm())
+
+
+class Columns(torch.optim.SGD):
+    """Divides the gradients of matrices by their largest in each row."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() == 2:
+                parameter.grad /= parameter.grad.abs().amax(1, keepdim=True)
+        return super().step(closure)
+
+
+def clipped(parameters):
+    """An optimizer that scales all gradients by the norm of all of them."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    whole = optimizer.param_groups[0]["params"]
+    optimizer.register_step_pre_hook(
+        lambda *_: nn.utils.clip_grad_norm_(whole, 0.1) and None
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "wanted"),
+    [
+        (momentum, set()),
+        (lambda p: torch.optim.SGD(p, lr=0.1, nesterov=True, momentum=0.9), set()),
+        (lambda p: torch.optim.Adam(p, amsgrad=True, foreach=False), set()),
+        (adamw, set()),
+        (lambda p: torch.optim.Adagrad(p), set()),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True), set()),
+        (lambda p: Looking(p, lr=0.1), set()),
+        (lambda p: torch.optim.Adafactor(p), {"a", "b"}),
+        (lambda p: Lamb(p, lr=0.1), {"a", "b"}),
+        (lambda p: Columns(p, lr=0.1), {"a"}),
+        (lambda p: torch.optim.Muon([p for n, p in p if n == "a"]), {"a"}),
+        (clipped, {"a", "b"}),
+    ],
+)
+def test_optimizers_that_look_across_a_tensor_are_found(optimizer, wanted) -> None:
+    before = torch.get_rng_state()
+    found = updated_whole(PARAMETERS, optimizer)
+    assert set(found) == wanted
+    assert all(1e-4 < difference < 10 for difference in found.values())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_looks_across_a_tensor_is_not_cut() -> None:
+    differences = {"layers.0.up.weight": 0.03, "layers.1.up.weight": 0.5}
+    check_elementwise(differences, ["layers.0.up.bias"])
+    with pytest.raises(GemscError) as error:
+        check_elementwise(differences, ["layers.0.up.bias", *differences])
+    assert error.value.message == (
+        "optimizer() looks across 'layers.0.up.weight' (its halves step differently, "
+        "by 3e-02)"
+    )
+    assert error.value.help == (
+        "use an elementwise optimizer, or --whole layers.0.up,layers.1.up"
+    )
+    found = updated_whole(PARAMETERS, lambda p: torch.optim.LBFGS([p for _, p in p]))
+    with pytest.raises(GemscError, match="cannot be tried on parts of 'a'"):
+        check_elementwise(found, ["b", "a"][::-1])
 
 
 # ------------------------------------------------------------------ the timeline

@@ -1,10 +1,10 @@
-"""What a stage costs, and a message: one record from the planner to plan.toml."""
+"""What a stage, a message and an optimizer's state cost: records of the planner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Edge", "StageCost"]
+__all__ = ["Edge", "StageCost", "StateBytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +61,19 @@ class Edge:
     gradient: bool = True
     value_bytes: int = 0
     gradient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What an optimizer keeps of a parameter.
+
+    `alike` are the bytes of tensors of the parameter's shape, `fixed` those of others,
+    such as the number of steps.
+    """
+
+    alike: int
+    fixed: int = 0
+
+    def of(self, elements: int, whole: int) -> int:
+        """Return the bytes of the state of some of the parameter's elements."""
+        return self.alike * elements // whole + self.fixed if elements else 0

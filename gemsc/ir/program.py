@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from gemsc.base.cost import StateBytes
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.base.parts import Part
 from gemsc.errors import InternalError, SourceLocation
@@ -205,7 +206,8 @@ class Program:
     `frozen` are the paths of layers that stay in eval mode while the model trains.
     `only_dtype` says why the program can run in the dtype of the trace only, "" if it
     can run in others.
-    `optimizer_bytes` is the state that the optimizer keeps of each parameter.
+    `optimizer_bytes` is the state that the optimizer keeps of each parameter; those in
+    `updated_whole` it does not update element by element.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only.
     `facts` says that all nodes have them. `halos` are what tiles have beyond their own
@@ -234,7 +236,8 @@ class Program:
     facts: bool | None = None
     halos: Halos | None = None
     shards: dict[int, StageShards] = field(default_factory=dict)
-    optimizer_bytes: dict[str, int] = field(default_factory=dict)
+    optimizer_bytes: dict[str, StateBytes] = field(default_factory=dict)
+    updated_whole: dict[str, float] = field(default_factory=dict)
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)
     barriers: tuple[Barrier, ...] = ()

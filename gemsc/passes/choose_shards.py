@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.costs.hardware import LinkSpeed
+from gemsc.costs.optimizer_state import check_elementwise
 from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program, Stage
@@ -46,7 +47,8 @@ class ChooseShards(Pass):
         """Return the program with its shards.
 
         Raises:
-            GemscError: nothing in a stage can be cut, or not in this way.
+            GemscError: nothing in a stage can be cut, or not in this way, or the
+                optimizer does not update what is cut element by element.
         """
         whole = set(self.keep_whole)
         while True:
@@ -59,6 +61,8 @@ class ChooseShards(Pass):
             if not unlike:
                 break
             whole |= unlike
+        names = [each.name for stage in shards.values() for each in stage.cut]
+        check_elementwise(program.updated_whole, names)
         return replace(program, shards=shards)
 
     def _choose(

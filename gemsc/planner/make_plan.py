@@ -22,7 +22,7 @@ from gemsc.ir.program import Barrier, Program
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
 from gemsc.planner.ending import after_backward
-from gemsc.planner.memory import peak_parts, stage_weights
+from gemsc.planner.memory import largest_weights, peak_parts
 from gemsc.planner.predict import micro_batch_size
 from gemsc.planner.tiles import exchanges, moved_bytes
 from gemsc.planner.traffic import step_traffic
@@ -47,7 +47,7 @@ def make_plan(
     placement = program.placement
     assert placement is not None
     first = tiles[0]
-    weights = stage_weights(program)
+    weights = largest_weights(tiles)
     shown = os.path.relpath(source) if source else program.name
     given = {key: value for key, value in asdict(options).items() if value is not None}
     return Plan(

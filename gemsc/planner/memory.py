@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
 
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
 from gemsc.schedules import Task, Timeline, held_bytes
 
-__all__ = ["MemoryParts", "StageWeights", "memory_curve", "peak_parts", "stage_weights"]
+__all__ = [
+    "MemoryParts",
+    "StageWeights",
+    "largest_weights",
+    "memory_curve",
+    "peak_parts",
+    "stage_weights",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +92,36 @@ def stage_weights(program: Program) -> list[StageWeights]:
             StageWeights(
                 parameters=sum(tensor.nbytes for tensor in owned.values()),
                 gradients=sum(tensor.nbytes for tensor in trained.values()),
-                optimizer=sum(program.optimizer_bytes.get(name, 0) for name in trained),
+                optimizer=sum(_state_bytes(program, *each) for each in trained.items()),
             )
         )
     return found
+
+
+def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
+    """Return for each stage what that rank of its grid owns which owns most.
+
+    `tiles` are what the ranks of the largest grid run.
+    """
+    placement = tiles[0].placement
+    assert placement is not None
+    found = [stage_weights(tile) for tile in tiles]
+    return [
+        max(
+            (weights[stage] for weights in found[: len(ranks)]),
+            key=lambda each: each.resident,
+        )
+        for stage, ranks in enumerate(placement.ranks[0])
+    ]
+
+
+def _state_bytes(program: Program, name: str, parameter: Tensor) -> int:
+    """Return what the optimizer keeps of a parameter, or of the part that is here."""
+    if name not in program.optimizer_bytes:
+        return 0
+    part, elements = program.parts.get(name), parameter.numel()
+    whole = prod(part.shape) if part is not None else elements
+    return program.optimizer_bytes[name].of(elements, whole)
 
 
 def _ranks(program: Program) -> list[set[int]]:
