@@ -17,9 +17,25 @@ from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.base.units import show_micro_batches
 from gemsc.errors import GemscError
 
-__all__ = ["Plan", "PlannedStage", "PlannedTransfer", "plan_file"]
+__all__ = [
+    "Plan",
+    "PlannedStage",
+    "PlannedTransfer",
+    "PlannedWhole",
+    "cut_name",
+    "plan_file",
+]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWhole:
+    """Parameters that every shard of a stage holds as a whole, and why; their bytes."""
+
+    reason: str
+    num_bytes: int
+    names: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +50,13 @@ class PlannedStage:
     rank to rank in forward, in `exchanges`. `unfused_exchanges` and
     `unfused_halo_bytes` are those if no wide halo served several layers. `overlapped`
     are the layers whose halo travels while their inner part is computed.
+    `messages` and `sums` are those between the ranks for one micro-batch, forward and
+    backward, with the bytes that all ranks bring; a rank waits `talking_seconds` for
+    them.
+
+    Of shards, `cut` lists the parameters and buffers of which each rank has a part
+    (`mlp.weight.0 of 512 features`: dimension 0), `whole` all other parameters; `trunk`
+    says how values between are held. A line taken out of `cut` keeps that one whole.
     """
 
     index: int
@@ -46,6 +69,14 @@ class PlannedStage:
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
     shards: int = 1
+    trunk: str = ""
+    messages: int = 0
+    message_bytes: int = 0
+    sums: int = 0
+    sum_bytes: int = 0
+    talking_seconds: float = 0.0
+    cut: list[str] = field(default_factory=list)
+    whole: list[PlannedWhole] = field(default_factory=list)
     halo_bytes: int = field(default_factory=int)
     exchanges: int = field(default_factory=int)
     unfused_exchanges: int = field(default_factory=int)
@@ -56,6 +87,11 @@ class PlannedStage:
     def grid(self) -> GridShape:
         """How ranks share the stage."""
         return GridShape(tuple(self.tiles), self.shards)
+
+    @property
+    def units(self) -> str:
+        """What its shards have parts of: `heads, features`."""
+        return ", ".join(dict.fromkeys(text.rpartition(" ")[2] for text in self.cut))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +235,11 @@ class Plan:
         plan = file.build(cls, _check, strict=same)
         _check_rows(plan, file)
         return _map_files(plan, lambda found: os.path.normpath(folder / found))
+
+
+def cut_name(text: str) -> str:
+    """Return the name of the parameter in an entry of `cut`."""
+    return text.partition(" of ")[0].rpartition(".")[0]
 
 
 def plan_file(path: Path) -> TomlFile:

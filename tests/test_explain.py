@@ -30,7 +30,7 @@ def test_equal_stages_lose_what_the_formula_says() -> None:
 
 def test_the_slowest_stage_is_named_with_the_imbalance() -> None:
     why = explain(made_up_plan(4, 64, seconds=(0.01, 0.01, 0.02, 0.01)))
-    assert (why.slowest_stage, why.slowest_rank) == (2, 2)
+    assert (why.slowest_stage, why.slowest_ranks) == (2, "rank 2")
     assert why.imbalance == pytest.approx(0.6)
     assert "stage 2 on rank 2 is slowest, 60% above the average rank" in why.line
     assert "these 8 blocks cannot be balanced better over 4 stages" in why.line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import ceil
 
 from gemsc.errors import GemscError
@@ -13,6 +14,7 @@ __all__ = [
     "show_enough_bytes",
     "show_flops",
     "show_micro_batches",
+    "show_ranks",
     "show_seconds",
 ]
 
@@ -89,3 +91,8 @@ def parse_bytes(text: str) -> int:
             f"{text.strip()}B if bytes are meant",
         )
     return count
+
+
+def show_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, or `ranks 4-7` of a group."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"

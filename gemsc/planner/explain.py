@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gemsc.base.units import show_seconds
+from gemsc.base.units import show_ranks, show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Task, Timeline, replay
@@ -24,7 +24,7 @@ class Explanation:
     the step, or for others in between. `advice` is what would help most.
     """
 
-    slowest_rank: int
+    slowest_ranks: str
     slowest_stage: int
     work_seconds: float
     imbalance_seconds: float
@@ -57,7 +57,7 @@ class Explanation:
     def line(self) -> str:
         """All of it in one line."""
         return (
-            f"stage {self.slowest_stage} on rank {self.slowest_rank} is slowest, "
+            f"stage {self.slowest_stage} on {self.slowest_ranks} is slowest, "
             f"{self.imbalance:.0%} above the average rank; {self.limit}"
             + (f": {self.advice}" if self.advice else "")
         )
@@ -93,7 +93,7 @@ def explain(plan: Plan) -> Explanation:
     slowest_stage = max(stages, key=lambda s: task.stages[s].forward)
     limit, advice = _limit(plan, parts, timeline.makespan, slowest_stage)
     return Explanation(
-        slowest_rank=slowest_rank,
+        slowest_ranks=show_ranks(plan.members[slowest_rank]),
         slowest_stage=slowest_stage,
         work_seconds=mean,
         imbalance_seconds=parts["imbalance"],

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,13 +20,14 @@ from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Barrier, Program
+from gemsc.ir.shards import CutTensor, StageShards, WholeTensor
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan, PlannedStage, PlannedTransfer
+from gemsc.plan import Plan, PlannedStage, PlannedTransfer, PlannedWhole
 from gemsc.planner.ending import after_backward
 from gemsc.planner.memory import largest_weights, peak_parts
-from gemsc.planner.predict import micro_batch_size
+from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.tiles import exchanges, moved_bytes
-from gemsc.planner.traffic import step_traffic
+from gemsc.planner.traffic import stage_traffic, step_traffic
 from gemsc.schedules import Task, Timeline
 
 __all__ = ["make_plan"]
@@ -76,7 +78,7 @@ def make_plan(
             for rank in range(task.num_ranks)
         ],
         places=[list(row) for row in task.placement],
-        stages=_stages(program, first, task),
+        stages=_stages(program, first, task, hardware),
         transfers=_transfers(first, task),
         traffic=asdict(step_traffic(first, task)),
         groups=[list(ranks) for ranks in placement.groups if placement.grids],
@@ -92,7 +94,9 @@ def make_plan(
     )
 
 
-def _stages(program: Program, first: Program, task: Task) -> list[PlannedStage]:
+def _stages(
+    program: Program, first: Program, task: Task, hardware: Hardware
+) -> list[PlannedStage]:
     """Return what each stage holds; `first` is what the first tile of a grid runs."""
     placement = program.placement
     assert placement is not None
@@ -114,6 +118,9 @@ def _stages(program: Program, first: Program, task: Task) -> list[PlannedStage]:
                 offload=_names(program, stage.index, "offload"),
                 tiles=list(placement.grid(stage.index).tiles),
                 shards=placement.grid(stage.index).shards,
+                talking_seconds=sum(talking(first, own, hardware.network)),
+                **asdict(stage_traffic(first, own)),
+                **_shards(first.shards.get(stage.index)),
                 exchanges=size[0],
                 halo_bytes=size[1],
                 unfused_exchanges=unfused[0],
@@ -122,6 +129,33 @@ def _stages(program: Program, first: Program, task: Task) -> list[PlannedStage]:
             )
         )
     return found
+
+
+def _shards(shards: StageShards | None) -> dict[str, Any]:
+    """Return what a stage's ranks share of its parameters, and what they do not."""
+    if shards is None:
+        return {}
+    alike: dict[str, list[WholeTensor]] = {}
+    for each in shards.whole:
+        alike.setdefault(each.reason, []).append(each)
+    whole = [
+        PlannedWhole(
+            reason=reason,
+            num_bytes=sum(each.num_bytes for each in tensors),
+            names=[each.name for each in tensors],
+        )
+        for reason, tensors in alike.items()
+    ]
+    whole.sort(key=lambda each: -each.num_bytes)
+    cut = [_cut_text(each) for each in shards.cut]
+    return {"trunk": shards.trunk, "cut": cut, "whole": whole}
+
+
+def _cut_text(tensor: CutTensor) -> str:
+    """Return `qkv.weight.0 of 3 x 4 heads`: dimension 0 has thrice four heads."""
+    part = tensor.parts[0]
+    outer = f"{part.outer} x " if part.outer > 1 else ""
+    return f"{tensor.name}.{part.dim} of {outer}{part.units} {tensor.noun}s"
 
 
 def _transfers(first: Program, task: Task) -> list[PlannedTransfer]:

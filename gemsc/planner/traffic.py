@@ -20,7 +20,7 @@ from gemsc.messages.message import Message, Value
 from gemsc.planner.tiles import ends, exchanging, traffic_of
 from gemsc.schedules import Task
 
-__all__ = ["StepTraffic", "received_bytes", "step_traffic"]
+__all__ = ["StepTraffic", "received_bytes", "stage_traffic", "step_traffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ def step_traffic(program: Program, task: Task) -> StepTraffic:
     for replica, count in enumerate(task.micro_batches):
         row = task.placement[replica]
         for stage in program.require_stages():
-            total += _inside(program, stage).times(count)
+            total += stage_traffic(program, stage).times(count)
         for transfer in program.transfers or ():
             if row[transfer.source] != row[transfer.dest]:
                 total += _between(program, transfer).times(count)
     return total
 
 
-def _inside(program: Program, stage: Stage) -> StepTraffic:
-    """Return what the tiles of a stage send each other for one micro-batch."""
+def stage_traffic(program: Program, stage: Stage) -> StepTraffic:
+    """Return what the ranks of a stage send each other for one micro-batch."""
     placement = program.placement
     assert placement is not None
     tiles = len(placement.ranks[0][stage.index])

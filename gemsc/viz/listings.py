@@ -29,8 +29,11 @@ def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
     yield _list_stages(plan, most)
     if any(stage.recompute or stage.offload for stage in plan.stages):
         yield _list_not_kept(plan)
-    if plan.groups:
+    if any(stage.tiles for stage in plan.stages):
         yield _list_tiles(plan)
+    if any(stage.cut for stage in plan.stages):
+        yield _list_shards(plan)
+        yield _list_whole(plan, most)
     if plan.barriers:
         yield _list_barriers(plan)
     if plan.skips:
@@ -130,8 +133,40 @@ def _list_tiles(plan: Plan) -> Listing:
     return "tiles (one micro-batch)", columns
 
 
+def _list_shards(plan: Plan) -> Listing:
+    """Return what the ranks of a stage share, and what they send each other for it."""
+    stages = [stage for stage in plan.stages if stage.shards > 1]
+    columns = (
+        column("stage", (s.index for s in stages), left=True),
+        column("shards", (s.shards for s in stages)),
+        column("of", (s.units for s in stages), left=True, shrinks=True),
+        column("trunk", (s.trunk for s in stages), left=True),
+        column("sums", (s.sums // s.shards for s in stages)),
+        column("with", (s.sum_bytes for s in stages), show_bytes, drop=1),
+        column("messages", (s.messages for s in stages)),
+        column("with", (s.message_bytes for s in stages), show_bytes, drop=1),
+        column("take", (s.talking_seconds for s in stages), show_seconds),
+    )
+    return "shards (one micro-batch, forward and backward)", columns
+
+
+def _list_whole(plan: Plan, most: int) -> Listing:
+    """Return the parameters that all shards hold, the largest first, and why."""
+    found = [(s.index, each) for s in plan.stages for each in s.whole]
+    found.sort(key=lambda pair: -pair[1].num_bytes)
+    shown = found[:most]
+    columns = (
+        column("stage", (index for index, _ in shown), left=True),
+        column("parameters", (len(each.names) for _, each in shown)),
+        column("bytes", (each.num_bytes for _, each in shown), show_bytes),
+        column("the first", (e.names[0] for _, e in shown), left=True, shrinks=True),
+        column("because of", (e.reason for _, e in shown), left=True, shrinks=True),
+    )
+    return "whole on every shard" + _of(shown, found), columns
+
+
 def _list_barriers(plan: Plan) -> Listing:
-    """Return the values that split stages had to gather."""
+    """Return the values that stages on tiles had to gather."""
     found = plan.barriers
     columns = (
         column("value", (b["value"] for b in found), left=True),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from gemsc.base.units import show_ranks
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
@@ -152,18 +153,14 @@ def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, 
         [[rank + copy * plan.copy_ranks for rank in ranks] for ranks in plan.members]
         for copy in range(plan.data)
     ]
-    predicted = predicted_panel(task, timeline_of(plan), list(map(_name, copies[0])))
+    predicted = predicted_panel(
+        task, timeline_of(plan), list(map(show_ranks, copies[0]))
+    )
     if not marks:
         return (predicted,)
     groups = [ranks for copy in copies for ranks in copy]
     rows = [marks[ranks[0]] for ranks in groups]
-    return predicted, measured_panel(task, rows, list(map(_name, groups)))
-
-
-def _name(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {ranks[0]}-{ranks[-1]}"
+    return predicted, measured_panel(task, rows, list(map(show_ranks, groups)))
 
 
 def predicted_panel(task: Task, timeline: Timeline, names: Sequence[str] = ()) -> Panel:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from gemsc.base.units import show_seconds
+from gemsc.base.units import show_ranks, show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import timeline_of
 from gemsc.schedules import Action, Kind, Timed
@@ -36,18 +36,19 @@ def grid(plan: Plan) -> str:
 
 
 def strips(plan: Plan, width: int, most_ranks: int) -> list[Text]:
-    """Return a line for each rank, or for a sample of them.
+    """Return a line for each rank or group of ranks, or for a sample of them.
 
     An action fills its time with its name, then dashes (forward) or double dashes
     (backward): `F0----B0========`. Idle time is blank.
     """
     timeline = timeline_of(plan)
     ranks = sample(len(timeline.ranks), most_ranks)
-    label = len(f"rank {ranks[-1]}") + 2
+    names = [show_ranks(members) for members in plan.members]
+    label = max(len(names[rank]) for rank in ranks) + 2
     columns = max(20, width - label)
     per_column = timeline.makespan / columns or 1.0
     lines = [
-        _line(f"rank {rank}".ljust(label), timeline.ranks[rank], columns, per_column)
+        _line(names[rank].ljust(label), timeline.ranks[rank], columns, per_column)
         for rank in ranks
     ]
     note = f"0 to {show_seconds(timeline.makespan)}; F forward, B backward, blank idle"

@@ -184,5 +184,6 @@ def _traffic(plan: Plan) -> Iterator[str]:
     line += show_bytes(found["message_bytes"])
     if found["sums"]:
         calls = found["sums"]
-        line += f", {calls} all-reduces over tiles, {show_bytes(found['sum_bytes'])}"
+        line += f", {calls} all-reduces inside stages with "
+        line += show_bytes(found["sum_bytes"])
     yield line
