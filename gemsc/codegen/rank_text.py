@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from gemsc.schedules.loops import Step, expand
 
 __all__ = ["RankText", "RunText", "Segments", "StageText", "rank_text"]
 
+TRUNKS = {
+    "whole": "what is between is whole",
+    "batch": "what is between is split by samples",
+    "sequence": "what is between is split by tokens",
+}
 Segments = tuple[tuple[Segment, tuple[fx.Node, ...]], ...]
 
 
@@ -45,6 +51,15 @@ class StageText:
     def class_name(self) -> str:
         """The name of its class."""
         return f"Stage{self.flow.index}"
+
+    def note_of(self, *names: str) -> str:
+        """Return what the rank has of the first of these that is cut, for a comment."""
+        shards = self.program.shards.get(self.flow.index)
+        for each in shards.cut if shards is not None else ():
+            if each.name in names:
+                assert self.tile is not None
+                return ("of " if each.parts[0].dim else "") + each.told(self.tile)
+        return ""
 
     @property
     def noun(self) -> str:
@@ -246,6 +261,10 @@ def _docstring(
             f"{saved} kept for each micro-batch by the {noun} that keeps most;",
             f"{sent} from {noun} to {noun} in forward.",
         ]
+        if (shards := run.stage.program.shards.get(stage.index)) is not None:
+            own = dict.fromkeys(each.told(tile) for each in shards.cut)
+            here = f"Here: {', '.join(own)}; {TRUNKS[shards.trunk]}."
+            lines += textwrap.wrap(here, 84, subsequent_indent="    ")
     return lines
 
 

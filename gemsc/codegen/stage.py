@@ -147,9 +147,9 @@ def _write_layers(writer: Writer, stage: StageText, named: Named) -> None:
                 made.add(container)
                 writer.line(f"{access('self', container)} = {kinds[container]}()")
         if path in tensors:
-            _write_tensor(writer, path, tensors[path], stage.program.module)
+            _write_tensor(writer, path, tensors[path], stage)
         else:
-            _write_layer(writer, path, stage.program.module.get_submodule(path), named)
+            _write_layer(writer, path, stage, named)
     for alias, first in stage.program.aliases.items():
         is_held = alias.rpartition(".")[0] in paths or _holder(alias, whole)
         if is_held and first in stage.owned:
@@ -216,7 +216,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
 
 
-def _write_layer(writer: Writer, path: str, layer: nn.Module, named: Named) -> None:
+def _write_layer(writer: Writer, path: str, stage: StageText, named: Named) -> None:
+    layer = stage.program.module.get_submodule(path)
     opaque = opaque_of(layer)
     if opaque is not None:
         text = user_module_source(path, opaque, named)
@@ -231,7 +232,8 @@ def _write_layer(writer: Writer, path: str, layer: nn.Module, named: Named) -> N
             help="build it from layers of torch.nn",
         )
     head, arguments, tail = split_arguments(source)
-    writer.call(f"{access('self', path)} = {head}", arguments, tail)
+    note = stage.note_of(*(f"{path}.{name}" for name, _ in layer.named_parameters()))
+    writer.call(f"{access('self', path)} = {head}", arguments, tail, note)
     for name, parameter in layer.named_parameters():
         if not parameter.requires_grad:
             writer.line(f"{access('self', f'{path}.{name}')}.requires_grad_(False)")
@@ -246,14 +248,15 @@ def _write_fixed(writer: Writer, path: str, module: nn.Module) -> None:
             writer.line(f"{found}.requires_grad_(False)")
 
 
-def _write_tensor(writer: Writer, path: str, tensor: Tensor, module: nn.Module) -> None:
+def _write_tensor(writer: Writer, path: str, tensor: Tensor, stage: StageText) -> None:
     owner, _, name = path.rpartition(".")
+    module, note = stage.program.module, stage.note_of(path)
     if isinstance(tensor, nn.Parameter):
         head, arguments, tail = split_arguments(tensor_source(tensor))
-        writer.call(f"{access('self', path)} = {head}", arguments, tail)
+        writer.call(f"{access('self', path)} = {head}", arguments, tail, note)
         return
     arguments = [quoted(name), tensor_source(tensor)]
     if name in module.get_submodule(owner)._non_persistent_buffers_set:
         arguments.append("persistent=False")
     holder = access("self", owner) if owner else "self"
-    writer.call(f"{holder}.register_buffer(", arguments)
+    writer.call(f"{holder}.register_buffer(", arguments, note=note)

@@ -23,6 +23,11 @@ class CutTensor:
     noun: str
     parts: tuple[Part, ...]
 
+    def told(self, shard: int) -> str:
+        """Return what a shard has of it: `heads 0 to 2 of 4`."""
+        start, stop = self.parts[shard].rows
+        return f"{self.noun}s {start} to {stop} of {self.parts[shard].units}"
+
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
