@@ -175,7 +175,7 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
         yield f"lp_pool{rank}d", f"lp_pool:{rank}", _LP_POOL
         yield f"adaptive_avg_pool{rank}d", f"adaptive_avg_pool:{rank}", _ADAPTIVE
         yield f"adaptive_max_pool{rank}d", f"adaptive_max_pool:{rank}", _ADAPTIVE
-        yield f"dropout{rank}d", "channel_dropout", "input p training inplace"
+        yield f"dropout{rank}d", f"channel_dropout:{rank}", "input p training inplace"
     yield "feature_dropout", "channel_dropout", "input p training"
     yield "feature_alpha_dropout", "channel_dropout", "input p training inplace"
     yield "interpolate", "interpolate", _INTERPOLATE
@@ -280,7 +280,7 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
             "instance_norm",
             ("eps track_running_stats"),
         )
-        yield getattr(nn, f"Dropout{d}"), "channel_dropout", "p"
+        yield getattr(nn, f"Dropout{d}"), f"channel_dropout:{rank}", "p"
     yield nn.FeatureAlphaDropout, "channel_dropout", "p"
     yield nn.Dropout, "dropout", "p"
     yield nn.GroupNorm, "group_norm", "num_groups eps"

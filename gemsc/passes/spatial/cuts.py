@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from functools import lru_cache
+from typing import TypeGuard
 
 from gemsc.base.boxes import Box, Interval
 
-__all__ = ["Axes", "boxes", "coordinates", "cut", "fits", "num_tiles"]
+__all__ = ["Axes", "are_samples", "boxes", "coordinates", "cut", "fits", "num_tiles"]
 
 Axes = tuple[
     int | None, ...
@@ -24,6 +25,13 @@ def cut(size: int, parts: int) -> tuple[Interval, ...]:
     """Return the intervals of an axis, in order; they differ by one at most."""
     edges = [-(-size * part // parts) for part in range(parts + 1)]
     return tuple(itertools.pairwise(edges))
+
+
+def are_samples(axes: Axes | None) -> TypeGuard[Axes]:
+    """Whether a value is cut along its first dimension alone."""
+    if not axes or axes[0] is None:
+        return False
+    return all(axis is None for axis in axes[1:])
 
 
 def num_tiles(grid: tuple[int, ...]) -> int:

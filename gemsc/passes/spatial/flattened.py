@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import fx
 
 from gemsc.passes.spatial.calls import Call
-from gemsc.passes.spatial.emit import on_tiles
+from gemsc.passes.spatial.emit import call_again, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.values import Flattened, whole_shape
 from gemsc.runtime import tiles
@@ -95,6 +95,8 @@ def linear(low: Lowering, call: Call) -> Local:
     size = whole_shape(node)[-1]
     if any(count > 1 for count in groups[:-1]):
         low.hold(node, Flattened((*shape[:first], size), (*groups[:-1], 1)))
+    if inner == (None,):
+        return call_again(low, call, axes, {source: low.get(source).node})
     rest = (*axes[:first], None)
     result = rest if any(axis is not None for axis in rest) else None
     box = low.owned(shape, axes)[low.place][first:]

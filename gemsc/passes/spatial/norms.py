@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
+
+from gemsc.base.boxes import Box
 from gemsc.passes.spatial.calls import Call
-from gemsc.passes.spatial.cuts import Axes
+from gemsc.passes.spatial.cuts import Axes, are_samples
 from gemsc.passes.spatial.emit import alike, call_again, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.runtime import tiles
@@ -45,7 +48,10 @@ def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Lo
 
 def batch_norm(low: Lowering, call: Call) -> Local:
     """Normalize by the statistics of all tiles."""
-    _channels_whole(low, call)
+    axes = _axes(low, call)
+    if len(axes) > 1 and axes[1] is not None:
+        raise Refused("it is cut along channels")
+    low.require_all_axes(axes)
     if call.layer is None:
         return _normalized(low, call, tiles.functional_batch_norm)
     return _normalized(low, call, tiles.batch_norm, layer=low.layer(call.node))
@@ -59,9 +65,15 @@ def group_norm(low: Lowering, call: Call) -> Local:
 
 def instance_norm(low: Lowering, call: Call) -> Local:
     """Normalize each channel over all tiles."""
-    _channels_whole(low, call)
     if call.get("track_running_stats", False) or call.get("running_mean") is not None:
         raise Refused("it keeps running statistics")
+    axes, channels = _axes(low, call), low.shape(call.input)[1]
+    alone: Any = getattr(call.layer, "_get_no_batch_dim", int)
+    if are_samples(axes) and len(axes) != alone():
+        # as groups: for a single sample PyTorch 2.13 gives wrong gradients
+        args = (low.get(call.input).node, channels)
+        return on_tiles(low, call, F.group_norm, args, axes)
+    _channels_whole(low, call)
     return _normalized(low, call, tiles.instance_norm)
 
 
@@ -82,18 +94,35 @@ def layer_norm(low: Lowering, call: Call) -> Local:
 
 def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
-    shape, axes = low.shape(call.input), _axes(low, call)
-    settings: dict[str, Any] = {
-        "shape": shape,
-        "box": low.result(call.node, axes)[low.place],
-    }
+    axes = _axes(low, call)
+    box = low.result(call.node, axes)[low.place]
+    return _masked(low, call, axes, low.shape(call.input), box)
+
+
+def channel_dropout(low: Lowering, call: Call) -> Local:
+    """Draw one number per channel: the same on all tiles, which have the same seed.
+
+    Where samples are cut each tile takes those of its own of the numbers of all.
+    """
+    axes = _axes(low, call)
+    if axes[0] is None:
+        _channels_whole(low, call)
+        inputs = {call.input: alike(low, call, call.input, axes)}
+        return call_again(low, call, axes, inputs)
+    shape = low.shape(call.input)
+    if not are_samples(axes) or call.detail != str(len(shape) - 2):
+        raise Refused("it draws numbers for all samples")
+    mask = (*shape[:2], *(1,) * (len(shape) - 2))
+    box = low.owned(mask, axes)[low.place]
+    return _masked(low, call, axes, mask, box)
+
+
+def _masked(
+    low: Lowering, call: Call, axes: Axes, shape: tuple[int, ...], box: Box
+) -> Local:
+    """Multiply by `box` of a mask of a shape."""
+    settings: dict[str, Any] = {"shape": shape, "box": box}
     if call.layer is not None:
         settings["training"] = low.trains(call.node)
     args = (alike(low, call, call.input, axes),)
     return on_tiles(low, call, tiles.dropout, args, axes, **settings)
-
-
-def channel_dropout(low: Lowering, call: Call) -> Local:
-    """Draw one number per channel: the same on all tiles, which have the same seed."""
-    axes = _channels_whole(low, call)
-    return call_again(low, call, axes, {call.input: alike(low, call, call.input, axes)})

@@ -236,8 +236,8 @@ def cross_entropy(low: Lowering, call: Call) -> Local:
     reduction = _reduction(call)
     output, target = call["input"], call["target"]
     axes = low.axes(output)
-    if axes is None or any(axis is not None for axis in axes[:2]):
-        raise Refused("it is cut along batch or classes")
+    if axes is None or len(axes) < 2 or axes[1] is not None:
+        raise Refused("it is cut along classes")
     low.require_all_axes(axes)
     pixels = axes
     if not meta.spec(target).dtype.is_floating_point:

@@ -16,6 +16,7 @@ from gemsc.passes.spatial import (
     padding,
     reductions,
     resizing,
+    samples,
     shapes,
     windows,
 )
@@ -96,7 +97,7 @@ def lower_call(low: Lowering, node: fx.Node) -> Local:
     if call.kind in RULES:
         if not _has_tensor_input(call):
             raise Refused("its input is not a tensor")
-        return RULES[call.kind](low, call)
+        return samples.by_sample(low, call) or RULES[call.kind](low, call)
     return _by_operators(low, node)
 
 
