@@ -35,7 +35,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_draws_depend_on_the_shape_alone(name: str) -> None:
+def test_draws_depend_on_what_is_asked_for_alone(name: str) -> None:
     draw = DRAWS[name]
     with same_draws():
         first = draw(IMAGE)
@@ -47,6 +47,15 @@ def test_draws_depend_on_the_shape_alone(name: str) -> None:
     assert torch.equal(first, other_format)
     torch.testing.assert_close(first.double(), wide.double(), rtol=1e-5, atol=1e-6)
     assert first.double().std() > 0
+
+
+def test_draws_of_as_many_elements_are_the_same_in_any_shape() -> None:
+    heads = torch.ones(2, 3, 4, 5)
+    with same_draws():
+        first = F.dropout(heads, 0.5)
+        again = F.dropout(heads.flatten(0, 1), 0.5)
+    assert torch.equal(first.flatten(0, 1), again)
+    assert 0 < int((first == 0).sum()) < first.numel()
 
 
 def test_a_program_draws_what_the_model_draws(tmp_path: Path) -> None:

@@ -220,7 +220,8 @@ def test_lstm_attention_and_transformer() -> None:
     program = checked(model)
     assert "lstm" in targets(program)
     assert "encoder.linear1" in targets(program)
-    assert F.multi_head_attention_forward in targets(program)
+    assert F.scaled_dot_product_attention in targets(program)
+    assert F.multi_head_attention_forward not in targets(program)
 
 
 def test_layers_that_stay_in_eval_mode_are_frozen() -> None:

@@ -24,12 +24,12 @@ _generator = threading.Lock()  # torch has one for all threads
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Let what torch draws in this thread depend on the shape that is asked for alone.
+    """Let what torch draws in this thread depend on how much is asked for alone.
 
-    Then it does not matter which rank draws, when, and how often: two draws of the same
-    shape give the same numbers. Numbers are drawn in float64 and rounded to the dtype
-    that is asked for, so that runs in two dtypes are comparable, and in the order of
-    indices, whatever the memory format.
+    Then it does not matter which rank draws, when, and how often: two draws of as many
+    elements give the same numbers, however these are arranged. Numbers are drawn in
+    float64 and rounded to the dtype that is asked for, so that runs in two dtypes are
+    comparable, and in the order of indices, whatever the memory format.
     """
     with preserve_rng(), _SameDraws():  # type: ignore[no-untyped-call]
         yield
@@ -71,9 +71,9 @@ def _drawn(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _seed(args: Any, kwargs: dict[str, Any]) -> int:
-    """Return a number for the shapes and sizes among the arguments."""
+    """Return a number for the sizes among the arguments."""
     sizes = [
-        tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+        leaf.numel() if isinstance(leaf, Tensor) else leaf
         for leaf in pytree.tree_leaves((args, kwargs))
         if isinstance(leaf, Tensor) or type(leaf) is int
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from gemsc.base.nests import map_tensors, normalize_inputs, tensor_leaves
-from gemsc.base.recomputed import checkpoints_off
+from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.eager import failures, set_training
@@ -69,7 +69,7 @@ def check_against_eager(
         ) from error
     set_training(eager_model, eager_loss, training)
     _copy_flags(eager_model, eager_loss, graph_module)
-    with preserve_rng(), torch.enable_grad(), checkpoints_off():
+    with preserve_rng(), torch.enable_grad(), plain_forward():
         code = check_against_eager.__code__
         with failures("the model fails in eager mode", code):
             fed = _copied(inputs), _copied(target)

@@ -19,8 +19,9 @@ from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 
 from gemsc.base.nests import tensor_leaves
-from gemsc.base.recomputed import checkpoints_off
+from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.frontend.attention import attention_of
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.opaque import DependsOnDataError
 from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
@@ -94,8 +95,8 @@ class Tracer(TorchFunctionMode):
         """
         self._fake.tracer = self
         try:
-            recomputed = checkpoints_off(self._note_checkpoint)
-            with _patched(self), recomputed, torch.enable_grad(), self._fake, self:
+            plain = plain_forward(self._note_checkpoint)
+            with _patched(self), plain, torch.enable_grad(), self._fake, self:
                 by_name = isinstance(args, dict)
                 result = function(**args) if by_name else function(*args)
         except GemscError as error:
@@ -124,6 +125,10 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused or is_ignored(func):
             return func(*args, **kwargs)
+        attention = attention_of(func, args, kwargs)
+        if attention is not None:
+            with self:
+                return attention()
         with self._at_user_line() as line:
             call = describe_call(
                 func, args, kwargs, written_as_operator=bool(line and line.operator)

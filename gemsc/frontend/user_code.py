@@ -8,7 +8,7 @@ import opcode
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,8 @@ __all__ = ["UserLine", "failing_line", "is_user_file", "user_line"]
 
 _FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # torch, gemsc
 _SKIPPED = tuple(f"{folder}/" for folder in _FOLDERS)
+# It stands for a function of torch: it says what values are called, and not where.
+_NAMED = str(Path(__file__).with_name("attention.py"))
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _Span = tuple[int | None, int | None, int | None, int | None]
 
@@ -43,9 +45,13 @@ class UserLine:
 def user_line(boundary: CodeType) -> UserLine | None:
     """Return the innermost line of the user's code below the frame of `boundary`."""
     direct = True
+    named = None
     for frame in _frames(boundary):
         if is_user_file(frame.f_code.co_filename):
-            return _read(frame, direct=direct)
+            line = _read(frame, direct=direct)
+            return replace(named, location=line.location) if named else line
+        if frame.f_code.co_filename == _NAMED:
+            named = named or _read(frame, direct=True)
         if frame.f_code.co_name == "forward":
             direct = False  # a module of torch called the layer, not the line itself
     return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import as_real, default_dtype
-from gemsc.base.recomputed import checkpoints_off
+from gemsc.base.plain_forward import plain_forward
 from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.launch.start import start
@@ -154,7 +154,7 @@ def _plain(
 ) -> PlainRun:
     """Train in a plain loop; with a record, make sure that it has the same data."""
     with default_dtype(settings.dtype):
-        with checkpoints_off():
+        with plain_forward():
             plain = PlainRun(user, model, settings)
             plain.train()
         if record is not None:

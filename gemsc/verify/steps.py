@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from gemsc.base.cores import num_cores
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
-from gemsc.base.recomputed import checkpoints_off
+from gemsc.base.plain_forward import plain_forward
 from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
@@ -138,7 +138,7 @@ def reference_steps(
             part = (m, num_micro_batches, batch)
             given = _micro_batch(cast(input, dtype), *part)
             wanted = _micro_batch(cast(target, dtype), *part)
-            with checkpoints_off(), default_dtype(dtype):
+            with plain_forward(), default_dtype(dtype):
                 by_name = isinstance(given, Mapping)
                 output = model(**given) if by_name else model(*given)
                 value = loss(output, wanted)

@@ -1,0 +1,64 @@
+"""A forward as a program runs it: without checkpoints and fast paths of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.nn.modules import transformer
+from torch.utils import checkpoint
+
+__all__ = ["plain_forward"]
+
+
+@contextmanager
+def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let torch.utils.checkpoint run what it is given and keep what autograd saves.
+
+    PyTorch runs it again in the backward; layers with running statistics update them
+    then a second time. `seen` is called at each checkpoint.
+
+    Let torch.nn's transformers compute the same in evaluation as in training: their
+    fast path gives zeros in place of padding. And let them look at no mask, only at
+    what is said of it, to know whether it is the causal one.
+    """
+
+    def reentrant(function: Callable[..., Any], _: bool, *inputs: Any) -> Any:
+        seen()
+        learns = any(t.requires_grad for t in inputs if isinstance(t, torch.Tensor))
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            return function(*inputs)
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        seen()
+        yield
+
+    def told(mask: object, is_causal: bool | None = None, *_: object) -> bool:
+        return is_causal is True
+
+    changed: Any = checkpoint.CheckpointFunction
+    changed.apply = reentrant
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            _replaced(checkpoint, "_checkpoint_without_reentrant_generator", around),
+            _replaced(transformer, "_detect_is_causal_mask", told),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        del changed.apply
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
