@@ -119,6 +119,8 @@ def compile(
         )
         if edited is not None:
             edited.check(traced.program.blocks or ())
+            kept = *options.whole, *edited.taken_out(traced.program)
+            options = replace(options, whole=kept)
         return lower(traced, options, source=source, after_each=after_each)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -37,6 +37,7 @@ __all__ = [
     "reductions",
     "shared_parameters",
     "source_of",
+    "used_tensors",
     "value_names",
 ]
 
@@ -264,6 +265,12 @@ def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], 
         tuple(sorted({program.aliases.get(n, n) for n in stage}, key=order.__getitem__))
         for stage in names
     )
+
+
+def used_tensors(program: Program, nodes: Iterable[fx.Node]) -> list[str]:
+    """Return the parameters and buffers that nodes use, each once, in their order."""
+    names = (name for node in nodes for name in _uses(program, node))
+    return list(dict.fromkeys(program.aliases.get(name, name) for name in names))
 
 
 def shared_parameters(

@@ -12,9 +12,10 @@ from typing import Any
 
 from gemsc.base.toml_file import TomlFile
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.ir.program import Block
+from gemsc.ir.flow import used_tensors
+from gemsc.ir.program import Block, Program
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan, plan_file
+from gemsc.plan import Plan, cut_name, plan_file
 from gemsc.schedules import SCHEDULES, place
 
 __all__ = ["EditedPlan"]
@@ -52,6 +53,16 @@ class EditedPlan:
     def check(self, blocks: Sequence[Block]) -> None:
         """Make sure that its stages hold these blocks (see `check_blocks`)."""
         check_edited_blocks(self.plan, blocks, self.file)
+
+    def taken_out(self, program: Program) -> tuple[str, ...]:
+        """Return the parameters that were taken out of a stage's `cut`.
+
+        Its stages hold the program's blocks.
+
+        Raises:
+            GemscError: `cut` names what the stage does not have.
+        """
+        return taken_out(self.plan, program, self.file)
 
     @contextmanager
     def lines(self) -> Iterator[None]:
@@ -105,6 +116,9 @@ def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
         "recompute": _all_of(stage.recompute for stage in plan.stages),
         "offload": _all_of(stage.offload for stage in plan.stages),
     }
+    trunks = {stage.trunk for stage in plan.stages if stage.trunk}
+    if len(trunks) == 1:
+        changed["trunk"] = trunks.pop()
     for key in given.keys() - changed.keys():
         _check_kind(key, plan.options[key], file)
     return CompileOptions(**{**given, **changed})
@@ -249,3 +263,30 @@ def check_edited_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> 
             f"block '{names[following]}' is in no stage",
             help="stages hold the model's blocks in their order, each once",
         )
+
+
+def taken_out(plan: Plan, program: Program, file: TomlFile) -> tuple[str, ...]:
+    """Return the parameters of stages of shards that neither `cut` nor `whole` names.
+
+    Raises:
+        GemscError: `cut` names what the stage does not have; says where.
+    """
+    blocks = iter(program.blocks or ())
+    parameters = dict(program.module.named_parameters())
+    found: list[str] = []
+    for stage in plan.stages:
+        own = [next(blocks) for _ in stage.blocks]
+        nodes = (node for block in own for node in block.nodes)
+        names = used_tensors(program, nodes) if stage.shards > 1 else []
+        cut = {cut_name(text): text for text in stage.cut}
+        for name in cut.keys() - set(names):
+            near = get_close_matches(name, names, n=3) or names[:3]
+            raise file.error(
+                ("stages", stage.index, "cut"),
+                f"stage {stage.index} has no parameter '{name}'",
+                help=f"parameters: {', '.join(near)}",
+                word=f'"{cut[name]}"',
+            )
+        listed = {*cut, *(name for each in stage.whole for name in each.names)}
+        found += [n for n in names if n in parameters and n not in listed]
+    return tuple(dict.fromkeys(found))

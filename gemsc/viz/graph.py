@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import graphviz
@@ -13,8 +14,9 @@ from torch import fx
 from gemsc.base.files import replaced
 from gemsc.base.units import show_bytes, show_flops
 from gemsc.ir import meta
+from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
-from gemsc.plan import Plan, PlannedStage
+from gemsc.plan import Plan, PlannedStage, cut_name
 
 __all__ = ["draw_graph", "render"]
 
@@ -44,7 +46,9 @@ def draw_graph(program: Program, plan: Plan) -> str:
                 style="filled,rounded", fillcolor=FILLS[colour], color=LINES[colour]
             )
             for block in stage.blocks:
-                cluster.node(_id(block.index), _block_label(block))
+                units = _units(program, block, plan.stages[stage.index])
+                form = {"shape": "box3d", "style": "filled"} if units else {}
+                cluster.node(_id(block.index), _block_label(block, units), **form)
             title, first = f"title{stage.index}", _id(stage.blocks[0].index)
             with cluster.subgraph() as row:
                 row.attr(rank="same")
@@ -84,6 +88,7 @@ def render(dot: str, path: Path) -> str | None:
 def _stage_label(stage: PlannedStage) -> str:
     word = "rank" if len(stage.ranks) == 1 else "ranks"
     grid = f", {stage.grid}" if stage.grid else ""
+    grid += f" of {stage.units}" if stage.units else ""
     return (
         f"stage {stage.index}  -  {word} {', '.join(map(str, stage.ranks))}{grid}\n"
         f"{show_flops(stage.flops)}\n{show_bytes(stage.parameter_bytes)} parameters\n"
@@ -91,7 +96,15 @@ def _stage_label(stage: PlannedStage) -> str:
     )
 
 
-def _block_label(block: Block) -> str:
+def _units(program: Program, block: Block, stage: PlannedStage) -> str:
+    """Return what the ranks of a stage share in a block: `2 shards: heads`."""
+    names = used_tensors(program, block.nodes)
+    cut = [text for text in stage.cut if cut_name(text) in names]
+    units = replace(stage, cut=cut).units
+    return f"{stage.shards} shards: {units}" if units else ""
+
+
+def _block_label(block: Block, units: str) -> str:
     last = block.nodes[-1]
     shape = ""
     if meta.tensors(last):
@@ -100,7 +113,8 @@ def _block_label(block: Block) -> str:
     heavy = sum(meta.facts(node).heavy for node in block.nodes)
     nodes = f"{len(block.nodes)} node{'s' * (len(block.nodes) != 1)}"
     work = f"{nodes}, {heavy} heavy, {show_flops(block.total('flops'))}"
-    return str(graphviz.escape(f"{block.name}\n{work}{shape}"))
+    shared = f"\n{units}" if units else ""
+    return str(graphviz.escape(f"{block.name}\n{work}{shape}{shared}"))
 
 
 def _draw_edges(picture: graphviz.Digraph, program: Program) -> None:

@@ -1,0 +1,157 @@
+"""What plan.toml, `gemsc show` and rank files tell of shards; an edited plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import Gemsc, gemsc_here, line_of
+
+from gemsc.plan import Plan, cut_name
+
+MODEL = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+model = nn.Sequential(Block(), Block())
+loss = nn.MSELoss()
+
+
+def example_inputs():
+    return (torch.randn(4, 8),)
+
+
+def example_target():
+    return torch.randn(4, 8)
+"""
+CUT = [
+    "0.up.weight.0 of 12 features",
+    "0.up.bias.0 of 12 features",
+    "0.down.weight.1 of 12 features",
+]
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Gemsc:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return gemsc_here(monkeypatch, capfd)
+
+
+def compiled(command: Gemsc, *flags: str) -> Plan:
+    shards = ("--ranks", "4", "--shards", "2", "--trunk", "whole", *flags)
+    outcome = command("compile", "model.py", *shards, "-o", "first")
+    assert outcome.code == 0, outcome.err
+    return Plan.read(Path("first/plan.toml"))
+
+
+def edited(command: Gemsc, old: str, new: str) -> tuple[str, Plan]:
+    """Compile the plan with other text; return what that says, and the plan then."""
+    path = Path("first/plan.toml")
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    outcome = command("compile", "model.py", "--plan", str(path), "-o", "second")
+    found = "second" if outcome.code == 0 else "first"
+    return outcome.err, Plan.read(Path(found) / "plan.toml")
+
+
+def test_the_plan_says_what_is_cut_and_why_the_rest_is_whole(command: Gemsc) -> None:
+    plan = compiled(command)
+    for stage in plan.stages:
+        names = [f"{stage.index}{text[1:]}" for text in CUT]
+        assert stage.cut == names
+        assert (stage.shards, stage.trunk, stage.units) == (2, "whole", "features")
+        (whole,) = stage.whole
+        kept = ("down.bias", "norm.bias", "norm.weight")
+        assert sorted(whole.names) == [f"{stage.index}.{name}" for name in kept]
+        assert whole.num_bytes == 3 * 8 * 4
+        assert "norm" in whole.reason
+
+
+def test_the_plan_counts_what_the_ranks_of_a_stage_send(command: Gemsc) -> None:
+    plan = compiled(command)
+    for stage in plan.stages:
+        assert stage.sums == 2 * stage.shards  # one forward, one backward
+        assert stage.sum_bytes == stage.sums * 4 * 8 * 4
+        assert stage.talking_seconds > 0
+    each = sum(stage.sums for stage in plan.stages)
+    assert plan.traffic["sums"] == plan.micro_batches * each
+
+
+def test_rank_files_say_what_their_layers_are_part_of(command: Gemsc) -> None:
+    compiled(command)
+    text = Path("first/rank3.py").read_text()
+    assert text.startswith('"""Rank 3 of 4: shard 1 of 2, stage 1 of')
+    assert "Here: features 6 to 12 of 12; what is between is whole." in text
+    assert "nn.Linear(8, 6)  # features 6 to 12 of 12" in text
+    assert "nn.Linear(6, 8)  # of features 6 to 12 of 12" in text
+    assert "# all-reduce over the shards" in text
+
+
+def test_show_and_pictures_tell_of_shards(command: Gemsc) -> None:
+    compiled(command)
+    shown = command("show", "first").out
+    assert "shards (one micro-batch, forward and backward)" in shown
+    assert "whole on every shard" in shown
+    assert "ranks 2-3" in shown
+    dot = Path("first/graph.dot").read_text()
+    assert "ranks 2, 3, 2 shards of features" in dot
+    assert dot.count("2 shards: features") == dot.count("shape=box3d") == 3
+    assert "ranks 2-3" in Path("first/timeline.svg").read_text()
+    assert "features" in Path("first/report.html").read_text()
+
+
+def test_an_unchanged_plan_gives_the_same_shards(command: Gemsc) -> None:
+    first = compiled(command)
+    _, second = edited(command, "", "")
+    assert first.stages == second.stages
+    assert (second.options["trunk"], second.options["whole"]) == ("whole", [])
+
+
+def test_what_is_taken_out_of_the_plan_stays_whole(command: Gemsc) -> None:
+    plan = compiled(command, "--ranks", "2")
+    assert len(plan.stages[0].cut) == 6
+    _, plan = edited(command, '    "0.up.bias.0 of 12 features",\n', "")
+    assert plan.stages[0].cut == [f"1{text[1:]}" for text in CUT]
+    assert plan.options["whole"] == ["0.up.bias"]
+    text = Path("second/rank0.py").read_text()
+    assert text.count("nn.Linear(8, 12)") == text.count("nn.Linear(8, 6)") == 1
+
+
+def test_a_stage_of_which_all_is_taken_out_is_refused(command: Gemsc) -> None:
+    compiled(command)
+    error, _ = edited(command, '    "0.up.bias.0 of 12 features",\n', "")
+    assert "nothing in stage 0 can be cut" in error
+    assert "--whole" in error
+
+
+def test_a_name_that_the_stage_lacks_is_refused(command: Gemsc) -> None:
+    compiled(command)
+    wrong = '"0.upper.weight.0 of 12 features"'
+    error, _ = edited(command, '"0.up.weight.0 of 12 features"', wrong)
+    where = line_of(wrong, Path("first/plan.toml").read_text())
+    assert (
+        f"plan.toml:{where}: error: stage 0 has no parameter '0.upper.weight'" in error
+    )
+    assert "0.up.weight" in error.partition("help: ")[2]
+
+
+def test_the_name_in_an_entry() -> None:
+    assert cut_name("a.qkv.weight.0 of 3 x 4 heads") == "a.qkv.weight"
