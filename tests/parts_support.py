@@ -139,6 +139,37 @@ class Gated(nn.Module):
         return self.out(h * torch.sigmoid(gate))
 
 
+class Words(nn.Module):
+    """An embedding, two blocks with features, and a head that may be tied to it."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.words = nn.Embedding(12, 8)
+            self.blocks = nn.ModuleList(
+                nn.ModuleDict(
+                    {
+                        "norm": nn.LayerNorm(8),
+                        "up": nn.Linear(8, 10),
+                        "mean": nn.BatchNorm1d(10),
+                        "down": nn.Linear(10, 8),
+                    }
+                )
+                for _ in range(2)
+            )
+            self.head = nn.Linear(8, 12, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            h = block["mean"](block["up"](block["norm"](x)))
+            x = x + block["down"](torch.tanh(h))
+        return self.head(x)
+
+
 GATED = (
     "up.weight",
     "again.weight",

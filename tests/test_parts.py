@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import partial
+import re
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from parts_support import Gated, Written
+from parts_support import Gated, Words, Written
 from program_support import on_ranks
 from safetensors.torch import load_file, save_file
 from support import run_on_threads
@@ -19,7 +20,11 @@ from torch import Tensor, nn
 
 from gemsc.base.parts import Part, make_whole
 from gemsc.base.weights import pasted, read_tensors
+from gemsc.codegen.package import write_directory
+from gemsc.compiled import CompiledProgram, prove_files
+from gemsc.compiler import compile
 from gemsc.errors import GemscError, InternalError
+from gemsc.planner.from_plan import task_of
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.steps import compare, reference_steps
 
@@ -133,6 +138,74 @@ def test_verify_joins_parts_and_compares_copies(tmp_path: Path) -> None:
     assert other.errors["copies of first.weight"] == other.worst == math.inf
     assert "copies of down.weight" not in other.errors
     assert other.judge(torch.float64)[0] == "wrong"
+
+
+# -- compiled --------------------------------------------------------------------------
+
+
+@cache
+def compiled(tied: bool, **options: Any) -> CompiledProgram:
+    return compile(
+        Words(tied=tied), (WORDS[:4],), loss=F.cross_entropy, example_target=WORDS[:4],
+        optimizer=ADAMW, check=False, **options,
+    )  # fmt: skip
+
+
+WORDS = torch.randint(0, 12, (16,), generator=torch.Generator().manual_seed(1))
+MAST = {"ranks": 4, "shards": ("2",), "schedule": "mast", "micro_batches": 2}
+
+
+def test_a_compiled_program_adds_up_parts_by_their_holders(tmp_path: Path) -> None:
+    program = compiled(tied=True, **MAST)
+    (first, *_, last) = program.rank_modules().values()
+    for sums, file in (("(0, 2)", first), ("(1, 3)", last)):
+        for key in ("stage0 parts", "stage1 parts", "words.weight"):
+            assert f'"{key}": {sums}' in file
+        assert '"stage0": (0, 1, 2, 3)' in file
+    write_directory(program.compilation, tmp_path)
+    found = [((w,), w) for w in WORDS.view(2, 8)]
+    model = Words(tied=True)
+    steps = found, 2, torch.float64, ADAMW
+    expected = reference_steps(model, F.cross_entropy, *steps)
+    record = run_on_threads(tmp_path, 4, found, optimizer=ADAMW)
+    assert compare(record, expected).judge(torch.float64)[0] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"stage0 parts": (0, 2)', '"stage0 parts": (0, 1, 2, 3)', "is on ranks (0, 2"),
+        ('"stage0": (0, 1, 2, 3)', '"stage0": (0, 2)', "'stage0' is on ranks (0, 1,"),
+        (
+            '"words.weight": (0, 2)',
+            '"words.weight": (0, 1, 2, 3)',
+            "is on ranks (0, 2)",
+        ),
+        ('    worker.start_reduction("stage1 parts")\n', "", "'stage1 parts' 0 times"),
+        ("rows=(0, 5)", "rows=(5, 10)", "hold other parts of 'blocks.0.up.weight'"),
+    ],
+)
+def test_wrong_sums_of_parts_are_found(old: str, new: str, message: str) -> None:
+    program = compiled(tied=True, **MAST)
+    files = dict(program.rank_modules())
+    task = task_of(program.plan)
+    prove_files(files, program.compilation, task)
+    assert old in files["rank0.py"]
+    files["rank0.py"] = files["rank0.py"].replace(old, new, 1)
+    with pytest.raises(InternalError, match=re.escape(message)):
+        prove_files(files, program.compilation, task)
+
+
+def test_the_memory_of_parts_is_predicted_to_the_byte(tmp_path: Path) -> None:
+    program = compiled(tied=False, ranks=4, shards=("3", "1"), micro_batches=4)
+    write_directory(program.compilation, tmp_path)
+    found = [((WORDS,), WORDS)] * 2
+    record = run_on_threads(tmp_path, 4, found, dtype=torch.float32, optimizer=ADAMW)
+    first, second = program.plan.peak_bytes
+    *shards, alone = record.peak_bytes
+    assert (max(shards), alone) == (first, second)
+    assert min(shards) < first  # 10 features on 3 ranks
+    assert sum(program.plan.memory[0].values()) == first
 
 
 # -- checkpoints -----------------------------------------------------------------------
