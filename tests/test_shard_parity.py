@@ -1,0 +1,183 @@
+"""Shards against one process: models x shards x schedules x trunks, on threads and MPI.
+
+What runs always is a row of the whole table for each model; `--nightly` runs all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Gemsc, gemsc_here
+from parity_support import (
+    FLOAT64,
+    Draws,
+    lowered,
+    options,
+    reference,
+    worst_error,
+)
+from shard_models import SHARD_MODELS
+
+from gemsc.base.draws import same_draws
+from gemsc.codegen.package import write_directory
+from gemsc.launch.launch import launch
+from gemsc.options import CompileOptions
+from gemsc.runtime.worker import worker
+from gemsc.verify.steps import compare, read_record
+
+gemsc = pytest.fixture(gemsc_here)
+
+PICTURES = ("vit", "resnet", "resnext", "convnext")
+TEXTS = tuple(name for name in SHARD_MODELS if name not in (*PICTURES, "features"))
+
+
+def plan(kind: str, shards: int, trunk: str) -> CompileOptions:
+    """Return the options of a column of the table."""
+    choices: dict[str, Any] = {
+        "one stage": {"ranks": shards, "micro_batches": 2},
+        "1f1b": {"ranks": 2 * shards, "micro_batches": 3},
+        "mast": {"ranks": 2 * shards, "schedule": "mast"},
+        "data": {"ranks": shards, "data": 2, "micro_batches": 2},
+        "tiles": {"ranks": 2 + shards, "tiles": "2x1", "micro_batches": 2},
+    }[kind]
+    return options(shards=str(shards), trunk=trunk, **choices)
+
+
+def columns(name: str) -> list[tuple[str, int, str]]:
+    """Return all that is asked of a model."""
+    kinds = ["one stage", "1f1b", "mast", "data"]
+    trunks = ["whole", "batch", *["sequence"] * (name in TEXTS)]
+    table = list(itertools.product(kinds, (2, 3, 4), trunks))
+    if name in PICTURES:
+        table += itertools.product(["tiles"], (2, 3, 4), trunks)
+    return table
+
+
+def chosen(name: str) -> list[tuple[str, int, str]]:
+    """Return one or two columns: models differ in what they take."""
+    table = columns(name)
+    start = 7 * list(SHARD_MODELS).index(name)
+    count = 1 if "dropout" in name or "words" in name else 2
+    return [table[(start + 13 * number) % len(table)] for number in range(count)]
+
+
+CASES = [
+    pytest.param(
+        name,
+        column,
+        id=f"{name} {column}",
+        marks=() if column in chosen(name) else pytest.mark.nightly,
+    )
+    for name in SHARD_MODELS
+    for column in columns(name)
+]
+
+
+def draws_of(name: str) -> Draws:
+    return same_draws if "dropout" in name else nullcontext
+
+
+@pytest.fixture
+def seeds_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no thread seed the generator that all share: `same_draws` does, in turn."""
+    monkeypatch.setattr(worker, "torch_seeded", lambda seed, device: nullcontext())
+
+
+@pytest.mark.usefixtures("seeds_of_threads")
+@pytest.mark.parametrize(("name", "column"), CASES)
+def test_shards_compute_what_one_process_does(
+    name: str, column: tuple[str, int, str], tmp_path: Path
+) -> None:
+    choice = plan(*column)
+    parts = lowered(name, choice).compilation.parts
+    assert any(parts(rank) for rank in range(choice.ranks))
+    error = worst_error(name, choice, tmp_path / "p", draws=draws_of(name))
+    assert error <= FLOAT64
+
+
+JOB = Path(__file__).with_name("mpi_parity_program.py")
+SAMPLE = {
+    2: [
+        ("gpt", plan("one stage", 2, "whole")),
+        ("t5", plan("one stage", 2, "batch")),
+        ("transformer dropout", plan("one stage", 2, "sequence")),
+        ("resnext", plan("one stage", 2, "whole")),
+        ("words", plan("one stage", 2, "whole")),
+    ],
+    4: [
+        ("llama", plan("mast", 2, "sequence")),
+        ("tied encoder", plan("data", 2, "batch")),
+        ("convnext", plan("tiles", 2, "whole")),
+        ("vit", plan("1f1b", 2, "whole")),
+        ("features", plan("one stage", 4, "whole")),
+    ],
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("processes", SAMPLE)
+def test_processes_compute_what_one_process_does(
+    processes: int, tmp_path: Path
+) -> None:
+    words = []
+    for index, (name, choice) in enumerate(SAMPLE[processes]):
+        folder = tmp_path / str(index)
+        program = lowered(name, choice)
+        write_directory(program.compilation, folder / "program")
+        count = program.plan.data * program.plan.micro_batches
+        batches = [SHARD_MODELS[name].inputs(count, torch.float64)] * 2
+        torch.save(batches, folder / "batches.pt")
+        words += [str(folder), "float64"]
+    assert launch(processes, [sys.executable, str(JOB), *words], timeout=240) == 0
+    wrong = {}
+    for index, (name, choice) in enumerate(SAMPLE[processes]):
+        found = lowered(name, choice).plan
+        count = found.data * found.micro_batches
+        expected = reference(name, count, torch.float64, 2, draws_of(name))
+        record = read_record(tmp_path / str(index), processes)
+        error = compare(record, expected).worst
+        if not error <= FLOAT64:
+            wrong[f"{name} {choice.command_line()}"] = error
+    assert not wrong
+
+
+FILE = """
+import sys
+
+sys.path.insert(0, {tests!r})
+import torch
+from shard_models import SHARD_MODELS
+
+case = SHARD_MODELS[{name!r}]
+loss = case.loss
+
+def model():
+    return case.build()
+
+def example_inputs():
+    return case.example_inputs
+
+def example_target():
+    return case.example_target
+
+def optimizer(params):
+    return torch.optim.AdamW(params, lr=1e-3)
+"""
+
+
+@pytest.mark.mpi
+def test_the_command_line_compiles_and_verifies(tmp_path: Path, gemsc: Gemsc) -> None:
+    tests = str(Path(__file__).parent)
+    (tmp_path / "net.py").write_text(FILE.format(tests=tests, name="gpt dropout"))
+    words = "--ranks", "3", "--shards", "3", "--trunk", "sequence"
+    done = gemsc("compile", tmp_path / "net.py", "-o", tmp_path / "p", *words)
+    assert done.code == 0, done.err
+    done = gemsc("verify", tmp_path / "p", "--steps", "2", "--dtype", "float64")
+    assert done.code == 0, done.out + done.err
+    assert "exact" in done.out
