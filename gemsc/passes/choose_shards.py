@@ -8,6 +8,7 @@ Example, an encoder's layer on two ranks:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -50,23 +51,23 @@ class ChooseShards(Pass):
             GemscError: nothing in a stage can be cut, or not in this way, or the
                 optimizer does not update what is cut element by element.
         """
-        whole = set(self.keep_whole)
+        whole = dict.fromkeys(self.keep_whole, "--whole")
         while True:
             shards = {
-                stage.index: self._choose(program, stage, tuple(sorted(whole)))
+                stage.index: self._choose(program, stage, whole)
                 for stage in program.require_stages()
                 if self.grids[stage.index].shards > 1
             }
             unlike = _unlike(program, shards)
             if not unlike:
                 break
-            whole |= unlike
+            whole |= dict.fromkeys(unlike, "another stage cuts it otherwise")
         names = [each.name for stage in shards.values() for each in stage.cut]
         check_elementwise(program.updated_whole, names)
         return replace(program, shards=shards)
 
     def _choose(
-        self, program: Program, stage: Stage, keep_whole: tuple[str, ...]
+        self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
     ) -> StageShards:
         count = self.grids[stage.index].shards
         analysis = analysis_of(program, stage)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, fx, nn
 
+from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
 from gemsc.ir.program import Program, Stage
@@ -17,8 +18,9 @@ from gemsc.passes.shards.factors import Dims, Factor, freeze, fresh, leaves
 from gemsc.passes.shards.rules import roles_of
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.classify import probe_of
+from gemsc.passes.spatial.cuts import cut
 
-__all__ = ["Analysis", "Place", "analysis_of", "place_of"]
+__all__ = ["Analysis", "Place", "analysis_of", "cut_parts", "place_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,18 @@ def place_of(dims: Dims, factor: Factor) -> Place | None:
             before = found[: found.index(factor)]
             return Place(number, prod(each.size for each in before))
     return None
+
+
+def cut_parts(dims: Dims, factor: Factor, count: int) -> tuple[Part, ...]:
+    """Return what each rank has of a tensor, () where it does not know the factor."""
+    place = place_of(dims, factor)
+    if place is None:
+        return ()
+    shape = tuple(prod(each.size for each in leaves(dim)) for dim in dims)
+    return tuple(
+        Part(shape, place.dim, place.outer, factor.size, rows)
+        for rows in cut(factor.size, count)
+    )
 
 
 def _is_tensor(node: fx.Node) -> bool:

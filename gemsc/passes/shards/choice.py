@@ -8,24 +8,24 @@ are its heads, its hidden features and its words, and none of them meet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from torch import fx
 
-from gemsc.base.parts import Part
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.shards import CutTensor, StageShards, WholeTensor
-from gemsc.passes.shards.analysis import Analysis, place_of
+from gemsc.passes.shards.analysis import Analysis, cut_parts
 from gemsc.passes.shards.factors import Factor, leaves
+from gemsc.passes.shards.rules import reason_at
 from gemsc.passes.spatial.cuts import cut
 
 __all__ = ["choose_cuts", "chosen_factors"]
 
 NOUNS = {"attention": "head", "embedding": "word", "conv": "channel"}
+MUCH = 0.05  # of what the heaviest factor weighs: to leave that whole is refused
 LEAST = 1e-3  # of what it saves: what a factor weighs whose sums cost more than that
 
 
@@ -45,28 +45,34 @@ def choose_cuts(
     analysis: Analysis,
     count: int,
     link: LinkSpeed,
-    keep_whole: Sequence[str] = (),
-    only: frozenset[str] | None = None,
+    keep_whole: Mapping[str, str],
 ) -> StageShards:
     """Return what is cut over `count` ranks, all else whole.
 
-    `keep_whole` are modules and tensors that stay whole. With `only`, what is cut are
-    those tensors.
+    `keep_whole` are modules and tensors that stay whole, each with the reason.
+
+    Raises:
+        GemscError: what should be cut has fewer units than there are ranks.
     """
-    found = _candidates(analysis, count, keep_whole, only)
+    found, refused = _candidates(analysis, keep_whole)
     for candidate in found.values():
         _weigh(analysis, candidate, count, link)
     chosen = _heaviest(found)
+    few = [factor for factor in chosen if factor.size < count]
+    if few:
+        _check_units([found[factor] for factor in few], found, count)
+        names = {n: _too_few(found[f], count) for f in few for n in found[f].names}
+        return choose_cuts(analysis, count, link, {**keep_whole, **names})
     cuts = []
     for factor in chosen:
         noun = found[factor].noun
         cuts += [
-            CutTensor(name, noun, _parts(analysis, name, factor, count))
+            CutTensor(name, noun, cut_parts(analysis.dims(name), factor, count))
             for name in found[factor].names
         ]
     order = list(analysis.parameters)
     cuts.sort(key=lambda each: order.index(each.name))
-    whole = _left_whole(analysis, found, chosen, keep_whole)
+    whole = _left_whole(analysis, cuts, refused)
     return StageShards(count, "whole", tuple(cuts), whole)
 
 
@@ -94,20 +100,41 @@ def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]
     return found
 
 
+def _too_few(candidate: _Candidate, count: int) -> str:
+    return f"{candidate.factor.size} {candidate.noun}s are fewer than {count} ranks"
+
+
+def _check_units(
+    few: Sequence[_Candidate], found: Mapping[Factor, _Candidate], count: int
+) -> None:
+    """Refuse to leave whole what would save much.
+
+    Raises:
+        GemscError: names it, and what would work.
+    """
+    first = max(few, key=lambda each: each.weight)
+    if first.weight < MUCH * max(each.weight for each in found.values()):
+        return
+    size, noun = first.factor.size, first.noun
+    raise GemscError(
+        f"--shards {count} cuts {size} {noun}s",
+        at=meta.location(first.nodes[0]),
+        help=f"use {size} or fewer, or --whole {first.names[0].rpartition('.')[0]}",
+    )
+
+
 def _candidates(
-    analysis: Analysis,
-    count: int,
-    keep_whole: Sequence[str],
-    only: frozenset[str] | None,
-) -> dict[Factor, _Candidate]:
-    found, refused = _of_parameters(analysis, count, keep_whole, only)
+    analysis: Analysis, keep_whole: Mapping[str, str]
+) -> tuple[dict[Factor, _Candidate], dict[Factor, str]]:
+    """Return the factors that may be cut, and why others of parameters may not."""
+    found, refused = _of_parameters(analysis, keep_whole)
     for node in analysis.stage.nodes:
         roots = analysis.roots(node)
         for factor, letters in roots.items():
             if factor not in found:
                 continue
             if len(letters) > 1:
-                refused.add(factor)
+                refused.setdefault(factor, f"{reason_at(node)} has it twice")
             candidate = found[factor]
             candidate.nodes.append(node)
             candidate.meets |= {other for other in roots if other in found}
@@ -117,31 +144,33 @@ def _candidates(
         found.pop(factor, None)
     for factor, candidate in found.items():
         candidate.meets &= found.keys() - {factor}
-    return found
+    return found, refused
 
 
 def _of_parameters(
-    analysis: Analysis,
-    count: int,
-    keep_whole: Sequence[str],
-    only: frozenset[str] | None,
-) -> tuple[dict[Factor, _Candidate], set[Factor]]:
-    """Return the factors of parameters, and those of them that must stay whole."""
+    analysis: Analysis, keep_whole: Mapping[str, str]
+) -> tuple[dict[Factor, _Candidate], dict[Factor, str]]:
     found: dict[Factor, _Candidate] = {}
-    refused: set[Factor] = set()
+    refused: dict[Factor, str] = {}
     for name, dims in analysis.parameters.items():
-        kept = _is_kept(name, keep_whole) or (only is not None and name not in only)
+        kept = _kept(name, keep_whole)
         factors = [factor for dim in dims for factor in leaves(dim)]
         for factor in factors:
-            if kept or factors.count(factor) > 1 or factor.size < count:
-                refused.add(factor)
-            elif not factor.frozen:
+            reason = kept or factor.frozen
+            if not reason and factors.count(factor) > 1:
+                reason = "two of its dimensions are the same"
+            if reason:
+                refused.setdefault(factor, reason)
+            else:
                 found.setdefault(factor, _Candidate(factor)).names.append(name)
     return found, refused
 
 
-def _is_kept(name: str, keep_whole: Sequence[str]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for path in keep_whole)
+def _kept(name: str, keep_whole: Mapping[str, str]) -> str:
+    """Return why a tensor is kept whole, '' if it is not."""
+    parts = name.split(".")
+    paths = (".".join(parts[:depth]) for depth in range(1, 1 + len(parts)))
+    return next((keep_whole[path] for path in paths if path in keep_whole), "")
 
 
 def _noun(known: str, kind: str, letters: set[str]) -> str:
@@ -177,13 +206,17 @@ def _heaviest(found: dict[Factor, _Candidate]) -> list[Factor]:
     A factor that meets none is taken; else the one that meets most is tried both ways,
     which leaves parts that have nothing to do with each other.
     """
-    best = _heaviest_of(found, frozenset(found))
+    best = _heaviest_of(found, frozenset(found), {})
     return [factor for factor in found if factor in best]
 
 
 def _heaviest_of(
-    found: dict[Factor, _Candidate], among: frozenset[Factor]
+    found: dict[Factor, _Candidate],
+    among: frozenset[Factor],
+    known: dict[frozenset[Factor], frozenset[Factor]],
 ) -> frozenset[Factor]:
+    if among in known:
+        return known[among]
     result: frozenset[Factor] = frozenset()
     for part in _connected(found, among):
         hub = max(part, key=lambda each: (len(found[each].meets & part), each.size))
@@ -191,12 +224,13 @@ def _heaviest_of(
         if not meeting:
             result |= part
             continue
-        with_hub = _heaviest_of(found, part - meeting - {hub}) | {hub}
-        without = _heaviest_of(found, part - {hub})
+        with_hub = _heaviest_of(found, part - meeting - {hub}, known) | {hub}
+        without = _heaviest_of(found, part - {hub}, known)
         weights = [
             sum(found[each].weight for each in chosen) for chosen in (with_hub, without)
         ]
         result |= with_hub if weights[0] >= weights[1] else without
+    known[among] = result
     return result
 
 
@@ -215,36 +249,17 @@ def _connected(
     return parts
 
 
-def _parts(
-    analysis: Analysis, name: str, factor: Factor, count: int
-) -> tuple[Part, ...]:
-    dims = analysis.dims(name)
-    place = place_of(dims, factor)
-    assert place is not None
-    shape = tuple(prod(each.size for each in leaves(dim)) for dim in dims)
-    return tuple(
-        Part(shape, place.dim, place.outer, factor.size, rows)
-        for rows in cut(factor.size, count)
-    )
-
-
 def _left_whole(
-    analysis: Analysis,
-    found: dict[Factor, _Candidate],
-    chosen: Sequence[Factor],
-    keep_whole: Sequence[str],
+    analysis: Analysis, cuts: Sequence[CutTensor], refused: Mapping[Factor, str]
 ) -> tuple[WholeTensor, ...]:
     """Return the parameters that stay whole, the largest first, and why."""
-    cut_names = {name for factor in chosen for name in found[factor].names}
+    are_cut = {each.name for each in cuts}
     trained = dict(analysis.program.module.named_parameters())
     whole = []
     for name, dims in analysis.parameters.items():
-        if name in cut_names or name not in trained:
-            continue
-        factors = [factor for dim in dims for factor in leaves(dim)]
-        reasons = [factor.frozen for factor in factors if factor.frozen]
-        reason = reasons[0] if reasons else "it would need more sums than it saves"
-        if _is_kept(name, keep_whole):
-            reason = "--whole"
-        whole.append(WholeTensor(name, trained[name].nbytes, reason))
+        if name not in are_cut and name in trained:
+            factors = [factor for dim in dims for factor in leaves(dim)]
+            reasons = [refused[factor] for factor in factors if factor in refused]
+            reason = reasons[0] if reasons else "what it meets saves more"
+            whole.append(WholeTensor(name, trained[name].nbytes, reason))
     return tuple(sorted(whole, key=lambda each: -each.num_bytes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from torch import Tensor, fx
@@ -11,14 +10,13 @@ from torch import Tensor, fx
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
-from gemsc.passes.shards.analysis import Analysis, place_of
-from gemsc.passes.shards.factors import Dims, Factor, leaves
+from gemsc.passes.shards.analysis import Analysis, cut_parts
+from gemsc.passes.shards.factors import Factor
 from gemsc.passes.spatial.calls import Call
-from gemsc.passes.spatial.cuts import cut
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local
 
-__all__ = ["Inside", "cut_parts"]
+__all__ = ["Inside"]
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,3 @@ class Inside:
         if axes is None:
             return self.low.all_reduce(self.node, addend)
         return self.low.reduce_scatter(self.node, addend, axes)
-
-
-def cut_parts(dims: Dims, factor: Factor, count: int) -> tuple[Part, ...]:
-    """Return what each rank has of a tensor, () where it does not know the factor."""
-    place = place_of(dims, factor)
-    if place is None:
-        return ()
-    shape = tuple(prod(each.size for each in leaves(dim)) for dim in dims)
-    return tuple(
-        Part(shape, place.dim, place.outer, factor.size, rows)
-        for rows in cut(factor.size, count)
-    )

@@ -80,8 +80,10 @@ def _operand(call: Call, name: str, dims: Lookup) -> Dims | None:
 # ------------------------------------------------------------- by equations
 
 
-def _convolution(call: Call) -> Equation:
+def _convolution(call: Call) -> Equation | None:
     differs = call.get("padding_mode", "zeros") != "zeros"
+    if meta.value(call.input).dim() != call.rank + 2:
+        return None
     return Equation(
         "n (g c+) *x!, (g o) c *k!, (g o) -> n (g o) *y",
         sizes={"g": int(call.get("groups", 1))},
@@ -89,7 +91,9 @@ def _convolution(call: Call) -> Equation:
     )
 
 
-def _transposed(call: Call) -> Equation:
+def _transposed(call: Call) -> Equation | None:
+    if meta.value(call.input).dim() != call.rank + 2:
+        return None
     text = "n (g c+) *x!, (g c) o *k!, (g o) -> n (g o) *y"
     return Equation(text, sizes={"g": int(call.get("groups", 1))})
 
@@ -149,7 +153,8 @@ def _cross_entropy(call: Call) -> Equation:
     names = ("input", "target")
     if target.is_floating_point() or meta.value(call.input).dim() < 2:
         return Equation("*x!, *y! -> ", names)
-    return Equation("n c *x, n *x -> ", names)
+    result = "n *x" if call.get("reduction", "mean") == "none" else ""
+    return Equation(f"n c *x, n *x -> {result}", names)
 
 
 def _einsum(call: Call) -> Equation | None:
