@@ -54,6 +54,7 @@ from gemsc.planner.layout import check_blocks, check_whole, stage_layout
 from gemsc.planner.make_plan import make_plan
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.tiles import peak_tile
+from gemsc.planner.updates import share_updates
 from gemsc.schedules import SCHEDULES
 from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import settled
@@ -282,6 +283,12 @@ def schedule_stages(
         if not every_tile:
             others &= {peak_tile(tile(0))}
         tiles = (tile(0), *map(tile, sorted(others)))
+    if options.shard_optimizer:
+        program, *split = (
+            run.once((id(each), options.data), share_updates, each, options.data)
+            for each in (program, *tiles)
+        )
+        tiles = tuple(split)
     key = (*map(id, tiles), replace(chosen, micro_batches=()))
     task = run.once(key, schedule_task, tiles, chosen, None, hardware)
     task = replace(task, micro_batches=chosen.micro_batches)

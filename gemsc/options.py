@@ -93,6 +93,10 @@ class CompileOptions:
     trunk: str = option("auto")
     whole: tuple[str, ...] = option((), "modules that are not sharded: head,layers.0")
 
+    shard_optimizer: bool = option(
+        False, "optimizer state in parts on the ranks that hold the same weights"
+    )
+
     def __post_init__(self) -> None:
         """Refuse values that no model could be compiled with.
 

@@ -287,7 +287,6 @@ CASES: dict[str, Case] = {
         sums_have_the_same_bits_on_all_ranks,
         sums_over_overlapping_groups_are_in_flight_together,
         parts_of_sums_are_added_in_the_order_of_ranks,
-        parts_of_sums_are_added_in_the_order_of_ranks,
         objects_reach_all_ranks,
         a_link_carries_what_has_gaps,
         a_link_carries_lazy_conjugates_and_negatives,

@@ -114,6 +114,10 @@ class Constants:
                 {quoted(n): as_tuple(ranks) for n, ranks in text.reductions.items()},
                 "Gradients are all-reduced by the ranks that hold the same parameters.",
             )
+            if text.program.updated is not None and text.reductions:
+                line("# Each updates its rows of them and gets the others'.")
+                line("shard_optimizer=True,")
+                self._write_updated_whole()
             self._write_table(
                 "parts",
                 {quoted(n): str(part) for n, part in text.parts.items()},
@@ -149,6 +153,14 @@ class Constants:
         if items or not seldom:
             pairs = [f"{key}: {value}" for key, value in items.items()]
             self.writer.items(f"{name}={{", pairs, "},")
+
+    def _write_updated_whole(self) -> None:
+        """Write what of this rank's parameters is not cut into rows."""
+        held = {name for run in self.text.runs for name in run.stage.owned}
+        names = sorted(self.text.program.updated_whole.keys() & held)
+        if names:
+            self.writer.line("# The optimizer does not update these by element.")
+            self.writer.items("updated_whole={", [quoted(n) for n in names], "},")
 
     def _deferred(self) -> dict[str, str]:
         found = {}

@@ -8,6 +8,9 @@ byte added g:
     ring              2 (p - 1) a      + 2 (p - 1)/p n b  + (p - 1)/p n g
     tree              2 ceil(lg p) (a + n b)              + ceil(lg p) n g
     halving-doubling  2 lg p a         + 2 (p - 1)/p n b  + (p - 1)/p n g
+    exchange          (p - 1) a        + (p - 1)/p n b    + (p - 1)/p n g
+
+The last one gives each rank the sum of a part, n/p bytes.
 
 Sources: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
 workstations, 2009 (ring); Thakur, Rabenseifner and Gropp, Optimization of collective
@@ -24,9 +27,10 @@ from functools import cache
 
 from gemsc.costs.hardware import Network
 
-__all__ = ["ROUNDS", "Round", "Sum", "allreduce", "sum_seconds"]
+__all__ = ["ROUNDS", "Round", "Sum", "allreduce", "reduce_scatter", "sum_seconds"]
 
 BUCKET_BYTES = 32 * 2**20  # the most that the runtime sums at once
+MOST_EXCHANGES = 16  # rounds of an exchange that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +49,16 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """How long one group's sum takes, and by which algorithm."""
+    """How long one group's sum takes, and by which algorithm.
+
+    Where `updaters` members share the update that follows, each gets the sum for its
+    part only, and it takes `gather` seconds to bring together what they updated.
+    """
 
     seconds: float
     algorithm: str
+    updaters: int = 1
+    gather: float = 0.0
 
 
 @cache
@@ -97,6 +107,22 @@ def halving_doubling(size: int) -> tuple[Round, ...]:
     return (first, *inner, *back, last)
 
 
+@cache
+def exchange(size: int, *, adds: bool) -> tuple[Round, ...]:
+    """Let each member send each other one its part: the next, the one after it, ...
+
+    Of many rounds a few stand for those about them.
+    """
+    step = -(-(size - 1) // MOST_EXCHANGES)
+    found = []
+    for first in range(1, size, step):
+        count = min(step, size - first)
+        distance = first + count // 2
+        pairs = tuple((member, (member + distance) % size) for member in range(size))
+        found.append(Round(pairs, 1 / size, adds, count))
+    return tuple(found)
+
+
 ROUNDS = {"ring": ring, "tree": tree, "halving-doubling": halving_doubling}
 
 
@@ -122,6 +148,30 @@ def allreduce(
             ]
         )
     return [min(sums, key=lambda s: s.seconds) for sums in zip(*found, strict=True)]
+
+
+def reduce_scatter(
+    network: Network, groups: Sequence[Sequence[int]], num_bytes: Sequence[int]
+) -> list[Sum]:
+    """Return what sums take of which each member gets a part, and what follows them.
+
+    See `allreduce`. Members send each other their terms and add them up; after the
+    update they send each other what they have updated.
+    """
+    seconds = []
+    for adds in (True, False):
+        rounds = [exchange(len(group), adds=adds) for group in groups]
+        crowds = _crowds(network, groups, rounds)
+        seconds.append(
+            [
+                _in_buckets(network, group, of_group, crowds, size)
+                for group, of_group, size in zip(groups, rounds, num_bytes, strict=True)
+            ]
+        )
+    return [
+        Sum(scatter, "exchange", len(group), gather)
+        for group, scatter, gather in zip(groups, *seconds, strict=True)
+    ]
 
 
 def sum_seconds(network: Network, ranks: Sequence[int], num_bytes: int) -> float:

@@ -1,14 +1,15 @@
 """What follows the backward of a step: sums of gradients over ranks, and the update.
 
 The sum of a stage's gradients starts when its last backward is done everywhere. A rank
-runs its sums one after the other, and they hide behind what it still computes.
+runs its sums one after the other, and they hide behind what it still computes. Where
+ranks share the update, they bring together at the end what each has updated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from gemsc.costs.collectives import Sum, allreduce
+from gemsc.costs.collectives import Sum, allreduce, reduce_scatter
 from gemsc.costs.hardware import Device, Hardware, Network
 from gemsc.ir.program import Program
 from gemsc.schedules import Task, Timeline
@@ -35,11 +36,18 @@ def after_backward(
         {rank for row in placement.ranks for rank in row[stage.index]}
         for stage in stages
     ]
-    sums = gradient_sums(hardware.network, places, sizes, placement.num_ranks, copies)
+    sums = gradient_sums(
+        hardware.network,
+        places,
+        sizes,
+        placement.num_ranks,
+        copies,
+        shares_update=program.updated is not None,
+    )
     ends = ends_of_sums(task, [timeline], sums, sizes, hardware.device)
     done = max(
         max((*(timed.end for timed in actions), ends[rank]), default=0.0)
-        + update_seconds(task, rank, sizes, hardware.device)
+        + update_seconds(task, rank, sizes, sums, hardware.device)
         for rank, actions in enumerate(timeline.ranks)
     )
     return done - timeline.makespan
@@ -51,11 +59,14 @@ def gradient_sums(
     num_bytes: Sequence[int],
     num_ranks: int,
     copies: int,
+    *,
+    shares_update: bool = False,
 ) -> dict[int, Sum]:
     """Return the sum of each stage whose gradients several ranks hold.
 
     For each stage, `places` has the ranks of the first copy that hold it, `num_bytes`
-    its gradients; each copy has `num_ranks` ranks.
+    its gradients; each copy has `num_ranks` ranks. If it `shares_update`, each rank
+    gets its part of the sum.
     """
     shared = {
         stage: [
@@ -65,7 +76,8 @@ def gradient_sums(
         if copies * len(own) > 1 and num_bytes[stage]
     }
     sizes = [num_bytes[stage] for stage in shared]
-    found = allreduce(network, list(shared.values()), sizes)
+    find = reduce_scatter if shares_update else allreduce
+    found = find(network, list(shared.values()), sizes)
     return dict(zip(shared, found, strict=True))
 
 
@@ -95,8 +107,20 @@ def ends_of_sums(
 
 
 def update_seconds(
-    task: Task, rank: int, num_bytes: Sequence[int], device: Device
+    task: Task,
+    rank: int,
+    num_bytes: Sequence[int],
+    sums: Mapping[int, Sum],
+    device: Device,
 ) -> float:
-    """Return the seconds in which a rank updates the weights of its stages."""
-    held = sum(num_bytes[stage] for stage in {stage for _, stage in task.lanes[rank]})
-    return UPDATE * held / device.memory_bandwidth
+    """Return the seconds in which a rank updates the weights of its stages.
+
+    With those in which it gets what other ranks have updated.
+    """
+    total = 0.0
+    for stage in {stage for _, stage in task.lanes[rank]}:
+        one = sums.get(stage)
+        shared = one.updaters if one is not None else 1
+        total += UPDATE * num_bytes[stage] / shared / device.memory_bandwidth
+        total += one.gather if one is not None else 0.0
+    return total

@@ -116,11 +116,13 @@ def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
 
 
 def _state_bytes(program: Program, name: str, parameter: Tensor) -> int:
-    """Return what the optimizer keeps of a parameter, or of the part that is here."""
+    """Return what the optimizer keeps of a parameter, or of what is updated here."""
     if name not in program.optimizer_bytes:
         return 0
     part, elements = program.parts.get(name), parameter.numel()
     whole = prod(part.shape) if part is not None else elements
+    if program.updated is not None:
+        elements = program.updated[name]
     return program.optimizer_bytes[name].of(elements, whole)
 
 

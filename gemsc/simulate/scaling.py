@@ -72,6 +72,7 @@ class Simulator:
     hardware: Hardware
     gradient_bytes: Sequence[int]
     samples: int
+    shares_update: bool = False  # by the ranks that hold the same weights
     _played: dict[tuple[Edge, ...], Timeline] = field(default_factory=dict)
 
     def point(self, copies: int) -> Point:
@@ -94,7 +95,7 @@ class Simulator:
                     busy_seconds=busy,
                     idle_seconds=last - busy,
                     sum_seconds=max(0.0, ends[rank] - last),
-                    update_seconds=update_seconds(self.task, rank, sizes, device),
+                    update_seconds=update_seconds(self.task, rank, sizes, sums, device),
                     algorithms=tuple(sorted({s.algorithm for s in sums.values()})),
                 )
                 if best is None or point.step_seconds > best.step_seconds:
@@ -176,4 +177,11 @@ class Simulator:
         places = [
             {row[stage] for row in self.task.placement} for stage in range(len(sizes))
         ]
-        return gradient_sums(self.network, places, sizes, num_ranks, copies)
+        return gradient_sums(
+            self.network,
+            places,
+            sizes,
+            num_ranks,
+            copies,
+            shares_update=self.shares_update,
+        )

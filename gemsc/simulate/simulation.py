@@ -90,6 +90,7 @@ def simulate(
         hardware=hardware,
         gradient_bytes=reduced_bytes(program, task, 2),
         samples=next(sizes, 1) * sum(task.micro_batches),
+        shares_update=options.shard_optimizer,
     )
     counts = sorted({*(copies or powers_of_two(options.data)), options.data})
     points = tuple(simulator.point(count) for count in counts)

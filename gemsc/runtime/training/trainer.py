@@ -104,7 +104,8 @@ class Trainer:
             seed=seed,
             float_dtype=dtype,
         )
-        parameters, updates = self.stages.parameters, self.worker.updates
+        updates = self.worker.updates
+        parameters = updates.parameters
         if self.program.train_step is not None and parameters:
             make = optimizer or partial(torch.optim.SGD, lr=0.01)
             updates.optimizer = make(parameters.items())

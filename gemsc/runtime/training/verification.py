@@ -59,6 +59,7 @@ def record_steps(
     rank = transport.rank
 
     def write_gradients() -> None:
+        trainer.worker.updates.gather_gradients()
         named = trainer.stages.parameters
         gradients = {n: as_real(p.grad) for n, p in named.items() if p.grad is not None}
         write_tensors(folder / f"gradients{rank}.safetensors", gradients)

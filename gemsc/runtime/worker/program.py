@@ -46,6 +46,8 @@ class RankProgram:
         those of a stage, those of its parts, or those of one parameter that stages
         share. What this rank holds alone is not among them.
     parts: the parameters and buffers of which the rank has a part only, by all names.
+    shard_optimizer: whether each of the ranks in a reduction updates its rows only.
+    updated_whole: parameters that one of these ranks updates, all rows of them.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
     tiles: the grid of which the rank computes a tile.
     depends_on_data: whether some gradients may be absent.
@@ -59,6 +61,8 @@ class RankProgram:
     inputs: Mapping[str, Input]
     reductions: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, Part] = field(default_factory=dict)
+    shard_optimizer: bool = False
+    updated_whole: Collection[str] = ()
     deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)
     tiles: Tiles | None = None
     depends_on_data: bool = False

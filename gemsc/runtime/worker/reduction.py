@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from gemsc.messages.rows import Rows
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
+from gemsc.runtime.worker.buckets import Bucket, buckets, flat, shares
 
 __all__ = ["GradientSums", "RunningStatistics", "tracking"]
-
-BUCKET_BYTES = 32 * 2**20
-
-
-@dataclass(slots=True)
-class _Bucket:
-    gradients: list[Tensor]
-    flat: Tensor
-    request: Request
 
 
 class GradientSums:
@@ -36,18 +27,24 @@ class GradientSums:
 
     def __init__(self, transport: DeviceTransport) -> None:
         self._transport = transport
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._counted: list[tuple[list[nn.Parameter], Tensor]] = []
 
     def start(
-        self, group: Group, parameters: Sequence[nn.Parameter], *, counted: bool = False
+        self,
+        group: Group,
+        parameters: Mapping[str, nn.Parameter],
+        rows: Mapping[str, Rows],
+        *,
+        counted: bool = False,
     ) -> None:
         """Start to add up the gradients of these parameters over a group.
 
+        Where `rows` of a parameter are given, each rank gets the sums of its own only.
         Where data came by on some ranks only, the others have no gradient: then it is
         `counted` how many ranks have one. A parameter ends without if none has.
         """
-        trained = [p for p in parameters if p.requires_grad]
+        trained = [p for p in parameters.values() if p.requires_grad]
         if counted and trained:
             present = [float(parameter.grad is not None) for parameter in trained]
             counts = torch.tensor(present, device=trained[0].device)
@@ -56,41 +53,40 @@ class GradientSums:
                     parameter.grad = torch.zeros_like(parameter)
             self._counted.append((trained, counts))
             self._start(group, [counts])
-        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-            self._start(group, bucket)
+        found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        names, gradients = [*found], [*found.values()]
+        for numbers in buckets(gradients):
+            packed = [gradients[number] for number in numbers]
+            if rows:
+                of_ranks = [rows[names[number]] for number in numbers]
+                self._start_shares(group, shares(packed, of_ranks))
+            else:
+                self._start(group, packed)
 
     def _start(self, group: Group, gradients: list[Tensor]) -> None:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        request = self._transport.all_reduce(group, flat)
-        self._buckets.append(_Bucket(gradients, flat, request))
+        sums = flat(gradients)
+        request = self._transport.all_reduce(group, sums)
+        self._buckets.append(Bucket(gradients, sums, request))
+
+    def _start_shares(self, group: Group, by_rank: list[list[Tensor]]) -> None:
+        """Add up what each rank gets the sums of."""
+        own = by_rank[group.ranks.index(self._transport.host.rank)]
+        terms = flat([tensor for each in by_rank for tensor in each])
+        sizes = [sum(tensor.numel() for tensor in each) for each in by_rank]
+        sums = terms.new_empty(sum(tensor.numel() for tensor in own))
+        request = self._transport.reduce_scatter(group, terms, sizes, sums)
+        self._buckets.append(Bucket(own, sums, request))
 
     def finish(self) -> None:
         """Wait for all sums and put them into the gradients."""
         self._transport.wait(*(bucket.request for bucket in self._buckets))
         for bucket in self._buckets:
-            sizes = [gradient.numel() for gradient in bucket.gradients]
-            pairs = zip(torch.split(bucket.flat, sizes), bucket.gradients, strict=True)
-            parts = [part.view_as(gradient) for part, gradient in pairs]
-            torch._foreach_copy_(bucket.gradients, parts)
+            bucket.unpack()
         for parameters, counts in self._counted:
             for parameter, count in zip(parameters, counts.tolist(), strict=True):
                 parameter.grad = parameter.grad if count else None
         self._buckets.clear()
         self._counted.clear()
-
-
-def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group gradients of one dtype up to the size of a bucket."""
-    by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(lambda: [[]])
-    room: dict[torch.dtype, int] = defaultdict(lambda: BUCKET_BYTES)  # in the last one
-    for gradient in gradients:
-        buckets, dtype = by_dtype[gradient.dtype], gradient.dtype
-        if buckets[-1] and gradient.nbytes > room[dtype]:
-            buckets.append([])
-            room[dtype] = BUCKET_BYTES
-        buckets[-1].append(gradient)
-        room[dtype] -= gradient.nbytes
-    return [bucket for buckets in by_dtype.values() for bucket in buckets]
 
 
 class RunningStatistics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.runtime.worker.own_rows import OwnRows
 from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics, tracking
 from gemsc.runtime.worker.stages import Stages
@@ -23,8 +24,9 @@ __all__ = ["Updates"]
 class Updates:
     """The updates of a rank's parameters, together with the ranks that share them.
 
-    `scheduler` makes a step after each of the optimizer's; `before` is called once the
-    gradients are complete.
+    `parameters` are what this rank updates: all that it holds, or its rows of what
+    other ranks hold, too. `scheduler` makes a step after each of the optimizer's;
+    `before` is called once the gradients are complete.
     """
 
     def __init__(
@@ -55,6 +57,11 @@ class Updates:
         for run, stage in stages.items():
             for name, parameter in stage.named_parameters():
                 self._summed[program.sum_of(run, name)][name] = parameter
+        self._own = OwnRows(transport)
+        if program.shard_optimizer:
+            for key, group in self._groups.items():
+                self._own.share(group, self._summed[key], program.updated_whole)
+        self.parameters = self._own.parameters(stages.parameters)
         self._statistics = self._running_statistics()
 
     def begin(self) -> None:
@@ -69,7 +76,7 @@ class Updates:
         Called after the stage's last backward; what follows hides the communication.
         """
         if self._steps.is_update:
-            self._start(key, [*self._summed[key].values()])
+            self._start(key, self._summed[key])
 
     def finish_reductions(self) -> None:
         """All-reduce tied parameters' gradients and statistics; wait for all sums."""
@@ -79,19 +86,20 @@ class Updates:
                 parameter = named[name]
                 if parameter.grad is None and not self._program.depends_on_data:
                     parameter.grad = torch.zeros_like(parameter)
-                self._start(name, [parameter])
+                self._start(name, {name: parameter})
         waits = [
             request
             for key, statistics in self._statistics.items()
             for request in statistics.start(self._transport, self._groups.get(key))
         ]
         self._sums.finish()
+        self._own.take_gradients()
         self._transport.wait(*waits)
         for statistics in self._statistics.values():
             statistics.finish()
 
     def apply(self) -> None:
-        """Let the optimizer make its step, and drop the gradients."""
+        """Let the optimizer make its step, drop the gradients, share what is new."""
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         if self.before is not None:
@@ -100,12 +108,18 @@ class Updates:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
+        self._own.drop_gradients()
         for parameter in self._stages.parameters.values():
             parameter.grad = None
+        self._own.gather(torch.Tensor.detach)
 
-    def _start(self, key: str, parameters: list[nn.Parameter]) -> None:
-        counted = self._program.depends_on_data
-        self._sums.start(self._groups[key], parameters, counted=counted)
+    def gather_gradients(self) -> None:
+        """Give all ranks the complete gradients; all call this, in `before`."""
+        self._own.gather(lambda parameter: parameter.grad)
+
+    def _start(self, key: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        group, counted = self._groups[key], self._program.depends_on_data
+        self._sums.start(group, parameters, self._own.rows, counted=counted)
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
         num_replicas = self._program.num_replicas
@@ -132,15 +146,18 @@ class Updates:
 
     def _clip(self, limit: float) -> None:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
-        own: dict[str, nn.Parameter] = {}  # each part of each counts once
-        for key, parameters in self._summed.items():
-            if self._program.is_first(key, self._place.rank):
-                own |= parameters
-        first, count = self._place.first_rank, self._place.copy_ranks
+        own, ranks = self.parameters, tuple(range(self._transport.host.size))
+        if not self._program.shard_optimizer:
+            own = {}  # each part of each counts once
+            for key, parameters in self._summed.items():
+                if self._program.is_first(key, self._place.rank):
+                    own |= parameters
+            first = self._place.first_rank
+            ranks = tuple(range(first, first + self._place.copy_ranks))
         clip_gradients(
             limit,
             own.values(),
-            self._stages.parameters.values(),
+            self.parameters.values(),
             self._transport,
-            self._transport.host.group(tuple(range(first, first + count)), "norm"),
+            self._transport.host.group(ranks, "norm"),
         )
