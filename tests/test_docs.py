@@ -150,6 +150,8 @@ class Shown:
     def pick(self, place: str, starts: list[str]) -> str:
         if place == "order":
             return "\n".join(self.program.plan.order) + "\n"
+        if place.startswith("lines-"):
+            return pick_lines(self.program.rank_modules()[place[6:]], starts)
         if place.endswith(".py"):
             return pick_statements(self.program.rank_modules()[place], starts)
         return pick_lines(self.dumps[place], starts)
@@ -178,7 +180,12 @@ def compile_file(path: Path, **options) -> Shown:
 @pytest.fixture(scope="module")
 def models(workplace) -> dict[str, Shown]:
     """The models that the documentation shows."""
+    shards = {"ranks": 2, "shards": ("2",), "check": False}
+    block = workplace / "block.py"
+    block.write_text(blocks(ROOT / "docs" / "shards.md", "python")[0])
     return {
+        "block": compile_file(block, trunk="whole", **shards),
+        "split": compile_file(block, trunk="batch", **shards),
         "unet": compile_file(UNET, ranks=4, micro_batches=8, check=False),
         "rings": compile_file(workplace / "rings.py", ranks=2),
     }

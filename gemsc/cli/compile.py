@@ -83,7 +83,14 @@ def compile_command(
         console.print(f"note: {note}", highlight=False)
 
 
-@takes_options(COMPARED, data="auto", schedule="auto", balance="auto", placement="auto")
+@takes_options(
+    COMPARED,
+    data="auto",
+    schedule="auto",
+    balance="auto",
+    placement="auto",
+    shards=("auto",),
+)
 def plan_command(
     model: Model,
     output: Annotated[

@@ -257,9 +257,11 @@ def _docstring(
             lines.append(f"{saved} kept for each micro-batch.")
             continue
         noun, sent = stage.grid.noun, show_bytes(stage.halo_bytes)
+        sums = stage.sums // len(stage.ranks)
+        talk = f"{sums} sums and {stage.messages} messages, forward and backward."
         lines += [
             f"{saved} kept for each micro-batch by the {noun} that keeps most;",
-            f"{sent} from {noun} to {noun} in forward.",
+            talk if stage.cut else f"{sent} from {noun} to {noun} in forward.",
         ]
         if (shards := run.stage.program.shards.get(stage.index)) is not None:
             own = dict.fromkeys(each.told(tile) for each in shards.cut)
