@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemsc.base.elementwise import Factory, updated_whole
 from gemsc.base.grid_shape import GridShape
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, TileProgram, Traced
 from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.costs.hardware import Hardware, read_hardware
-from gemsc.costs.optimizer_state import Factory, optimizer_bytes, updated_whole
+from gemsc.costs.optimizer_state import optimizer_bytes
 from gemsc.costs.profile import Progress
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS

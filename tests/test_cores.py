@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gemsc.base.cores import num_cores
+from gemsc.base.process import num_cores
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinities of Linux")

@@ -252,7 +252,7 @@ def test_the_folder_of_a_killed_job_is_removed_by_the_next(
 SLEEPER = """
 import os, sys, time
 from mpi4py import MPI
-from gemsc.base.lifeline import end_with_launcher
+from gemsc.base.process import end_with_launcher
 from gemsc.runtime.process.progress import Status
 end_with_launcher()
 Status(MPI.COMM_WORLD.rank).enter("backward", "stage 1", 3)

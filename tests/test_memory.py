@@ -18,14 +18,11 @@ from torch import nn
 
 import gemsc
 from gemsc.base.cost import StateBytes
+from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.costs.hardware import read_hardware
-from gemsc.costs.optimizer_state import (
-    check_elementwise,
-    optimizer_bytes,
-    updated_whole,
-)
+from gemsc.costs.optimizer_state import optimizer_bytes
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.planner.from_plan import task_of, timeline_of

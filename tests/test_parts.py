@@ -263,6 +263,13 @@ def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
         trained(tmp_path, 4, [])
 
 
+def test_an_optimizer_that_looks_across_tensors_is_refused(tmp_path: Path) -> None:
+    Written().write(tmp_path)
+    message = r"optimizer\(\) looks across 'up.weight' \(its halves step differently"
+    with pytest.raises(GemscError, match=message):
+        trained(tmp_path, 4, [], optimizer=torch.optim.Adafactor)
+
+
 # -- parts -----------------------------------------------------------------------------
 
 

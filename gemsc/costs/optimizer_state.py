@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,15 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from gemsc.base.cost import StateBytes
-from gemsc.errors import GemscError
+from gemsc.base.elementwise import Factory
 
-__all__ = ["check_elementwise", "optimizer_bytes", "updated_whole"]
-
-STEPS = 2  # one uses what the one before has left
-SIZES = (4, 6, 2, 2, 2)  # of what is tried, along each dimension
-ROUNDING = 1e-9  # in float64, relative to the largest step
-
-Factory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+__all__ = ["optimizer_bytes"]
 
 
 def optimizer_bytes(
@@ -85,95 +78,3 @@ def _bytes(tensor: Tensor, copy: Tensor, parameter: Tensor) -> int:
 
 def _tensors(state: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-
-
-def updated_whole(
-    parameters: Mapping[str, nn.Parameter], factory: Factory | None
-) -> dict[str, float]:
-    """Return the parameters that an optimizer does not update element by element.
-
-    Halves of them step otherwise than the whole does: by how much, relative to the
-    largest step. That is tried on small random tensors, cut both ways, in float64. An
-    optimizer that cannot step there may do anything. Without a factory it is plain SGD.
-    """
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    if factory is None or not trained:
-        return {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        drawn = [{n: _small(p) for n, p in trained.items()} for _ in range(1 + STEPS)]
-        try:
-            return _differences(drawn, factory)
-        except Exception:  # its first real step will say why
-            return dict.fromkeys(trained, math.inf)
-
-
-def check_elementwise(differences: Mapping[str, float], names: Iterable[str]) -> None:
-    """Make sure that parameters may be cut; `differences` are from `updated_whole`.
-
-    Raises:
-        GemscError: the optimizer does not update one of them element by element.
-    """
-    wrong = {name: differences[name] for name in names if name in differences}
-    if not wrong:
-        return
-    name, difference = next(iter(wrong.items()))
-    text = f"looks across '{name}' (its halves step differently, by {difference:.0e})"
-    if math.isinf(difference):
-        text = f"cannot be tried on parts of '{name}'"
-    modules = dict.fromkeys(each.rpartition(".")[0] or each for each in wrong)
-    raise GemscError(
-        f"optimizer() {text}",
-        help=f"use an elementwise optimizer, or --whole {','.join(modules)}",
-    )
-
-
-def _differences(
-    drawn: Sequence[Mapping[str, Tensor]], factory: Factory
-) -> dict[str, float]:
-    """Return by how much halves step otherwise, of the first tensors, where they do."""
-    whole, found = _after_steps(drawn, factory), dict[str, float]()
-    for way in (0, 1):
-        halves = [
-            _after_steps(
-                [{n: _half(t, way, half) for n, t in each.items()} for each in drawn],
-                factory,
-            )
-            for half in (0, 1)
-        ]
-        for name, before in drawn[0].items():
-            step = float((whole[name] - before).abs().max())
-            error = max(
-                float((_half(whole[name], way, half) - part[name]).abs().max())
-                for half, part in enumerate(halves)
-            )
-            if not error <= ROUNDING * step:
-                found[name] = max(found.get(name, 0.0), error / (step or 1.0))
-    return found
-
-
-def _small(parameter: Tensor) -> Tensor:
-    """Return random numbers of a parameter's kind, of as many dimensions."""
-    shape = [SIZES[min(dim, len(SIZES) - 1)] for dim in range(parameter.dim())]
-    dtype = torch.promote_types(parameter.dtype, torch.float64)
-    return torch.randn(shape, dtype=dtype)
-
-
-def _half(tensor: Tensor, way: int, half: int) -> Tensor:
-    """Return a half of the rows or columns; numbers have none and lists no columns."""
-    if not tensor.dim():
-        return tensor
-    return tensor.chunk(2, min(way, tensor.dim() - 1))[half]
-
-
-def _after_steps(
-    drawn: Sequence[Mapping[str, Tensor]], factory: Factory
-) -> dict[str, Tensor]:
-    """Let an optimizer step: first there are the tensors, then their gradients."""
-    copies = {n: nn.Parameter(t.clone().contiguous()) for n, t in drawn[0].items()}
-    optimizer = factory(copies.items())
-    for gradients in drawn[1:]:
-        for name, copy in copies.items():
-            copy.grad = gradients[name].clone().contiguous()
-        optimizer.step()
-    return {name: copy.detach() for name, copy in copies.items()}

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from gemsc.base.cores import num_cores
-from gemsc.base.lifeline import end_with_parent
+from gemsc.base.process import end_with_parent, num_cores
 from gemsc.errors import GemscError
 from gemsc.runtime.process.progress import REPORTED, STATUS_VARIABLE, read_status
 

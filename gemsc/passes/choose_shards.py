@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from gemsc.base.elementwise import check_elementwise
 from gemsc.base.grid_shape import GridShape
 from gemsc.costs.hardware import LinkSpeed
-from gemsc.costs.optimizer_state import check_elementwise
 from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program, Stage

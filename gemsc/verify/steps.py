@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.cores import num_cores
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
 from gemsc.base.plain_forward import plain_forward
+from gemsc.base.process import num_cores
 from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch

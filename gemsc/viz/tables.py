@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gemsc.base.cores import num_cores
+from gemsc.base.process import num_cores
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.costs.hardware import DEFAULT_HARDWARE
 from gemsc.plan import Plan

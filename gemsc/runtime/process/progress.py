@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gemsc.base.lifeline import is_started_by_mpirun
+from gemsc.base.process import is_started_by_mpirun
 
 __all__ = ["REPORTED", "STATUS_VARIABLE", "ProgressBar", "Status", "read_status"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from gemsc.base.cores import num_cores
 from gemsc.base.dtypes import cast
+from gemsc.base.process import num_cores
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.plan import Plan

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -108,6 +109,8 @@ class Trainer:
         parameters = updates.parameters
         if self.program.train_step is not None and parameters:
             make = optimizer or partial(torch.optim.SGD, lr=0.01)
+            if self.program.parts:  # it may be another one than at compile time
+                check_elementwise(updated_whole(parameters, make), self.program.parts)
             updates.optimizer = make(parameters.items())
             if scheduler is not None:
                 updates.scheduler = scheduler(updates.optimizer)

@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from gemsc.base.lifeline import end_with_launcher
+from gemsc.base.process import end_with_launcher
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.transport import (
     add_in_order,

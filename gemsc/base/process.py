@@ -1,4 +1,4 @@
-"""A process ends with the one that started it: no rank trains on alone."""
+"""What a process asks of its system: its cores, and to end with who started it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-__all__ = ["end_with_launcher", "end_with_parent", "is_started_by_mpirun"]
+__all__ = ["end_with_launcher", "end_with_parent", "is_started_by_mpirun", "num_cores"]
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -26,7 +26,10 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 def end_with_launcher() -> None:
-    """Let this rank be killed as soon as its mpirun has ended, however that ended."""
+    """Let this rank be killed as soon as its mpirun has ended, however that ended.
+
+    So no rank trains on alone.
+    """
     if is_started_by_mpirun():
         end_with_parent(os.getppid(), signal.SIGKILL)
 
@@ -34,3 +37,10 @@ def end_with_launcher() -> None:
 def is_started_by_mpirun() -> bool:
     """Whether a launcher of MPI, of any kind, started this process."""
     return not {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}.isdisjoint(os.environ)
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
