@@ -27,9 +27,9 @@ from gemsc.messages.exchange import Exchange
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, coordinates, cut, fits, num_tiles
 from gemsc.passes.spatial.inputs import Placeholders
-from gemsc.passes.spatial.layers import Layers
 from gemsc.passes.spatial.values import (
     Flattened,
+    Layers,
     Local,
     Refused,
     annotate_part,

@@ -20,6 +20,7 @@ from gemsc.passes.spatial import (
     shapes,
     windows,
 )
+from gemsc.passes.spatial.attention import own_attention
 from gemsc.passes.spatial.calls import ALONG, Call, call_of
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.runtime import tiles
@@ -66,6 +67,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "std": reductions.reduction,
     "loss": reductions.elementwise_loss,
     "cross_entropy": reductions.cross_entropy,
+    "attention": own_attention,
 }
 # These cut a whole value again: each tile computes its part of the result only.
 CUTS_AGAIN = frozenset({"conv", "conv_transpose", "max_pool", "avg_pool"})
@@ -79,7 +81,7 @@ def lower_call(low: Lowering, node: fx.Node) -> Local:
     """
     call = call_of(node, low.program.module)
     is_cut = any(low.axes(source) is not None for source in node.all_input_nodes)
-    if not is_cut and call.kind not in CUTS_AGAIN:
+    if not is_cut and (call.kind not in CUTS_AGAIN or low.shards is not None):
         return low.copy(node, None)
     if opaque_of(call.layer) is not None:
         raise Refused("its forward depends on data")
@@ -102,7 +104,7 @@ def lower_call(low: Lowering, node: fx.Node) -> Local:
 
 
 def _has_tensor_input(call: Call) -> bool:
-    source = call.arguments.get("input")
+    source = call.arguments.get("query", call.arguments.get("input"))
     if call.kind in ("cat", "stack"):
         return isinstance(call.arguments.get("tensors"), (tuple, list))
     return isinstance(source, fx.Node) and isinstance(meta.value(source), Tensor)

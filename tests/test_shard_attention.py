@@ -1,0 +1,28 @@
+"""Attention whose heads stay whole: each rank has its own queries, or samples."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from parity_support import FLOAT64, lowered, options, worst_error
+
+from gemsc.base.draws import same_draws
+from gemsc.runtime.worker import worker
+
+WHOLE = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "out"))
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
+@pytest.mark.parametrize("trunk", ["batch", "sequence"])
+def test_whole_heads_attend_from_the_queries_of_the_rank(
+    name: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "torch_seeded", lambda seed, device: nullcontext())
+    choice = options(ranks=3, shards="3", trunk=trunk, whole=WHOLE, micro_batches=2)
+    program = lowered(name, choice)
+    assert not program.plan.barriers
+    draws = same_draws if "dropout" in name else nullcontext
+    error = worst_error(name, choice, tmp_path / "p", draws=draws)
+    assert error <= FLOAT64
