@@ -123,7 +123,10 @@ def compile(
             edited.check(traced.program.blocks or ())
             kept = *options.whole, *edited.taken_out(traced.program)
             options = replace(options, whole=kept)
-        return lower(traced, options, source=source, after_each=after_each)
+        program = lower(traced, options, source=source, after_each=after_each)
+        if edited is not None:
+            edited.check_trunks(program.plan)
+        return program
 
 
 def trace(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from plan_support import made_up_plan
 
@@ -57,3 +59,14 @@ def test_where_nothing_is_lost_nothing_is_advised() -> None:
 def test_one_micro_batch_at_a_time_calls_for_another_schedule() -> None:
     why = explain(made_up_plan(4, 8, schedule="basic"))
     assert "--schedule 1f1b overlaps micro-batches" in why.line
+
+
+def test_what_ranks_of_a_stage_wait_for_each_other_is_a_part_of_the_step() -> None:
+    plan = made_up_plan(2, 8)  # stages of 0.03 s
+    stages = [replace(stage, talking_seconds=0.012) for stage in plan.stages]
+    talking = explain(replace(plan, stages=stages))
+    assert talking.talking_seconds == pytest.approx(8 * 0.012)
+    assert talking.work_seconds == pytest.approx(8 * 0.018)
+    assert talking.step_seconds == pytest.approx(plan.step_seconds, rel=1e-9)
+    assert "messages and sums inside stages cost most, 36% of the step" in talking.line
+    assert "sums inside stages (36%)" in talking.parts_line

@@ -153,5 +153,36 @@ def test_a_name_that_the_stage_lacks_is_refused(command: Gemsc) -> None:
     assert "0.up.weight" in error.partition("help: ")[2]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "shards = 2\n",
+            "shards = 4\n",
+            "stage 0 has 4 shards, its ranks are 2 shards",
+        ),
+        ('trunk = "whole"\n', 'trunk = "tokens"\n', "unknown trunk 'tokens'"),
+    ],
+)
+def test_a_wrong_edit_of_shards_is_refused(
+    command: Gemsc, old: str, new: str, says: str
+) -> None:
+    compiled(command)
+    error, _ = edited(command, old, new)
+    assert says in error
+    assert "plan.toml:" in error
+
+
+def test_an_edited_trunk_is_that_of_all_stages(command: Gemsc) -> None:
+    first, last = compiled(command, "--trunk", "auto").stages
+    assert first.trunk == last.trunk == "batch"
+    path = Path("first/plan.toml")
+    path.write_text(path.read_text().replace('trunk = "batch"', 'trunk = "whole"', 1))
+    error, _ = edited(command, "", "")
+    assert "stage 0 has trunk batch, not whole" in error
+    _, plan = edited(command, 'trunk = "batch"', 'trunk = "whole"')
+    assert [stage.trunk for stage in plan.stages] == ["whole", "whole"]
+
+
 def test_the_name_in_an_entry() -> None:
     assert cut_name("a.qkv.weight.0 of 3 x 4 heads") == "a.qkv.weight"

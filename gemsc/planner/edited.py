@@ -54,6 +54,20 @@ class EditedPlan:
         """Make sure that its stages hold these blocks (see `check_blocks`)."""
         check_edited_blocks(self.plan, blocks, self.file)
 
+    def check_trunks(self, found: Plan) -> None:
+        """Make sure that a new plan holds what is between shards as this one does.
+
+        Raises:
+            GemscError: it does not; names the stage.
+        """
+        for stage, now in zip(self.plan.stages, found.stages, strict=True):
+            if stage.trunk not in ("", now.trunk):
+                raise self.file.error(
+                    ("stages", stage.index, "trunk"),
+                    f"stage {stage.index} has trunk {now.trunk}, not {stage.trunk}",
+                    help="give all stages with shards the same trunk",
+                )
+
     def taken_out(self, program: Program) -> tuple[str, ...]:
         """Return the parameters that were taken out of a stage's `cut`.
 
@@ -121,7 +135,24 @@ def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
         changed["trunk"] = trunks.pop()
     for key in given.keys() - changed.keys():
         _check_kind(key, plan.options[key], file)
-    return CompileOptions(**{**given, **changed})
+    options = CompileOptions(**{**given, **changed})
+    _check_grids(plan, options, file)
+    return options
+
+
+def _check_grids(plan: Plan, options: CompileOptions, file: TomlFile) -> None:
+    """Refuse tiles or shards of a stage that are not those of the options."""
+    for stage in plan.stages:
+        pairs = zip(plan.members, options.groups, strict=False)
+        grid = next((g for ranks, g in pairs if ranks[0] in stage.ranks), stage.grid)
+        if grid != stage.grid:
+            name = "shards" if grid.shards != stage.shards else "tiles"
+            raise file.error(
+                ("stages", stage.index, name),
+                f"stage {stage.index} has {stage.grid}, its ranks are {grid}",
+                help=f"change {name} under [options] and the groups, or compile anew "
+                f"with other --{name}",
+            )
 
 
 def _check_kind(key: str, value: Any, file: TomlFile) -> None:

@@ -18,7 +18,8 @@ SMALL = 0.03  # shares of the step below which nothing is worth changing
 class Explanation:
     """A predicted step in parts that add up to it, and its slowest rank.
 
-    `work_seconds` is what a rank computes on average, `imbalance_seconds` how much more
+    `work_seconds` is what a rank computes on average, `talking_seconds` what it waits
+    for other ranks of its stage, `imbalance_seconds` how much more
     the slowest rank computes; `message_seconds` is what the step would save if messages
     took no time; `fill_seconds` is the rest: what the slowest rank waits at the ends of
     the step, or for others in between. `advice` is what would help most.
@@ -27,6 +28,7 @@ class Explanation:
     slowest_ranks: str
     slowest_stage: int
     work_seconds: float
+    talking_seconds: float = 0.0
     imbalance_seconds: float
     fill_seconds: float
     message_seconds: float
@@ -41,8 +43,10 @@ class Explanation:
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
         """The parts of the step with their names."""
+        talking = (("sums inside stages", self.talking_seconds),)
         return (
             ("work", self.work_seconds),
+            *(talking if self.talking_seconds else ()),
             ("imbalance", self.imbalance_seconds),
             ("filling and draining", self.fill_seconds),
             ("messages", self.message_seconds),
@@ -50,8 +54,9 @@ class Explanation:
 
     @property
     def imbalance(self) -> float:
-        """How much more than the average the slowest rank computes, 0.12 for 12 %."""
-        return self.imbalance_seconds / self.work_seconds if self.work_seconds else 0.0
+        """How much longer than the average the slowest rank is busy, 0.12 for 12 %."""
+        busy = self.work_seconds + self.talking_seconds
+        return self.imbalance_seconds / busy if busy else 0.0
 
     @property
     def line(self) -> str:
@@ -85,7 +90,9 @@ def explain(plan: Plan) -> Explanation:
     mean = sum(busy) / len(busy)
     free = _without_messages(task, timeline)
     stages = [stage for _, stage in task.lanes[slowest_rank]]
+    talking = _talking(plan)
     parts = {
+        "talking": talking,
         "imbalance": busy[slowest_rank] - mean,
         "fill": max(0.0, free - busy[slowest_rank]),
         "messages": max(0.0, timeline.makespan - free),
@@ -95,13 +102,20 @@ def explain(plan: Plan) -> Explanation:
     return Explanation(
         slowest_ranks=show_ranks(plan.members[slowest_rank]),
         slowest_stage=slowest_stage,
-        work_seconds=mean,
+        work_seconds=mean - talking,
+        talking_seconds=talking,
         imbalance_seconds=parts["imbalance"],
         fill_seconds=parts["fill"],
         message_seconds=parts["messages"],
         limit=limit,
         advice=advice,
     )
+
+
+def _talking(plan: Plan) -> float:
+    """Return what a rank waits in a step for others of its stage, on average."""
+    each = sum(stage.talking_seconds for stage in plan.stages)
+    return each * plan.micro_batches / len(plan.members)
 
 
 def shared_seconds(plan: Plan, cores: int) -> float:
@@ -128,6 +142,11 @@ def _limit(
     share = parts[name] / step if step else 0.0
     if share < SMALL:
         return f"{1 - sum(parts.values()) / (step or 1.0):.0%} of the step is work", ""
+    if name == "talking":
+        return (
+            f"messages and sums inside stages cost most, {share:.0%} of the step",
+            "fewer ranks for each stage, or ranks that are closer, may help",
+        )
     if name == "messages":
         return (
             f"messages cost most, {share:.0%} of the step",

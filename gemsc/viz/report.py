@@ -48,7 +48,6 @@ def write_report(
     graph = _graph_of(folder) if with_graph else ""
     (panel,) = panels_of(plan)
     why = explain(plan)
-    kinds = ("work", "imbalance", "fill", "messages")
     *listings, (_, of_ranks) = list_plan(plan, MOST_LINES)
     page = _template().render(
         plan=plan,
@@ -57,8 +56,8 @@ def write_report(
         step_seconds=plan.step_seconds + plan.ending_seconds,
         why=why,
         why_parts=[
-            (name, seconds, why.step_seconds or 1.0, kind)
-            for (name, seconds), kind in zip(why.parts, kinds, strict=True)
+            (name, seconds, why.step_seconds or 1.0, name.split()[0])
+            for name, seconds in why.parts
         ],
         stages=[plan.stages[i] for i in sample(len(plan.stages), MOST_STAGES)],
         longest=max(s.cost.forward + s.cost.backward for s in plan.stages) or 1.0,
