@@ -19,7 +19,7 @@ from support import run_on_threads
 from torch import Tensor, nn
 
 from gemsc.base.parts import Part, make_whole
-from gemsc.base.weights import pasted, read_tensors
+from gemsc.base.weights import join_files, pasted, read_tensors
 from gemsc.codegen.package import write_directory
 from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.compiler import compile
@@ -296,5 +296,20 @@ def test_parts_are_cut_read_and_pasted(
     assert make_whole(cut)
     assert not make_whole(cut[1:])
     assert not make_whole([*cut, cut[0]])
+    extra = {
+        "b": torch.tensor([True] * 3),
+        "n": torch.tensor(5),
+        "e": torch.empty(0, 2),
+    }
+    extra["h"] = torch.randn(5).to(torch.bfloat16)
+    for number, tensors in enumerate(held):
+        save_file({**tensors, **(extra if number else {})}, tmp_path / f"{number}")
+    files = [(tmp_path / f"{number}", table) for number, table in enumerate(tables)]
+    join_files(tmp_path / "joined", files)
+    joined = load_file(tmp_path / "joined")
+    assert joined.keys() == {"w", *extra}
+    for name, tensor in {"w": whole, **extra}.items():
+        assert joined[name].dtype == tensor.dtype
+        assert torch.equal(joined[name], tensor)
     with pytest.raises(InternalError, match="the parts of 'w' are not all of it"):
         pasted(zip(held[1:], tables[1:], strict=True))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from gemsc.errors import GemscError, InternalError
 __all__ = [
     "NOT_OF_THE_MODEL",
     "fill",
+    "join_files",
     "model_state",
     "pasted",
     "read_tensors",
@@ -26,6 +32,7 @@ __all__ = [
     "write_tensors",
 ]
 
+ALIGNMENT = 8  # bytes, of what follows the table of a file
 NOT_OF_THE_MODEL = ("_loss.", "_constants.")  # names that only a stage has
 
 
@@ -103,23 +110,75 @@ def pasted(
 ) -> dict[str, Tensor]:
     """Return whole tensors, put together from what each rank holds.
 
-    `held` has the tensors of each rank and the parts that some of them are. Of a tensor
-    that several ranks hold as a whole the first one's counts.
+    `held` has the tensors of each rank and the parts that some of them are. Of what
+    several ranks hold the first one's counts.
     """
-    whole: dict[str, Tensor] = {}
-    found: dict[str, set[Part]] = defaultdict(set)
+    pieces: dict[str, dict[Part | None, Tensor]] = defaultdict(dict)
     for tensors, parts in held:
         for name, tensor in tensors.items():
-            if name in parts:
-                part = parts[name]
-                found[name].add(part)
-                part.put(tensor, whole.setdefault(name, tensor.new_empty(part.shape)))
-            else:
-                whole.setdefault(name, tensor)
-    for name, cut in found.items():
-        if not make_whole(cut):
-            raise InternalError(f"the parts of '{name}' are not all of it: {cut}")
+            pieces[name].setdefault(parts.get(name), tensor)
+    return {name: _whole(name, found) for name, found in pieces.items()}
+
+
+def _whole(name: str, pieces: Mapping[Part | None, Tensor]) -> Tensor:
+    if None in pieces:
+        return pieces[None]
+    parts = {part: tensor for part, tensor in pieces.items() if part is not None}
+    if not make_whole(parts):
+        raise InternalError(f"the parts of '{name}' are not all of it: {[*parts]}")
+    part, tensor = next(iter(parts.items()))
+    whole = tensor.new_empty(part.shape)
+    for part, tensor in parts.items():
+        part.put(tensor, whole)
     return whole
+
+
+def join_files(path: Path, shares: Sequence[tuple[Path, Mapping[str, Part]]]) -> None:
+    """Write a file of whole tensors that are in files, or parts of them.
+
+    One tensor at a time is in memory: the format has a table of all of them, then their
+    bytes (https://github.com/huggingface/safetensors#format).
+    """
+    with ExitStack() as opened, replaced(path) as beside:
+        pieces: dict[str, dict[Part | None, Any]] = defaultdict(dict)
+        for share, parts in shares:
+            file = opened.enter_context(safe_open(share, "pt"))
+            for name in file.keys():  # noqa: SIM118
+                pieces[name].setdefault(parts.get(name), file)
+        table = [_entry(name, *next(iter(f.items()))) for name, f in pieces.items()]
+        table.sort(key=lambda entry: (-entry.item, entry.name))  # so all are aligned
+        header, end = {}, 0
+        for entry in table:
+            start, end = end, end + entry.item * prod(entry.shape)
+            fields = {"dtype": entry.dtype, "shape": entry.shape}
+            header[entry.name] = {**fields, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % ALIGNMENT)
+        with beside.open("wb") as target:
+            target.write(len(text).to_bytes(8, "little") + text)
+            for entry in table:
+                found = pieces[entry.name].items()
+                held = {part: file.get_tensor(entry.name) for part, file in found}
+                whole = _whole(entry.name, held).contiguous().reshape(-1)
+                target.write(whole.view(torch.uint8).numpy().data)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the table of a file says of a tensor; an element has `item` bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    item: int
+
+
+def _entry(name: str, part: Part | None, file: Any) -> _Entry:
+    stored = file.get_slice(name)
+    shape = tuple(stored.get_shape()) if part is None else part.shape
+    dtype = stored.get_dtype()
+    bits = re.search(r"\d+", dtype)  # F32, BF16, F8_E4M3, BOOL
+    return _Entry(name, dtype, shape, int(bits[0]) // 8 if bits else 1)
 
 
 def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:

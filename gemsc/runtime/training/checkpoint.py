@@ -17,8 +17,8 @@ from gemsc.base.files import sync
 from gemsc.base.parts import Part
 from gemsc.base.weights import (
     NOT_OF_THE_MODEL,
+    join_files,
     model_state,
-    pasted,
     read_tensors,
     stage_tensors,
     write_tensors,
@@ -163,11 +163,8 @@ def _join(directory: Path, folder: Path, everyone: list[_Written]) -> None:
             f"the ranks save after different steps: {steps}",
             help="call trainer.save() on every rank, after the same step",
         )
-    shares = (
-        (read_tensors(_share(folder, rank)), each.parts)
-        for rank, each in enumerate(everyone)
-    )
-    write_tensors(folder / MODEL, pasted(shares))
+    shares = [(_share(folder, rank), each.parts) for rank, each in enumerate(everyone)]
+    join_files(folder / MODEL, shares)
     sync(folder / MODEL)
     for rank in range(len(everyone)):
         _share(folder, rank).unlink()
