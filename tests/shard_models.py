@@ -224,6 +224,27 @@ class TorchEncoder(nn.Module):
         return self.head(x)
 
 
+class TorchTransformer(nn.Module):
+    """nn.Transformer, then attention with keys of another width and its weights."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.both = nn.Transformer(
+            WIDTH, HEADS, 1, 1, HIDDEN, dropout, batch_first=True
+        )
+        self.last = nn.MultiheadAttention(WIDTH, HEADS, dropout, kdim=12, vdim=8)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory, x = self.words(source), self.words(target)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        x = self.both(memory, x, tgt_mask=mask.to(x.dtype)).transpose(0, 1)
+        memory = memory.transpose(0, 1)
+        y, weights = self.last(x, memory[..., :12], memory[..., 12:20])
+        return self.head((x + y).transpose(0, 1)) * (1 + weights.square().mean())
+
+
 class Bottleneck(nn.Module):
     """1 x 1, 3 x 3 in groups, 1 x 1, as in ResNet-50 and ResNeXt."""
 
@@ -415,5 +436,6 @@ CASES = (
     case("features", Mlp, vectors, F.cross_entropy),
     case("words", Words, texts, weighted),
     case("words smoothed", Words, texts, smoothed),
+    case("translator dropout", partial(TorchTransformer, 0.1), pairs_of_texts),
 )
 SHARD_MODELS = {each.name: each for each in CASES}

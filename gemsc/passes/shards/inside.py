@@ -78,7 +78,7 @@ class Inside:
         parts = cut_parts(self.analysis.dims(path), self.factor, self.low.tiles)
         shape = parts[self.low.place].local_shape if parts else tensor.shape
         new = self.low.graph.get_attr(path)
-        fake = meta.value(self.node)
+        fake: Any = meta.tensors(self.node)[0]
         with fake.fake_mode:
             meta.set_value(new, fake.new_empty(shape, dtype=tensor.dtype))
         return new
