@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import replace
 from math import prod
 
@@ -47,7 +46,7 @@ def share_updates(program: Program, copies: int) -> Program:
     updated: dict[str, int] = {}
     for key, names in groups.items():
         shapes = {name: tuple(named[name].shape) for name in names}
-        updated |= _most_updated(shapes, holders[key], program.updated_whole)
+        updated |= _most_updated(program, shapes, holders[key])
     return replace(program, updated=updated)
 
 
@@ -60,10 +59,16 @@ def _holders(program: Program, stages: tuple[int, ...], key: tuple[str, bool]) -
 
 
 def _most_updated(
-    shapes: dict[str, tuple[int, ...]], holders: int, whole: Collection[str]
+    program: Program, shapes: dict[str, tuple[int, ...]], holders: int
 ) -> dict[str, int]:
-    """Return how many elements of each parameter the fullest holder updates."""
-    rows = rows_of_holders(shapes, holders, whole)
+    """Return how many elements of each the holder updates that keeps most state."""
+
+    def kept(elements: dict[str, int]) -> int:
+        state = program.optimizer_bytes
+        names = state.keys() & elements.keys()
+        return sum(state[n].of(elements[n], prod(shapes[n])) for n in names)
+
+    rows = rows_of_holders(shapes, holders, program.updated_whole)
     found = [
         {
             name: prod(shape[1:]) * (rows[name][holder][1] - rows[name][holder][0])
@@ -71,4 +76,4 @@ def _most_updated(
         }
         for holder in range(holders)
     ]
-    return max(found, key=lambda each: sum(each.values()))
+    return max(found, key=lambda each: (kept(each), sum(each.values())))

@@ -117,6 +117,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"{plan.bubble:.0%} of the ranks' time idle; then "
         f"{show_seconds(plan.ending_seconds)} for gradient all-reduces and the update"
     )
+    yield from _updates(plan)
     yield from _here(plan)
     yield f"why this split: {why.line}"
     yield f"a step: {why.parts_line}"
@@ -157,6 +158,16 @@ def _where(opaque: dict[str, Any]) -> str:
     """Return the stages that call a module: each has a copy, if several do."""
     stages = opaque["stages"]
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _updates(plan: Plan) -> Iterator[str]:
+    """Yield that ranks share updates, and how much the optimizer keeps on the most."""
+    if plan.options.get("shard_optimizer"):
+        most = max(part["optimizer"] for part in plan.memory)
+        yield (
+            "optimizer state in parts: ranks that hold the same weights each update "
+            f"some rows, with at most {show_bytes(most)} of state on a rank"
+        )
 
 
 def _deferred(plan: Plan) -> Iterator[str]:

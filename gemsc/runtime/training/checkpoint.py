@@ -39,7 +39,7 @@ from gemsc.runtime.worker.worker import Worker
 
 __all__ = ["resume", "save"]
 
-NEEDED = {"steps", "parameters", "buffers", "gradients", "kinds", "states"}
+NEEDED = {"steps", "parameters", "rows", "buffers", "gradients", "kinds", "states"}
 
 
 # -------------------------------------------------------------------- saving
@@ -125,6 +125,7 @@ def _progress(worker: Worker) -> dict[str, Any]:
     return {
         "steps": worker.steps.done,
         "parameters": _split(worker),
+        "rows": worker.updates.own_rows,
         "buffers": {
             name: tensor
             for name, tensor in worker.stages.tensors().items()
@@ -262,6 +263,16 @@ def _read_progress(worker: Worker, folder: Path, step: int) -> dict[str, Any]:
         raise GemscError(
             f"{folder} was saved with another split of the model",
             help=f"compile with that split, {WEIGHTS_ALONE}",
+        )
+    if found["rows"] != worker.updates.own_rows:
+        before, now = (
+            "with" if rows else "without"
+            for rows in (found["rows"], worker.updates.own_rows)
+        )
+        raise GemscError(
+            f"{folder} was saved {before} --shard-optimizer, this program is compiled "
+            f"{now} it{', for other ranks' * (before == now)}",
+            help=f"compile as for the run that was saved, {WEIGHTS_ALONE}",
         )
     for key, part in _stateful(worker).items():
         before, now = found["kinds"].get(key), type(part).__name__

@@ -26,15 +26,15 @@ __all__ = ["OwnRows"]
 class OwnRows:
     """The rows that this rank updates of the parameters that it holds with others.
 
-    `rows` has those of all holders of a parameter.
+    `rows` has those of all holders of a parameter, `own` this rank's, by name.
     """
 
     def __init__(self, transport: DeviceTransport) -> None:
         self.rows: dict[str, Rows] = {}
+        self.own: dict[str, Interval] = {}
         self._transport = transport
         self._shared: list[tuple[Group, dict[str, nn.Parameter]]] = []
-        self._views: dict[str, tuple[nn.Parameter, nn.Parameter, Interval]] = {}
-        self._others: set[str] = set()  # of which this rank updates nothing
+        self._views: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def share(
         self,
@@ -49,30 +49,28 @@ class OwnRows:
         self._shared.append((group, trained))
         member = group.ranks.index(self._transport.host.rank)
         for name, parameter in trained.items():
-            own = self.rows[name][member]
-            view = rows_of(parameter.detach(), own)
-            if not view.numel():
-                self._others.add(name)
-            elif view.numel() < parameter.numel():
-                self._views[name] = nn.Parameter(view), parameter, own
+            start, stop = self.own[name] = self.rows[name][member]
+            if stop - start < self.rows[name][-1][1]:
+                view = rows_of(parameter.detach(), (start, stop))
+                self._views[name] = nn.Parameter(view), parameter
 
     def parameters(self, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return what this rank updates of the parameters that it holds.
 
         Rows are parameters that have the memory of the held one.
         """
-        own = {name: p for name, p in held.items() if name not in self._others}
-        return own | {name: view for name, (view, _, _) in self._views.items()}
+        own = {**held} | {name: view for name, (view, _) in self._views.items()}
+        return {name: p for name, p in own.items() if p.numel() or held[name] is p}
 
     def take_gradients(self) -> None:
         """Give the rows the gradients that the held parameters have for them."""
-        for view, parameter, own in self._views.values():
+        for name, (view, parameter) in self._views.items():
             gradient = parameter.grad
-            view.grad = None if gradient is None else rows_of(gradient, own)
+            view.grad = None if gradient is None else rows_of(gradient, self.own[name])
 
     def drop_gradients(self) -> None:
         """Take the gradients from the rows."""
-        for view, _, _ in self._views.values():
+        for view, _ in self._views.values():
             view.grad = None
 
     def gather(self, of: Callable[[nn.Parameter], Tensor | None]) -> None:

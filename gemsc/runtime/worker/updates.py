@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from gemsc.base.boxes import Interval
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.worker.clip import clip_gradients
 from gemsc.runtime.worker.own_rows import OwnRows
@@ -112,6 +113,11 @@ class Updates:
         for parameter in self._stages.parameters.values():
             parameter.grad = None
         self._own.gather(torch.Tensor.detach)
+
+    @property
+    def own_rows(self) -> dict[str, Interval]:
+        """The rows that this rank updates of what it holds with others, by name."""
+        return self._own.own
 
     def gather_gradients(self) -> None:
         """Give all ranks the complete gradients; all call this, in `before`."""
