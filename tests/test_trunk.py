@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import tile_support
 import torch
+import torch.nn.functional as F
 from random_networks import LOSSES, RandomNetwork
 from tile_support import assert_same, eager, on_tiles
-from torch import fx
+from torch import Tensor, fx, nn
 
+from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
+from gemsc.ir.flow import is_exchange
+from gemsc.ir.interpret import run_nodes
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.inputs import Placeholders
 from gemsc.passes.spatial.values import whole_shape
@@ -38,6 +44,16 @@ def cut_along(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return cut
 
 
+def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the tiles, which are threads, draw what the model alone draws."""
+
+    def run(*args: Any) -> None:
+        with same_draws():
+            run_nodes(*args)
+
+    monkeypatch.setattr(tile_support, "run_nodes", run)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_networks_on_samples(
     seed: int, cut_along: Callable[[int], None]
@@ -58,3 +74,116 @@ def test_random_networks_on_samples(
     step = on_tiles(model, (x,), loss, target, (rng.choice([2, 3]),))
     assert_same(step, expected)
     assert not step.barriers
+
+
+class Attention(nn.Module):
+    """Attention written out, and by PyTorch, of words with positions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.words = nn.Embedding(7, 12, padding_idx=2)
+        self.positions = nn.Parameter(torch.randn(6, 12))
+        self.query, self.key, self.value = (nn.Linear(12, 12) for _ in range(3))
+        self.norm = nn.RMSNorm(12)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], 3, 4).transpose(1, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = F.dropout(self.words(words) + self.positions, 0.3)
+        y = self.norm(x)
+        q, k, v = (self.heads(f(y)) for f in (self.query, self.key, self.value))
+        known = (words != 3)[:, None, None]
+        if self.kind == "written":
+            scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~known, -1e9)
+            mixed = F.dropout(scores.softmax(-1), 0.2) @ v
+        else:
+            options: dict[str, Any] = {"attn_mask": known}
+            if self.kind == "causal":
+                options = {"is_causal": True}
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4, **options)
+        first, second = mixed.transpose(1, 2).flatten(2).chunk(2, -1)
+        return x + torch.cat([second, first], -1) @ self.query.weight
+
+
+@pytest.mark.parametrize("kind", ["written", "masked", "causal"])
+@pytest.mark.parametrize(("dim", "count"), [(0, 2), (0, 3), (1, 2), (1, 4)])
+def test_attention_between_regions(
+    kind: str,
+    dim: int,
+    count: int,
+    cut_along: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut_along(dim)
+    drawn_alike(monkeypatch)
+    torch.manual_seed(0)
+    model, words = Attention(kind), torch.randint(7, (5, 6))
+    target = torch.randn(5, 6, 12)
+    with same_draws():
+        expected = eager(model, (words,), F.smooth_l1_loss, target)
+    step = on_tiles(model, (words,), F.smooth_l1_loss, target, (count,))
+    assert_same(step, expected)
+    gathered = [barrier.reason for barrier in step.barriers]
+    if dim == 0:
+        assert not gathered
+        assert not any(map(is_exchange, step.programs[0].graph.nodes))
+    elif kind != "written":  # keys and values are gathered, queries are not
+        assert not gathered
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_channels_are_dropped_as_in_one_process(
+    rank: int, cut_along: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_along(0)
+    drawn_alike(monkeypatch)
+    layer = getattr(nn, f"Dropout{rank}d")(0.4)
+    model = nn.Sequential(getattr(nn, f"Conv{rank}d")(2, 6, 1), layer)
+    x = torch.randn(5, 2, *(3,) * rank)
+    target = torch.randn(5, 6, *(3,) * rank)
+    with same_draws():
+        expected = eager(model, (x,), F.mse_loss, target)
+    step = on_tiles(model, (x,), F.mse_loss, target, (2,))
+    assert_same(step, expected)
+    assert not step.barriers
+
+
+def test_a_single_sample_of_a_tile_has_the_gradient_of_all(
+    cut_along: Callable[[int], None],
+) -> None:
+    """PyTorch's own instance norm has another one if that is in channels-last order."""
+    cut_along(0)
+
+    class Swapped(nn.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+    model = nn.Sequential(nn.InstanceNorm2d(4, affine=True), Swapped(4))
+    x, target = torch.randn(3, 4, 5, 4), torch.randn(3, 4, 5, 4)
+    expected = eager(model, (x,), F.mse_loss, target)
+    step = on_tiles(model, (x,), F.mse_loss, target, (3,))
+    assert_same(step, expected)
+    assert not step.barriers
+
+
+def test_cross_entropy_counts_the_words_of_all_samples(
+    cut_along: Callable[[int], None],
+) -> None:
+    """Not the mean of means: samples differ in how many words count."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5))
+    words, target = torch.randint(9, (5, 6)), torch.randint(5, (5, 6))
+    target[0] = -100
+    weight = torch.rand(5)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        logits = output.transpose(1, 2)
+        return F.cross_entropy(logits, target, weight, label_smoothing=0.2)
+
+    expected = eager(model, (words,), loss, target)
+    for dim, count in ((0, 2), (0, 3), (1, 4)):
+        cut_along(dim)
+        step = on_tiles(model, (words,), loss, target, (count,))
+        assert_same(step, expected)
+        assert not step.barriers

@@ -52,7 +52,10 @@ def lower_node(low: Lowering, node: fx.Node) -> Local:
 def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
     """Lower a node outside of the regions: of split values where the trunk is split."""
     assert low.shards is not None
-    is_split = node.name in dict(low.shards.split)
+    split = dict(low.shards.split)
+    is_split = node.name in split
+    if not isinstance(meta.value(node), Tensor):  # parts of a value that is split
+        is_split = any(source.name in split for source in node.all_input_nodes)
     trunk = _trunk(low, analysis) if is_split else None
     given: dict[fx.Node, Local] = {}
     for source in node.all_input_nodes:

@@ -143,8 +143,10 @@ def _attention(call: Call) -> Equation:
 
 
 def _embedding(call: Call) -> Equation:
-    whole = call.get("max_norm") is not None or call.get("sparse", False)
-    reason = "max_norm and sparse look at all words" if whole else ""
+    whole = call.get("max_norm") is not None or any(
+        call.get(name, False) for name in ("sparse", "scale_grad_by_freq")
+    )
+    reason = "it looks at all words" if whole else ""
     return Equation("*b, v+ h -> *b h", ("input", "weight"), whole=reason)
 
 

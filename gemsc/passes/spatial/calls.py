@@ -97,11 +97,16 @@ def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
                 for name, attribute in (_pair(word) for word in settings.split())
             }
             signature = inspect.signature(layer.forward)
-            arguments |= signature.bind(*node.args, **node.kwargs).arguments
-            names = tuple(signature.parameters)
+            bound = signature.bind(*node.args, **node.kwargs).arguments
+            arguments |= {_renamed(name): value for name, value in bound.items()}
+            names = tuple(map(_renamed, signature.parameters))
             kind, _, detail = kind.partition(":")
             return Call(node, kind, arguments, layer, names, detail)
     return Call(node, "", {}, layer)
+
+
+def _renamed(name: str) -> str:
+    return "input" if name == "x" else name  # nn.RMSNorm has its own name for it
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -293,7 +298,7 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.GLU, "glu", "dim"
     yield nn.Softmax2d, "channels", ""
     yield nn.RMSNorm, "rms_norm", "normalized_shape eps"
-    yield nn.Embedding, "embedding", "padding_idx max_norm sparse"
+    yield nn.Embedding, "embedding", "padding_idx max_norm scale_grad_by_freq sparse"
     yield nn.Linear, "linear", ""
     yield (
         nn.Upsample,

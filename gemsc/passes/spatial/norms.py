@@ -20,6 +20,7 @@ __all__ = [
     "group_norm",
     "instance_norm",
     "layer_norm",
+    "rms_norm",
 ]
 
 
@@ -90,6 +91,15 @@ def layer_norm(low: Lowering, call: Call) -> Local:
     box = low.result(call.node, axes)[low.place][len(axes) - len(shape) :]
     args = (low.here, alike(low, call, call.input, axes), box)
     return on_tiles(low, call, tiles.layer_norm, args, axes)
+
+
+def rms_norm(low: Lowering, call: Call) -> Local:
+    """Normalize the last dimensions, which are not cut."""
+    axes, shape = _axes(low, call), call["normalized_shape"]
+    count = 1 if isinstance(shape, int) else len(tuple(shape))
+    if any(axis is not None for axis in axes[len(axes) - count :]):
+        raise Refused("some of the dimensions that are cut are normalized")
+    return call_again(low, call, axes, {call.input: low.get(call.input).node})
 
 
 def dropout(low: Lowering, call: Call) -> Local:

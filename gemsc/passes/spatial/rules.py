@@ -44,10 +44,13 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "group_norm": norms.group_norm,
     "instance_norm": norms.instance_norm,
     "layer_norm": norms.layer_norm,
+    "rms_norm": norms.rms_norm,
     "dropout": norms.dropout,
     "channel_dropout": norms.channel_dropout,
     "channels": shapes.channels,
     "linear": flattened.linear,
+    "matmul": samples.product,
+    "embedding": samples.embedding,
     "cat": shapes.concatenation,
     "stack": shapes.concatenation,
     **dict.fromkeys(ALONG, shapes.along),
@@ -69,7 +72,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "cross_entropy": reductions.cross_entropy,
     "attention": own_attention,
 }
-# These cut a whole value again: each tile computes its part of the result only.
+# These cut a whole picture again: each tile computes its part of the result only.
 CUTS_AGAIN = frozenset({"conv", "conv_transpose", "max_pool", "avg_pool"})
 
 
