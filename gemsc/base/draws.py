@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gemsc.base.dtypes import is_real, within
 from gemsc.base.rng import preserve_rng
 
-__all__ = ["same_draws"]
+__all__ = ["are_draws_same", "same_draws"]
 
 _UNTAGGED = ("random_", "binomial", "_sample_dirichlet")
+_here = threading.local()
 _generator = threading.Lock()  # torch has one for all threads
 
 
@@ -31,8 +32,17 @@ def same_draws() -> Iterator[None]:
     float64 and rounded to the dtype that is asked for, so that runs in two dtypes are
     comparable, and in the order of indices, whatever the memory format.
     """
-    with preserve_rng(), _SameDraws():  # type: ignore[no-untyped-call]
-        yield
+    _here.alike = True
+    try:
+        with preserve_rng(), _SameDraws():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        _here.alike = False
+
+
+def are_draws_same() -> bool:
+    """Whether this thread is in `same_draws`: parts must be those of whole draws."""
+    return getattr(_here, "alike", False)
 
 
 class _SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -187,7 +187,7 @@ def _attention(x: Inside) -> Local | None:
         for name in ("dropout_p", "is_causal", "scale", "enable_gqa")
         if x.call.get(name) is not None
     }
-    settings |= {"shape": shape, "box": tuple(whole)}
+    settings |= {"shape": shape, "box": tuple(whole), "draw": x.low.draw(x.node)}
     function = tiles.scaled_dot_product_attention
     return x.create("call_function", function, args, settings)
 
@@ -217,6 +217,7 @@ def _dropout(x: Inside) -> Local:
         raise Refused("its mask is drawn for the whole value")
     box = layout_of(x.parts()).boxes[x.low.place]
     settings: dict[str, Any] = {"shape": whole_shape(x.node), "box": box}
+    settings["draw"] = x.low.draw(x.node)
     if x.call.layer is not None:
         settings["training"] = x.low.trains(x.node)
     args = (x.input(x.call.input),)

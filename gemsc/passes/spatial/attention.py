@@ -54,6 +54,7 @@ def own_attention(low: Lowering, call: Call) -> Local:
         shape = (*low.shape(query)[:-1], low.shape(key)[-2])
         box = low.owned(shape, (*axes[:-1], None))[low.place]
         settings |= {"dropout_p": call["dropout_p"], "shape": shape, "box": box}
+        settings["draw"] = low.draw(call.node)
         function = tiles.scaled_dot_product_attention
     return low.create(
         call.node, "call_function", function, tuple(given), settings, axes

@@ -296,6 +296,10 @@ class Lowering:
         }:
             raise Refused("it is cut along some axes of the grid only")
 
+    def draw(self, node: fx.Node) -> int:
+        """Return the number of a node that draws, of its own in the stage."""
+        return self.stage.nodes.index(node)
+
     # --------------------------------------------- what rules look up
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:

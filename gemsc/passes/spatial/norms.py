@@ -132,6 +132,7 @@ def _masked(
 ) -> Local:
     """Multiply by `box` of a mask of a shape."""
     settings: dict[str, Any] = {"shape": shape, "box": box}
+    settings["draw"] = low.draw(call.node)
     if call.layer is not None:
         settings["training"] = low.trains(call.node)
     args = (alike(low, call, call.input, axes),)

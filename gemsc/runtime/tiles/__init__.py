@@ -8,6 +8,7 @@ public here.
 from gemsc.runtime.tiles.attention import *
 from gemsc.runtime.tiles.collectives import *
 from gemsc.runtime.tiles.convolution import *
+from gemsc.runtime.tiles.dropout import *
 from gemsc.runtime.tiles.gradients import *
 from gemsc.runtime.tiles.linear import *
 from gemsc.runtime.tiles.losses import *

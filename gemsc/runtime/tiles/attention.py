@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemsc.base.boxes import Box
-from gemsc.runtime.tiles.windows import dropout
+from gemsc.runtime.tiles.dropout import dropout
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -26,6 +26,7 @@ def scaled_dot_product_attention(
     *,
     shape: tuple[int, ...],
     box: Box,
+    draw: int = 0,
 ) -> Tensor:
     """Return `F.scaled_dot_product_attention` of some heads, samples or queries.
 
@@ -55,4 +56,4 @@ def scaled_dot_product_attention(
     elif attn_mask is not None:
         weights = weights + attn_mask
     weights = torch.ops.aten._safe_softmax(weights, -1)
-    return dropout(weights, dropout_p, shape=shape, box=box) @ value
+    return dropout(weights, dropout_p, shape=shape, box=box, draw=draw) @ value

@@ -20,7 +20,6 @@ __all__ = [
     "Resize",
     "adaptive_pool",
     "average_pool",
-    "dropout",
     "max_unpool",
     "resize",
     "rows_read",
@@ -63,25 +62,6 @@ class AxisWindows:
                 start, stop = max(start, 0), min(stop, self.size)
             result.append(stop - start)
         return result
-
-
-def dropout(
-    value: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    *,
-    shape: tuple[int, ...],
-    box: Box,
-) -> Tensor:
-    """Return `F.dropout` with the tile's part of the mask of the whole value.
-
-    Every tile draws the same mask of the whole shape: all have the stage's seed.
-    """
-    if not training:
-        return value
-    whole = torch.ones(shape, dtype=value.dtype, device=value.device)
-    mask = F.dropout(whole, p)[tuple(slice(start, stop) for start, stop in box)]
-    return value * mask.clone()
 
 
 def average_pool(
