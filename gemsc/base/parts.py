@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Interval
@@ -72,7 +73,8 @@ class Part:
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of a whole tensor: a new tensor, contiguous."""
-        return self.view(whole).flatten(self.dim, self.dim + 2).contiguous()
+        own = self.view(whole).clone(memory_format=torch.contiguous_format)
+        return own.flatten(self.dim, self.dim + 2)
 
     def view(self, whole: Tensor) -> Tensor:
         """Return the part as a view; its dimension is outer, rows and inner apart."""

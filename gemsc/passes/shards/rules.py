@@ -138,7 +138,10 @@ def _attention(call: Call) -> Equation:
     if not call.get("enable_gqa", False):
         return Equation("*b q d!, *b k! d, *b k e, *b q k -> *b q e", names)
     heads = int(meta.value(call["key"]).shape[-3])
-    text = "*b (h r) q d!, *b h k! d, *b h k e, *b (h r) q k -> *b (h r) q e"
+    mask = call.arguments.get("attn_mask")
+    lower = isinstance(mask, fx.Node) and meta.value(mask).dim() == 2
+    heads_of = "" if lower else "*b (h r) "
+    text = f"*b (h r) q d!, *b h k! d, *b h k e, {heads_of}q k -> *b (h r) q e"
     return Equation(text, names, {"h": heads})
 
 

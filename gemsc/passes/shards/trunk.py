@@ -42,13 +42,13 @@ def choose_trunk(
         return "whole", ()
     cut = set(chosen_factors(analysis, shards))
     if wanted != "auto":
-        factor = _factor(analysis, cut, DIMS[wanted])
+        factor = _factor(analysis, cut, DIMS[wanted], shards.count)
         _check(factor, wanted, shards.count, analysis)
         assert factor is not None
         return wanted, _split(analysis, cut, factor)
     everything = sum(map(_seconds, analysis.stage.nodes)) / shards.count
     for kind, dim in DIMS.items():
-        factor = _factor(analysis, cut, dim)
+        factor = _factor(analysis, cut, dim, shards.count)
         if factor is not None and factor.size % shards.count == 0:
             split = _split(analysis, cut, factor)
             saved = _saved(analysis, cut, split) * (1 - 1 / shards.count)
@@ -57,15 +57,20 @@ def choose_trunk(
     return "whole", ()
 
 
-def _factor(analysis: Analysis, cut: set[Factor], dim: int) -> Factor | None:
-    """Return the factor that most values outside of the regions have as a dimension."""
+def _factor(
+    analysis: Analysis, cut: set[Factor], dim: int, count: int
+) -> Factor | None:
+    """Return the factor that most values outside of the regions have as a dimension.
+
+    One with something for each of `count` ranks comes before all others.
+    """
     sizes: Counter[Factor] = Counter()
     for node in analysis.values:
         if _learns(node) and _is_outside(analysis, cut, node):
             dims = analysis.dims(node)
             if len(dims) > max(1, dim) and len(found := leaves(dims[dim])) == 1:
                 sizes[found[0]] += meta.spec(node).num_bytes
-    return max(sizes, key=sizes.__getitem__, default=None)
+    return max(sizes, key=lambda f: (f.size >= count, sizes[f]), default=None)
 
 
 def _check(factor: Factor | None, wanted: str, count: int, analysis: Analysis) -> None:
