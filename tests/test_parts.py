@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from gemsc.base.weights import join_files, pasted, read_tensors
 from gemsc.codegen.package import write_directory
 from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.compiler import compile
+from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError, InternalError
+from gemsc.planner.ending import gradient_sums, held_gradients, reduced_bytes
 from gemsc.planner.from_plan import task_of
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.steps import compare, reference_steps
@@ -152,6 +155,7 @@ def compiled(tied: bool, **options: Any) -> CompiledProgram:
 
 
 WORDS = torch.randint(0, 12, (16,), generator=torch.Generator().manual_seed(1))
+NETWORK = read_hardware("").network
 MAST = {"ranks": 4, "shards": ("2",), "schedule": "mast", "micro_batches": 2}
 
 
@@ -206,6 +210,38 @@ def test_the_memory_of_parts_is_predicted_to_the_byte(tmp_path: Path) -> None:
     assert (max(shards), alone) == (first, second)
     assert min(shards) < first  # 10 features on 3 ranks
     assert sum(program.plan.memory[0].values()) == first
+
+
+def test_only_those_who_hold_the_same_add_up_gradients() -> None:
+    program = compiled(tied=False, **MAST)
+    first, task = program.compilation.tiles[0].program, task_of(program.plan)
+    parts = program.compilation.parts(0)
+    named = dict(Words(tied=False).named_parameters())
+    held = held_gradients(first, task)
+    for names, found in zip(program.compilation.owned, held, strict=True):
+        trained = [name for name in names if name in named]
+        cut = sum(4 * prod(parts[n].local_shape) for n in trained if n in parts)
+        whole = sum(named[n].nbytes for n in trained if n not in parts)
+        assert found == [((0, 1, 2, 3), whole), ((0, 2), cut), ((1, 3), cut)]
+    program = compiled(tied=False, ranks=4, shards=("3", "1"), micro_batches=4)
+    first, task = program.compilation.tiles[0].program, task_of(program.plan)
+    (shards, alone), sums = held_gradients(first, task), reduced_bytes(first, task, 1)
+    assert [ranks for ranks, _ in (*shards, *alone)] == [
+        (0, 1, 2),
+        (0,),
+        (1,),
+        (2,),
+        (3,),
+    ]
+    assert sums == [shards[0][1], 0]
+    both = reduced_bytes(first, task, 2)
+    assert both == [stage.gradient_bytes for stage in task.stages]
+    for copies, parts_too in ((1, False), (2, True)):
+        made, one = gradient_sums(NETWORK, [shards, alone], 4, copies)
+        assert made.packed == sums[0] + parts_too * shards[1][1]
+        assert made.updated == task.stages[0].gradient_bytes
+        assert (one.packed > 0) == parts_too
+        assert made.seconds > one.seconds >= 0
 
 
 # -- checkpoints -----------------------------------------------------------------------

@@ -7,19 +7,46 @@ ranks share the update, they bring together at the end what each has updated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gemsc.costs.collectives import Sum, allreduce, reduce_scatter
 from gemsc.costs.hardware import Device, Hardware, Network
 from gemsc.ir.program import Program
+from gemsc.planner.memory import stage_weights
 from gemsc.schedules import Task, Timeline
 
-__all__ = ["after_backward", "ends_of_sums", "gradient_sums", "update_seconds"]
+__all__ = [
+    "StageSum",
+    "after_backward",
+    "ends_of_sums",
+    "gradient_sums",
+    "held_gradients",
+    "reduced_bytes",
+    "update_seconds",
+]
 
 # Bytes read and written for each byte of gradients: packed for the sum and unpacked;
 # in the update of SGD with momentum (weight, gradient, momentum; weight, momentum).
 PACKING = 4
 UPDATE = 5
+
+Held = tuple[tuple[int, ...], int]  # ranks that hold the same gradients, their bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageSum:
+    """What the slowest rank of a stage adds up after its last backward, and updates.
+
+    It packs so many bytes, which are added up in `seconds`; then it updates weights of
+    so many bytes, and gets those that others have updated in `gather` seconds.
+    """
+
+    seconds: float
+    packed: int
+    updated: float
+    gather: float
+    algorithms: frozenset[str]
 
 
 def after_backward(
@@ -30,66 +57,104 @@ def after_backward(
     assert placement is not None
     if not task.has_backward:
         return 0.0
-    stages = program.require_stages()
-    sizes = [stage.gradient_bytes for stage in task.stages]
-    places = [
-        {rank for row in placement.ranks for rank in row[stage.index]}
-        for stage in stages
-    ]
     sums = gradient_sums(
         hardware.network,
-        places,
-        sizes,
+        held_gradients(program, task),
         placement.num_ranks,
         copies,
         shares_update=program.updated is not None,
     )
-    ends = ends_of_sums(task, [timeline], sums, sizes, hardware.device)
+    ends = ends_of_sums(task, [timeline], sums, hardware.device)
     done = max(
         max((*(timed.end for timed in actions), ends[rank]), default=0.0)
-        + update_seconds(task, rank, sizes, sums, hardware.device)
+        + update_seconds(task, rank, sums, hardware.device)
         for rank, actions in enumerate(timeline.ranks)
     )
     return done - timeline.makespan
 
 
+def held_gradients(program: Program, task: Task) -> list[list[Held]]:
+    """Return for each stage who holds its gradients: the whole ones, then parts.
+
+    `program` is what the first rank of each grid runs. All ranks of a stage hold the
+    gradients of whole weights, those with the same place in a grid the same parts.
+    """
+    placement = program.placement
+    assert placement is not None
+    found = []
+    for stage, weights in enumerate(stage_weights(program)):
+        grids = [row[stage] for row in placement.ranks]
+        whole = weights.gradients - weights.part_gradients
+        held = [(tuple(sorted({rank for grid in grids for rank in grid})), whole)]
+        if weights.part_gradients:
+            parts = task.stages[stage].gradient_bytes - whole  # where they are largest
+            alike = zip(*grids, strict=True)
+            held += [(tuple(sorted(set(ranks))), parts) for ranks in alike]
+        found.append(held)
+    return found
+
+
+def reduced_bytes(program: Program, task: Task, copies: int) -> list[int]:
+    """Return the bytes of gradients that a rank of each stage adds up in a step."""
+    return [
+        sum(size for ranks, size in held[:2] if len(ranks) * copies > 1)
+        for held in held_gradients(program, task)
+    ]
+
+
 def gradient_sums(
     network: Network,
-    places: Sequence[Collection[int]],
-    num_bytes: Sequence[int],
+    held: Sequence[Sequence[Held]],
     num_ranks: int,
     copies: int,
     *,
     shares_update: bool = False,
-) -> dict[int, Sum]:
-    """Return the sum of each stage whose gradients several ranks hold.
+) -> list[StageSum]:
+    """Return what the ranks of each stage add up.
 
-    For each stage, `places` has the ranks of the first copy that hold it, `num_bytes`
-    its gradients; each copy has `num_ranks` ranks. If it `shares_update`, each rank
-    gets its part of the sum.
+    `held` is as `held_gradients` returns it, in the first copy; each copy has
+    `num_ranks` ranks. If it `shares_update`, each rank gets its part of the sum.
     """
     shared = {
-        stage: [
-            copy * num_ranks + place for copy in range(copies) for place in sorted(own)
-        ]
-        for stage, own in enumerate(places)
-        if copies * len(own) > 1 and num_bytes[stage]
+        (stage, index): [copy * num_ranks + n for copy in range(copies) for n in ranks]
+        for stage, groups in enumerate(held)
+        for index, (ranks, size) in enumerate(groups)
+        if copies * len(ranks) > 1 and size
     }
-    sizes = [num_bytes[stage] for stage in shared]
+    sizes = [held[stage][index][1] for stage, index in shared]
     find = reduce_scatter if shares_update else allreduce
-    found = find(network, list(shared.values()), sizes)
-    return dict(zip(shared, found, strict=True))
+    sums = dict(zip(shared, find(network, [*shared.values()], sizes), strict=True))
+    found = []
+    for stage, groups in enumerate(held):
+        whole, *parts = (
+            (size, sums.get((stage, index))) for index, (_, size) in enumerate(groups)
+        )
+        parts.sort(key=lambda part: part[1].seconds if part[1] else 0.0)
+        found.append(_stage_sum([whole, *parts[-1:]]))
+    return found
+
+
+def _stage_sum(own: Sequence[tuple[int, Sum | None]]) -> StageSum:
+    """Join what a rank adds up, one after the other: bytes, and the sum if there is."""
+    summed = [(size, each) for size, each in own if each is not None]
+    alone = sum(size for size, each in own if each is None)
+    return StageSum(
+        seconds=sum(each.seconds for _, each in summed),
+        packed=sum(size for size, _ in summed),
+        updated=alone + sum(size / each.updaters for size, each in summed),
+        gather=sum(each.gather for _, each in summed),
+        algorithms=frozenset(each.algorithm for _, each in summed),
+    )
 
 
 def ends_of_sums(
     task: Task,
     timelines: Sequence[Timeline],
-    sums: Mapping[int, Sum],
-    num_bytes: Sequence[int],
+    sums: Sequence[StageSum],
     device: Device,
 ) -> list[float]:
     """Return, for each rank of a copy, when its last sum is done."""
-    ready = dict.fromkeys(sums, 0.0)
+    ready = {stage: 0.0 for stage, each in enumerate(sums) if each.packed}
     for timeline in timelines:
         for actions in timeline.ranks:
             for timed in actions:
@@ -97,21 +162,17 @@ def ends_of_sums(
                 if stage in ready:
                     ready[stage] = max(ready[stage], timed.end)
     free = [0.0] * task.num_ranks
-    for stage in sorted(sums, key=ready.__getitem__):
+    for stage in sorted(ready, key=ready.__getitem__):
         places = {row[stage] for row in task.placement}
         start = max(ready[stage], *(free[place] for place in places))
-        packing = PACKING * num_bytes[stage] / device.memory_bandwidth
+        packing = PACKING * sums[stage].packed / device.memory_bandwidth
         for place in places:
             free[place] = start + packing + sums[stage].seconds
     return free
 
 
 def update_seconds(
-    task: Task,
-    rank: int,
-    num_bytes: Sequence[int],
-    sums: Mapping[int, Sum],
-    device: Device,
+    task: Task, rank: int, sums: Sequence[StageSum], device: Device
 ) -> float:
     """Return the seconds in which a rank updates the weights of its stages.
 
@@ -119,8 +180,6 @@ def update_seconds(
     """
     total = 0.0
     for stage in {stage for _, stage in task.lanes[rank]}:
-        one = sums.get(stage)
-        shared = one.updaters if one is not None else 1
-        total += UPDATE * num_bytes[stage] / shared / device.memory_bandwidth
-        total += one.gather if one is not None else 0.0
+        total += UPDATE * sums[stage].updated / device.memory_bandwidth
+        total += sums[stage].gather
     return total

@@ -68,7 +68,7 @@ def make_plan(
         micro_batch_size=micro_batch_size(program),
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,
-        ending_seconds=after_backward(program, task, timeline, options.data, hardware),
+        ending_seconds=after_backward(first, task, timeline, options.data, hardware),
         bubble=timeline.bubble,
         workspace_bytes=task.workspace_bytes,
         peak_bytes=list(timeline.peak_bytes),

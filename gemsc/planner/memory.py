@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StageWeights:
-    """Bytes of what a stage owns, whatever the micro-batches.
+    """Bytes of what a rank owns of a stage, whatever the micro-batches.
 
     `parameters` have the buffers with them; `optimizer` is the state that the user's
     optimizer keeps after its first step.
@@ -33,6 +33,7 @@ class StageWeights:
     parameters: int
     gradients: int
     optimizer: int
+    part_gradients: int  # those of the gradients that are of parts
 
     @property
     def resident(self) -> int:
@@ -92,6 +93,9 @@ def stage_weights(program: Program) -> list[StageWeights]:
             StageWeights(
                 parameters=sum(tensor.nbytes for tensor in owned.values()),
                 gradients=sum(tensor.nbytes for tensor in trained.values()),
+                part_gradients=sum(
+                    t.nbytes for n, t in trained.items() if n in program.parts
+                ),
                 optimizer=sum(_state_bytes(program, *each) for each in trained.items()),
             )
         )

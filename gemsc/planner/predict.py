@@ -28,7 +28,6 @@ from gemsc.schedules import Edge, StageCost, Task
 
 __all__ = [
     "micro_batch_size",
-    "reduced_bytes",
     "schedule_task",
     "talking",
 ]
@@ -175,18 +174,6 @@ def _edge(program: Program, transfer: Transfer, network: Network) -> Edge:
         any(meta.needs_gradient(value) for value in transfer.values),
         *received_bytes(program, transfer),
     )
-
-
-def reduced_bytes(program: Program, task: Task, data: int) -> list[int]:
-    """Return the bytes of gradients that each stage's ranks add up in a step."""
-    placement = program.placement
-    assert placement is not None
-    sums = []
-    for stage in program.require_stages():
-        ranks = {rank for row in placement.ranks for rank in row[stage.index]}
-        share = task.stages[stage.index].gradient_bytes
-        sums.append(share if len(ranks) * data > 1 else 0)
-    return sums
 
 
 def micro_batch_size(program: Program) -> int:

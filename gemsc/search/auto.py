@@ -9,9 +9,9 @@ from dataclasses import replace
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
-from gemsc.planner.ending import after_backward
+from gemsc.planner.ending import after_backward, reduced_bytes
 from gemsc.planner.fitting import Scheduled
-from gemsc.planner.predict import micro_batch_size, reduced_bytes, talking
+from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import step_traffic
 from gemsc.search.advice import nothing_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
@@ -78,14 +78,12 @@ def assess(
         with suppress(GemscError):  # there may be an order that holds less at a time
             done = stage(options, every_tile=every_tile)
     peaks = done.timeline.peak_bytes
-    sums = reduced_bytes(done.program, done.task, options.data)
-    hardware = read_hardware(options.hardware)
-    ending = after_backward(
-        done.program, done.task, done.timeline, options.data, hardware
-    )
+    first, hardware = done.tiles[0], read_hardware(options.hardware)
+    sums = reduced_bytes(first, done.task, options.data)
+    ending = after_backward(first, done.task, done.timeline, options.data, hardware)
     highest = max(range(len(peaks)), key=lambda group: peaks[group])
     size = micro_batch_size(done.program)
-    sent = step_traffic(done.tiles[0], done.task)
+    sent = step_traffic(first, done.task)
     return Candidate(
         options,
         seconds=done.timeline.makespan + ending,

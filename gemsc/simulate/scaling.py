@@ -13,9 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gemsc.costs.collectives import Sum, count, nic, node
+from gemsc.costs.collectives import count, nic, node
 from gemsc.costs.hardware import Hardware, Network
-from gemsc.planner.ending import ends_of_sums, gradient_sums, update_seconds
+from gemsc.planner.ending import (
+    StageSum,
+    ends_of_sums,
+    gradient_sums,
+    update_seconds,
+)
 from gemsc.schedules import Edge, Policy, Task, Timeline, run, split_last_backwards
 
 __all__ = ["Point", "Simulator"]
@@ -80,8 +85,9 @@ class Simulator:
         size = self.task.num_ranks
         timelines = [self._play(edges) for edges in self._edges(copies)]
         sums = self._sums(copies)
-        device, sizes = self.hardware.device, self.gradient_bytes
-        ends = ends_of_sums(self.task, timelines, sums, sizes, device)
+        device = self.hardware.device
+        algorithms = [each.algorithms for each in sums]
+        ends = ends_of_sums(self.task, timelines, sums, device)
         best: Point | None = None
         for timeline in timelines:
             for rank, actions in enumerate(timeline.ranks):
@@ -95,8 +101,8 @@ class Simulator:
                     busy_seconds=busy,
                     idle_seconds=last - busy,
                     sum_seconds=max(0.0, ends[rank] - last),
-                    update_seconds=update_seconds(self.task, rank, sizes, sums, device),
-                    algorithms=tuple(sorted({s.algorithm for s in sums.values()})),
+                    update_seconds=update_seconds(self.task, rank, sums, device),
+                    algorithms=tuple(sorted(set().union(*algorithms))),
                 )
                 if best is None or point.step_seconds > best.step_seconds:
                     best = point
@@ -169,19 +175,18 @@ class Simulator:
             slowest = max(slowest, seconds)
         return slowest
 
-    def _sums(self, copies: int) -> dict[int, Sum]:
-        """Return the sum of each stage whose gradients several ranks hold."""
-        if not self.task.has_backward:
-            return {}
-        sizes, num_ranks = self.gradient_bytes, self.task.num_ranks
-        places = [
-            {row[stage] for row in self.task.placement} for stage in range(len(sizes))
+    def _sums(self, copies: int) -> list[StageSum]:
+        """Return what the ranks of each stage add up."""
+        rows, sizes = self.task.placement, self.gradient_bytes
+        has_backward = self.task.has_backward
+        held = [
+            [(tuple(sorted({row[stage] for row in rows})), size * has_backward)]
+            for stage, size in enumerate(sizes)
         ]
         return gradient_sums(
             self.network,
-            places,
-            sizes,
-            num_ranks,
+            held,
+            self.task.num_ranks,
             copies,
             shares_update=self.shares_update,
         )

@@ -14,7 +14,7 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.plan import Plan
-from gemsc.planner.predict import reduced_bytes
+from gemsc.planner.ending import reduced_bytes
 from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.simulate.scaling import Point, Simulator
 from gemsc.simulate.unfilled import unfilled
@@ -88,7 +88,7 @@ def simulate(
         task=task,
         policy=SCHEDULES[options.schedule].policy,
         hardware=hardware,
-        gradient_bytes=reduced_bytes(program, task, 2),
+        gradient_bytes=reduced_bytes(done.tiles[0], task, 2),
         samples=next(sizes, 1) * sum(task.micro_batches),
         shares_update=options.shard_optimizer,
     )
