@@ -129,7 +129,7 @@ def test_attention_between_regions(
     if dim == 0:
         assert not gathered
         assert not any(map(is_exchange, step.programs[0].graph.nodes))
-    elif kind != "written":  # keys and values are gathered, queries are not
+    else:  # keys and values travel, queries and weights do not
         assert not gathered
 
 
@@ -186,4 +186,38 @@ def test_cross_entropy_counts_the_words_of_all_samples(
         cut_along(dim)
         step = on_tiles(model, (words,), loss, target, (count,))
         assert_same(step, expected)
+        assert not step.barriers
+
+
+class Joined(nn.Module):
+    """Samples and tokens as rows of one matrix, as in the GPT-2 of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(6, 9)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        rows = self.first(x.view(-1, 4)).relu()
+        rows = torch.cat([torch.tensor([]), rows, -rows], -1)
+        return self.second(rows.view(*words.shape, 6))
+
+
+@pytest.mark.parametrize("samples", [4, 5])
+def test_rows_of_samples_and_tokens(
+    samples: int, cut_along: Callable[[int], None]
+) -> None:
+    cut_along(0)
+    torch.manual_seed(0)
+    model, words = Joined(), torch.randint(7, (samples, 3))
+    target = torch.randint(9, (samples, 3))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.view(-1, 9), target.view(-1))
+
+    expected = eager(model, (words,), loss, target)
+    step = on_tiles(model, (words,), loss, target, (2,))
+    assert_same(step, expected)
+    if samples == 4:  # even: each tile has rows that lie together
         assert not step.barriers

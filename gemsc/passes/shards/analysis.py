@@ -20,7 +20,14 @@ from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.cuts import cut
 
-__all__ = ["Analysis", "Place", "analysis_of", "cut_parts", "place_of"]
+__all__ = [
+    "Analysis",
+    "Place",
+    "analysis_of",
+    "cut_parts",
+    "place_of",
+    "split_dim",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,18 @@ def cut_parts(dims: Dims, factor: Factor, count: int) -> tuple[Part, ...]:
         Part(shape, place.dim, place.outer, factor.size, rows)
         for rows in cut(factor.size, count)
     )
+
+
+def split_dim(dims: Dims, factor: Factor, count: int) -> int | None:
+    """Return the dimension in which ranks split a value by a factor; None if in none.
+
+    Of dimensions that are joined it must be the outermost, and shared evenly.
+    """
+    place = place_of(dims, factor)
+    if place is None or place.outer > 1:
+        return None
+    is_alone = len(leaves(dims[place.dim])) == 1
+    return place.dim if is_alone or factor.size % count == 0 else None
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -20,15 +20,15 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from gemsc.ir import meta
-from gemsc.passes.shards.analysis import Analysis, analysis_of, place_of
+from gemsc.passes.shards.analysis import Analysis, analysis_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
-from gemsc.passes.shards.factors import Factor, leaves
+from gemsc.passes.shards.factors import Dims, Factor, leaves
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.shards.operations import compute
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower_call
-from gemsc.passes.spatial.values import Local, whole_shape
+from gemsc.passes.spatial.values import Local
 
 __all__ = ["lower_node"]
 
@@ -60,7 +60,7 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
     given: dict[fx.Node, Local] = {}
     for source in node.all_input_nodes:
         if source.op != "get_attr" and isinstance(meta.value(source), Tensor):
-            axes = _axes(analysis, source, trunk)
+            axes = _axes(analysis.dims(source), trunk, low.tiles)
             local = low.local(source)
             if local.axes != axes or local.parts:
                 given[source] = Local(low.spread(source, axes), axes)
@@ -76,14 +76,9 @@ def _trunk(low: Lowering, analysis: Analysis) -> Factor:
     return leaves(analysis.dims(first)[split[first.name]])[0]
 
 
-def _axes(analysis: Analysis, source: fx.Node, trunk: Factor | None) -> Axes | None:
+def _axes(dims: Dims, trunk: Factor | None, count: int) -> Axes | None:
     """Return how a value is cut where all that has the trunk's factor is split."""
-    place = place_of(analysis.dims(source), trunk) if trunk is not None else None
-    if place is None or place.outer > 1:
+    split = split_dim(dims, trunk, count) if trunk is not None else None
+    if split is None:
         return None
-    dims = analysis.dims(source)
-    if len(leaves(dims[place.dim])) > 1:
-        return None
-    return tuple(
-        0 if dim == place.dim else None for dim in range(len(whole_shape(source)))
-    )
+    return tuple(0 if dim == split else None for dim in range(len(dims)))

@@ -259,13 +259,15 @@ def _cat(call: Call, dims: Lookup, reason: str) -> Roles | None:
     names = [f"d{number}" for number in range(len(shape) - stacks)]
     operands = []
     for tensor in tensors:
+        if not stacks and meta.value(tensor).dim() < len(shape):
+            continue  # PyTorch lets torch.tensor([]) be joined with anything
         own = list(dims(tensor))
         if not stacks:
             freeze(own[place], reason)
             own.pop(place)
         operands.append(own)
     kept = names if stacks else [n for n in names if n != f"d{place}"]
-    text = ", ".join([" ".join(kept)] * len(tensors))
+    text = ", ".join([" ".join(kept)] * len(operands))
     rest = tuple(size for number, size in enumerate(shape) if number != place)
     roles = solve(f"{text} -> {' '.join(kept)}", operands, rest, reason)
     roles.result.insert(place, fixed(shape[place], reason))

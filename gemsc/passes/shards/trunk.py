@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.shards import StageShards
-from gemsc.passes.shards.analysis import Analysis, place_of
+from gemsc.passes.shards.analysis import Analysis, place_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
 from gemsc.passes.shards.factors import Factor, leaves
 
@@ -45,12 +45,12 @@ def choose_trunk(
         factor = _factor(analysis, cut, DIMS[wanted], shards.count)
         _check(factor, wanted, shards.count, analysis)
         assert factor is not None
-        return wanted, _split(analysis, cut, factor)
+        return wanted, _split(analysis, cut, factor, shards.count)
     everything = sum(map(_seconds, analysis.stage.nodes)) / shards.count
     for kind, dim in DIMS.items():
         factor = _factor(analysis, cut, dim, shards.count)
         if factor is not None and factor.size % shards.count == 0:
-            split = _split(analysis, cut, factor)
+            split = _split(analysis, cut, factor, shards.count)
             saved = _saved(analysis, cut, split) * (1 - 1 / shards.count)
             if saved > GAIN * everything:
                 return kind, split
@@ -91,16 +91,17 @@ def _check(factor: Factor | None, wanted: str, count: int, analysis: Analysis) -
         )
 
 
-def _split(analysis: Analysis, cut: set[Factor], factor: Factor) -> Split:
+def _split(analysis: Analysis, cut: set[Factor], factor: Factor, count: int) -> Split:
     """Return the values that are split by a factor, each with its dimension."""
     found = []
     for node in analysis.values:
         if not _learns(node) or not _is_outside(analysis, cut, node):
             continue
-        place = place_of(analysis.dims(node), factor)
-        if place is not None and leaves(analysis.dims(node)[place.dim]) == [factor]:
-            found.append((node.name, place.dim))
-        elif place is None and _sums(analysis, cut, node, factor):
+        dims = analysis.dims(node)
+        dim = split_dim(dims, factor, count)
+        if dim is not None:
+            found.append((node.name, dim))
+        elif place_of(dims, factor) is None and _sums(analysis, cut, node, factor):
             found.append((node.name, -1))
     return tuple(found)
 

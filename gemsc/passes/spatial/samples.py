@@ -76,12 +76,15 @@ def _has_samples(call: Call, dims: int) -> bool:
 
 
 def product(low: Lowering, call: Call) -> Local:
-    """Multiply what is cut alike, or along a dimension that only one of them has."""
+    """Multiply what is cut alike, or along a dimension that only one of them has.
+
+    What the left one sums over is whole there, and is gathered of the right one.
+    """
     left, right = call["input"], call["other"]
     first, second = _axes(low, left), _axes(low, right)
     if min(len(first), len(second)) < 2:
         raise Refused("it takes a vector")
-    if first[-1] is not None or second[-2] is not None:
+    if first[-1] is not None:
         raise Refused("it sums over a dimension that is cut")
     result = [*_batch(low, call, left, right), None, None]
     for place, axis in ((-2, first[-2]), (-1, second[-1])):

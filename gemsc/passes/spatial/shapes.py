@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from gemsc.base.boxes import Box
+from gemsc.base.boxes import Box, shape_of
 from gemsc.ir import meta
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call
-from gemsc.passes.spatial.cuts import Axes, fits
+from gemsc.passes.spatial.cuts import Axes, are_samples, fits
 from gemsc.passes.spatial.emit import alike, call_again
 from gemsc.passes.spatial.flattened import join
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
@@ -121,7 +122,7 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
     assert axes is not None
     cut = [dim for dim, axis in enumerate(axes) if axis is not None]
     if not all(dim in kept for dim in cut):
-        return join(low, node, source)
+        return _same_rows(low, node, source, axes) or join(low, node, source)
     tensors = [t for t in pytree.tree_leaves(meta.value(node)) if isinstance(t, Tensor)]
     result: list[int | None] = [None] * tensors[0].dim()
     for dim in cut:
@@ -134,6 +135,25 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
     target = "expand" if name in _EXPANDING else "reshape"
     args = (low.get(source).node, *sizes)
     return low.create(node, "call_method", target, args, {}, tuple(result))
+
+
+def _same_rows(
+    low: Lowering, node: fx.Node, source: fx.Node, axes: Axes
+) -> Local | None:
+    """Return a view that joins or splits samples, if each tile keeps its memory."""
+    shape, result = low.shape(source), low.shape(node)
+    cut = (axes[0], *(None,) * (len(result) - 1))
+    if not (are_samples(axes) and fits(result, cut, low.grid)):
+        return None
+    if low.flattened(source) is not None or not low.probe.is_reshape(node):
+        return None
+    boxes = low.owned(result, cut)
+    for before, after in zip(low.owned(shape, axes), boxes, strict=True):
+        rows, others = prod(shape[1:]), prod(result[1:])
+        if [row * rows for row in before[0]] != [row * others for row in after[0]]:
+            return None
+    args = (low.get(source).node, *shape_of(boxes[low.place]))
+    return low.create(node, "call_method", "reshape", args, {}, cut)
 
 
 def subscript(low: Lowering, node: fx.Node) -> Local | None:
@@ -231,7 +251,8 @@ def narrow(low: Lowering, call: Call) -> Local:
 def concatenation(low: Lowering, call: Call) -> Local:
     """Join tiles along a dimension that is not cut."""
     tensors = list(call["tensors"])
-    dims = len(low.shape(tensors[0]))
+    dims = max(len(low.shape(tensor)) for tensor in tensors)
+    tensors = [t for t in tensors if len(low.shape(t)) == dims]  # but torch.tensor([])
     dim = int(call.get("dim", 0))
     cut = [axes for tensor in tensors if (axes := low.axes(tensor)) is not None]
     axes = max(cut, key=lambda axes: sum(axis is not None for axis in axes))
