@@ -1,11 +1,13 @@
 """Memory of each rank, predicted against measured by counting live storages.
 
 python benchmarks/memory.py [--quick] [--models unet,resnet50] [--recompute all]
+                            [--shard-optimizer]
 
 Each program trains two steps on threads of this process. Counted are parameters,
 buffers, gradients, optimizer state, activations and the buffers of receives posted
 ahead; what a layer needs for a moment while it runs is not. The table shows the
-predicted peak of the peak-memory rank and the worst error of any rank.
+predicted peak of the peak-memory rank and the worst error of any rank. With
+--shard-optimizer only schedules whose replicas share the optimizer's state are run.
 """
 
 from __future__ import annotations
@@ -177,10 +179,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny: does it run?")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--recompute", default="", help="names, or all")
+    parser.add_argument("--shard-optimizer", action="store_true")
     options = parser.parse_args()
     names = ["wide mlp"] if options.quick else options.models.split(",")
     recompute = tuple(filter(None, options.recompute.split(",")))
-    cases = [(ranks, schedule) for ranks in RANKS for schedule in SCHEDULES]
+    schedules = ("chimera", "master") if options.shard_optimizer else SCHEDULES
+    cases = [(ranks, schedule) for ranks in RANKS for schedule in schedules]
     head = " ".join(f"{f'{ranks} {schedule}':>16}" for ranks, schedule in cases)
     print(f"{'predicted MiB, worst error':<28}{head}")
     errors = []
@@ -194,6 +198,7 @@ def main() -> None:
                 schedule=schedule,
                 micro_batches=MICRO_BATCHES,
                 recompute=recompute,
+                shard_optimizer=options.shard_optimizer,
             )
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 program = lower(graph, choice)
