@@ -56,3 +56,12 @@ def test_the_time_model_benchmark_prints_errors_and_balances():
     assert all(len(numbers(line)) == 4 for line in stages)
     assert sum(" balance: " in line for line in lines) == 1
     assert re.match(r"4 stage times: median error \d+\.\d%", lines[-1])
+
+
+def test_the_memory_of_shards_is_what_was_predicted_and_the_formula():
+    _, *rows = run_quickly("shard_memory.py")
+    found = [numbers(row.replace("%", " ").replace("+", "")) for row in rows]
+    assert [each[1] for each in found] == [0.0, 0.0]  # the error
+    for _, _, predicted, measured, formula in found:
+        assert predicted == measured
+        assert abs(measured - formula) < 0.25  # statistics of norms and attention

@@ -35,10 +35,10 @@ def dropout(
     `draw`, the number of this dropout in its stage: a tile draws those that it meets,
     and the mask is the same for any number of tiles.
     """
-    if not training:
+    if not training or p == 0:
         return value
     cut = [d for d, sides in enumerate(everything(shape)) if sides != box[d]]
-    in_strips = cut and prod(shape) >= LARGE and 0 < p < 1
+    in_strips = cut and prod(shape) >= LARGE and p < 1
     if not in_strips or are_draws_same():
         whole = torch.ones(shape, dtype=value.dtype, device=value.device)
         mask = F.dropout(whole, p)[tuple(slice(start, stop) for start, stop in box)]
