@@ -50,8 +50,11 @@ def simulator(
     edges = tuple(Edge(s, s + 1, num_bytes=num_bytes) for s in range(num_stages - 1))
     rows = place(chosen.placement, num_stages, num_stages, chosen.num_replicas)
     task = Task(stages, edges, rows, counts)
-    sizes = (gradient_bytes,) * num_stages
-    return Simulator(task, chosen.policy, where, sizes, samples=micro_batches)
+    places = [
+        tuple(sorted({row[stage] for row in rows})) for stage in range(num_stages)
+    ]
+    held = [[(ranks, gradient_bytes)] for ranks in places]
+    return Simulator(task, chosen.policy, where, held, samples=micro_batches)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "basic", "zb-h1"])
@@ -121,7 +124,7 @@ def test_messages_of_ranks_that_share_an_interface_share_its_bandwidth() -> None
         )
         policy = SCHEDULES["gpipe"].policy
         where = machine(per_node=2, nic_ranks=nic_ranks)
-        ((edge, _),) = Simulator(task, policy, where, (0,) * 4, 1)._edges(1)
+        ((edge, _),) = Simulator(task, policy, where, [[((0,), 0)]] * 4, 1)._edges(1)
         return edge.seconds
 
     assert first_edge(2) == pytest.approx(2 * first_edge(1))
@@ -133,3 +136,16 @@ def test_two_thousand_ranks_can_be_simulated() -> None:
     assert wide.ranks == deep.ranks == 2048
     assert wide.busy_seconds > wide.idle_seconds
     assert deep.idle_seconds > deep.busy_seconds
+
+
+def test_a_group_of_ranks_counts_all_of_them() -> None:
+    one = simulator(machine(per_node=4), num_stages=2)
+    pairs = replace(one, groups=((0, 1), (2, 3)))
+    assert [found.point(2).ranks for found in (one, pairs)] == [4, 8]
+    assert [found.point(2).nodes for found in (one, pairs)] == [1, 2]
+
+
+def test_a_model_without_a_loss_adds_up_nothing() -> None:
+    one = simulator(machine(), num_stages=2)
+    task = replace(one.task, has_backward=False)
+    assert replace(one, task=task).point(2).sum_seconds == 0.0

@@ -112,7 +112,7 @@ def test_show_and_pictures_tell_of_shards(command: Gemsc) -> None:
     assert "whole on every shard" in shown
     assert "ranks 2-3" in shown
     dot = Path("first/graph.dot").read_text()
-    assert "ranks 2, 3, 2 shards of features" in dot
+    assert "ranks 2, 3: 2 shards of features" in dot
     assert dot.count("2 shards: features") == dot.count("shape=box3d") == 3
     assert "ranks 2-3" in Path("first/timeline.svg").read_text()
     assert "features" in Path("first/report.html").read_text()
@@ -186,3 +186,8 @@ def test_an_edited_trunk_is_that_of_all_stages(command: Gemsc) -> None:
 
 def test_the_name_in_an_entry() -> None:
     assert cut_name("a.qkv.weight.0 of 3 x 4 heads") == "a.qkv.weight"
+
+
+def test_a_simulation_counts_the_ranks_of_a_stage(command: Gemsc) -> None:
+    compiled(command)
+    assert "on 8 ranks of" in command("simulate", "first", "--data", "2").out

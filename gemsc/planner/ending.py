@@ -17,6 +17,7 @@ from gemsc.planner.memory import stage_weights
 from gemsc.schedules import Task, Timeline
 
 __all__ = [
+    "Held",
     "StageSum",
     "after_backward",
     "ends_of_sums",

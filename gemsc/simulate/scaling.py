@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from gemsc.costs.collectives import count, nic, node
 from gemsc.costs.hardware import Hardware, Network
 from gemsc.planner.ending import (
+    Held,
     StageSum,
     ends_of_sums,
     gradient_sums,
@@ -68,21 +69,23 @@ class Point:
 class Simulator:
     """Plays one step for any number of copies.
 
-    `task` is what one copy does, its edges with their bytes; `gradient_bytes` what each
-    stage sums up; `samples` how many samples one copy takes in a step.
+    `task` is what one copy does, its edges with their bytes; `gradients` who holds
+    those of each stage; `samples` how many samples one copy takes in a step. `groups`
+    are the ranks that the task takes for one, by default one each.
     """
 
     task: Task
     policy: Policy
     hardware: Hardware
-    gradient_bytes: Sequence[int]
+    gradients: Sequence[Sequence[Held]]
     samples: int
     shares_update: bool = False  # by the ranks that hold the same weights
+    groups: tuple[tuple[int, ...], ...] = ()
     _played: dict[tuple[Edge, ...], Timeline] = field(default_factory=dict)
 
     def point(self, copies: int) -> Point:
         """Return a step of `copies` copies, which fill the nodes in order."""
-        size = self.task.num_ranks
+        size = self.num_ranks
         timelines = [self._play(edges) for edges in self._edges(copies)]
         sums = self._sums(copies)
         device = self.hardware.device
@@ -110,6 +113,17 @@ class Simulator:
         return best
 
     @property
+    def num_ranks(self) -> int:
+        """The ranks of one copy."""
+        return sum(map(len, self.groups)) or self.task.num_ranks
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The rank of each stage in each replica; of a group the first one."""
+        first = [ranks[0] for ranks in self.groups] or range(self.task.num_ranks)
+        return tuple(tuple(first[g] for g in row) for row in self.task.placement)
+
+    @property
     def network(self) -> Network:
         """What connects the ranks."""
         return self.hardware.network
@@ -128,8 +142,8 @@ class Simulator:
 
     def _edges(self, copies: int) -> list[tuple[Edge, ...]]:
         """Return the edges of each kind of copy: they lie differently on the nodes."""
-        size, per_node = self.task.num_ranks, self.network.ranks_per_node
-        crowds = [self._crowd(row, copies) for row in self.task.placement]
+        size, per_node = self.num_ranks, self.network.ranks_per_node
+        crowds = [self._crowd(row, copies) for row in self.rows]
         slowest: dict[int, list[float]] = {}
         for first in range(0, copies * size, size):
             seconds = [self._message(edge, first, crowds) for edge in self.task.edges]
@@ -147,7 +161,7 @@ class Simulator:
         """Count what passes each network interface if all stages send at once."""
         crowd: Counter[tuple[str, int]] = Counter()
         for copy in range(copies):
-            first = copy * self.task.num_ranks
+            first = copy * self.num_ranks
             for edge in self.task.edges:
                 ends = first + row[edge.source], first + row[edge.dest]
                 count(crowd, self.network, *ends)
@@ -161,7 +175,7 @@ class Simulator:
         A stage's messages all travel at once, so they share its network interface.
         """
         slowest = 0.0
-        for row, crowd in zip(self.task.placement, crowds, strict=True):
+        for row, crowd in zip(self.rows, crowds, strict=True):
             source, dest = first + row[edge.source], first + row[edge.dest]
             link = self.network.link(source, dest)
             sharing = 1
@@ -177,16 +191,13 @@ class Simulator:
 
     def _sums(self, copies: int) -> list[StageSum]:
         """Return what the ranks of each stage add up."""
-        rows, sizes = self.task.placement, self.gradient_bytes
-        has_backward = self.task.has_backward
-        held = [
-            [(tuple(sorted({row[stage] for row in rows})), size * has_backward)]
-            for stage, size in enumerate(sizes)
-        ]
+        held = self.gradients
+        if not self.task.has_backward:
+            held = [[((), 0)]] * len(held)
         return gradient_sums(
             self.network,
             held,
-            self.task.num_ranks,
+            self.num_ranks,
             copies,
             shares_update=self.shares_update,
         )

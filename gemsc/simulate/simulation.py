@@ -14,7 +14,7 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.plan import Plan
-from gemsc.planner.ending import reduced_bytes
+from gemsc.planner.ending import held_gradients
 from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.simulate.scaling import Point, Simulator
 from gemsc.simulate.unfilled import unfilled
@@ -82,15 +82,17 @@ def simulate(
     done = schedule_stages(
         traced, options, run, hardware=hardware, replicas=options.data
     )
-    program, task = done.program, done.task
+    program, task, placement = done.program, done.task, done.program.placement
+    assert placement is not None
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,
         policy=SCHEDULES[options.schedule].policy,
         hardware=hardware,
-        gradient_bytes=reduced_bytes(done.tiles[0], task, 2),
+        gradients=held_gradients(done.tiles[0], task),
         samples=next(sizes, 1) * sum(task.micro_batches),
         shares_update=options.shard_optimizer,
+        groups=placement.groups,
     )
     counts = sorted({*(copies or powers_of_two(options.data)), options.data})
     points = tuple(simulator.point(count) for count in counts)

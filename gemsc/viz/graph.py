@@ -87,7 +87,7 @@ def render(dot: str, path: Path) -> str | None:
 
 def _stage_label(stage: PlannedStage) -> str:
     word = "rank" if len(stage.ranks) == 1 else "ranks"
-    grid = f", {stage.grid}" if stage.grid else ""
+    grid = f": {stage.grid}" if stage.grid else ""
     grid += f" of {stage.units}" if stage.units else ""
     return (
         f"stage {stage.index}  -  {word} {', '.join(map(str, stage.ranks))}{grid}\n"
