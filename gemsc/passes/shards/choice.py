@@ -116,10 +116,11 @@ def _check_units(
     if first.weight < MUCH * max(each.weight for each in found.values()):
         return
     size, noun = first.factor.size, first.noun
+    modules = dict.fromkeys(each.names[0].rpartition(".")[0] for each in few)
     raise GemscError(
         f"--shards {count} cuts {size} {noun}s",
         at=meta.location(first.nodes[0]),
-        help=f"use {size} or fewer, or --whole {first.names[0].rpartition('.')[0]}",
+        help=f"use {size} or fewer, or --whole {','.join(modules)}",
     )
 
 

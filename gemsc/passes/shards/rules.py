@@ -43,7 +43,7 @@ def roles_of(
     value = meta.value(node)
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if meta.glue(node) is not None or has_own_backward(node, program.module):
-        return call, _unknown(node, dims, f"{reason} is not looked into")
+        return call, _unknown(call, dims, f"{reason} is not looked into")
     equation = EQUATIONS[call.kind](call) if call.kind in EQUATIONS else None
     if equation is not None and isinstance(value, Tensor):
         operands = [_operand(call, name, dims) for name in equation.operands]
@@ -55,7 +55,7 @@ def roles_of(
     found = rule(call, dims, reason) if rule is not None else None
     if found is None and not call.kind:
         found = _by_operators(probe, node, dims, shape, reason)
-    return call, found or _unknown(node, dims, f"no rule for {reason}")
+    return call, found or _unknown(call, dims, f"no rule for {reason}")
 
 
 def reason_at(node: fx.Node) -> str:
@@ -367,11 +367,16 @@ def _by_operators(
     return roles
 
 
-def _unknown(node: fx.Node, dims: Lookup, reason: str) -> Roles:
-    """Let all that goes in and comes out be whole."""
-    roles = Roles()
-    for number, source in enumerate(node.all_input_nodes):
-        for place, dim in enumerate(_all_dims(source, dims)):
+def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
+    """Let all that goes in and comes out be whole, and a layer's tensors."""
+    node, roles, layer = call.node, Roles(), call.layer
+    taken = [_all_dims(source, dims) for source in node.all_input_nodes]
+    if layer is not None:
+        taken += [
+            dims(f"{node.target}.{name}") for name in dict(layer.named_parameters())
+        ]
+    for number, source in enumerate(taken):
+        for place, dim in enumerate(source):
             freeze(dim, reason)
             roles.letters[f"{number}.{place}"] = dim
     value = meta.value(node)
