@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,12 +32,17 @@ def same_draws() -> Iterator[None]:
     float64 and rounded to the dtype that is asked for, so that runs in two dtypes are
     comparable, and in the order of indices, whatever the memory format.
     """
+    before = ExitStack()
+    with _generator:
+        before.enter_context(preserve_rng())
     _here.alike = True
     try:
-        with preserve_rng(), _SameDraws():  # type: ignore[no-untyped-call]
+        with _SameDraws():  # type: ignore[no-untyped-call]
             yield
     finally:
         _here.alike = False
+        with _generator:  # another thread may be about to draw
+            before.close()
 
 
 def are_draws_same() -> bool:
