@@ -54,7 +54,7 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_support, "run_nodes", run)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_networks_on_samples(
     seed: int, cut_along: Callable[[int], None]
 ) -> None:
