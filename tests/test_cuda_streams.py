@@ -37,6 +37,7 @@ USES: dict[str, dict[str, Any]] = {
     "offload": {"ranks": 2, "offload": ("all",)},
     "recompute": {"ranks": 2, "recompute": ("all",)},
     "data 2": {"ranks": 2, "data": 2},
+    "state in parts": {"ranks": 2, "data": 2, "shard_optimizer": True},
     "tiles 2x1": {"ranks": 4, "tiles": "2x1,2x1"},
     "tiles 2x2": {"ranks": 4, "tiles": "2x2"},
 }
@@ -49,6 +50,7 @@ FEW = (
     ("interleaved", "plain"),
     ("mast", "data 2"),
     ("bidirectional", "offload"),
+    ("1f1b", "state in parts"),
     ("1f1b", "tiles 2x1"),
 )
 
@@ -180,7 +182,7 @@ def test_a_device_gives_the_numbers_of_the_cpu(
     thorough = request.config.getoption("--nightly")
     if not thorough and (schedule, use) not in FEW:
         pytest.skip("only with --nightly")
-    if schedule == "zb-h1" and use not in ("plain", "data 2"):
+    if schedule == "zb-h1" and use not in ("plain", "data 2", "state in parts"):
         with pytest.raises(GemscError, match="cannot be used with"):
             compiled(tmp_path, schedule, use)
         return

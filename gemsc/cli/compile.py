@@ -48,6 +48,7 @@ COMPARED = (
     "shards",
     "trunk",
     "whole",
+    "shard_optimizer",
 )
 
 
