@@ -188,6 +188,13 @@ def test_the_name_in_an_entry() -> None:
     assert cut_name("a.qkv.weight.0 of 3 x 4 heads") == "a.qkv.weight"
 
 
+def test_plan_compares_shards_with_stages_and_replicas(command: Gemsc) -> None:
+    text = command("plan", "model.py", "--ranks", "2", "--most", "40").out
+    for way in ("shards 2, one stage, M=4", "1f1b, M=4", "one rank x2, M=2"):
+        assert f" {way} " in text
+    assert "why: " in text
+
+
 def test_a_simulation_counts_the_ranks_of_a_stage(command: Gemsc) -> None:
     compiled(command)
     assert "on 8 ranks of" in command("simulate", "first", "--data", "2").out
