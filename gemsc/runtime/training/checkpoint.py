@@ -252,7 +252,9 @@ def _read_progress(worker: Worker, folder: Path, step: int) -> dict[str, Any]:
         found = torch.load(path, weights_only=True, map_location=worker.device)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         found = str(error).split("\n")[0]
-    if not isinstance(found, dict) or found.keys() != NEEDED:
+    if isinstance(found, dict) and (missing := NEEDED - found.keys()):
+        found = f"it has no {', '.join(sorted(missing))}"
+    if not isinstance(found, dict):
         raise GemscError(f"{path} is damaged: {found}", help="use another checkpoint")
     if found["steps"] != step:
         raise GemscError(

@@ -39,7 +39,7 @@ __all__ = [
 LATEST = "latest"
 MODEL = "model.safetensors"
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 WEIGHTS_ALONE = (
     f"or copy {MODEL} into a folder of its own and give that, for the weights alone"
 )
