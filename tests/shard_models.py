@@ -1,7 +1,7 @@
 """Small networks of every kind that shards cut, for tests of many ranks against one.
 
-All have 4 heads, hidden features that 2, 3 and 4 ranks share (evenly or not), and a
-vocabulary that none of them divides.
+All have 4 heads (or 4 keys, each of 2 queries), hidden features that 2, 3 and 4 ranks
+share, evenly or not, and a vocabulary that none of them divides.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class LlamaBlock(nn.Module):
     """Two queries share a key; a gate of SiLU."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, size: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
+        self.heads, self.kv_heads, self.size = heads, kv_heads, size
         self.norm1, self.norm2 = RmsNorm(width), RmsNorm(width)
         linear = partial(nn.Linear, bias=False)
-        self.query = linear(width, width)
-        self.key = linear(width, kv_heads * self.size)
-        self.value = linear(width, kv_heads * self.size)
-        self.out = linear(width, width)
-        self.gate, self.up = linear(width, hidden), linear(width, hidden)
-        self.down = linear(hidden, width)
+        self.query = linear(width, heads * size)
+        self.key = linear(width, kv_heads * size)
+        self.value = linear(width, kv_heads * size)
+        self.out = linear(heads * size, width)
+        self.gate, self.up = linear(width, HIDDEN), linear(width, HIDDEN)
+        self.down = linear(HIDDEN, width)
 
     def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         query = self.query(x).unflatten(-1, (self.heads, self.size)).transpose(1, 2)
@@ -78,15 +78,14 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Rotary positions, grouped queries, a gated MLP, a head of its own."""
 
-    def __init__(self, heads: int = HEADS, kv_heads: int = 2) -> None:
+    def __init__(self, heads: int = 8, kv_heads: int = 4, size: int = 4) -> None:
         super().__init__()
         self.words = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(
-            LlamaBlock(WIDTH, heads, kv_heads, HIDDEN) for _ in range(DEPTH)
+            LlamaBlock(WIDTH, heads, kv_heads, size) for _ in range(DEPTH)
         )
         self.norm = RmsNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        size = WIDTH // heads
         speeds = 100.0 ** (-torch.arange(0, size, 2) / size)
         angles = torch.outer(torch.arange(LENGTH), speeds).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)

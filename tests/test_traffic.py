@@ -64,6 +64,8 @@ CASES = [
     ("gpt", {"ranks": 3, "shards": "2,1", "trunk": "batch"}),
     ("gpt", {"ranks": 3, "shards": "3", "trunk": "sequence"}),
     ("resnet", {"ranks": 2, "shards": "2", "trunk": "batch", "recompute": ("all",)}),
+    ("llama", {"ranks": 6, "shards": "2,1,3", "trunk": "batch"}),
+    ("words", {"ranks": 4, "shards": "4", "trunk": "sequence"}),
 ]
 
 
