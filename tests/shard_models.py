@@ -101,8 +101,9 @@ class Llama(nn.Module):
 class T5Attention(nn.Module):
     """Products of queries and keys by hand, with a table of distances if it has one."""
 
-    def __init__(self, buckets: int = 0) -> None:
+    def __init__(self, buckets: int = 0, *, looks_back: bool = False) -> None:
         super().__init__()
+        self.looks_back = looks_back
         linear = partial(nn.Linear, WIDTH, WIDTH, bias=False)
         self.query, self.key, self.value = linear(), linear(), linear()
         self.out = linear()
@@ -123,8 +124,13 @@ class T5Attention(nn.Module):
         scores = torch.matmul(query, key.transpose(3, 2))
         if self.distances is not None:
             bias = self.bias(x.shape[1])
-        if bias is not None:
-            scores = scores + bias
+            if self.looks_back:
+                places = torch.arange(x.shape[1])
+                is_seen = places <= places[:, None]
+                bias = torch.where(is_seen, bias, torch.finfo(x.dtype).min)
+        if bias is None:
+            bias = torch.zeros((1, *scores.shape[1:]), dtype=x.dtype)
+        scores = scores + bias
         mixed = torch.matmul(F.softmax(scores, dim=-1), self.heads(self.value(given)))
         mixed = mixed.transpose(1, 2).contiguous().view(x.shape[0], -1, WIDTH)
         return self.out(mixed), bias
@@ -134,7 +140,7 @@ class T5Layer(nn.Module):
     def __init__(self, *, first: bool, decodes: bool) -> None:
         super().__init__()
         self.norms = nn.ModuleList(RmsNorm(WIDTH) for _ in range(2 + decodes))
-        self.own = T5Attention(7 if first else 0)
+        self.own = T5Attention(7 if first else 0, looks_back=decodes)
         self.cross = T5Attention() if decodes else None
         self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
@@ -242,6 +248,26 @@ class TorchTransformer(nn.Module):
         memory = memory.transpose(0, 1)
         y, weights = self.last(x, memory[..., :12], memory[..., 12:20])
         return self.head((x + y).transpose(0, 1)) * (1 + weights.square().mean())
+
+
+class OneHead(nn.Module):
+    """Attention of one head: only the width of its values can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(WIDTH, WIDTH) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        mixed = F.scaled_dot_product_attention(
+            *(self.query(x)[:, None], self.key(x)[:, None], self.value(x)[:, None]),
+            dropout_p=0.2 if self.training else 0.0,
+        )
+        return self.head(x + self.out(mixed[:, 0]))
 
 
 class Bottleneck(nn.Module):
@@ -435,6 +461,7 @@ CASES = (
     case("features", Mlp, vectors, F.cross_entropy),
     case("words", Words, texts, weighted),
     case("words smoothed", Words, texts, smoothed),
+    case("one head dropout", OneHead, texts),
     case("translator dropout", partial(TorchTransformer, 0.1), pairs_of_texts),
 )
 SHARD_MODELS = {each.name: each for each in CASES}

@@ -22,7 +22,7 @@ from parity_support import (
     reference,
     worst_error,
 )
-from shard_models import SHARD_MODELS
+from shard_models import HEADS, SHARD_MODELS
 
 from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
@@ -157,7 +157,7 @@ import sys
 
 sys.path.insert(0, {tests!r})
 import torch
-from shard_models import SHARD_MODELS
+from shard_models import HEADS, SHARD_MODELS
 
 case = SHARD_MODELS[{name!r}]
 loss = case.loss
@@ -186,3 +186,12 @@ def test_the_command_line_compiles_and_verifies(tmp_path: Path, gemsc: Gemsc) ->
     done = gemsc("verify", tmp_path / "p", "--steps", "2", "--dtype", "float64")
     assert done.code == 0, done.out + done.err
     assert "exact" in done.out
+
+
+def test_all_heads_of_a_t5_are_cut() -> None:
+    """Also those of attention whose table of distances is masked, or is zeros."""
+    program = lowered("t5", plan("one stage", 2, "whole"))
+    parts = program.compilation.parts(0)
+    cut = {name: part.units for name, part in parts.items() if "query" in name}
+    assert set(cut.values()) == {HEADS}
+    assert len(cut) == 6  # of two layers, and of two that look at them

@@ -76,8 +76,16 @@ def _split(x: Inside, args: Any, kwargs: Any) -> Local:
     return x.create(x.node.op, x.node.target, (args[0], size), {"dim": dim})
 
 
+def _filled(x: Inside, args: Any, kwargs: Any) -> Local:
+    settings = {name: value for name, value in kwargs.items() if name != "size"}
+    if x.node.target is torch.full and "fill_value" not in settings:
+        settings["fill_value"] = args[-1]
+    return x.create("call_function", x.node.target, (x.own.local_shape,), settings)
+
+
 _SIZED: dict[str, Callable[[Inside, Any, Any], Local]] = {
     **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _to_shape),
+    **dict.fromkeys(("zeros", "ones", "full"), _filled),
     "unflatten": _unflattened,
     "split": _split,
 }
@@ -175,10 +183,11 @@ def _attention(x: Inside) -> Local | None:
     query, key = x.call["query"], x.call["key"]
     shape = (*whole_shape(query)[:-1], whole_shape(key)[-2])
     whole = [(0, size) for size in shape]
-    own = x.parts(query)[x.low.place]
-    if own.outer > 1 or own.dim > len(shape) - 3:
-        raise Refused("its mask is drawn for the whole value")
-    whole[own.dim] = own.rows[0] * own.inner, own.rows[1] * own.inner
+    if parts := x.parts(query):  # else only the width of values is cut
+        own = parts[x.low.place]
+        if own.outer > 1 or own.dim > len(shape) - 3:
+            raise Refused("its mask is drawn for the whole value")
+        whole[own.dim] = own.rows[0] * own.inner, own.rows[1] * own.inner
     names = ("query", "key", "value", "attn_mask")
     given = [(n, x.call.get(n)) for n in names]
     args = tuple(x.input(node) for _, node in given if node is not None)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from gemsc.ir import meta
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Program
 from gemsc.passes.shards.equations import Roles, solve
-from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, regroup, take
+from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, fresh, regroup, take
 from gemsc.passes.spatial.calls import ALONG, Call, call_of
 from gemsc.passes.spatial.classify import Probe
 
@@ -334,13 +335,20 @@ OTHERS: dict[str, Callable[[Call, Lookup, str], Roles | None]] = {
 
 # --------------------------------------------------- by what PyTorch itself tells
 
+FILLED = frozenset({torch.zeros, torch.ones, torch.full})  # with one number
+
 
 def _by_operators(
     probe: Probe, node: fx.Node, dims: Lookup, shape: tuple[int, ...], reason: str
 ) -> Roles | None:
     """Take what is element by element, or a view, for what it is."""
     tensors = _tensor_inputs(node)
-    if not isinstance(meta.value(node), Tensor) or not tensors:
+    if not isinstance(meta.value(node), Tensor):
+        return None
+    if node.target in FILLED:
+        new = [fresh(size) for size in shape]
+        return Roles({str(place): dim for place, dim in enumerate(new)}, result=new)
+    if not tensors:
         return None
     if probe.is_pointwise(node):
         text = f"{', '.join(['*d'] * len(tensors))} -> *d"

@@ -33,6 +33,7 @@ _POINTWISE = frozenset(
         _ATEN.leaky_relu,
         _ATEN.log_sigmoid_forward,
         _ATEN.masked_fill,
+        _ATEN.scalar_tensor,  # the number of torch.where(x > 0, x, 0.0)
         _ATEN.softplus,
         _ATEN.threshold,
         _ATEN.where,
