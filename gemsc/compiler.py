@@ -270,8 +270,11 @@ def schedule_stages(
     mark = MarkSegments(options.recompute, options.offload)
     cut = run(traced.program, balance, check_statistics, mark)
     if any(grid.shards > 1 for grid in chosen.grids):
-        link, whole = hardware.network.link(0, 1), options.whole
-        cut = run(cut, ChooseShards(chosen.grids, link, options.trunk, whole))
+        link, row = hardware.network.link(0, 1), chosen.rows[0]
+        choose_shards = ChooseShards(
+            chosen.grids, link, options.trunk, options.whole, row
+        )
+        cut = run(cut, choose_shards)
     program = run(cut, place, CheckTiles(), InsertComms())
     tiles: tuple[Program, ...] = (program,)
     if any(chosen.grids):

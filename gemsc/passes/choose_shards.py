@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from gemsc.base.elementwise import check_elementwise
-from gemsc.base.grid_shape import GridShape
+from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors
@@ -33,7 +33,8 @@ class ChooseShards(Pass):
 
     `grids` are as for `SplitTiles`; `link` connects the ranks of a stage. `trunk` says
     how values outside of the regions are held, `keep_whole` what is not cut. A tied
-    parameter is cut where all stages that hold it cut it alike.
+    parameter is cut where all stages that hold it cut it alike. `row` has the group of
+    ranks of each stage, by default one each.
     """
 
     name: ClassVar[str] = "choose-shards"
@@ -43,6 +44,7 @@ class ChooseShards(Pass):
     link: LinkSpeed = field(hash=False)
     trunk: str = "auto"
     keep_whole: tuple[str, ...] = ()
+    row: tuple[int, ...] = ()
 
     def apply(self, program: Program) -> Program:
         """Return the program with its shards.
@@ -77,14 +79,19 @@ class ChooseShards(Pass):
             raise GemscError(
                 f"--shards {count}: nothing in stage {stage.index} can be cut"
                 + "".join(f"; {reason}" for reason in reasons),
-                help="give this stage one rank, for example --shards "
-                + ",".join(
-                    "1" if index == stage.index else str(grid.shards)
-                    for index, grid in enumerate(self.grids)
-                ),
+                help=f"give this stage one rank: {self._with_one_rank(stage.index)}",
             )
         trunk, split = choose_trunk(analysis, found, self.trunk)
         return replace(found, trunk=trunk, split=split)
+
+    def _with_one_rank(self, stage: int) -> str:
+        """Return the flags that give a stage, and others of its ranks, no shards."""
+        row = self.row or tuple(range(len(self.grids)))
+        groups = dict(zip(row, self.grids, strict=True))
+        groups[row[stage]] = ALONE
+        grids = [groups[group] for group in sorted(groups)]
+        counts = ",".join(str(grid.shards) for grid in grids)
+        return f"--shards {counts} --ranks {sum(grid.size for grid in grids)}"
 
 
 def _unlike(program: Program, shards: dict[int, StageShards]) -> set[str]:
