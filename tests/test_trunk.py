@@ -199,7 +199,8 @@ class Joined(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.words(words)
-        rows = self.first(x.view(-1, 4)).relu()
+        weight = self.first.weight.t()
+        rows = torch.addmm(self.first.bias, x.view(-1, 4), weight, alpha=2).relu()
         rows = torch.cat([torch.tensor([]), rows, -rows], -1)
         return self.second(rows.view(*words.shape, 6))
 

@@ -124,8 +124,8 @@ def _addmm(x: Inside) -> Local | None:
     """Multiply; what is added to the product is added once, to the sum."""
     if not x.is_summed:
         return None
-    first, second = x.call["mat1"], x.call["mat2"]
-    args = x.input(first), x.input(second)
+    names = ("batch1", "batch2") if "batch1" in x.call.arguments else ("mat1", "mat2")
+    args = tuple(x.input(x.call[name]) for name in names)
     addend = x.create("call_function", torch.matmul, args, {})
     bias = x.call.input
     if len(whole_shape(bias)) == 1:

@@ -128,10 +128,13 @@ def _matmul(call: Call) -> Equation:
 def _addmm(call: Call) -> Equation:
     scaled = call.get("beta", 1) != 1 or call.get("alpha", 1) != 1
     names = ("mat1", "mat2", "input")
-    text = "*b m k+, *b k n, *b m n -> *b m n"
+    if "batch1" in call.arguments:
+        names = ("batch1", "batch2", "input")
+    k = "k!" if scaled else "k+"
+    text = f"*b m {k}, *b k n, *b m n -> *b m n"
     if meta.value(call["input"]).dim() == 1:
-        text = "m k+, k n, n -> m n"
-    return Equation(text, names, whole="it is scaled" if scaled else "")
+        text = f"m {k}, k n, n -> m n"
+    return Equation(text, names)
 
 
 def _attention(call: Call) -> Equation:

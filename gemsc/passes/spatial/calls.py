@@ -157,7 +157,7 @@ _ALIKE = {
     "bmm": ("matmul", "input other"),
     "mm": ("matmul", "input other"),
     "addmm": ("addmm", "input mat1 mat2 beta alpha"),
-    "baddbmm": ("addmm", "input mat1 mat2 beta alpha"),
+    "baddbmm": ("addmm", "input batch1 batch2 beta alpha"),
     "chunk": ("chunk", "input chunks dim"),
     "split": ("split", "input split_size dim"),
     "unbind": ("unbind", "input dim"),

@@ -49,6 +49,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "channel_dropout": norms.channel_dropout,
     "channels": shapes.channels,
     "linear": flattened.linear,
+    "addmm": samples.product,
     "matmul": samples.product,
     "embedding": samples.embedding,
     "cat": shapes.concatenation,

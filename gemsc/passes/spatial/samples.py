@@ -75,12 +75,16 @@ def _has_samples(call: Call, dims: int) -> bool:
 # Products and embeddings: of values cut by samples or tokens
 
 
+_FACTORS = ("input", "other", "mat1", "mat2", "batch1", "batch2")
+
+
 def product(low: Lowering, call: Call) -> Local:
     """Multiply what is cut alike, or along a dimension that only one of them has.
 
     What the left one sums over is whole there, and is gathered of the right one.
     """
-    left, right = call["input"], call["other"]
+    names = [name for name in _FACTORS if name in call.arguments]
+    left, right = (call[name] for name in names[-2:])
     first, second = _axes(low, left), _axes(low, right)
     if min(len(first), len(second)) < 2:
         raise Refused("it takes a vector")
@@ -94,6 +98,8 @@ def product(low: Lowering, call: Call) -> Local:
         left: _spread(low, left, (*axes[:-1], None)),
         right: _spread(low, right, (*axes[:-2], None, axes[-1])),
     }
+    if call.input not in inputs:  # it is added to the product
+        inputs[call.input] = _spread(low, call.input, axes)
     return call_again(low, call, axes, inputs)
 
 
