@@ -59,6 +59,8 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
     trunk = _trunk(low, analysis) if is_split else None
     given: dict[fx.Node, Local] = {}
     for source in node.all_input_nodes:
+        if low.flattened(source) is not None:
+            continue  # held with other dimensions: as on tiles
         if source.op != "get_attr" and isinstance(meta.value(source), Tensor):
             axes = _axes(analysis.dims(source), trunk, low.tiles)
             local = low.local(source)
