@@ -346,3 +346,13 @@ def test_the_reason_is_where_most_time_is_saved() -> None:
     )
     late = candidate("gpipe", 2.0, bubble=0.3, ending=1.2)
     assert "the update take 0% of the time instead of 60%" in reason([busy, late])
+
+
+def test_what_ranks_of_a_stage_wait_for_each_other_is_a_share_of_the_step(
+    traced: gemsc.compiler.Traced,
+) -> None:
+    alone = assess(traced, CompileOptions(ranks=2, micro_batches=1))
+    shards = CompileOptions(ranks=2, micro_batches=1, shards=("2",))
+    shared = assess(traced, shards)
+    assert (alone.talking, shared.problem) == (0.0, "")
+    assert 0 < shared.talking < 1
