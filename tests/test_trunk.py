@@ -11,6 +11,7 @@ import tile_support
 import torch
 import torch.nn.functional as F
 from random_networks import LOSSES, RandomNetwork
+from shard_support import on_shards
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, fx, nn
 
@@ -222,3 +223,26 @@ def test_rows_of_samples_and_tokens(
     assert_same(step, expected)
     if samples == 4:  # even: each tile has rows that lie together
         assert not step.barriers
+
+
+class Patches(nn.Module):
+    """A picture whose rows and columns are the tokens between two regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(3, 8, 2, 2), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.norm(self.patches(image).flatten(2).transpose(1, 2))
+        x = x + self.down(self.up(x).relu())
+        picture = x.view(x.shape[0], 4, 6, 8)
+        return (picture + picture.roll(-1, 1)).flatten(1, 2).sin() * x
+
+
+@pytest.mark.parametrize("trunk", ["batch", "sequence"])
+def test_tokens_of_pictures_on_shards(trunk: str) -> None:
+    torch.manual_seed(0)
+    model, image, target = Patches(), torch.randn(4, 3, 8, 12), torch.randn(4, 24, 8)
+    expected = eager(model, (image,), F.mse_loss, target)
+    assert_same(on_shards(model, (image,), F.mse_loss, target, 2, trunk), expected)
