@@ -9,7 +9,6 @@ import pytest
 from parity_support import FLOAT64, lowered, options, worst_error
 
 from gemsc.base.draws import same_draws
-from gemsc.runtime.worker import worker
 
 WHOLE = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "out"))
 
@@ -17,9 +16,8 @@ WHOLE = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "
 @pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
 @pytest.mark.parametrize("trunk", ["batch", "sequence"])
 def test_whole_heads_attend_from_the_queries_of_the_rank(
-    name: str, trunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, trunk: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(worker, "torch_seeded", lambda seed, device: nullcontext())
     choice = options(ranks=3, shards="3", trunk=trunk, whole=WHOLE, micro_batches=2)
     program = lowered(name, choice)
     assert not program.plan.barriers

@@ -28,7 +28,6 @@ from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
-from gemsc.runtime.worker import worker
 from gemsc.verify.steps import compare, read_record
 
 gemsc = pytest.fixture(gemsc_here)
@@ -88,13 +87,6 @@ def draws_of(name: str) -> Draws:
     return same_draws if "dropout" in name else nullcontext
 
 
-@pytest.fixture
-def seeds_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no thread seed the generator that all share: `same_draws` does, in turn."""
-    monkeypatch.setattr(worker, "torch_seeded", lambda seed, device: nullcontext())
-
-
-@pytest.mark.usefixtures("seeds_of_threads")
 @pytest.mark.parametrize(("name", "column"), CASES)
 def test_shards_compute_what_one_process_does(
     name: str, column: tuple[str, int, str], tmp_path: Path

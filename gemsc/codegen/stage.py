@@ -137,6 +137,11 @@ def _write_layers(writer: Writer, stage: StageText, named: Named) -> None:
     """Write the lines of `__init__` that make a stage's tensors and layers."""
     kinds = _containers(stage)
     made = {""}
+    if stage.program.aliases:  # a tied parameter keeps the name that comes first
+        for container, _ in stage.program.module.named_modules():
+            if container and container in kinds:
+                made.add(container)
+                writer.line(f"{access('self', container)} = {kinds[container]}()")
     paths, tensors = _paths_of(stage), _tensors(stage.program.module)
     whole = _whole_modules(stage.program, paths)
     for path in paths:

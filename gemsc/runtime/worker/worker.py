@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from gemsc.base.draws import are_draws_same
 from gemsc.base.rng import seed_of, torch_seeded
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
@@ -258,7 +259,7 @@ class Worker:
         """Yield what a stage's forward runs within."""
         if deferred is not None:
             yield deferred.forward()
-        if run in self.stages.drawing:
+        if run in self.stages.drawing and not are_draws_same():
             # by what is computed and not by where
             number = self.place.number_of(run, self.program.num_replicas)
             number = number * self.program.num_micro_batches + m
