@@ -229,6 +229,10 @@ def parts_of_sums_are_added_in_the_order_of_ranks(transport: Transport) -> None:
             part = torch.empty(sizes[transport.rank], dtype=dtype)
             whole = torch.empty(sum(sizes), dtype=dtype)
             transport.wait(group.reduce_scatter(mine, sizes, part))
+            again = mine.clone()
+            own = again.split(sizes)[transport.rank]  # in its own place
+            transport.wait(group.reduce_scatter(again, sizes, own))
+            assert torch.equal(own, part)
             assert torch.equal(part, total.split(sizes)[transport.rank])
             assert torch.equal(mine, terms[transport.rank])
             transport.wait(group.all_gather(part, sizes, whole))

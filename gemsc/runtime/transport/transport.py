@@ -46,9 +46,10 @@ class Group(Protocol):
     ) -> Request:
         """Start the sum over the members, of which each gets its part as `result`.
 
-        The flat tensor has `sizes[i]` elements for the i-th member. Terms are added
-        from the first member's to the last one's, bfloat16 and float16 as in
-        `all_reduce`: with two members the bits are those of `all_reduce`.
+        The flat tensor has `sizes[i]` elements for the i-th member; a member's own ones
+        may be its `result`. Terms are added from the first member's to the last one's,
+        bfloat16 and float16 as in `all_reduce`: with two members the bits are those of
+        `all_reduce`.
         """
         ...
 

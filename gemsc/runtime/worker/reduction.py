@@ -70,12 +70,12 @@ class GradientSums:
 
     def _start_shares(self, group: Group, by_rank: list[list[Tensor]]) -> None:
         """Add up what each rank gets the sums of."""
-        own = by_rank[group.ranks.index(self._transport.host.rank)]
+        member = group.ranks.index(self._transport.host.rank)
         terms = flat([tensor for each in by_rank for tensor in each])
         sizes = [sum(tensor.numel() for tensor in each) for each in by_rank]
-        sums = terms.new_empty(sum(tensor.numel() for tensor in own))
+        sums = torch.split(terms, sizes)[member]
         request = self._transport.reduce_scatter(group, terms, sizes, sums)
-        self._buckets.append(Bucket(own, sums, request))
+        self._buckets.append(Bucket(by_rank[member], sums, request))
 
     def finish(self) -> None:
         """Wait for all sums and put them into the gradients."""
