@@ -97,21 +97,21 @@ def _staying_constants(stage: StageText) -> list[str]:
 def _paths_of(stage: StageText) -> dict[str, None]:
     """Return the paths of the stage's lone tensors and of its layers, in model order.
 
-    Tensors come first, so that a tied parameter is found under its first name.
+    A tied parameter is then found under its first name, as in the model.
     """
     flows = [stage.flow, stage.evaluation] if stage.apart else [stage.flow]
     nodes = [node for each in flows for node in each.nodes]
     called = {meta.layer(node) for node in nodes if _uses_layer(node)}
     whole = _whole_modules(stage.program, called)
     layers = {name.rpartition(".")[0] for name in stage.owned} & called
-    paths = dict.fromkeys(
-        name
-        for name in stage.owned
-        if name.rpartition(".")[0] not in layers and not _holder(name, whole)
-    )
-    modules = (path for path, _ in stage.program.module.named_modules())
-    inside = (path for path in modules if path in called and not _holder(path, whole))
-    return paths | dict.fromkeys(inside)
+    order = {
+        path: n for n, (path, _) in enumerate(stage.program.module.named_modules())
+    }
+    lone = [name for name in stage.owned if name.rpartition(".")[0] not in layers]
+    places = [(order.get(name.rpartition(".")[0], 0), name) for name in lone]
+    places += [(order[path], path) for path in order if path in called]
+    places.sort(key=lambda place: place[0])
+    return dict.fromkeys(path for _, path in places if not _holder(path, whole))
 
 
 def _uses_layer(node: fx.Node) -> bool:
@@ -137,11 +137,6 @@ def _write_layers(writer: Writer, stage: StageText, named: Named) -> None:
     """Write the lines of `__init__` that make a stage's tensors and layers."""
     kinds = _containers(stage)
     made = {""}
-    if stage.program.aliases:  # a tied parameter keeps the name that comes first
-        for container, _ in stage.program.module.named_modules():
-            if container and container in kinds:
-                made.add(container)
-                writer.line(f"{access('self', container)} = {kinds[container]}()")
     paths, tensors = _paths_of(stage), _tensors(stage.program.module)
     whole = _whole_modules(stage.program, paths)
     for path in paths:

@@ -29,13 +29,13 @@ class Stage0(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.embedding = nn.Embedding(16, 8)
         self.layers = nn.ModuleDict()
         self.layers["0"] = nn.ModuleDict()
-        self.layers["1"] = nn.ModuleDict()
-        self.embedding = nn.Embedding(16, 8)
         self.layers["0"]["0"] = nn.LayerNorm(8)
         self.layers["0"]["1"] = nn.Linear(8, 8)
         self.layers["0"]["2"] = nn.GELU()
+        self.layers["1"] = nn.ModuleDict()
         self.layers["1"]["0"] = nn.LayerNorm(8)
         self.layers["1"]["1"] = nn.Linear(8, 8)
         self.layers["1"]["2"] = nn.GELU()

@@ -33,9 +33,9 @@ class Stage1(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Module()
+        self.embedding.weight = nn.Parameter(torch.empty(16, 8))
         self.layers = nn.ModuleDict()
         self.layers["2"] = nn.ModuleDict()
-        self.embedding.weight = nn.Parameter(torch.empty(16, 8))
         self.layers["2"]["0"] = nn.LayerNorm(8)
         self.layers["2"]["1"] = nn.Linear(8, 8)
         self.layers["2"]["2"] = nn.GELU()
