@@ -157,7 +157,7 @@ def _embedding(x: Inside) -> Local | None:
     """Look up the rank's own words; other ranks add the rest."""
     if not x.is_summed:
         return None
-    (words,) = cut(x.factor.size, x.low.tiles)[x.low.place :][:1]
+    words = cut(x.factor.size, x.low.tiles)[x.low.place]
     args: tuple[Any, ...] = (x.input(x.call.input), x.tensor("weight"), words)
     if (padding := x.call.get("padding_idx")) is not None:
         args = (*args, padding)
