@@ -150,7 +150,7 @@ def _added(
     total: Tensor | None = None
     for box, term in terms:
         if total is None and box == outer:
-            total = term.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            total = term.to(dtype).clone(memory_format=torch.contiguous_format)
             continue
         if total is None:
             total = like.new_zeros(shape_of(outer), dtype=dtype)
