@@ -295,6 +295,25 @@ class Bottleneck(nn.Module):
         return F.relu(self.convs(x) + self.shortcut(x))
 
 
+class Groups(nn.Module):
+    """Functions that are told how many groups there are."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.begin, self.end = nn.Conv2d(inputs, 16, 1), nn.Conv2d(16, 12, 1)
+        self.weight = nn.Parameter(torch.randn(16, 2, 3, 3) / 4)
+        self.scale, self.shift = (nn.Parameter(torch.randn(16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(self.begin(x), self.weight, None, 1, 1, 1, 8)
+        return self.end(F.relu(F.group_norm(x, 8, self.scale, self.shift)))
+
+
+def grouped() -> nn.Module:
+    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 10)
+    return nn.Sequential(Groups(3), Groups(12), *pool)
+
+
 class Bottlenecks(nn.Module):
     """A ResNet-50 in small; a ResNeXt with groups."""
 
@@ -456,6 +475,7 @@ CASES = (
         encoder.loss,
     ),
     case("resnet", Bottlenecks, images, F.cross_entropy),
+    case("groups", grouped, images, F.cross_entropy),
     case("resnext", partial(Bottlenecks, groups=4), images, F.cross_entropy),
     case("convnext", ConvNext, images, F.cross_entropy),
     case("features", Mlp, vectors, F.cross_entropy),

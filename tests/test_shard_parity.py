@@ -32,7 +32,7 @@ from gemsc.verify.steps import compare, read_record
 
 gemsc = pytest.fixture(gemsc_here)
 
-PICTURES = ("vit", "resnet", "resnext", "convnext")
+PICTURES = ("vit", "resnet", "resnext", "convnext", "groups")
 TEXTS = tuple(name for name in SHARD_MODELS if name not in (*PICTURES, "features"))
 
 

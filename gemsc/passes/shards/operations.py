@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def _linear(x: Inside) -> Local | None:
 def _convolution(x: Inside) -> Local | None:
     """Convolve the rank's channels; the bias is added once, to the sum."""
     if not x.is_summed:
-        return None
+        return _of_groups(x, "groups")
     transposed = x.call.kind == "conv_transpose"
     names = ["stride", "padding", "dilation"]
     names += ["output_padding"] if transposed else []
@@ -118,6 +119,23 @@ def _convolution(x: Inside) -> Local | None:
     args = x.input(x.call.input), x.tensor("weight")
     addend = x.create("call_function", function, args, settings)
     return _with_bias(x, x.added_up(addend.node), (-1, *(1,) * x.call.rank))
+
+
+def _of_groups(x: Inside, setting: str) -> Local | None:
+    """Call a function that is told the number of groups, of which the rank has some."""
+    if x.call.layer is not None or not x.letter("g"):
+        return None
+    count = int(x.call[setting])
+    part = x.parts(x.call.input)[x.low.place]
+    own = count * (part.rows[1] - part.rows[0]) // part.units
+    args = list(fx.node.map_arg(x.node.args, x.input))
+    kwargs = dict(fx.node.map_arg(x.node.kwargs, x.input))
+    place = x.call.names.index(setting)
+    if place < len(args):
+        args[place] = own
+    else:
+        kwargs[setting] = own
+    return x.create(x.node.op, x.node.target, tuple(args), kwargs)
 
 
 def _addmm(x: Inside) -> Local | None:
@@ -241,6 +259,7 @@ OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {
     "linear": _linear,
     "conv": _convolution,
     "conv_transpose": _convolution,
+    "group_norm": partial(_of_groups, setting="num_groups"),
     "addmm": _addmm,
     "embedding": _embedding,
     "attention": _attention,

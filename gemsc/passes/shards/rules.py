@@ -359,7 +359,7 @@ def _by_operators(
     if len(tensors) > 1:
         return None
     source = dims(tensors[0])
-    if probe.is_reshape(node):
+    if probe.is_reshape(node) and _same_dtype(node, tensors[0]):
         roles = _roles(source)
         roles.result = regroup(source, shape, reason)
         return roles
@@ -376,6 +376,11 @@ def _by_operators(
         for place, size in enumerate(shape)
     ]
     return roles
+
+
+def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have one dtype: `view` can also read memory in another."""
+    return bool(meta.value(a).dtype == meta.value(b).dtype)
 
 
 def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
