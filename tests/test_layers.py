@@ -57,7 +57,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
     "passes.spatial": (*COSTS, "messages", "runtime.tiles"),
     "passes.shards": (*COSTS, "messages", "runtime.tiles", "passes.spatial"),
-    "passes": (*PLANNER, "passes.spatial", "passes.shards", "runtime.tiles"),
+    "passes.branches": (
+        *(*COSTS, "messages", "runtime.tiles", "passes.spatial", "passes.shards"),
+    ),
+    "passes": (
+        *(*PLANNER, "passes.spatial", "passes.shards", "passes.branches"),
+        "runtime.tiles",
+    ),
     "search": PLANNER,
     # what is proved of a file is what a rank reads in it
     "codegen": (*PLANNER, "compilation", "runtime", "runtime.tiles", "runtime.worker"),

@@ -10,41 +10,43 @@ __all__ = ["ALONE", "GridShape"]
 
 @dataclass(frozen=True, order=True, slots=True)
 class GridShape:
-    """How many tiles along each spatial axis, and how many shards, share a stage.
+    """How many tiles along each spatial axis, shards, or branches, share a stage.
 
-    Shards are parts of channels, heads, features or words. A stage on one rank is
-    false.
+    Shards are parts of channels, heads, features or words; parallel branches run on
+    different ranks. A stage with both has as many ranks as of either: some of its parts
+    are cut, of others the branches are shared out. A stage on one rank is false.
     """
 
     tiles: tuple[int, ...] = ()
     shards: int = 1
+    branches: int = 1
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return prod(self.tiles) * self.shards
+        return prod(self.tiles) * self.beside
+
+    @property
+    def beside(self) -> int:
+        """The ranks that share what is no picture: shards, branches."""
+        return max(self.shards, self.branches)
 
     def __bool__(self) -> bool:
         return self.size > 1
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The parts along each axis: of pictures, then shards; () for one rank."""
+        """The parts along each axis: of pictures, then of others; () for one rank."""
         if not self:
             return ()
-        return (*self.tiles, self.shards) if self.shards > 1 else self.tiles
+        return (*self.tiles, self.beside) if self.beside > 1 else self.tiles
 
     @property
     def noun(self) -> str:
-        """What each rank computes: a tile or a shard."""
+        """What each rank computes: a tile, a shard, or a part of another kind."""
+        if self.branches > 1:
+            return "rank"
         return "shard" if self.shards > 1 else "tile"
-
-    def __str__(self) -> str:
-        """Return `2x2 tiles`, `4 shards` or `1 rank`."""
-        grid = "x".join(map(str, self.tiles))
-        tiles = [f"{grid} tiles"] if prod(self.tiles) > 1 else []
-        shards = [f"{self.shards} shards"] if self.shards > 1 else []
-        return " and ".join(tiles + shards) or "1 rank"
 
 
 ALONE = GridShape()

@@ -1,14 +1,16 @@
-"""What is cut among the ranks that share a stage's channels, heads, features, words."""
+"""How ranks share a stage: what is cut among them, and who computes which branch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
 from gemsc.base.parts import Part
 
-__all__ = ["CutTensor", "StageShards", "WholeTensor"]
+__all__ = ["Branch", "CutTensor", "Fork", "StageShards", "WholeTensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,60 @@ class WholeTensor:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Nodes between a fork and its join that share no value with other branches there.
+
+    `nodes` are their names, in the order of the model; `rank` is that of the stage's
+    grid which computes them, of all samples. `seconds` are those of forward and
+    backward.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Branches side by side, and the node that joins them: by a sum, or otherwise.
+
+    `join` is the name of the node that all results of the branches go to. Where it adds
+    them up, `added` are the additions in the order of the model, the join last.
+    `seconds` are those of all branches; `saved` those that sharing them out saves, less
+    what its messages take. `reason` says why they are not shared out, "" if they are.
+    """
+
+    name: str
+    join: str
+    branches: tuple[Branch, ...]
+    added: tuple[str, ...] = ()
+    saved: float = 0.0
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all branches, forward and backward."""
+        return sum(branch.seconds for branch in self.branches)
+
+    def renamed(self, names: Mapping[str, str]) -> Fork:
+        """Return the fork of another graph, whose nodes have other names."""
+        branches = tuple(
+            replace(branch, nodes=tuple(names[n] for n in branch.nodes))
+            for branch in self.branches
+        )
+        added = tuple(names[n] for n in self.added)
+        return replace(self, join=names[self.join], branches=branches, added=added)
+
+
 @dataclass(frozen=True)
 class StageShards:
     """How the ranks of one stage share it.
+
+    `forks` are those whose branches are shared out, and those that were considered.
+    `placed` are the parameters and buffers that one rank alone holds, those of its
+    branches, each with the rank.
 
     `trunk` says how values outside the cut regions are held: "whole", or split by
     "batch" or "sequence": then `split` are the values that are, by the names of their
@@ -52,6 +105,19 @@ class StageShards:
     cut: tuple[CutTensor, ...]
     whole: tuple[WholeTensor, ...] = ()
     split: tuple[tuple[str, int], ...] = ()
+    forks: tuple[Fork, ...] = ()
+    placed: tuple[tuple[str, int], ...] = ()
+
+    @cached_property
+    def rank_of(self) -> dict[str, int]:
+        """The rank that computes each node of a branch, by its name."""
+        return {
+            node: branch.rank
+            for fork in self.forks
+            if not fork.reason
+            for branch in fork.branches
+            for node in branch.nodes
+        }
 
     def for_evaluation(self, twins: dict[fx.Node, fx.Node] | None) -> StageShards:
         """Return the same cuts for the graph in evaluation mode.
@@ -62,4 +128,5 @@ class StageShards:
             return replace(self, trunk="whole", split=())
         names = {node.name: twin.name for node, twin in twins.items()}
         split = tuple((names[n], dim) for n, dim in self.split if n in names)
-        return replace(self, split=split)
+        forks = tuple(fork.renamed(names) for fork in self.forks)
+        return replace(self, split=split, forks=forks)

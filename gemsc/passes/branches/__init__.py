@@ -1,0 +1,1 @@
+"""Parallel branches on different ranks: found, assigned, lowered."""
