@@ -1,9 +1,12 @@
-"""Parts: what one rank holds of a tensor whose heads, channels or words are shared out.
+"""Parts: what one rank holds of a tensor that the ranks of a stage share out.
 
 Example, a weight of 384 x 128 that makes queries, keys and values of 4 heads, each 32
 wide, on two ranks: dimension 0 is 3 x 4 heads x 32, and the first rank has
 
     Part((384, 128), dim=0, outer=3, units=4, rows=(0, 2))    # 192 x 128
+
+A tensor that one rank alone holds is one unit: that rank has `Part((384, 128))`, the
+others have `Part.nothing((384, 128))`.
 """
 
 from __future__ import annotations
@@ -26,17 +29,20 @@ class Part:
 
     `shape` is that of the whole tensor. Its dimension `dim` is a product: `outer` times
     `units` times what is left; `rows` are the units that are meant, in each of the
-    `outer` repetitions.
+    `outer` repetitions. With the defaults it is the whole tensor, of any shape: `()`
+    counts as one row.
     """
 
     shape: tuple[int, ...]
-    dim: int
-    outer: int
-    units: int
-    rows: Interval
+    dim: int = 0
+    outer: int = 1
+    units: int = 1
+    rows: Interval = (0, 1)
 
     def __str__(self) -> str:
         """Return it as Python: what a rank's file has."""
+        if self == Part(self.shape):
+            return f"Part({self.shape})"
         names = "dim", "outer", "units", "rows"
         named = [f"{name}={getattr(self, name)}" for name in names]
         return f"Part({self.shape}, {', '.join(named)})"
@@ -47,22 +53,30 @@ class Part:
         tuples = {k: tuple(v) for k, v in fields.items() if isinstance(v, list)}
         return cls(**{**fields, **tuples})
 
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> Part:
+        """Return no rows of a tensor: what ranks have of it that do not hold it."""
+        return cls(shape, rows=(0, 0))
+
     @property
     def inner(self) -> int:
         """How many elements a unit has along the dimension."""
-        return self.shape[self.dim] // (self.outer * self.units)
+        return self._sizes[self.dim] // (self.outer * self.units)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the part."""
-        size = self.outer * (self.rows[1] - self.rows[0]) * self.inner
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+        start, stop = self.rows
+        if stop - start == self.units:
+            return self.shape
+        size = self.outer * (stop - start) * self.inner
+        return (*self._sizes[: self.dim], size, *self._sizes[self.dim + 1 :])
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
         """The parts of dimension `dim` that it takes, one for each repetition."""
         unit, size = self.inner, self.units * self.inner
-        starts = range(0, self.shape[self.dim], size)
+        starts = (each * size for each in range(self.outer))
         first, last = self.rows
         return tuple((each + first * unit, each + last * unit) for each in starts)
 
@@ -74,12 +88,13 @@ class Part:
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of a whole tensor: a new tensor, contiguous."""
         own = self.view(whole).clone(memory_format=torch.contiguous_format)
-        return own.flatten(self.dim, self.dim + 2)
+        return own.view(self.local_shape)
 
     def view(self, whole: Tensor) -> Tensor:
         """Return the part as a view; its dimension is outer, rows and inner apart."""
         sizes = self.outer, self.units, self.inner
-        split = whole.view(*self.shape[: self.dim], *sizes, *self.shape[self.dim + 1 :])
+        around = self._sizes[: self.dim], self._sizes[self.dim + 1 :]
+        split = whole.view(*around[0], *sizes, *around[1])
         start, stop = self.rows
         return split.narrow(self.dim + 1, start, stop - start)
 
@@ -87,6 +102,11 @@ class Part:
         """Copy a part to its place in a whole tensor."""
         target = self.view(whole)
         target.copy_(part.reshape(target.shape))
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """The sizes of all dimensions, one at least."""
+        return self.shape or (1,)
 
 
 def make_whole(parts: Collection[Part]) -> bool:

@@ -16,6 +16,7 @@ from gemsc.base.parts import Part
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos
+from gemsc.ir.holder import attribute
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 from gemsc.passes.shards.local import put_parts
@@ -77,9 +78,12 @@ class SplitTiles(Pass):
 
 
 def _parts(program: Program, tile: int) -> dict[str, Part]:
-    """Return what one rank of each grid has of the tensors that are cut."""
-    return {
-        each.name: each.parts[tile % shards.count]
-        for shards in program.shards.values()
-        for each in shards.cut
-    }
+    """Return what one rank of each grid has of the tensors that ranks share out."""
+    found: dict[str, Part] = {}
+    for shards in program.shards.values():
+        rank = tile % shards.count
+        found |= {each.name: each.parts[rank] for each in shards.cut}
+        for name, owner in shards.placed:
+            shape = tuple(attribute(program.module, name).shape)
+            found[name] = Part(shape) if owner == rank else Part.nothing(shape)
+    return found

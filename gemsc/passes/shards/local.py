@@ -29,7 +29,8 @@ def put_parts(module: fx.GraphModule, parts: Mapping[str, Part]) -> None:
     """Give a module smaller layers and parameters, whose memory holds nothing yet.
 
     The user's own module and layers stay as they are. A tied parameter has its part
-    under each of its names.
+    under each of its names. A layer of which the rank has nothing keeps its settings:
+    it is neither called nor written.
     """
     own_parts: dict[str, dict[str, Part]] = {}
     for name, part in parts.items():
@@ -50,7 +51,7 @@ def put_parts(module: fx.GraphModule, parts: Mapping[str, Part]) -> None:
             slots: dict[str, Any] = owner._parameters
             slots = slots if name in slots else owner._buffers
             slots[name] = tensor
-        _resize(owner, own)
+        _resize(owner, {name: part for name, part in own.items() if part.share})
 
 
 def _empty(whole: Tensor, part: Part) -> Tensor:
@@ -61,7 +62,9 @@ def _empty(whole: Tensor, part: Part) -> Tensor:
 
 
 def _resize(layer: Any, parts: Mapping[str, Part]) -> None:
-    """Let a layer's settings fit its tensors."""
+    """Let a layer's settings fit its tensors, where it has any."""
+    if not parts:
+        return
     if isinstance(layer, nn.modules.conv._ConvNd):
         _resize_convolution(layer, parts.get("weight"))
         return
