@@ -323,7 +323,7 @@ class Lowering:
 
     def get(self, node: fx.Node) -> Local:
         """Return a value as the stage at hand has it: the tile's own part."""
-        local = self._whole_halo(node)
+        local = self.local(node)
         if local.axes is None and node in self._flattened:
             return Local(self.whole(node), None)
         is_input = node.op == "placeholder" and self.inputs.is_wide(node, self._form)
@@ -332,10 +332,6 @@ class Lowering:
         return local
 
     def local(self, node: fx.Node) -> Local:
-        """Return a value as the stage at hand has it, whatever that is."""
-        return self._whole_halo(node)
-
-    def _whole_halo(self, node: fx.Node) -> Local:
         """Return a value with all that the tile computes or is given of it."""
         if node in self._replaced:
             return self._replaced[node]
@@ -370,7 +366,7 @@ class Lowering:
 
     def axes(self, node: fx.Node) -> Axes | None:
         """Return which dimensions of a value are cut, None if it is whole."""
-        return self._whole_halo(node).axes
+        return self.local(node).axes
 
     def held(self, node: fx.Node) -> tuple[Box, ...]:
         """Return what each tile holds of a value."""
@@ -466,7 +462,7 @@ class Lowering:
         self._needs.append(Need(node, wanted, fill, wraps))
         if node.op == "placeholder" and self.inputs[node, self._form].axes is not None:
             return self._part_of_input(node, wanted, fill, wraps)
-        local, shape, held = self._whole_halo(node), self.shape(node), self.held(node)
+        local, shape, held = self.local(node), self.shape(node), self.held(node)
         source, owned = local.node, self.owned(shape, local.axes)
         fetched = self._halos.fetched.get((node.name, self._stage))
         if fetched and not wraps and not covers(held, wanted, shape):
@@ -499,7 +495,7 @@ class Lowering:
 
     def shard(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
         """Return the node that holds this rank's part of a value."""
-        local = self._whole_halo(node)
+        local = self.local(node)
         if local.parts == parts:
             return local.node
         source, layout = self.whole(node), layout_of(parts)
@@ -533,7 +529,7 @@ class Lowering:
 
     def whole(self, node: fx.Node) -> fx.Node:
         """Return the node that holds all of a value on every tile."""
-        local = self._whole_halo(node)
+        local = self.local(node)
         if local.parts:
             return self._gathered(node, local)
         whole = local.node
