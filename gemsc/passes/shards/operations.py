@@ -14,7 +14,7 @@ from torch import fx
 from gemsc.ir import meta
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.spatial.cuts import cut
-from gemsc.passes.spatial.emit import on_tiles
+from gemsc.passes.spatial.emit import masked, on_tiles
 from gemsc.passes.spatial.lowering import Local, Refused
 from gemsc.passes.spatial.values import layout_of, whole_shape
 from gemsc.runtime import tiles
@@ -242,17 +242,8 @@ def _dropout(x: Inside) -> Local:
     """Multiply by the rank's part of the mask of the whole value."""
     if x.own.outer > 1:
         raise Refused("its mask is drawn for the whole value")
-    box = layout_of(x.parts()).boxes[x.low.place]
-    settings: dict[str, Any] = {"shape": whole_shape(x.node), "box": box}
-    settings["draw"] = x.low.draw(x.node)
-    if x.call.layer is not None:
-        settings["training"] = x.low.trains(x.node)
-    args = (x.input(x.call.input),)
-    if (p := x.call.get("p")) is not None:
-        settings["p"] = p
-    if x.call.layer is None and (mode := x.call.get("training")) is not None:
-        settings["training"] = mode
-    return x.create("call_function", tiles.dropout, args, settings)
+    source, box = x.input(x.call.input), layout_of(x.parts()).boxes[x.low.place]
+    return masked(x.low, x.call, source, whole_shape(x.node), box, None, x.parts())
 
 
 OPERATIONS: dict[str, Callable[[Inside], Local | None]] = {

@@ -10,14 +10,18 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from gemsc.base.boxes import Box
+from gemsc.base.parts import Part
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Local, Lowering
+from gemsc.runtime import tiles
 
 __all__ = [
     "alike",
     "call_again",
     "crop",
+    "masked",
     "on_tiles",
     "weighted_sum",
 ]
@@ -112,6 +116,7 @@ def on_tiles(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     axes: Axes | None,
+    parts: tuple[Part, ...] = (),
     **settings: Any,
 ) -> Local:
     """Add an operation on tiles with these arguments, and settings by name.
@@ -133,7 +138,8 @@ def on_tiles(
             args = (*args, value)
         else:
             kwargs[name] = value
-    return low.create(call.node, "call_function", function, args, kwargs, axes)
+    make = low.create
+    return make(call.node, "call_function", function, args, kwargs, axes, parts=parts)
 
 
 def _given(low: Lowering, call: Call, name: str) -> Any:
@@ -142,6 +148,22 @@ def _given(low: Lowering, call: Call, name: str) -> Any:
         return low.parameter(call.node, name)
     value = call.get(name)
     return low.whole(value) if isinstance(value, fx.Node) else value
+
+
+def masked(
+    low: Lowering,
+    call: Call,
+    source: fx.Node,
+    shape: tuple[int, ...],
+    box: Box,
+    axes: Axes | None,
+    parts: tuple[Part, ...] = (),
+) -> Local:
+    """Multiply by `box` of a dropout mask of a shape."""
+    settings: dict[str, Any] = {"shape": shape, "box": box, "draw": low.draw(call.node)}
+    if call.layer is not None:
+        settings["training"] = low.trains(call.node)
+    return on_tiles(low, call, tiles.dropout, (source,), axes, parts, **settings)
 
 
 def _different(call: Call, changes: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ The weight is not cut: every tile keeps all of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from gemsc.passes.spatial.calls import Call
@@ -101,7 +103,7 @@ def linear(low: Lowering, call: Call) -> Local:
     result = rest if any(axis is not None for axis in rest) else None
     box = low.owned(shape, axes)[low.place][first:]
     among = low.among(axis for axis in inner if axis is not None)
-    columns = {"shape": shape[first:], "box": box}
+    columns: dict[str, Any] = {"shape": shape[first:], "box": box}
     if among:
         columns["among"] = among
     args = (low.here, low.get(source).node)

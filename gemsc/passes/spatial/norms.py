@@ -6,10 +6,9 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from gemsc.base.boxes import Box
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes, are_samples
-from gemsc.passes.spatial.emit import alike, call_again, on_tiles
+from gemsc.passes.spatial.emit import alike, call_again, masked, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.runtime import tiles
 
@@ -106,7 +105,8 @@ def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
     axes = _axes(low, call)
     box = low.result(call.node, axes)[low.place]
-    return _masked(low, call, axes, low.shape(call.input), box)
+    source = alike(low, call, call.input, axes)
+    return masked(low, call, source, low.shape(call.input), box, axes)
 
 
 def channel_dropout(low: Lowering, call: Call) -> Local:
@@ -124,16 +124,4 @@ def channel_dropout(low: Lowering, call: Call) -> Local:
         raise Refused("it draws numbers for all samples")
     mask = (*shape[:2], *(1,) * (len(shape) - 2))
     box = low.owned(mask, axes)[low.place]
-    return _masked(low, call, axes, mask, box)
-
-
-def _masked(
-    low: Lowering, call: Call, axes: Axes, shape: tuple[int, ...], box: Box
-) -> Local:
-    """Multiply by `box` of a mask of a shape."""
-    settings: dict[str, Any] = {"shape": shape, "box": box}
-    settings["draw"] = low.draw(call.node)
-    if call.layer is not None:
-        settings["training"] = low.trains(call.node)
-    args = (alike(low, call, call.input, axes),)
-    return on_tiles(low, call, tiles.dropout, args, axes, **settings)
+    return masked(low, call, alike(low, call, call.input, axes), mask, box, axes)
