@@ -269,7 +269,7 @@ def schedule_stages(
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
     mark = MarkSegments(options.recompute, options.offload)
     cut = run(traced.program, balance, check_statistics, mark)
-    if any(grid.shards > 1 for grid in chosen.grids):
+    if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
         choose_shards = ChooseShards(
             chosen.grids, link, options.trunk, options.whole, row

@@ -14,6 +14,8 @@ from gemsc.errors import GemscError
 __all__ = [
     "AUTO",
     "BALANCES",
+    "BESIDE",
+    "SPLITS",
     "TRUNKS",
     "CompileOptions",
     "choose",
@@ -26,6 +28,8 @@ Entry = TypeVar("Entry")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
 TRUNKS = ("auto", "whole", "batch", "sequence")
+BESIDE = ("shards", "branches")  # what ranks of a stage share besides pictures
+SPLITS = ("tiles", *BESIDE)
 AUTO = -1  # a number that is left to the compiler
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
 GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
@@ -48,6 +52,7 @@ class CompileOptions:
     splits the first stage over four ranks and the second over two; each of the
     remaining ranks has one stage. `shards` "2" gives two ranks to every stage without
     tiles; "2,1,4" gives two to the first stage, one to the second and four to the last.
+    `branches` is like it, on the same ranks where a stage has both.
     `hardware` "" is one core of a CPU. `recompute` and `offload` "auto" take as few
     blocks as `device_memory` requires, "all" every block where that frees anything.
     """
@@ -89,6 +94,9 @@ class CompileOptions:
     overlap_halos: bool = option(True, "convolve a tile while its halo travels")
     shards: tuple[str, ...] = option(
         (), "split heads, channels and words over ranks: off, auto, 2, or 2,1,4"
+    )
+    branches: tuple[str, ...] = option(
+        (), "parallel branches on different ranks: off, auto, 2, or 2,1"
     )
     trunk: str = option("auto")
     whole: tuple[str, ...] = option((), "modules that are not sharded: head,layers.0")
@@ -152,79 +160,98 @@ class CompileOptions:
         The leading groups have tiles. What is left open is one rank to a group.
 
         Raises:
-            GemscError: that does not come to so many ranks, or tiles and shards split
-                the same stage.
+            GemscError: that does not come to so many ranks, or two of tiles, shards and
+                branches do not go together on a stage.
         """
-        tiles = () if self.open_tiles else tuple(map(_grid, self.tiles))
-        shards = () if self.open_shards else tuple(map(int, self.shards))
-        if len(shards) > 1:
-            return self._listed(tiles, shards)
-        each = GridShape(shards=shards[0]) if shards else ALONE
-        leading = tuple(grid or each for grid in tiles)
+        counts = {name: self._given(name) for name in SPLITS}
+        listed = any(len(counts[name]) > 1 for name in BESIDE)
+        longest = (
+            max(len(counts[n]) for n in SPLITS) if listed else len(counts["tiles"])
+        )
+        leading = tuple(self._shape(index, counts) for index in range(longest))
         left = self.ranks - sum(grid.size for grid in leading)
-        if left < 0:
+        if left < 0 or (listed and left):
             raise self._too_few(self.ranks - left)
+        if listed:
+            return leading
+        each = self._shape(longest, counts)
         if over := left % each.size:
-            beside = f"the {left} ranks beside --tiles {text_of(self.tiles)}"
-            counts = (grid.shards for grid in leading)
-            listed = (*counts, *(each.size,) * (left // each.size), over)
-            fitting = (self.ranks - over, self.ranks - over + each.size)
-            raise GemscError(
-                f"--shards {each.size} does not divide "
-                + (beside if tiles else f"--ranks {self.ranks}"),
-                help=f"use --ranks {' or '.join(str(n) for n in fitting if n)}, or "
-                f"list the shards of each stage: --shards {text_of(listed)}",
-            )
+            raise self._uneven(leading, each, left, over)
         return (*leading, *(each,) * (left // each.size))
 
-    def _listed(
-        self, tiles: tuple[GridShape, ...], shards: tuple[int, ...]
-    ) -> tuple[GridShape, ...]:
-        """Return the groups where each has a number of shards."""
-        longest = max(len(tiles), len(shards))
-        grids = (*tiles, *(ALONE,) * (longest - len(tiles)))
-        counts = (*shards, *(1,) * (longest - len(shards)))
-        pairs = tuple(zip(grids, counts, strict=True))
-        for index, (grid, count) in enumerate(pairs):
-            if grid and count > 1:
-                others = (1 if grid else count for grid, count in pairs)
+    def _given(self, name: str) -> tuple[str, ...]:
+        """Return what is given of tiles, shards or branches; () if it is left open."""
+        return () if name in self.open_splits else getattr(self, name)
+
+    def _shape(self, stage: int, counts: Mapping[str, tuple[str, ...]]) -> GridShape:
+        """Return how ranks share a stage: one number is for all that have no tiles."""
+        tiles = counts["tiles"]
+        grid = _grid(tiles[stage]) if stage < len(tiles) else ALONE
+        found = {}
+        for name in BESIDE:
+            given = counts[name]
+            own = given[stage] if 1 < len(given) > stage else "1"
+            found[name] = int(given[0] if len(given) == 1 and not grid else own)
+            if grid and found[name] > 1:
+                others = list(given)
+                others[stage] = "1"
                 raise GemscError(
-                    f"--tiles {text_of(self.tiles)} and --shards "
-                    f"{text_of(self.shards)} both split stage {index}",
-                    help="split it by one of them, for example --shards "
-                    f"{text_of(tuple(others))}",
+                    f"{typed('tiles', self.tiles)} and {typed(name, given)} both split "
+                    f"stage {stage}",
+                    help="split it by one of them, for example "
+                    f"{typed(name, tuple(others))}",
                 )
-        found = tuple(GridShape(grid.tiles, count) for grid, count in pairs)
-        needed = sum(group.size for group in found)
-        if needed != self.ranks:
-            raise self._too_few(needed)
-        return found
+        if len({*found.values()} - {1}) > 1:
+            both = " and ".join(typed(name, counts[name]) for name in BESIDE)
+            raise GemscError(
+                f"{both}: stage {stage} would be on {found['shards']} ranks and on "
+                f"{found['branches']}",
+                help="shards and branches of a stage are on the same ranks: give both "
+                "the same number there, or one of them 1",
+            )
+        return GridShape(grid.tiles, **found)
+
+    def _uneven(
+        self, leading: tuple[GridShape, ...], each: GridShape, left: int, over: int
+    ) -> GemscError:
+        """Return the error where equal groups do not come to so many ranks."""
+        names = [name for name in BESIDE if getattr(each, name) > 1]
+        rest = (each.size,) * (left // each.size) + (over,)
+        listed = (
+            typed(name, (*(getattr(grid, name) for grid in leading), *rest))
+            for name in names
+        )
+        fitting = (self.ranks - over, self.ranks - over + each.size)
+        beside = f"the {left} ranks beside {typed('tiles', self.tiles)}"
+        return GemscError(
+            " ".join(typed(name, each.size) for name in names)
+            + " does not divide "
+            + (beside if leading else f"--ranks {self.ranks}"),
+            help=f"use --ranks {' or '.join(str(n) for n in fitting if n)}, or list "
+            f"the {' and '.join(names)} of each stage: {' '.join(listed)}",
+        )
 
     def _too_few(self, needed: int) -> GemscError:
-        """Return the error where tiles and shards need another number of ranks."""
-        names = [name for name in ("tiles", "shards") if getattr(self, name)]
+        """Return the error where groups need another number of ranks."""
+        names = [name for name in SPLITS if getattr(self, name)]
         given = " ".join(typed(name, getattr(self, name)) for name in names)
+        listed = any(len(getattr(self, name)) > 1 for name in BESIDE)
         return GemscError(
             f"{given} needs {needed} ranks, --ranks is {self.ranks}",
             help=f"use --ranks {needed}"
-            + (" or more" if len(self.shards) < 2 else "")
+            + ("" if listed else " or more")
             + f", or other {' and '.join(names)}",
         )
 
     @property
-    def open_tiles(self) -> bool:
-        """Whether the tiles are left to the compiler."""
-        return self.tiles == ("auto",)
-
-    @property
-    def open_shards(self) -> bool:
-        """Whether the shards are left to the compiler."""
-        return self.shards == ("auto",)
+    def open_splits(self) -> tuple[str, ...]:
+        """Which of tiles, shards and branches are left to the compiler."""
+        return tuple(name for name in SPLITS if getattr(self, name) == ("auto",))
 
     def _check_tiles(self) -> None:
         """Bring `tiles` into its form: ("2x2", "2x1") for "2x2,2x1"."""
         self._split_words("tiles")
-        for grid in () if self.open_tiles else self.tiles:
+        for grid in self._given("tiles"):
             if not GRID.fullmatch(grid):
                 raise GemscError(
                     f"--tiles {','.join(self.tiles)}: '{grid}' is not a grid",
@@ -248,23 +275,25 @@ class CompileOptions:
             )
 
     def _check_shards(self) -> None:
-        """Bring `shards` and `whole` into their form: ("2", "1") for "2,1" and 2,1."""
-        self._split_words("shards")
-        self._split_words("whole")
-        for count in () if self.open_shards else self.shards:
-            if not count.isdecimal() or not 1 <= int(count) <= MOST:
-                raise GemscError(
-                    f"--shards {text_of(self.shards)}: '{count}' is not a number of "
-                    "shards",
-                    help="give one number for every stage, --shards 2, or one for each "
-                    "stage: --shards 2,1,4",
-                )
+        """Bring what is beside tiles into its form: ("2", "1") for "2,1" and 2,1."""
+        for name in (*BESIDE, "whole"):
+            self._split_words(name)
+        for name in BESIDE:
+            for count in self._given(name):
+                if not count.isdecimal() or not 1 <= int(count) <= MOST:
+                    raise GemscError(
+                        f"{typed(name, getattr(self, name))}: '{count}' is not a "
+                        f"number of {name}",
+                        help=f"give one number for every stage, --{name} 2, or one for "
+                        f"each stage: --{name} 2,1,4",
+                    )
         choose("trunk", self.trunk, dict.fromkeys(TRUNKS))
         for name in ("trunk", "whole"):
             value = getattr(self, name)
-            if value not in ("auto", ()) and not self.shards:
+            if value not in ("auto", ()) and not (self.shards or self.branches):
                 raise GemscError(
-                    f"{typed(name, value)} has no effect without --shards",
+                    f"{typed(name, value)} has no effect without --shards or "
+                    "--branches",
                     help="leave it out, or split heads and channels with --shards 2",
                 )
 

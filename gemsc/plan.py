@@ -69,6 +69,7 @@ class PlannedStage:
     offload: list[str] = field(default_factory=list)
     tiles: list[int] = field(default_factory=list)
     shards: int = 1
+    branches: int = 1
     trunk: str = ""
     messages: int = 0
     message_bytes: int = 0
@@ -86,7 +87,7 @@ class PlannedStage:
     @property
     def grid(self) -> GridShape:
         """How ranks share the stage."""
-        return GridShape(tuple(self.tiles), self.shards)
+        return GridShape(tuple(self.tiles), self.shards, self.branches)
 
     @property
     def units(self) -> str:

@@ -1,4 +1,4 @@
-"""`--shards`, `--trunk`, `--whole`: which ranks share a stage; what is refused."""
+"""`--shards`, `--branches`, `--trunk`, `--whole`: what ranks share; what is refused."""
 
 from __future__ import annotations
 
@@ -44,6 +44,27 @@ def test_a_list_has_the_shards_of_each_stage() -> None:
     assert CompileOptions(ranks=4, shards=2).shards == ("2",)  # type: ignore[arg-type]
 
 
+def test_branches_are_given_as_shards_are_and_both_are_on_the_same_ranks() -> None:
+    two = GridShape(branches=2)
+    assert groups(ranks=4, branches="2") == (two, two)
+    assert groups(ranks=3, branches="2,1") == (two, ALONE)
+    assert groups(ranks=3, tiles="1x1,2x1", branches="1") == (
+        ALONE,
+        GridShape((2, 1)),
+    )
+    both = GridShape(shards=2, branches=2)
+    assert groups(ranks=4, shards="2", branches="2") == (both, both)
+    assert groups(ranks=4, shards="2", branches="1,2") == (TWO, both)
+    assert groups(ranks=4, shards="1,2", branches=2) == (two, both)
+    assert [
+        str(grid) for grid in (*groups(ranks=4, tiles="2x1", branches="2"), both)
+    ] == [
+        "2x1 tiles",
+        "2 branches",
+        "2 shards and branches",
+    ]
+
+
 def test_the_schedule_takes_a_group_for_one_rank() -> None:
     looped = CompileOptions(ranks=4, shards=("2",), schedule="interleaved")
     assert stage_layout(looped).num_stages == 4
@@ -85,6 +106,28 @@ def test_mirrored_stages_of_as_many_shards_change_places() -> None:
             "--tiles 2x1 and --shards 2,2 both split stage 0",
             "split it by one of them, for example --shards 1,2",
         ),
+        (
+            {"ranks": 5, "shards": ("2",), "branches": ("2",)},
+            "--shards 2 --branches 2 does not divide --ranks 5",
+            "list the shards and branches of each stage: "
+            "--shards 2,2,1 --branches 2,2,1",
+        ),
+        (
+            {"ranks": 5, "branches": ("2", "2")},
+            "--branches 2,2 needs 4 ranks, --ranks is 5",
+            "use --ranks 4, or other branches",
+        ),
+        (
+            {"ranks": 4, "tiles": ("2x1",), "branches": ("2", "2")},
+            "--tiles 2x1 and --branches 2,2 both split stage 0",
+            "split it by one of them, for example --branches 1,2",
+        ),
+        (
+            {"ranks": 4, "shards": ("2",), "branches": ("4",)},
+            "--shards 2 and --branches 4: stage 0 would be on 2 ranks and on 4",
+            "give both the same number",
+        ),
+        ({"branches": ("a",)}, "'a' is not a number of branches", "--branches 2,1,4"),
         ({"shards": ("0",)}, "'0' is not a number of shards", "--shards 2"),
         ({"shards": ("2x2",)}, "'2x2' is not a number of shards", "--shards 2,1,4"),
         (
@@ -133,9 +176,11 @@ def test_a_stage_of_shards_takes_more_of_the_blocks(balance: str) -> None:
     assert [stage.ranks for stage in program.plan.stages] == [[0, 1, 2], [3]]
 
 
-def test_weight_gradients_do_not_wait_on_shards() -> None:
-    with pytest.raises(GemscError, match="zb-h1 cannot be used with --shards"):
-        stage_layout(CompileOptions(ranks=4, shards=("2",), schedule="zb-h1"))
+@pytest.mark.parametrize("name", ["shards", "branches"])
+def test_weight_gradients_do_not_wait_where_ranks_share_a_stage(name: str) -> None:
+    options = CompileOptions(ranks=4, schedule="zb-h1", **{name: ("2",)})  # type: ignore[arg-type]
+    with pytest.raises(GemscError, match=f"zb-h1 cannot be used with --{name}"):
+        stage_layout(options)
 
 
 def test_modules_that_stay_whole_must_be_there() -> None:
@@ -153,6 +198,19 @@ def test_auto_tries_every_number_of_shards_that_divides_the_ranks() -> None:
     both = CompileOptions(ranks=2, shards=("auto",), tiles=("auto",), trunk="batch")
     found = [(each.tiles, each.shards, each.trunk) for each in alternatives(both, (8,))]
     assert found == [((), (), "auto"), ((), ("2",), "batch"), (("2",), (), "auto")]
+
+
+def test_auto_tries_branches_and_with_shards_both_on_the_same_ranks() -> None:
+    alone = CompileOptions(ranks=4, branches="auto", shards="2", trunk="whole")
+    assert [o.branches for o in alternatives(alone)] == [(), ("2",)]
+    both = CompileOptions(ranks=2, branches="auto", shards="auto", tiles="auto")
+    assert [(o.tiles, o.shards, o.branches) for o in alternatives(both, (8,))] == [
+        ((), (), ()),
+        ((), ("2",), ()),
+        ((), (), ("2",)),
+        ((), ("2",), ("2",)),
+        (("2",), (), ()),
+    ]
 
 
 def test_copies_that_shards_do_not_fit_are_left_out() -> None:

@@ -48,5 +48,12 @@ class GridShape:
             return "rank"
         return "shard" if self.shards > 1 else "tile"
 
+    def __str__(self) -> str:
+        """Return `2x2 tiles`, `4 shards`, `2 shards and branches` or `1 rank`."""
+        if prod(self.tiles) > 1:
+            return f"{'x'.join(map(str, self.tiles))} tiles"
+        names = [name for name in ("shards", "branches") if getattr(self, name) > 1]
+        return f"{self.beside} {' and '.join(names)}" if names else "1 rank"
+
 
 ALONE = GridShape()

@@ -46,6 +46,7 @@ COMPARED = (
     "offload",
     "tiles",
     "shards",
+    "branches",
     "trunk",
     "whole",
     "shard_optimizer",

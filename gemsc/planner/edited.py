@@ -14,7 +14,7 @@ from gemsc.base.toml_file import TomlFile
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
-from gemsc.options import CompileOptions
+from gemsc.options import SPLITS, CompileOptions
 from gemsc.plan import Plan, cut_name, plan_file
 from gemsc.schedules import SCHEDULES, place
 
@@ -141,12 +141,13 @@ def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
 
 
 def _check_grids(plan: Plan, options: CompileOptions, file: TomlFile) -> None:
-    """Refuse tiles or shards of a stage that are not those of the options."""
+    """Refuse tiles, shards or branches of a stage that are not those of the options."""
     for stage in plan.stages:
         pairs = zip(plan.members, options.groups, strict=False)
         grid = next((g for ranks, g in pairs if ranks[0] in stage.ranks), stage.grid)
         if grid != stage.grid:
-            name = "shards" if grid.shards != stage.shards else "tiles"
+            both = grid, stage.grid
+            name = next(n for n in SPLITS if len({getattr(g, n) for g in both}) > 1)
             raise file.error(
                 ("stages", stage.index, name),
                 f"stage {stage.index} has {stage.grid}, its ranks are {grid}",

@@ -10,7 +10,7 @@ from torch import nn
 
 from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
-from gemsc.options import CompileOptions, text_of
+from gemsc.options import BESIDE, SPLITS, CompileOptions, typed
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 
 __all__ = ["PLACEMENTS", "StageLayout", "check_blocks", "check_whole", "stage_layout"]
@@ -120,9 +120,10 @@ def check_blocks(
         advice = f"--schedule 1f1b --placement linear needs {len(chosen.groups)} blocks"
     else:
         advice = f"use --ranks {ranks * replicas}"
-        if len(options.shards) > 1:
-            advice += f" --shards {text_of(tuple(group.shards for group in kept))}"
-        elif replicas == 1:
+        listed = [name for name in BESIDE if len(getattr(options, name)) > 1]
+        for name in listed:
+            advice += f" {typed(name, tuple(getattr(group, name) for group in kept))}"
+        if not listed and replicas == 1:
             advice += " or fewer"
         advice += f" --data {replicas}" if replicas > 1 else ""
     raise GemscError(
@@ -197,7 +198,7 @@ def _micro_batches(options: CompileOptions, num_replicas: int) -> tuple[int, ...
 
 def _check_split(options: CompileOptions) -> None:
     """Refuse what does not go with weight gradients that wait."""
-    for name in ("tiles", "shards", "recompute", "offload"):
+    for name in (*SPLITS, "recompute", "offload"):
         if getattr(options, name):
             raise GemscError(
                 f"--schedule {options.schedule} cannot be used with --{name}: it keeps "

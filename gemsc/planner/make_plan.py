@@ -118,6 +118,7 @@ def _stages(
                 offload=_names(program, stage.index, "offload"),
                 tiles=list(placement.grid(stage.index).tiles),
                 shards=placement.grid(stage.index).shards,
+                branches=placement.grid(stage.index).branches,
                 talking_seconds=sum(talking(first, own, hardware.network)),
                 **asdict(stage_traffic(first, own)),
                 **_shards(first.shards.get(stage.index)),

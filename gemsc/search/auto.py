@@ -54,7 +54,7 @@ def search(
     smaller = [each.options for each in found if each.may_recompute()]
     found += [assess(replace(o, recompute=("auto",)), stage) for o in smaller]
     found = ranked(found)
-    while (options.open_tiles or options.open_shards) and found[0].fits():
+    while options.open_splits and found[0].fits():
         exact = assess(found[0].options, stage, every_tile=True)
         found[0] = exact
         if exact.fits():

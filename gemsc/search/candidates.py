@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.errors import GemscError
-from gemsc.options import AUTO, CompileOptions
+from gemsc.options import AUTO, BESIDE, SPLITS, CompileOptions
 from gemsc.schedules import SCHEDULES
 from gemsc.search.grids import grids
 
@@ -66,9 +66,9 @@ class Candidate:
         way = f"{chosen.schedule}{placement}" if _has_stages(chosen) else "one stage"
         if chosen.ranks == 1:
             way = "one rank"
+        split = ((name, getattr(chosen, name)) for name in SPLITS)
         parts = [
-            f"tiles {','.join(chosen.tiles)}" if chosen.tiles else "",
-            f"shards {','.join(chosen.shards)}" if chosen.shards else "",
+            *(f"{name} {','.join(given)}" for name, given in split if given),
             f"{way}{copies}",
             f"M={chosen.micro_batches}",
             "by memory" if chosen.balance == "memory" else "",
@@ -107,8 +107,8 @@ class Candidate:
 def is_open(options: CompileOptions) -> bool:
     """Whether anything is left to the compiler."""
     names = (options.schedule, options.placement, options.balance)
-    split = options.open_tiles or options.open_shards
-    return split or "auto" in names or AUTO in (options.data, options.micro_batches)
+    numbers = (options.data, options.micro_batches)
+    return bool(options.open_splits) or "auto" in names or AUTO in numbers
 
 
 def alternatives(
@@ -118,8 +118,8 @@ def alternatives(
 
     `sizes` are those of the image that grids split, along each spatial axis.
     Where the number of copies is open, `ranks` and `micro_batches` are those of all
-    copies together; what cannot be divided is left out. Where both tiles and shards are
-    open, one of them is tried at a time.
+    copies together; what cannot be divided is left out. Where tiles and others are
+    open, one of them is tried at a time; shards and branches also on the same ranks.
 
     Raises:
         GemscError: nothing agrees.
@@ -161,36 +161,43 @@ def _shared(
 ) -> Iterator[CompileOptions]:
     """Yield the options for each number of copies, and each split of their ranks."""
     for share in _shares(options):
-        for tiles, shards in _splits(options, share.ranks, sizes):
+        for split in _splits(options, share.ranks, sizes):
             with suppress(GemscError):  # they do not come to so many ranks
-                yield replace(
-                    options,
-                    ranks=share.ranks,
-                    data=share.data,
-                    micro_batches=share.micro_batches,
-                    tiles=tiles,
-                    local_batchnorm=options.local_batchnorm and bool(tiles),
-                    fuse_halos=options.fuse_halos if tiles else 0,
-                    shards=shards,
-                    trunk=options.trunk if shards else "auto",
-                    whole=options.whole if shards else (),
-                )
+                yield _split(options, share, split)
+
+
+def _split(
+    options: CompileOptions, share: _Share, split: dict[str, Any]
+) -> CompileOptions:
+    """Return the options of one split, without those that have no effect on it."""
+    given = {name: getattr(options, name) for name in SPLITS} | split
+    tiles, beside = given["tiles"], any(given[name] for name in BESIDE)
+    return replace(
+        options,
+        ranks=share.ranks,
+        data=share.data,
+        micro_batches=share.micro_batches,
+        local_batchnorm=options.local_batchnorm and bool(tiles),
+        fuse_halos=options.fuse_halos if tiles else 0,
+        trunk=options.trunk if beside else "auto",
+        whole=options.whole if beside else (),
+        **split,
+    )
 
 
 def _splits(
     options: CompileOptions, ranks: int, sizes: tuple[int, ...]
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield the tiles and the shards to try: none come first."""
-    tiles, shards = [options.tiles], [options.shards]
-    if options.open_tiles:
-        shapes = grids(ranks, sizes)
-        tiles = [(), *(("x".join(map(str, grid)),) for grid in shapes)]
-    if options.open_shards:
-        shards = [(), *((str(count),) for count in range(2, ranks + 1))]
-    both = options.open_tiles and options.open_shards
-    for grid, counts in product(tiles, shards):
-        if not (both and grid and counts):
-            yield grid, counts
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Yield the tiles, shards and branches to try where they are open: first none."""
+    opened = set(options.open_splits)
+    none: dict[str, tuple[str, ...]] = dict.fromkeys(opened, ())
+    yield none
+    for count in map(str, range(2, ranks + 1)):
+        for names in (("shards",), ("branches",), BESIDE):
+            if opened.issuperset(names):
+                yield none | dict.fromkeys(names, (count,))
+    for grid in grids(ranks, sizes) if "tiles" in opened else ():
+        yield none | {"tiles": ("x".join(map(str, grid)),)}
 
 
 class _Share(NamedTuple):
@@ -246,7 +253,7 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     known: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
         o = candidate.options
-        split = (o.tiles, o.shards)
+        split = (getattr(o, name) for name in SPLITS)
         chosen = (o.schedule, o.placement, *split, o.data, o.micro_batches)
         same = (*chosen, candidate.problem)
         found = (candidate.seconds, candidate.peak_bytes, candidate.sent_bytes)
