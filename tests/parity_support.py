@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
+from branch_models import BRANCH_MODELS
 from models import MODELS, float32_by_default
 from shard_models import SHARD_MODELS
 from support import run_on_threads
@@ -35,7 +36,7 @@ Draws = Callable[[], AbstractContextManager[None]]
 
 FLOAT64 = 1e-9
 FLOAT32 = 1e-4
-NETWORKS = MODELS | SHARD_MODELS
+NETWORKS = MODELS | SHARD_MODELS | BRANCH_MODELS
 
 
 def options(**choices: object) -> CompileOptions:
@@ -61,7 +62,7 @@ GRID_PLANS = (
 
 @cache
 def traced(name: str) -> Traced:
-    """Return a model of `models.py` or `shard_models.py`, recorded."""
+    """Return a model of one of the tables, recorded."""
     case = NETWORKS[name]
     with float32_by_default():  # it is kept for tests that want it otherwise
         return trace(
