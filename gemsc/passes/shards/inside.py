@@ -9,7 +9,6 @@ from torch import Tensor, fx
 
 from gemsc.base.parts import Part
 from gemsc.ir import meta
-from gemsc.ir.holder import attribute
 from gemsc.passes.shards.analysis import Analysis, cut_parts
 from gemsc.passes.shards.factors import Factor
 from gemsc.passes.spatial.calls import Call
@@ -74,14 +73,8 @@ class Inside:
 
     def parameter(self, path: str) -> fx.Node:
         """Return the node of this rank's part of a parameter, or of all of it."""
-        tensor = attribute(self.low.program.module, path)
         parts = cut_parts(self.analysis.dims(path), self.factor, self.low.tiles)
-        shape = parts[self.low.place].local_shape if parts else tensor.shape
-        new = self.low.graph.get_attr(path)
-        fake: Any = meta.tensors(self.node)[0]
-        with fake.fake_mode:
-            meta.set_value(new, fake.new_empty(shape, dtype=tensor.dtype))
-        return new
+        return self.low.parameter(self.node, path, parts)
 
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> Local:
         """Add a node of this rank's part of the result."""

@@ -94,7 +94,7 @@ def _as_function(
 ) -> Local:
     """Add the function of a layer that is called elsewhere with other settings."""
     parameters = [
-        low.parameter(call.node, name)
+        _given(low, call, name)
         for name in ("weight", "bias")
         if hasattr(call.layer, name)
     ]
@@ -145,7 +145,7 @@ def on_tiles(
 def _given(low: Lowering, call: Call, name: str) -> Any:
     """Return what a call was given, or has from its layer, as an operation takes it."""
     if isinstance(getattr(call.layer, name, None), Tensor):
-        return low.parameter(call.node, name)
+        return low.parameter(call.node, f"{call.node.target}.{name}")
     value = call.get(name)
     return low.whole(value) if isinstance(value, fx.Node) else value
 

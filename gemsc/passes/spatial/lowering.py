@@ -17,7 +17,7 @@ from gemsc.base.parts import Part
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
-from gemsc.ir.holder import with_graph
+from gemsc.ir.holder import attribute, with_graph
 from gemsc.ir.layout import Layout
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Barrier, Block, Program, Stage
@@ -535,17 +535,9 @@ class Lowering:
         whole = local.node
         if local.axes is not None:
             whole = self.part(node, (everything(self.shape(node)),) * self.tiles)
-        return self._joined(node, whole) if node in self._flattened else whole
-
-    def _joined(self, node: fx.Node, held: fx.Node) -> fx.Node:
-        """Return the node of a whole value with the dimensions that it was given."""
-        key = (held, whole_shape(node), self._stage)
-        if key not in self._parts:
-            args = (held, *whole_shape(node))
-            new = self._create("call_method", "reshape", args, {}, node.name)
-            annotate_part(new, node, None, self.grid, self._tile)
-            self._parts[key] = new
-        return self._parts[key]
+        shape = whole_shape(node)
+        given = Layout.whole(shape, self.tiles)
+        return self._viewed(whole, shape, given) if node in self._flattened else whole
 
     def spread(self, node: fx.Node, axes: Axes | None) -> fx.Node:
         """Return the node that holds a value cut like this."""
@@ -596,16 +588,16 @@ class Lowering:
         """Whether the layer called is in training mode."""
         return self._training and str(call.target) not in self.program.frozen
 
-    def parameter(self, call: fx.Node, name: str) -> fx.Node | None:
-        """Return the node of a tensor of the layer called, None if it has none."""
-        path = str(call.target)
-        tensor = getattr(self.program.module.get_submodule(path), name)
-        if tensor is None:
-            return None
-        node = self.graph.get_attr(f"{path}.{name}")
-        fake = meta.value(call)
+    def parameter(
+        self, like: fx.Node, path: str, parts: tuple[Part, ...] = ()
+    ) -> fx.Node:
+        """Return the node of a parameter or buffer, or of this rank's part of it."""
+        tensor = attribute(self.program.module, path)
+        shape = parts[self.place].local_shape if parts else tensor.shape
+        node = self.graph.get_attr(path)
+        fake: Any = meta.tensors(like)[0]
         with fake.fake_mode:
-            meta.set_value(node, fake.new_empty(tensor.shape, dtype=tensor.dtype))
+            meta.set_value(node, fake.new_empty(shape, dtype=tensor.dtype))
         return node
 
     # ------------------------------------- parts of values, made once
