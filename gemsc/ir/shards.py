@@ -119,6 +119,11 @@ class StageShards:
             for node in branch.nodes
         }
 
+    @cached_property
+    def split_dims(self) -> dict[str, int]:
+        """The dimension in which each value is split, by its name."""
+        return dict(self.split)
+
     def for_evaluation(self, twins: dict[fx.Node, fx.Node] | None) -> StageShards:
         """Return the same cuts for the graph in evaluation mode.
 

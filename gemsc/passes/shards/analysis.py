@@ -13,6 +13,7 @@ from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
 from gemsc.ir.program import Program, Stage
+from gemsc.ir.shards import StageShards
 from gemsc.passes.shards.equations import Roles
 from gemsc.passes.shards.factors import Dims, Factor, freeze, fresh, leaves
 from gemsc.passes.shards.rules import roles_of
@@ -43,6 +44,7 @@ class Analysis:
     """The factors of a stage's values and parameters, once all operations are known.
 
     `calls` and `roles` are those of each node. What goes from stage to stage is frozen.
+    `chosen` are the factors that were last asked for, those which these shards cut.
     """
 
     program: Program
@@ -51,6 +53,7 @@ class Analysis:
     roles: dict[fx.Node, Roles] = field(default_factory=dict)
     parameters: dict[str, Dims] = field(default_factory=dict)
     values: dict[fx.Node, Dims] = field(default_factory=dict)
+    chosen: tuple[StageShards, dict[Factor, str]] | None = None
 
     def __post_init__(self) -> None:
         probe, inside = probe_of(self.program), set(self.stage.nodes)

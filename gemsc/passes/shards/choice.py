@@ -82,6 +82,12 @@ def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]
     Raises:
         GemscError: in this graph, that of evaluation, they cannot be.
     """
+    if analysis.chosen is None or analysis.chosen[0] is not shards:
+        analysis.chosen = shards, _factors_of(analysis, shards)
+    return analysis.chosen[1]
+
+
+def _factors_of(analysis: Analysis, shards: StageShards) -> dict[Factor, str]:
     found: dict[Factor, str] = {}
     for each in shards.cut:
         part = each.parts[0]

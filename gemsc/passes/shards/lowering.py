@@ -52,7 +52,7 @@ def lower_node(low: Lowering, node: fx.Node) -> Local:
 def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
     """Lower a node outside of the regions: of split values where the trunk is split."""
     assert low.shards is not None
-    split = dict(low.shards.split)
+    split = low.shards.split_dims
     is_split = node.name in split
     if not isinstance(meta.value(node), Tensor):  # parts of a value that is split
         is_split = any(source.name in split for source in node.all_input_nodes)
@@ -73,7 +73,7 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
 def _trunk(low: Lowering, analysis: Analysis) -> Factor:
     """Return the factor by which values outside of the regions are split."""
     assert low.shards is not None
-    split = dict(low.shards.split)
+    split = low.shards.split_dims
     first = next(n for n in analysis.values if split.get(n.name, -1) >= 0)
     return leaves(analysis.dims(first)[split[first.name]])[0]
 

@@ -211,7 +211,7 @@ class Lowering:
     def split_axes(self, node: fx.Node) -> Axes | None:
         """Return how a trunk that is split cuts a value; None if all hold all of it."""
         assert self.shards is not None
-        dim = dict(self.shards.split).get(node.name)
+        dim = self.shards.split_dims.get(node.name)
         if dim is None or dim < 0:
             return None
         return tuple(0 if d == dim else None for d in range(len(whole_shape(node))))
