@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def trace(
         program = replace(
             program,
             optimizer_bytes=optimizer_bytes(parameters, factory),
-            updated_whole=updated_whole(parameters, factory),
+            updated_whole=cache(partial(updated_whole, parameters, factory)),
         )
         if check:
             compare(program)

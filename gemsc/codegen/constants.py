@@ -157,7 +157,7 @@ class Constants:
     def _write_updated_whole(self) -> None:
         """Write what of this rank's parameters is not cut into rows."""
         held = {name for run in self.text.runs for name in run.stage.owned}
-        names = sorted(self.text.program.updated_whole.keys() & held)
+        names = sorted(self.text.program.updated_whole().keys() & held)
         if names:
             self.writer.line("# The optimizer does not update these by element.")
             self.writer.items("updated_whole={", [quoted(n) for n in names], "},")

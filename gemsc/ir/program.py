@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -207,9 +208,9 @@ class Program:
     `only_dtype` says why the program can run in the dtype of the trace only, "" if it
     can run in others.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter; those in
-    `updated_whole` it does not update element by element. Where ranks that hold the
-    same parameters share the update, `updated` says how many elements of each one the
-    rank that updates most has.
+    `updated_whole()` it does not update element by element, which is tried when it is
+    first asked for. Where ranks that hold the same parameters share the update,
+    `updated` says how many elements of each one the rank that updates most has.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only.
     `facts` says that all nodes have them. `halos` are what tiles have beyond their own
@@ -239,7 +240,7 @@ class Program:
     halos: Halos | None = None
     shards: dict[int, StageShards] = field(default_factory=dict)
     optimizer_bytes: dict[str, StateBytes] = field(default_factory=dict)
-    updated_whole: dict[str, float] = field(default_factory=dict)
+    updated_whole: Callable[[], Mapping[str, float]] = dict
     updated: dict[str, int] | None = None
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)

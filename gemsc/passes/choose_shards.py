@@ -65,7 +65,8 @@ class ChooseShards(Pass):
                 break
             whole |= dict.fromkeys(unlike, "another stage cuts it otherwise")
         names = [each.name for stage in shards.values() for each in stage.cut]
-        check_elementwise(program.updated_whole, names)
+        if names:
+            check_elementwise(program.updated_whole(), names)
         return replace(program, shards=shards)
 
     def _choose(

@@ -68,7 +68,7 @@ def _most_updated(
         names = state.keys() & elements.keys()
         return sum(state[n].of(elements[n], prod(shapes[n])) for n in names)
 
-    rows = rows_of_holders(shapes, holders, program.updated_whole)
+    rows = rows_of_holders(shapes, holders, program.updated_whole())
     found = [
         {
             name: prod(shape[1:]) * (rows[name][holder][1] - rows[name][holder][0])
