@@ -14,6 +14,7 @@ os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
 
 import pytest
 import torch
+from command_line import MODEL, Gemsc, gemsc_here
 
 from gemsc.errors import GemscError
 from gemsc.launch.launch import find_mpirun
@@ -78,6 +79,19 @@ def mpi_is_missing() -> str:
 def gpu_is_missing() -> str:
     """Return why no test for CUDA can run here, '' if one can."""
     return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+@pytest.fixture
+def command(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Gemsc:
+    """The gemsc command, in a folder with a model.py: the test file's MODEL, if any."""
+    (tmp_path / "model.py").write_text(getattr(request.module, "MODEL", MODEL))
+    monkeypatch.chdir(tmp_path)
+    return gemsc_here(monkeypatch, capfd)
 
 
 @pytest.fixture

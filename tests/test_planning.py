@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import MODEL, Gemsc, gemsc_here, line_of
+from command_line import Gemsc, line_of
 from plan_support import assess, search
 from torch import nn
 
@@ -19,17 +19,6 @@ from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
 from gemsc.search.candidates import Candidate, alternatives, reason
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> Gemsc:
-    (tmp_path / "model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    return gemsc_here(monkeypatch, capfd)
 
 
 @pytest.fixture(scope="module")

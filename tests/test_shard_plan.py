@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import Gemsc, gemsc_here, line_of
+from command_line import Gemsc, line_of
 
 from gemsc.plan import Plan, cut_name
 
@@ -41,17 +41,6 @@ CUT = [
     "0.up.bias.0 of 12 features",
     "0.down.weight.1 of 12 features",
 ]
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> Gemsc:
-    (tmp_path / "model.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    return gemsc_here(monkeypatch, capfd)
 
 
 def compiled(command: Gemsc, *flags: str) -> Plan:
