@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import cast
 
 import torch
@@ -36,7 +37,9 @@ __all__ = [
     "owned_tensors",
     "reductions",
     "shared_parameters",
+    "shared_path",
     "source_of",
+    "unique_names",
     "used_tensors",
     "value_names",
 ]
@@ -233,6 +236,33 @@ def _heads(node: fx.Node) -> list[str]:
     """Return the first words of the node's path, short ones first."""
     parts = _parts(node)
     return ["_".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def shared_path(nodes: Sequence[fx.Node]) -> str:
+    """Return the module path that the nodes' layers share, else its first layer's."""
+    heavy = [node for node in nodes if meta.facts(node).heavy] or list(nodes[:1])
+    paths = [_path(node).split(".") for node in heavy]
+    same = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
+    return ".".join(words[0] for words in same) or ".".join(paths[0])
+
+
+def _path(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            return str(source.target)
+    return meta.module_path(node) or node.name
+
+
+def unique_names(names: Iterable[str]) -> list[str]:
+    """Number the second and further ones of equal names."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result
 
 
 def message_tag(replica: int, index: int, *programs: Program) -> int:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from gemsc.ir import meta
+from gemsc.ir.flow import shared_path, unique_names
 from gemsc.ir.program import Block, Program, Skip
 from gemsc.passes.base import Pass
 
@@ -53,7 +54,7 @@ class GroupBlocks(Pass):
         cuts = _choose_cuts(program, order, allowed)
         edges = [0, *cuts, len(nodes)]
         groups = [nodes[a:b] for a, b in pairwise(edges) if a < b]
-        names = _unique(_block_name(group) for group in groups)
+        names = unique_names(shared_path(group) for group in groups)
         blocks = tuple(
             Block(index, name, group)
             for index, (name, group) in enumerate(zip(names, groups, strict=True))
@@ -179,30 +180,3 @@ def _crossing_bytes(nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> li
         total += step
         crossing.append(total)
     return crossing
-
-
-def _block_name(nodes: tuple[fx.Node, ...]) -> str:
-    """Return the module path that the block's layers share, else its first layer's."""
-    heavy = [node for node in nodes if meta.facts(node).heavy] or list(nodes[:1])
-    paths = [_path(node).split(".") for node in heavy]
-    same = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
-    return ".".join(words[0] for words in same) or ".".join(paths[0])
-
-
-def _path(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    for source in node.all_input_nodes:
-        if source.op == "get_attr":
-            return str(source.target)
-    return meta.module_path(node) or node.name
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    """Number the second and further ones of equal names."""
-    seen: dict[str, int] = {}
-    result = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return result

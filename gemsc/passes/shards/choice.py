@@ -22,7 +22,7 @@ from gemsc.passes.shards.factors import Factor, leaves
 from gemsc.passes.shards.rules import reason_at
 from gemsc.passes.spatial.cuts import cut
 
-__all__ = ["choose_cuts", "chosen_factors"]
+__all__ = ["choose_cuts", "chosen_factors", "kept_whole"]
 
 NOUNS = {"attention": "head", "embedding": "word", "conv": "channel"}
 MUCH = 0.05  # of what the heaviest factor weighs: to leave that whole is refused
@@ -160,7 +160,7 @@ def _of_parameters(
     found: dict[Factor, _Candidate] = {}
     refused: dict[Factor, str] = {}
     for name, dims in analysis.parameters.items():
-        kept = _kept(name, keep_whole)
+        kept = kept_whole(name, keep_whole)
         factors = [factor for dim in dims for factor in leaves(dim)]
         for factor in factors:
             reason = kept or factor.frozen
@@ -173,7 +173,7 @@ def _of_parameters(
     return found, refused
 
 
-def _kept(name: str, keep_whole: Mapping[str, str]) -> str:
+def kept_whole(name: str, keep_whole: Mapping[str, str]) -> str:
     """Return why a tensor is kept whole, '' if it is not."""
     parts = name.split(".")
     paths = (".".join(parts[:depth]) for depth in range(1, 1 + len(parts)))

@@ -1,0 +1,311 @@
+"""Choose which forks of a stage are shared out, and which rank computes which branch.
+
+A fork saves the seconds of all its branches, less those of the rank with most, less its
+messages. Of the forks of which no two overlap in the model's order those are taken that
+save most together: an outer one, or several inside of its branches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from torch import fx
+
+from gemsc.costs.hardware import LinkSpeed
+from gemsc.ir import meta
+from gemsc.ir.flow import shared_path, unique_names, used_tensors
+from gemsc.ir.program import Program, Stage
+from gemsc.ir.shards import Branch, Fork
+from gemsc.passes.branches.forks import Finder, ForkWindow
+
+__all__ = ["choose_forks", "placed_tensors"]
+
+MOST_ASSIGNMENTS = 4096  # that are compared
+LEAST_SAVED = 0.02  # of a fork's seconds: less is not worth it
+MOST_TOLD = 4  # forks that are not shared out, of a stage
+LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
+ALL = -1  # in the place of a rank: each computes it, as it does the trunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A fork, and the positions of the first node of its branches and of its join."""
+
+    fork: Fork
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What counts of a component: its seconds, and the bytes that others need of it.
+
+    `gradient_bytes` are those of the results that need a gradient.
+    """
+
+    seconds: float
+    num_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that share a stage."""
+
+    count: int
+    link: LinkSpeed
+
+    def messages(
+        self, pieces: Sequence[_Piece], ranks: Sequence[int], total: _Piece | None
+    ) -> float:
+        """Return the seconds of a join's messages, forward and backward.
+
+        Forward each rank gets what the others computed; backward the gradients of what
+        it computed itself, an addend from each of the others. Of a sum, `total`, each
+        rank has one addend.
+        """
+        held = [0] * self.count
+        learnt = [0] * self.count
+        for piece, rank in zip(pieces, ranks, strict=True):
+            if rank != ALL:
+                held[rank] += piece.num_bytes
+                learnt[rank] += piece.gradient_bytes
+        if total is not None:
+            held = [
+                total.num_bytes if rank in ranks else 0 for rank in range(len(held))
+            ]
+            learnt = [total.gradient_bytes if each else 0 for each in held]
+        sent = [self.link.seconds(each) if each else 0.0 for each in held]
+        gradients = self.link.seconds(max(learnt)) if any(learnt) else 0.0
+        return sum(sent) - min(sent) + (self.count - 1) * gradients
+
+    def seconds(
+        self, pieces: Sequence[_Piece], ranks: Sequence[int], total: _Piece | None
+    ) -> float:
+        """Return the seconds of the slowest rank, with the messages."""
+        loads = [0.0] * self.count
+        for piece, rank in zip(pieces, ranks, strict=True):
+            for each in range(self.count) if rank == ALL else (rank,):
+                loads[each] += piece.seconds
+        return max(loads) + self.messages(pieces, ranks, total)
+
+    def assign(
+        self, pieces: tuple[_Piece, ...], total: _Piece | None
+    ) -> tuple[tuple[int, ...], float]:
+        """Return the fastest rank of each piece, heaviest first, and the seconds.
+
+        Up to `MOST_ASSIGNMENTS` all are compared; else the heaviest pieces go to the
+        rank with least one by one, and those after them to all ranks.
+        """
+        if (self.count + 1) ** len(pieces) <= MOST_ASSIGNMENTS:
+            options: Iterable[tuple[int, ...]] = self._all(len(pieces))
+        else:
+            spread = self.spread(pieces)
+            rest = (ALL,) * len(pieces)
+            options = (
+                (spread + rest)[:shared] + rest[shared:]
+                for shared in reversed(range(len(pieces) + 1))
+            )
+        best: tuple[int, ...] = ()
+        least = float("inf")
+        for ranks in options:
+            seconds = self.seconds(pieces, ranks, total)
+            if not best or seconds < least * (1 - 1e-9):
+                best, least = ranks, seconds
+        return best, least
+
+    def _all(self, pieces: int) -> Iterator[tuple[int, ...]]:
+        """Yield all assignments, but those that only name the ranks otherwise."""
+        if not pieces:
+            yield ()
+            return
+        for ranks in self._all(pieces - 1):
+            used = max(ranks, default=ALL) + 1
+            for rank in range(min(used + 1, self.count)):
+                yield (*ranks, rank)
+            yield (*ranks, ALL)
+
+    def spread(self, pieces: Sequence[_Piece]) -> tuple[int, ...]:
+        """Return ranks for pieces, heaviest first: each goes to the rank with least."""
+        loads = [0.0] * self.count
+        ranks = []
+        for piece in pieces:
+            rank = loads.index(min(loads))
+            loads[rank] += piece.seconds
+            ranks.append(rank)
+        return tuple(ranks)
+
+
+def choose_forks(
+    program: Program,
+    stage: Stage,
+    count: int,
+    link: LinkSpeed,
+    *,
+    keep_whole: Mapping[str, str] = {},
+) -> tuple[Fork, ...]:
+    """Return the forks whose branches `count` ranks share, in order, then others.
+
+    The others have a reason: they were considered, and sharing them gains nothing.
+    `link` connects the ranks; the trunk is whole on each. `keep_whole` are modules and
+    tensors that all ranks use, each with the reason.
+    """
+    finder = Finder(program, stage, keep_whole)
+    ranks = _Ranks(count, link)
+    choose = _Chooser(finder, ranks)
+    found: list[_Candidate] = []
+    ends: set[int] = set()
+    for join, added in finder.joins():
+        for window in finder.windows(join, added, ends):
+            found.append(choose.candidate(window))
+        if any(not each.fork.reason for each in found if each.last == join):
+            ends.add(join)
+    chosen = _heaviest([each for each in found if not each.fork.reason])
+    seconds = stage.total("forward_seconds") + stage.total("backward_seconds")
+    told = _told([each for each in found if each.fork.reason], chosen, seconds)
+    return tuple(each.fork for each in (*chosen, *told))
+
+
+def placed_tensors(
+    program: Program, stage: Stage, forks: Iterable[Fork], elsewhere: Collection[str]
+) -> tuple[tuple[str, int], ...]:
+    """Return the parameters and buffers that one rank alone needs, each with the rank.
+
+    Nodes of its branches use them and nothing else does, in the stage or in others,
+    which use `elsewhere`. Names are the first ones of tied tensors.
+    """
+    rank_of = {
+        name: branch.rank
+        for fork in forks
+        if not fork.reason
+        for branch in fork.branches
+        for name in branch.nodes
+    }
+    users: dict[str, set[int]] = {}
+    for node in stage.nodes:
+        for name in used_tensors(program, [node]):
+            users.setdefault(name, set()).add(rank_of.get(node.name, ALL))
+    return tuple(
+        (name, next(iter(ranks)))
+        for name, ranks in users.items()
+        if len(ranks) == 1 and ALL not in ranks and name not in elsewhere
+    )
+
+
+class _Chooser:
+    """Makes candidates of windows; like ones are assigned once."""
+
+    def __init__(self, finder: Finder, ranks: _Ranks) -> None:
+        self.finder, self.ranks = finder, ranks
+        self.assign = cache(ranks.assign)
+
+    def candidate(self, window: ForkWindow) -> _Candidate:
+        """Return the fork of a window, with its reason if it is not shared out."""
+        free = [each for each in window.components if not each.stays]
+        free.sort(key=lambda each: -each.seconds)
+        pieces = tuple(_piece(each.seconds, each.results) for each in free)
+        total = _piece(0.0, (window.join,)) if window.added else None
+        ranks, least = self.assign(pieces, total)
+        seconds = sum(piece.seconds for piece in pieces)
+        saved = seconds - least
+        shared = {c.nodes: r for c, r in zip(free, ranks, strict=True) if r != ALL}
+        if saved > LEAST_SAVED * seconds and len(set(shared.values())) > 1:
+            return self._made(window, shared, saved)
+        shared = dict(
+            zip((c.nodes for c in free), self.ranks.spread(pieces), strict=True)
+        )
+        made = self._made(window, shared, saved)
+        return replace(made, fork=replace(made.fork, reason=_reason(window, made.fork)))
+
+    def _made(
+        self,
+        window: ForkWindow,
+        ranks: Mapping[tuple[fx.Node, ...], int],
+        saved: float,
+    ) -> _Candidate:
+        parts = [each for each in window.components if each.nodes in ranks]
+        names = list(unique_names(_name(each.nodes) for each in parts))
+        branches = tuple(
+            Branch(name, tuple(n.name for n in c.nodes), ranks[c.nodes], c.seconds)
+            for name, c in zip(names, parts, strict=True)
+        )
+        join, position = window.join, self.finder.position
+        added = tuple(node.name for node in window.added)
+        nodes = [n for c in parts or window.components for n in c.nodes]
+        fork = Fork(_name(nodes), join.name, branches, added, saved)
+        return _Candidate(fork, min(position[n] for n in nodes), position[join])
+
+
+def _piece(seconds: float, results: Sequence[fx.Node]) -> _Piece:
+    sizes = [(meta.facts(n).output_bytes, meta.needs_gradient(n)) for n in results]
+    learnt = sum(size for size, needed in sizes if needed)
+    return _Piece(seconds, sum(size for size, _ in sizes), learnt)
+
+
+def _name(nodes: Sequence[fx.Node]) -> str:
+    """Return the path that layers share, else that of the slowest."""
+    return shared_path(sorted(nodes, key=lambda node: -_seconds(node)))
+
+
+def _seconds(node: fx.Node) -> float:
+    facts = meta.facts(node)
+    return facts.forward_seconds + facts.backward_seconds
+
+
+def _reason(window: ForkWindow, fork: Fork) -> str:
+    """Return why the branches of a fork are not shared out."""
+    stay = [each for each in window.components if each.stays]
+    if stay:
+        slowest = max(stay, key=lambda each: each.seconds)
+        if slowest.seconds >= max((b.seconds for b in fork.branches), default=0.0):
+            return f"all ranks compute {_name(slowest.nodes)}: {slowest.stays}"
+    if len(fork.branches) < 2:
+        return "there is one branch only"
+    slowest_branch = max(fork.branches, key=lambda branch: branch.seconds)
+    share = slowest_branch.seconds / fork.seconds
+    if share > 0.5:
+        return f"{slowest_branch.name} alone takes {100 * share:.0f} % of {fork.name}"
+    return "its messages take longer than what is saved"
+
+
+def _heaviest(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Return those that save most together, of which no two overlap, in order."""
+    order = sorted(candidates, key=lambda each: (each.last, -each.first))
+    lasts = [each.last for each in order]
+    best: list[tuple[float, list[_Candidate]]] = [(0.0, [])]
+    for number, each in enumerate(order):
+        saved, before = best[bisect_right(lasts, each.first - 1, hi=number)]
+        best.append(
+            max(best[-1], (saved + each.fork.saved, [*before, each]), key=_saved)
+        )
+    return best[-1][1]
+
+
+def _saved(choice: tuple[float, list[_Candidate]]) -> float:
+    return choice[0]
+
+
+def _told(
+    candidates: list[_Candidate], chosen: Sequence[_Candidate], seconds: float
+) -> list[_Candidate]:
+    """Return what a user would ask about: the largest that overlap with no others."""
+    found: list[_Candidate] = []
+    for each in sorted(candidates, key=lambda each: (-_to_share(each), each.last)):
+        if len(found) == MOST_TOLD or _to_share(each) < LEAST_TOLD * seconds:
+            break
+        if not any(_overlap(each, other) for other in (*chosen, *found)):
+            found.append(each)
+    return sorted(found, key=lambda each: each.last)
+
+
+def _to_share(candidate: _Candidate) -> float:
+    """Return what sharing would save at most."""
+    fork = candidate.fork
+    return fork.seconds - max((b.seconds for b in fork.branches), default=0.0)
+
+
+def _overlap(one: _Candidate, other: _Candidate) -> bool:
+    return one.first <= other.last and other.first <= one.last
