@@ -125,7 +125,7 @@ def compile(
             options = replace(options, whole=kept)
         program = lower(traced, options, source=source, after_each=after_each)
         if edited is not None:
-            edited.check_trunks(program.plan)
+            edited.check_shared(program.plan)
         return program
 
 

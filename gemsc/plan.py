@@ -19,6 +19,7 @@ from gemsc.errors import GemscError
 
 __all__ = [
     "Plan",
+    "PlannedFork",
     "PlannedStage",
     "PlannedTransfer",
     "PlannedWhole",
@@ -39,13 +40,45 @@ class PlannedWhole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFork:
+    """Parallel branches of a stage: their seconds, forward and backward, and ranks.
+
+    `join` is the value that they end in. `placed` has the branches of each rank; it is
+    empty where `reason` says why every rank computes all of them. `saved_seconds` is
+    what sharing them out saves, less what its messages take.
+    """
+
+    name: str
+    join: str
+    branches: list[str]
+    seconds: list[float]
+    placed: list[list[str]] = field(default_factory=list)
+    saved_seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def total_seconds(self) -> float:
+        """The seconds of all branches."""
+        return sum(self.seconds)
+
+    @property
+    def balance(self) -> float | None:
+        """The mean seconds of the ranks by the most of a rank: 1 is even."""
+        seconds = dict(zip(self.branches, self.seconds, strict=True))
+        loads = [sum(map(seconds.__getitem__, names)) for names in self.placed]
+        most = max(loads, default=0.0)
+        return sum(loads) / len(loads) / most if most else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
     """One stage: what it holds, where it runs, what one micro-batch costs.
 
     `recompute` and `offload` name the blocks that keep nothing, or keep it in host
     memory.
 
-    A stage that is split has `tiles` along each axis, or several `shards`: then its
+    A stage that is split has `tiles` along each axis, or several `shards` or
+    `branches`: then its
     cost is that of the peak-memory rank, work is that of all, and `halo_bytes` go from
     rank to rank in forward, in `exchanges`. `unfused_exchanges` and
     `unfused_halo_bytes` are those if no wide halo served several layers. `overlapped`
@@ -57,6 +90,8 @@ class PlannedStage:
     Of shards, `cut` lists the parameters and buffers of which each rank has a part
     (`mlp.weight.0 of 512 features`: dimension 0), `whole` all other parameters; `trunk`
     says how values between are held. A line taken out of `cut` keeps that one whole.
+    `forks` are its parallel branches: every rank computes those of a fork that is taken
+    out. `alone` lists the parameters and buffers that each rank alone holds.
     """
 
     index: int
@@ -78,6 +113,8 @@ class PlannedStage:
     talking_seconds: float = 0.0
     cut: list[str] = field(default_factory=list)
     whole: list[PlannedWhole] = field(default_factory=list)
+    alone: list[list[str]] = field(default_factory=list)
+    forks: list[PlannedFork] = field(default_factory=list)
     halo_bytes: int = field(default_factory=int)
     exchanges: int = field(default_factory=int)
     unfused_exchanges: int = field(default_factory=int)

@@ -60,8 +60,8 @@ def test_branches_are_given_as_shards_are_and_both_are_on_the_same_ranks() -> No
         str(grid) for grid in (*groups(ranks=4, tiles="2x1", branches="2"), both)
     ] == [
         "2x1 tiles",
-        "2 branches",
-        "2 shards and branches",
+        "branches on 2 ranks",
+        "2 shards and branches on 2 ranks",
     ]
 
 

@@ -97,8 +97,8 @@ def test_rank_files_say_what_their_layers_are_part_of(command: Gemsc) -> None:
 def test_show_and_pictures_tell_of_shards(command: Gemsc) -> None:
     compiled(command)
     shown = command("show", "first").out
-    assert "shards (one micro-batch, forward and backward)" in shown
-    assert "whole on every shard" in shown
+    assert "inside stages (one micro-batch, forward and backward)" in shown
+    assert "whole on every rank of a stage" in shown
     assert "ranks 2-3" in shown
     dot = Path("first/graph.dot").read_text()
     assert "ranks 2, 3: 2 shards of features" in dot

@@ -49,11 +49,12 @@ class GridShape:
         return "shard" if self.shards > 1 else "tile"
 
     def __str__(self) -> str:
-        """Return `2x2 tiles`, `4 shards`, `2 shards and branches` or `1 rank`."""
-        if prod(self.tiles) > 1:
-            return f"{'x'.join(map(str, self.tiles))} tiles"
-        names = [name for name in ("shards", "branches") if getattr(self, name) > 1]
-        return f"{self.beside} {' and '.join(names)}" if names else "1 rank"
+        """Return `2x2 tiles`, `4 shards`, `branches on 2 ranks` or `1 rank`."""
+        grid = "x".join(map(str, self.tiles))
+        tiles = [f"{grid} tiles"] if prod(self.tiles) > 1 else []
+        shards = [f"{self.shards} shards"] if self.shards > 1 else []
+        branches = [f"branches on {self.branches} ranks"] if self.branches > 1 else []
+        return " and ".join(tiles + shards + branches) or "1 rank"
 
 
 ALONE = GridShape()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from math import isfinite
@@ -83,12 +83,11 @@ class TomlFile:
         lines = self.text.splitlines()
         for number, line in enumerate(lines, start=1):
             if header := _HEADER.match(line):
-                table = _split(header[2])
+                *outer, last = _split(header[2])
+                table = (*_inside(outer, counts), last)
                 if header[1] == "[[":
                     counts[table] = counts.get(table, -1) + 1
-                    table = (*table, counts[table])
-                elif table[:1] in counts:  # a table inside the last one of a list
-                    table = (table[0], counts[table[:1]], *table[1:])
+                table = _inside(_split(header[2]), counts)
             elif entry := _ENTRY.match(line):
                 known.setdefault((*table, *_split(entry[1])), number)
             else:
@@ -202,8 +201,18 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _split(dotted: str) -> Keys:
+def _split(dotted: str) -> tuple[str, ...]:
     return tuple(part.strip(" \"'") for part in dotted.split("."))
+
+
+def _inside(names: Sequence[str], counts: Mapping[Keys, int]) -> Keys:
+    """Return the keys of a table inside the last ones of its lists, so far."""
+    keys: Keys = ()
+    for name in names:
+        keys = (*keys, name)
+        if keys in counts:
+            keys = (*keys, counts[keys])
+    return keys
 
 
 def _dotted(keys: Keys) -> str:

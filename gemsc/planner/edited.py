@@ -15,12 +15,13 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
 from gemsc.options import SPLITS, CompileOptions
-from gemsc.plan import Plan, cut_name, plan_file
+from gemsc.plan import Plan, PlannedStage, cut_name, plan_file
 from gemsc.schedules import SCHEDULES, place
 
 __all__ = ["EditedPlan"]
 
 DEFAULTS = CompileOptions()
+Placed = dict[str, tuple[tuple[str, ...], ...]]
 _KINDS = {bool: "true or false", int: "number", str: "text"}
 _NAMED = re.compile(r"(?:--|unknown )([a-z-]+)")
 
@@ -54,12 +55,13 @@ class EditedPlan:
         """Make sure that its stages hold these blocks (see `check_blocks`)."""
         check_edited_blocks(self.plan, blocks, self.file)
 
-    def check_trunks(self, found: Plan) -> None:
-        """Make sure that a new plan holds what is between shards as this one does.
+    def check_shared(self, found: Plan) -> None:
+        """Make sure that a new plan holds trunks and places branches as this one does.
 
         Raises:
             GemscError: it does not; names the stage.
         """
+        forks = {fork.join: fork.placed for s in found.stages for fork in s.forks}
         for stage, now in zip(self.plan.stages, found.stages, strict=True):
             if stage.trunk not in ("", now.trunk):
                 raise self.file.error(
@@ -67,6 +69,29 @@ class EditedPlan:
                     f"stage {stage.index} has trunk {now.trunk}, not {stage.trunk}",
                     help="give all stages with shards the same trunk",
                 )
+            for index, fork in enumerate(stage.forks):
+                placed = [set(names) for names in forks.get(fork.join, ())]
+                if fork.placed and placed != [set(names) for names in fork.placed]:
+                    raise self.file.error(
+                        ("stages", stage.index, "forks", index),
+                        f"the branches of {fork.name} cannot be placed so with all else"
+                        " in this plan",
+                        help="place those of one fork only where forks overlap",
+                        word=f'"{fork.name}"',
+                    )
+
+    def placed(self) -> Placed:
+        """Return the branches of each rank, by the value that joins them.
+
+        Raises:
+            GemscError: a branch is unknown, missing or doubled; says where.
+        """
+        return {
+            fork.join: placed_branches(stage, index, self.file)
+            for stage in self.plan.stages
+            for index, fork in enumerate(stage.forks)
+            if fork.placed
+        }
 
     def taken_out(self, program: Program) -> tuple[str, ...]:
         """Return the parameters that were taken out of a stage's `cut`.
@@ -297,8 +322,41 @@ def check_edited_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> 
         )
 
 
+def placed_branches(
+    stage: PlannedStage, index: int, file: TomlFile
+) -> tuple[tuple[str, ...], ...]:
+    """Return the branches of each rank of a stage's fork.
+
+    Raises:
+        GemscError: a branch is unknown, missing or doubled; says where.
+    """
+    fork = stage.forks[index]
+    here = ("stages", stage.index, "forks", index, "placed")
+    if len(fork.placed) != stage.branches:
+        raise file.error(
+            here,
+            f"{fork.name} has branches of {len(fork.placed)} ranks, stage "
+            f"{stage.index} has {stage.branches}",
+            help="give a list for each rank: [] for one without a branch",
+        )
+    named = [name for names in fork.placed for name in names]
+    for name in dict.fromkeys((*fork.branches, *named)):
+        if name not in fork.branches or named.count(name) != 1:
+            what = "is on several ranks" if name in named else "is on no rank"
+            if name not in fork.branches:
+                what = "is none of its branches"
+            raise file.error(
+                here,
+                f"'{name}' of {fork.name} {what}",
+                help=f"place each of {', '.join(fork.branches)} once, or take this "
+                "fork out: then every rank computes all of them",
+                word=f'"{name}"',
+            )
+    return tuple(map(tuple, fork.placed))
+
+
 def taken_out(plan: Plan, program: Program, file: TomlFile) -> tuple[str, ...]:
-    """Return the parameters of stages of shards that neither `cut` nor `whole` names.
+    """Return the parameters of stages of shards that `cut`, `whole`, `alone` lack.
 
     Raises:
         GemscError: `cut` names what the stage does not have; says where.
@@ -319,6 +377,7 @@ def taken_out(plan: Plan, program: Program, file: TomlFile) -> tuple[str, ...]:
                 help=f"parameters: {', '.join(near)}",
                 word=f'"{cut[name]}"',
             )
-        listed = {*cut, *(name for each in stage.whole for name in each.names)}
+        others = (*(each.names for each in stage.whole), *stage.alone)
+        listed = {*cut, *(name for names in others for name in names)}
         found += [n for n in names if n in parameters and n not in listed]
     return tuple(dict.fromkeys(found))

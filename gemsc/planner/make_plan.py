@@ -20,9 +20,15 @@ from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Barrier, Program
-from gemsc.ir.shards import CutTensor, StageShards, WholeTensor
+from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.options import CompileOptions
-from gemsc.plan import Plan, PlannedStage, PlannedTransfer, PlannedWhole
+from gemsc.plan import (
+    Plan,
+    PlannedFork,
+    PlannedStage,
+    PlannedTransfer,
+    PlannedWhole,
+)
 from gemsc.planner.ending import after_backward
 from gemsc.planner.memory import largest_weights, peak_parts
 from gemsc.planner.predict import micro_batch_size, talking
@@ -133,7 +139,7 @@ def _stages(
 
 
 def _shards(shards: StageShards | None) -> dict[str, Any]:
-    """Return what a stage's ranks share of its parameters, and what they do not."""
+    """Return what a stage's ranks share of it, and what they do not."""
     if shards is None:
         return {}
     alike: dict[str, list[WholeTensor]] = {}
@@ -148,8 +154,28 @@ def _shards(shards: StageShards | None) -> dict[str, Any]:
         for reason, tensors in alike.items()
     ]
     whole.sort(key=lambda each: -each.num_bytes)
-    cut = [_cut_text(each) for each in shards.cut]
-    return {"trunk": shards.trunk, "cut": cut, "whole": whole}
+    ranks = range(shards.count if shards.placed else 0)
+    return {
+        "trunk": shards.trunk,
+        "cut": [_cut_text(each) for each in shards.cut],
+        "whole": whole,
+        "alone": [[name for name, own in shards.placed if own == r] for r in ranks],
+        "forks": [_fork(fork, shards.count) for fork in shards.forks],
+    }
+
+
+def _fork(fork: Fork, count: int) -> PlannedFork:
+    """Return which of `count` ranks has which branches."""
+    ranks = range(0 if fork.reason else count)
+    return PlannedFork(
+        name=fork.name,
+        join=fork.join,
+        branches=[each.name for each in fork.branches],
+        seconds=[each.seconds for each in fork.branches],
+        placed=[[b.name for b in fork.branches if b.rank == rank] for rank in ranks],
+        saved_seconds=fork.saved,
+        reason=fork.reason,
+    )
 
 
 def _cut_text(tensor: CutTensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from gemsc.base.units import show_bytes, show_flops
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
+from gemsc.ir.shards import StageShards
 from gemsc.plan import Plan, PlannedStage, cut_name
 
 __all__ = ["draw_graph", "render"]
@@ -46,9 +48,9 @@ def draw_graph(program: Program, plan: Plan) -> str:
                 style="filled,rounded", fillcolor=FILLS[colour], color=LINES[colour]
             )
             for block in stage.blocks:
-                units = _units(program, block, plan.stages[stage.index])
-                form = {"shape": "box3d", "style": "filled"} if units else {}
-                cluster.node(_id(block.index), _block_label(block, units), **form)
+                shared = _shared(program, block, plan.stages[stage.index])
+                form = {"shape": "box3d", "style": "filled"} if shared else {}
+                cluster.node(_id(block.index), _block_label(block, shared), **form)
             title, first = f"title{stage.index}", _id(stage.blocks[0].index)
             with cluster.subgraph() as row:
                 row.attr(rank="same")
@@ -96,15 +98,34 @@ def _stage_label(stage: PlannedStage) -> str:
     )
 
 
-def _units(program: Program, block: Block, stage: PlannedStage) -> str:
-    """Return what the ranks of a stage share in a block: `2 shards: heads`."""
+def _shared(program: Program, block: Block, stage: PlannedStage) -> list[str]:
+    """Return what the ranks of a stage share in a block: what is cut, and branches.
+
+    Examples: `2 shards: heads`, and `2 ranks: one.b | one.a, one.c`.
+    """
     names = used_tensors(program, block.nodes)
     cut = [text for text in stage.cut if cut_name(text) in names]
     units = replace(stage, cut=cut).units
-    return f"{stage.shards} shards: {units}" if units else ""
+    return [
+        *([f"{stage.shards} shards: {units}"] if units else []),
+        *_branches(program.shards.get(stage.index), block),
+    ]
 
 
-def _block_label(block: Block, units: str) -> str:
+def _branches(shards: StageShards | None, block: Block) -> Iterator[str]:
+    """Yield which rank has which branches of a block, for each of its forks."""
+    if shards is None:
+        return
+    nodes = {node.name for node in block.nodes}
+    for fork in shards.forks:
+        here = [b for b in fork.branches if not nodes.isdisjoint(b.nodes)]
+        if here and not fork.reason:
+            ranks = [[b.name for b in here if b.rank == r] for r in range(shards.count)]
+            told = " | ".join(", ".join(names) or "-" for names in ranks)
+            yield f"{shards.count} ranks: {told}"
+
+
+def _block_label(block: Block, shared: Sequence[str]) -> str:
     last = block.nodes[-1]
     shape = ""
     if meta.tensors(last):
@@ -113,8 +134,8 @@ def _block_label(block: Block, units: str) -> str:
     heavy = sum(meta.facts(node).heavy for node in block.nodes)
     nodes = f"{len(block.nodes)} node{'s' * (len(block.nodes) != 1)}"
     work = f"{nodes}, {heavy} heavy, {show_flops(block.total('flops'))}"
-    shared = f"\n{units}" if units else ""
-    return str(graphviz.escape(f"{block.name}\n{work}{shape}{shared}"))
+    lines = "".join(f"\n{line}" for line in shared)
+    return str(graphviz.escape(f"{block.name}\n{work}{shape}{lines}"))
 
 
 def _draw_edges(picture: graphviz.Digraph, program: Program) -> None:

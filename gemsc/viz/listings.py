@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Sized
 
 from gemsc.base.units import show_bytes, show_flops, show_seconds
-from gemsc.plan import Plan, PlannedStage
+from gemsc.plan import Plan, PlannedFork, PlannedStage
 from gemsc.search.candidates import Candidate
 from gemsc.viz.columns import Column, Listing, column, sample
 
@@ -31,8 +31,11 @@ def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
         yield _list_not_kept(plan)
     if any(stage.tiles for stage in plan.stages):
         yield _list_tiles(plan)
-    if any(stage.cut for stage in plan.stages):
-        yield _list_shards(plan)
+    if any(stage.grid.beside > 1 for stage in plan.stages):
+        yield _list_shared(plan)
+    if any(stage.forks for stage in plan.stages):
+        yield _list_forks(plan, most)
+    if any(stage.whole for stage in plan.stages):
         yield _list_whole(plan, most)
     if plan.barriers:
         yield _list_barriers(plan)
@@ -133,25 +136,55 @@ def _list_tiles(plan: Plan) -> Listing:
     return "tiles (one micro-batch)", columns
 
 
-def _list_shards(plan: Plan) -> Listing:
+def _list_shared(plan: Plan) -> Listing:
     """Return what the ranks of a stage share, and what they send each other for it."""
-    stages = [stage for stage in plan.stages if stage.shards > 1]
+    stages = [stage for stage in plan.stages if stage.grid.beside > 1]
     columns = (
         column("stage", (s.index for s in stages), left=True),
-        column("shards", (s.shards for s in stages)),
-        column("of", (s.units for s in stages), left=True, shrinks=True),
+        column("shared by", (str(s.grid) for s in stages), left=True),
+        column("of", (s.units or None for s in stages), left=True, shrinks=True),
         column("trunk", (s.trunk for s in stages), left=True),
-        column("sums", (s.sums // s.shards for s in stages)),
+        column("sums", (s.sums // s.grid.beside for s in stages)),
         column("with", (s.sum_bytes for s in stages), show_bytes, drop=1),
         column("messages", (s.messages for s in stages)),
         column("with", (s.message_bytes for s in stages), show_bytes, drop=1),
         column("take", (s.talking_seconds for s in stages), show_seconds),
     )
-    return "shards (one micro-batch, forward and backward)", columns
+    return "inside stages (one micro-batch, forward and backward)", columns
+
+
+def _list_forks(plan: Plan, most: int) -> Listing:
+    """Return which rank has which branches, what that saves, or why it is not done."""
+    found = [(stage, fork) for stage in plan.stages for fork in stage.forks]
+    rows = sample(len(found), most)
+    stages, forks = zip(*(found[row] for row in rows), strict=True)
+    seconds = (None if fork.reason else fork.saved_seconds for fork in forks)
+    columns = [
+        column("stage", (stage.index for stage in stages), left=True),
+        column("fork", (fork.name for fork in forks), left=True, shrinks=True),
+        column("branches of each rank", map(_placed, forks), left=True, shrinks=True),
+        column("take", (fork.total_seconds for fork in forks), show_seconds, drop=2),
+        column("balance", (fork.balance for fork in forks), "{:.0%}".format, drop=1),
+        column("saves", seconds, show_seconds),
+    ]
+    if any(fork.reason for fork in forks):
+        why = (fork.reason for fork in forks)
+        columns.append(column("not shared out", why, left=True, shrinks=True))
+    title = "branches (one micro-batch, forward and backward)"
+    return title + _of(rows, found), columns
+
+
+def _placed(fork: PlannedFork) -> str:
+    """Return `b 71%  |  a 9%, c 20%`: the branches of each rank, and their shares."""
+    total = fork.total_seconds or 1.0
+    shares = zip(fork.branches, fork.seconds, strict=True)
+    texts = {name: f"{name} {seconds / total:.0%}" for name, seconds in shares}
+    ranks = fork.placed or [fork.branches]
+    return " | ".join(_join([texts[name] for name in names]) or "-" for names in ranks)
 
 
 def _list_whole(plan: Plan, most: int) -> Listing:
-    """Return the parameters that all shards hold, the largest first, and why."""
+    """Return the parameters that all ranks of a stage hold, the largest first."""
     found = [(s.index, each) for s in plan.stages for each in s.whole]
     found.sort(key=lambda pair: -pair[1].num_bytes)
     shown = found[:most]
@@ -162,7 +195,7 @@ def _list_whole(plan: Plan, most: int) -> Listing:
         column("the first", (e.names[0] for _, e in shown), left=True, shrinks=True),
         column("because of", (e.reason for _, e in shown), left=True, shrinks=True),
     )
-    return "whole on every shard" + _of(shown, found), columns
+    return "whole on every rank of a stage" + _of(shown, found), columns
 
 
 def _list_barriers(plan: Plan) -> Listing:

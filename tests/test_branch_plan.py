@@ -1,0 +1,151 @@
+"""What plan.toml, tables and pictures tell of branches; what of it can be edited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gemsc
+from gemsc.compiled import CompiledProgram
+from gemsc.errors import GemscError
+from gemsc.ir.shards import Branch, Fork, StageShards
+from gemsc.plan import Plan, PlannedFork
+from gemsc.planner.edited import EditedPlan
+from gemsc.viz.columns import Listing
+from gemsc.viz.graph import draw_graph
+from gemsc.viz.listings import list_plan
+
+ONE = PlannedFork(
+    name="one",
+    join="cat",
+    branches=["one.a", "one.b", "one.c"],
+    seconds=[0.001, 0.006, 0.003],
+    placed=[["one.b"], ["one.a", "one.c"]],
+    saved_seconds=0.0035,
+)
+LEFT = PlannedFork(
+    name="two",
+    join="add",
+    branches=["two.a", "two.b"],
+    seconds=[0.0, 0.0],
+    reason="its messages take longer",
+)
+
+
+@pytest.fixture(scope="module")
+def program() -> CompiledProgram:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return gemsc.compile(model, (torch.randn(2, 4),), ranks=2, micro_batches=1)
+
+
+@pytest.fixture(scope="module")
+def plan(program: CompiledProgram) -> Plan:
+    first, last = program.plan.stages
+    shared = replace(first, branches=2, trunk="whole", forks=[ONE, LEFT])
+    return replace(program.plan, stages=[shared, last])
+
+
+def listing(plan: Plan, title: str) -> Listing:
+    return next(each for each in list_plan(plan) if each[0].startswith(title))
+
+
+def test_show_says_who_has_which_branch_what_it_saves_or_why_not(plan: Plan) -> None:
+    _, columns = listing(plan, "branches")
+    rows = list(zip(*(each.cells for each in columns), strict=True))
+    shares = "one.b 60% | one.a 10%, one.c 30%"
+    even = "83%"  # 5 ms on average, 6 on the first rank
+    assert [each.title for each in columns][-1] == "not shared out"
+    assert rows[0] == ("0", "one", shares, "10.0 ms", even, "3.5 ms", "")
+    assert rows[1][2:] == (
+        "two.a 0%, two.b 0%", "0 us", "-", "-", "its messages take longer",
+    )  # fmt: skip
+    _, inside = listing(plan, "inside stages")
+    assert inside[1].cells == ("branches on 2 ranks",)
+
+
+def test_a_rank_without_a_branch_is_a_dash(plan: Plan) -> None:
+    idle = replace(ONE, placed=[["one.a", "one.b", "one.c"], []])
+    stages = [replace(plan.stages[0], forks=[idle]), plan.stages[1]]
+    _, columns = listing(replace(plan, stages=stages), "branches")
+    assert columns[2].cells == ("one.a 10%, one.b 60%, one.c 30% | -",)
+    assert idle.balance == 0.5
+
+
+def test_a_block_says_which_rank_has_which_of_its_branches(
+    program: CompiledProgram, plan: Plan
+) -> None:
+    first, last = (
+        stage.nodes for stage in program.compilation.program.require_stages()
+    )
+    branches = (
+        Branch("one.a", (first[-1].name,), 1, 0.1),
+        Branch("one.b", (first[-1].name,), 0, 0.1),
+        Branch("one.c", (last[-1].name,), 1, 0.1),
+    )
+    fork = Fork("one", last[-1].name, branches)
+    left = replace(fork, reason="gains nothing")
+    shared = {0: StageShards(2, "whole", (), forks=(fork, left))}
+    dot = draw_graph(replace(program.compilation.program, shards=shared), plan)
+    assert dot.count("2 ranks: one.b | one.a") == dot.count("shape=box3d") == 1
+
+
+def edited(plan: Plan, folder: Path, old: str = "", new: str = "") -> EditedPlan:
+    path = folder / "plan.toml"
+    text = plan.to_toml(folder)
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    return EditedPlan.read(path)
+
+
+def test_a_plan_keeps_its_branches(plan: Plan, tmp_path: Path) -> None:
+    found = edited(plan, tmp_path)
+    assert found.plan.stages == plan.stages
+    assert found.placed() == {"cat": (("one.b",), ("one.a", "one.c"))}
+
+
+B, C = (f'        "one.{name}",\n' for name in "bc")  # lines of ranks 0 and 1
+
+
+def test_a_branch_is_moved_by_moving_its_line(plan: Plan, tmp_path: Path) -> None:
+    twice = edited(plan, tmp_path, B, B + C)
+    with pytest.raises(GemscError, match=r"'one\.c' of one is on several ranks"):
+        twice.placed()
+    path = tmp_path / "plan.toml"
+    before, after = path.read_text().split(B + C)
+    path.write_text(before + B + C + after.replace(C, ""))
+    found = EditedPlan.read(path).placed()
+    assert found == {"cat": (("one.b", "one.c"), ("one.a",))}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (f"    [\n{B}    ],\n", "", "has branches of 1 ranks, stage 0 has 2"),
+        (B, "", r"'one\.b' of one is on no rank"),
+        (B, f'{B}"one.d"', r"'one\.d' of one is none of its branches"),
+    ],
+)
+def test_branches_that_cannot_be_placed_are_refused_at_their_line(
+    plan: Plan, tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    with pytest.raises(GemscError, match=says) as caught:
+        edited(plan, tmp_path, old, new).placed()
+    lines = (tmp_path / "plan.toml").read_text().splitlines()
+    assert caught.value.at is not None
+    told = lines[caught.value.at.line - 1]
+    assert told.startswith("placed = ") or "one.d" in told
+
+
+def test_a_plan_that_places_branches_otherwise_is_refused(
+    plan: Plan, tmp_path: Path
+) -> None:
+    given = edited(plan, tmp_path)
+    given.check_shared(plan)
+    other = replace(ONE, placed=[["one.a", "one.b"], ["one.c"]])
+    stages = [replace(plan.stages[0], forks=[other]), plan.stages[1]]
+    with pytest.raises(GemscError, match="branches of one cannot be placed so"):
+        given.check_shared(replace(plan, stages=stages))
