@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 
 import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, intersection, shape_of, volume
-from gemsc.messages.exchange import Exchange, Piece, View, index_of
+from gemsc.messages.exchange import Exchange, View, index_of
 from gemsc.runtime.tiles.messages import Flight, TileMailbox
 from gemsc.runtime.tiles.saving import remember
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -76,13 +76,9 @@ class Grid:
         view = exchange.seen_from(self.tile)
         flight = self.depart(exchange, held)
         if exchange.adds:
-            own = [held[piece.within(view.held)] for piece in view.own]
-            found = self._in_order(exchange, view.own, own, view.received, flight)
-            boxes = tuple(p.wish for p in (*view.own, *_all(view.received)))
-            terms = ((piece.wish, tensor) for piece, tensor in found)
-            result = _added(held, view.wanted, boxes, terms)
-            flight.finish()
-            return result
+            own = [(p.wish, held[p.within(view.held)]) for p in view.own]
+            others = {n: [p.wish for p in each] for n, each in view.received.items()}
+            return self._sum(held, view.wanted, own, others, flight, in_order=True)
         result = _begun(held, view, exchange.fill)
         strips = [s for tile in view.received for s in flight.take(tile)]
         _put(result, view, strips)
@@ -98,36 +94,38 @@ class Grid:
             for tile, pieces in view.received.items()
         }
         flight = self.depart_back(exchange, sends, gradient)
-        own = [gradient[piece.placed(view.wanted)] for piece in view.own]
-        found = self._in_order(exchange, view.own, own, view.sent, flight)
-        boxes = tuple(p.box for p in (*view.own, *_all(view.sent)))
-        terms = ((piece.box, tensor) for piece, tensor in found)
-        result = _added(gradient, view.held, boxes, terms)
-        flight.finish()
-        return result
+        own = [(p.box, gradient[p.placed(view.wanted)]) for p in view.own]
+        others = {n: [p.box for p in each] for n, each in view.sent.items()}
+        in_order = exchange.adds
+        return self._sum(gradient, view.held, own, others, flight, in_order=in_order)
 
-    def _in_order(
+    def _sum(
         self,
-        exchange: Exchange,
-        pieces: Sequence[Piece],
-        tensors: Sequence[Tensor],
-        others: Mapping[int, Sequence[Piece]],
+        like: Tensor,
+        outer: Box,
+        own: Sequence[tuple[Box, Tensor]],
+        others: Mapping[int, Sequence[Box]],
         flight: Flight,
-    ) -> Iterator[tuple[Piece, Tensor]]:
-        """Yield own pieces and those of other tiles, by ascending tile.
+        *,
+        in_order: bool,
+    ) -> Tensor:
+        """Return the sum of own terms and of those that arrive, in a box.
 
         Own ones come first, and need not wait, unless all tiles must add alike.
         """
         tiles = (self.tile, *others)
-        for tile in sorted(tiles) if exchange.adds else tiles:
-            if tile == self.tile:
-                yield from zip(pieces, tensors, strict=True)
-            else:
-                yield from zip(others[tile], flight.take(tile), strict=True)
 
+        def terms() -> Iterator[tuple[Box, Tensor]]:
+            for tile in sorted(tiles) if in_order else tiles:
+                if tile == self.tile:
+                    yield from own
+                else:
+                    yield from zip(others[tile], flight.take(tile), strict=True)
 
-def _all(pieces: Mapping[int, Sequence[Piece]]) -> list[Piece]:
-    return [piece for each in pieces.values() for piece in each]
+        boxes = (*(box for box, _ in own), *chain.from_iterable(others.values()))
+        result = _added(like, outer, boxes, terms())
+        flight.finish()
+        return result
 
 
 def _added(
@@ -178,7 +176,8 @@ def _begun(held: Tensor, view: View, fill: float) -> Tensor:
 
 def _put(result: Tensor, view: View, strips: Sequence[Tensor]) -> None:
     """Put what other tiles sent into the wanted box."""
-    for piece, strip in zip(_all(view.received), strips, strict=True):
+    pieces = chain.from_iterable(view.received.values())
+    for piece, strip in zip(pieces, strips, strict=True):
         result[piece.placed(view.wanted)] = strip
 
 
