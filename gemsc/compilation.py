@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.base.parts import Part
+from gemsc.base.parts import Part, by_path
 from gemsc.ir.flow import StageFlow, flow, owned_tensors, shared_parameters
 from gemsc.ir.program import Program
 from gemsc.plan import Plan
@@ -91,15 +91,43 @@ class Compilation:
         return owned_tensors(self.program, *others)
 
     def parts(self, rank: int) -> dict[str, Part]:
-        """Return what a rank has a part of, parameters and buffers by all names."""
+        """Return what not all ranks of a rank's grid hold as it does, by all names.
+
+        That is what it has a part of, and all of what it alone holds.
+        """
+        stages, tile = self._place(rank)
+        own = self.tiles[tile].program.parts
+        found = {n: own[n] for i in stages for n in self.owned[i] if n in own}
+        found = {name: part for name, part in found.items() if part.share}
+        pairs = self.program.aliases.items()
+        return found | {alias: found[name] for alias, name in pairs if name in found}
+
+    def placed(self, rank: int) -> dict[str, int]:
+        """Return which tile of a rank's grid alone holds what, by paths: `by_path`."""
+        stages, _ = self._place(rank)
+        placed = self._placed(*stages)
+        aliases = self.program.aliases
+        names = {a: a for owned in self.owned for a in owned} | aliases
+        found = {n: placed[first] for n, first in names.items() if first in placed}
+        return by_path(found, names)
+
+    def held(self, rank: int, stage: int) -> tuple[str, ...]:
+        """Return the parameters and buffers that a rank has of one of its stages."""
+        (_, tile), placed = self._place(rank), self._placed(stage)
+        return tuple(n for n in self.owned[stage] if placed.get(n, tile) == tile)
+
+    def _place(self, rank: int) -> tuple[list[int], int]:
+        """Return the stages that a rank runs, and which tile of their grid it is."""
         placement = self.program.placement
         assert placement is not None
         grid = next(ranks for ranks in placement.groups if rank in ranks)
-        own = self.tiles[grid.index(rank)].program.parts
         stages = {i for row in placement.ranks for i, r in enumerate(row) if rank in r}
-        found = {n: own[n] for i in stages for n in self.owned[i] if n in own}
-        pairs = self.program.aliases.items()
-        return found | {alias: found[name] for alias, name in pairs if name in found}
+        return sorted(stages), grid.index(rank)
+
+    def _placed(self, *stages: int) -> dict[str, int]:
+        """Return the tile that alone holds each tensor of branches in some stages."""
+        shards = self.program.shards
+        return dict(each for i in stages if i in shards for each in shards[i].placed)
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:

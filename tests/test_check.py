@@ -321,11 +321,17 @@ GRIDS = [(0, 1), (2, 3)]
 MIRRORED = Task.chain(CHAIN.stages, (1, 1), placement=((0, 1), (1, 0)))
 HALVES = [Part((6, 4), dim=0, outer=1, units=3, rows=rows) for rows in ((0, 1), (1, 3))]
 TIED = {"stage0": (0,), "stage1": (1,), "tied": (0, 1)}
-WEIGHTS = ("w0", "v0", "b0", "tied"), ("w1", "b1", "tied")
+WEIGHTS = (
+    ("w0", "v0", "b0", "tied", "branch0.a.w", "branch0.a.b", "branch0.b.w"),
+    ("w1", "b1", "tied", "branch1.w"),
+)
 
 
 def shards(*damages: Damage) -> None:
-    """Prove stages whose ranks hold parts of all weights, and biases whole."""
+    """Prove stages whose ranks hold parts of all weights, and biases whole.
+
+    Weights of branches are on one rank of each grid.
+    """
     orders = ["0F0", "1F0'", "1B0'", "0B0"], ["1F0", "0F0'", "0B0'", "1B0"]
     of_grids = ranks_of(
         MIRRORED, [[Action.parse(each) for each in order] for order in orders]
@@ -347,8 +353,10 @@ def shards(*damages: Damage) -> None:
                 for kind, over in (("", everyone), (" parts", alike))
             ]
             steps = (*grid.actions, *sums, AllReduce("tied", alike), *ENDS)
+            here = number, runs, steps, GRIDS[grid.rank]
             parts = {name: HALVES[tile] for name in ("w0", "v0", "w1", "tied")}
-            ranks.append(RankStep(number, runs, steps, GRIDS[grid.rank], parts=parts))
+            placed = {"branch0.a": 0, "branch0.b": 1, "branch1": 1}
+            ranks.append(RankStep(*here, parts=parts, placed=placed))
     for damage in damages:
         damage(ranks)
     prove(ranks, MIRRORED, groups=GRIDS, shared=TIED, weights=WEIGHTS)
@@ -410,6 +418,58 @@ def test_parts_make_whole_weights_and_grids_cut_them_alike() -> None:
     ]:
         with pytest.raises(InternalError, match=message.replace("(0, 1)", r"\(0, 1\)")):
             shards(*damage)
+
+
+def test_all_tiles_of_a_grid_say_alike_who_holds_a_branch() -> None:
+    def places(number: int, **placed: int) -> Damage:
+        def damage(ranks: list[RankStep]) -> None:
+            changed = {**ranks[number].placed, **placed}
+            ranks[number] = replace(ranks[number], placed=changed)
+
+        return damage
+
+    everywhere = "holds branches as"
+    for damages, message in [
+        ([places(1, branch1=0)], everywhere),
+        ([places(number, branch1=2) for number in range(4)], everywhere),
+        ([places(0, b0=0)], everywhere),
+        ([places(2, branch1=0), places(3, branch1=0)], "'stage1': ranks hold some"),
+    ]:
+        with pytest.raises(InternalError, match=message):
+            shards(*damages)
+
+
+def test_weights_of_branches_are_added_up_over_those_who_hold_them() -> None:
+    """Without any parts: the same sum over the mirrored ranks, and no other."""
+
+    def no_parts(ranks: list[RankStep]) -> None:
+        for number, rank in enumerate(ranks):
+            steps = tuple(
+                replace(step, ranks=(0, 1, 2, 3))
+                if isinstance(step, AllReduce) and step.group == "tied"
+                else step
+                for step in rank.steps
+            )
+            ranks[number] = replace(rank, steps=steps, parts={})
+        for number in (0, 2):  # these have nothing of stage 1 alone
+            without(ranks, number)
+
+    def without(ranks: list[RankStep], number: int) -> None:
+        drop = sums_of(number, lambda s: None if s.group == "stage1 parts" else s)
+        drop(ranks)
+
+    shards(no_parts)
+    of_stage = {"stage0 parts": (0, 1, 2, 3), "stage1 parts": (1, 0)}
+    for number, group in [(0, "stage0 parts"), (1, "stage1 parts")]:
+        for wrong in (of_stage[group], None):
+
+            def change(s: AllReduce, group: str = group, wrong: Any = wrong) -> Any:
+                if s.group != group:
+                    return s
+                return replace(s, ranks=wrong) if wrong else None
+
+            with pytest.raises(InternalError, match=re.escape(f"'{group}'")):
+                shards(no_parts, sums_of(number, change))
 
 
 # -- mutations -------------------------------------------------------------------------

@@ -11,7 +11,8 @@ others have `Part.nothing((384, 128))`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from gemsc.base.boxes import Interval
 
-__all__ = ["Part", "make_whole", "parts_of"]
+__all__ = ["Part", "by_path", "holder_of", "make_whole", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,36 @@ def make_whole(parts: Collection[Part]) -> bool:
     return starts == stops
 
 
+def by_path(placed: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
+    """Return who holds tensors alone by the shortest paths, `names` are those of all.
+
+    A path stands for all tensors under it: `one.b` for `one.b.weight`, `one.b.bias`.
+    """
+    holders: dict[str, set[int | None]] = defaultdict(set)
+    for name in names:
+        for path in _paths(name):
+            holders[path].add(placed.get(name))
+    found = {}
+    for name, rank in placed.items():
+        found[next(p for p in _paths(name) if holders[p] == {rank})] = rank
+    return found
+
+
+def holder_of(name: str, placed: Mapping[str, int]) -> int | None:
+    """Return who alone holds a tensor, if `placed` has it, by paths as in `by_path`."""
+    return next((placed[path] for path in _paths(name) if path in placed), None)
+
+
+def _paths(name: str) -> list[str]:
+    """Return the paths of a tensor and of all modules that it is in, from above."""
+    words = name.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words) + 1)]
+
+
 def parts_of(stage: str) -> str:
     """Return how the sums of gradients of a stage's parts are called: `stage2 parts`.
 
-    Parameters that the ranks of a stage hold as a whole are added up as `stage2`.
+    Those of parameters that one rank of the stage alone holds are among them.
+    Parameters that all ranks of a stage hold as a whole are added up as `stage2`.
     """
     return f"{stage} parts"

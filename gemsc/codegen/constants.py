@@ -125,6 +125,13 @@ class Constants:
                 seldom=True,
             )
             self._write_table(
+                "placed",
+                {quoted(path): str(tile) for path, tile in text.placed.items()},
+                "The only rank of the grid that has the weights of a branch; we are "
+                f"{text.tile}.",
+                seldom=True,
+            )
+            self._write_table(
                 "deferred",
                 self._deferred(),
                 "Micro-batches that leave weight gradients to `weights_...`.",

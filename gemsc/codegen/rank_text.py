@@ -102,6 +102,7 @@ class RankText:
     num_replicas: int
     reductions: dict[str, tuple[int, ...]]
     parts: dict[str, Part]
+    placed: dict[str, int]
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
 
@@ -157,7 +158,7 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
     all_transfers = (*(program.transfers or ()), *(own.evaluation.transfers or ()))
     names = value_names(all_transfers, program, own.evaluation)
     runs = tuple(
-        RunText(replica, _stage_text(compilation, own, stage.index, names, tile))
+        RunText(replica, _stage_text(compilation, own, stage.index, names, rank, tile))
         for replica in range(placement.num_replicas)
         for stage in program.require_stages()
         if rank in placement.ranks[replica][stage.index]
@@ -173,7 +174,8 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
         num_micro_batches=plan.micro_batches // plan.replicas,
         num_replicas=plan.replicas,
         reductions=_reductions(compilation, rank),
-        parts=compilation.parts(rank),
+        parts={n: p for n, p in compilation.parts(rank).items() if p.share < 1},
+        placed=compilation.placed(rank),
         names=names,
         tile=tile,
     )
@@ -209,6 +211,7 @@ def _stage_text(
     own: TileProgram,
     index: int,
     names: dict[fx.Node, str],
+    rank: int,
     tile: int | None,
 ) -> StageText:
     stage = compilation.program.require_stages()[index]
@@ -220,7 +223,7 @@ def _stage_text(
         docstring=in_docstring(f"Stage {index}: {blocks}."),
         program=own.program,
         flow=flow,
-        owned=compilation.owned[index],
+        owned=compilation.held(rank, index),
         names=names,
         twins=own.twins,
         evaluation=evaluation,

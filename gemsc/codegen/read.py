@@ -182,8 +182,9 @@ class _File:
             if (Kind.BACKWARD, run.replica, run.stage) in runs
             for m in numbers
         )
-        tiles, parts = self.tiles.ranks, self.program.parts
-        return RankStep(self.rank, runs, steps, tiles, deferred, parts)
+        parts, placed = self.program.parts, self.program.placed
+        here = self.rank, runs, steps, self.tiles.ranks
+        return RankStep(*here, deferred, parts, placed)
 
     def _steps(self, function: ast.FunctionDef) -> Iterator[Step]:
         for statement in function.body[1:]:

@@ -78,7 +78,8 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
     """Return for each stage who holds its gradients: the whole ones, then parts.
 
     `program` is what the first rank of each grid runs. All ranks of a stage hold the
-    gradients of whole weights, those with the same place in a grid the same parts.
+    gradients of whole weights, those with the same place in a grid the same parts, or
+    the same weights of branches.
     """
     placement = program.placement
     assert placement is not None
@@ -87,8 +88,8 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
         grids = [row[stage] for row in placement.ranks]
         whole = weights.gradients - weights.part_gradients
         held = [(tuple(sorted({rank for grid in grids for rank in grid})), whole)]
-        if weights.part_gradients:
-            parts = task.stages[stage].gradient_bytes - whole  # where they are largest
+        parts = task.stages[stage].gradient_bytes - whole  # where they are largest
+        if parts:
             alike = zip(*grids, strict=True)
             held += [(tuple(sorted(set(ranks))), parts) for ranks in alike]
         found.append(held)

@@ -84,6 +84,7 @@ def prove(
     proof.tags_tell_messages_apart()
     proof.tiles_go_in_step()
     proof.handed_over_values_are_there()
+    proof.branches_are_on_one_tile()
     proof.parts_make_whole_weights()
     proof.each_gradient_is_reduced_once()
     proof.nothing_blocks()
@@ -347,6 +348,17 @@ class _Proof:
         of_parts = {parts_of(group): found for group, found in self.shared.items()}
         return {**self.shared, **of_parts}
 
+    def branches_are_on_one_tile(self) -> None:
+        """All tiles of a grid say alike which one of them alone holds what."""
+        for group in self.groups:
+            for number in group:
+                rank, first = self.ranks[number], self.ranks[group[0]]
+                there = {*rank.placed.values()} <= {*range(len(group))}
+                if rank.placed != first.placed or not there:
+                    text = f"rank {number} holds branches as {rank.placed}, rank "
+                    text += f"{first.rank} of its grid as {first.placed}"
+                    raise self.wrong(rank.actions[0], text)
+
     def parts_make_whole_weights(self) -> None:
         """Each grid holds all of each weight, and all grids cut it alike."""
         cut = {name for rank in self.ranks for name in rank.parts}
@@ -366,7 +378,7 @@ class _Proof:
         """Return what each rank adds up of a group, and over which ranks.
 
         Over all that hold the same: of what all hold as a whole over all of them, of
-        parts over those with the same parts.
+        parts, and of what is on one tile of each grid, over those with the same.
         """
         stages = self.shared[group]
         rows = self.task.placement if self.task.has_backward else ()
@@ -375,10 +387,9 @@ class _Proof:
         if is_stage:
             names = {*(self.weights[stages[0]] if self.weights else ())}
             names -= self.shared.keys()
-        alike: dict[frozenset[tuple[str, Part]], list[int]] = defaultdict(list)
+        alike: dict[frozenset[tuple[str, Part | None]], list[int]] = defaultdict(list)
         for number in sorted(ranks):
-            parts = self.ranks[number].parts.items()
-            alike[frozenset(each for each in parts if each[0] in names)].append(number)
+            alike[self.ranks[number].apart(names)].append(number)
         if sum(map(len, alike)) != len({each for parts in alike for each in parts}):
             text = "ranks hold some parts of it alike, and others not"
             raise self.wrong_sum(group, f"'{group}': {text}")

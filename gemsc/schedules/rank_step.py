@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gemsc.base.parts import Part
+from gemsc.base.parts import Part, holder_of
 from gemsc.schedules.action import Action, Kind
 
 __all__ = ["AllReduce", "End", "GridCall", "MessageEnd", "RankStep", "StageRun", "Step"]
@@ -90,7 +90,8 @@ class RankStep:
     `runs` has for each kind of action, by (kind, replica, stage), what it does. `tiles`
     are the ranks of its grid, the rank alone if its stages are not split. `deferred`
     are the weight gradients that its backwards leave for actions of their own. `parts`
-    are the parameters and buffers of which it holds a part only.
+    are the parameters and buffers of which it holds a part only; `placed` says by path
+    which tile of the grid alone holds the others that not all hold.
     """
 
     rank: int
@@ -99,11 +100,19 @@ class RankStep:
     tiles: tuple[int, ...]
     deferred: frozenset[Action] = frozenset()
     parts: Mapping[str, Part] = field(default_factory=dict)
+    placed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def actions(self) -> list[Action]:
         """What it computes, in order."""
         return [step for step in self.steps if isinstance(step, Action)]
+
+    def apart(self, names: Collection[str]) -> frozenset[tuple[str, Part | None]]:
+        """Return which of some tensors it holds in part, or alone, then with None."""
+        tile = self.tiles.index(self.rank)
+        alone = {n for n in names if holder_of(n, self.placed) == tile}
+        parts = {name: part for name, part in self.parts.items() if name in names}
+        return frozenset([*parts.items(), *dict.fromkeys(alone).items()])
 
     def run(self, action: Action) -> StageRun:
         """Return what an action does."""

@@ -22,7 +22,7 @@ class StepRecord:
     """Losses of some steps, gradients of the first, tensors after the last.
 
     `unequal` are tensors that all ranks of a grid hold as a whole, but not bit for bit
-    the same: they drift apart.
+    the same: they drift apart, or one rank of them has none.
     """
 
     losses: list[float]
@@ -50,7 +50,8 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
         for rank, each in enumerate(held):
             if (first := each["grid"][0]) != rank:
                 pair = read_tensors(files[first]), read_tensors(files[rank])
-                unequal |= _unequal(*pair) - parts[rank].keys()
+                alone = {*each["alone"], *held[first]["alone"]}
+                unequal |= _unequal(*pair) - parts[rank].keys() - alone
     return StepRecord(
         losses,
         **joined,

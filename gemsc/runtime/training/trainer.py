@@ -93,8 +93,8 @@ class Trainer:
         self.stages = Stages()
         for run, kind in self.program.stages.items():
             path = directory / "weights" / f"{run.stage_name}.safetensors"
-            weights = read_tensors(path, parts=self.program.parts)
-            self.stages.add(run, kind, weights, self.device, dtype)
+            read = partial(read_tensors, path, parts=self.program.parts)
+            self.stages.add(run, kind, read, self.device, dtype)
         self.worker = Worker(
             DeviceTransport(transport, streams),
             self.program,
@@ -160,7 +160,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers under the user's names.
 
-        Where the rank has a part of a tensor (`program.parts`), it is that part.
+        Where the rank has a part of a tensor (`program.parts`), it is that part; what
+        another rank of its stage alone holds (`program.placed`) is not there.
         Those of the loss, and constants, are left out: the user's model has none.
         """
         return self.stages.state_dict()

@@ -45,9 +45,9 @@ def record_steps(
     """Train on `batches`; write gradients of the first step and the last state.
 
     Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
-    `losses{rank}.json`, `held{rank}.json`: of what it has parts, and the ranks of its
-    grid, and `memory{rank}.json`: peak bytes of activations and of all, zero without
-    `measure`, which takes its time.
+    `losses{rank}.json`, `held{rank}.json`: of what it has parts, what it alone holds,
+    and the ranks of its grid, and `memory{rank}.json`: peak bytes of activations and of
+    all, zero without `measure`, which takes its time.
     """
     trainer = Trainer(
         directory,
@@ -73,7 +73,9 @@ def record_steps(
     (folder / f"losses{rank}.json").write_text(json.dumps(losses))
     parts = {n: asdict(part) for n, part in trainer.program.parts.items()}
     grid = trainer.worker.grid.ranks if trainer.worker.grid is not None else [rank]
-    (folder / f"held{rank}.json").write_text(json.dumps({"grid": grid, "parts": parts}))
+    alone = [name for name in state if trainer.program.is_placed(name)]
+    held = {"grid": grid, "parts": parts, "alone": alone}
+    (folder / f"held{rank}.json").write_text(json.dumps(held))
     (folder / f"memory{rank}.json").write_text(
         json.dumps([meter.peak_bytes, meter.peak_total_bytes] if meter else [0, 0])
     )

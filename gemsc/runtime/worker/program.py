@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gemsc.base.parts import Part, parts_of
+from gemsc.base.parts import Part, holder_of, parts_of
 from gemsc.messages.message import Input, Tiles
 
 __all__ = ["RankPlace", "RankProgram", "Run"]
@@ -46,6 +46,9 @@ class RankProgram:
         those of a stage, those of its parts, or those of one parameter that stages
         share. What this rank holds alone is not among them.
     parts: the parameters and buffers of which the rank has a part only, by all names.
+    placed: the tile of the grid that alone holds all parameters and buffers under a
+        path, those of a branch. What leads to such a branch may lack a gradient on the
+        others.
     shard_optimizer: whether each of the ranks in a reduction updates its rows only.
     updated_whole: parameters that one of these ranks updates, all rows of them.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
@@ -61,6 +64,7 @@ class RankProgram:
     inputs: Mapping[str, Input]
     reductions: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, Part] = field(default_factory=dict)
+    placed: Mapping[str, int] = field(default_factory=dict)
     shard_optimizer: bool = False
     updated_whole: Collection[str] = ()
     deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)
@@ -79,7 +83,11 @@ class RankProgram:
         if name in self.reductions:
             return name
         stage = run.stage_name
-        return parts_of(stage) if name in self.parts else stage
+        return parts_of(stage) if name in self.parts or self.is_placed(name) else stage
+
+    def is_placed(self, name: str) -> bool:
+        """Whether one rank of the grid alone holds a tensor."""
+        return holder_of(name, self.placed) is not None
 
     def is_first(self, key: str, rank: int) -> bool:
         """Whether a rank is the first of its copy of those that hold the same.

@@ -124,7 +124,8 @@ class Updates:
         self._own.gather(lambda parameter: parameter.grad)
 
     def _start(self, key: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        group, counted = self._groups[key], self._program.depends_on_data
+        program, group = self._program, self._groups[key]
+        counted = program.depends_on_data or bool(program.placed)
         self._sums.start(group, parameters, self._own.rows, counted=counted)
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
