@@ -372,6 +372,8 @@ def _modes(writer: Writer, region: meta.Region) -> Iterator[None]:
     if region.autocast is not None:
         device, dtype = region.autocast
         modes.append(f"torch.autocast({quoted(device)}, dtype={dtype})")
+    if region.draw is not None:
+        modes.append(f"tiles.own_numbers({region.draw})")
     if not modes:
         yield
         return

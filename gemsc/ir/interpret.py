@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from gemsc.ir.holder import attribute
-from gemsc.ir.meta import region, whole_gradients
-from gemsc.runtime.tiles import with_whole_gradients
+from gemsc.ir.meta import Region, region, whole_gradients
+from gemsc.runtime.tiles import own_numbers, with_whole_gradients
 
 __all__ = ["run_node", "run_nodes"]
 
@@ -60,7 +60,7 @@ def run_node(node: fx.Node, values: dict[fx.Node, Any], module: torch.nn.Module)
 
 def _modes(node: fx.Node) -> AbstractContextManager[Any]:
     modes = region(node)
-    if modes.grad and modes.autocast is None:
+    if modes == Region():
         return nullcontext()
     stack = ExitStack()
     if not modes.grad:
@@ -68,4 +68,6 @@ def _modes(node: fx.Node) -> AbstractContextManager[Any]:
     if modes.autocast is not None:
         device, dtype = modes.autocast
         stack.enter_context(torch.autocast(device, dtype=dtype))
+    if modes.draw is not None:
+        stack.enter_context(own_numbers(modes.draw))
     return stack

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "module_path",
     "needs_gradient",
     "region",
+    "set_draw",
     "set_dtypes",
     "set_facts",
     "set_glue",
@@ -78,11 +79,13 @@ class TensorSpec:
 class Region:
     """The modes that were on while a node ran in the user's forward.
 
-    `autocast` is (device type, dtype) or None where autocast was off.
+    `autocast` is (device type, dtype) or None where autocast was off. `draw` numbers a
+    node that draws random numbers on one rank of a grid alone.
     """
 
     grad: bool = True
     autocast: tuple[str, torch.dtype] | None = None
+    draw: int | None = None
 
 
 class Dtypes(NamedTuple):
@@ -208,6 +211,11 @@ def module_path(node: fx.Node) -> str:
 def region(node: fx.Node) -> Region:
     """Return the modes that were on."""
     return cast("Region", node.meta.get("gemsc_region", Region()))
+
+
+def set_draw(node: fx.Node, draw: int) -> None:
+    """Say that a node draws random numbers that the other ranks do not draw."""
+    node.meta["gemsc_region"] = replace(region(node), draw=draw)
 
 
 def dtypes(node: fx.Node) -> Dtypes:

@@ -124,6 +124,20 @@ class StageShards:
         """The dimension in which each value is split, by its name."""
         return dict(self.split)
 
+    @cached_property
+    def fork_of(self) -> dict[str, Fork]:
+        """The fork of each node of a branch and of its join, by the node's name."""
+        return {
+            node: fork
+            for fork in self.forks
+            if not fork.reason
+            for node in (
+                *(name for branch in fork.branches for name in branch.nodes),
+                *fork.added,
+                fork.join,
+            )
+        }
+
     def for_evaluation(self, twins: dict[fx.Node, fx.Node] | None) -> StageShards:
         """Return the same cuts for the graph in evaluation mode.
 

@@ -20,6 +20,7 @@ from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import StageShards
 from gemsc.passes.base import Pass
+from gemsc.passes.branches.choice import choose_forks, placed_tensors
 from gemsc.passes.shards.analysis import analysis_of
 from gemsc.passes.shards.choice import choose_cuts
 from gemsc.passes.shards.trunk import choose_trunk
@@ -58,7 +59,7 @@ class ChooseShards(Pass):
             shards = {
                 stage.index: self._choose(program, stage, whole)
                 for stage in program.require_stages()
-                if self.grids[stage.index].shards > 1
+                if self.grids[stage.index].beside > 1
             }
             unlike = _unlike(program, shards)
             if not unlike:
@@ -72,18 +73,33 @@ class ChooseShards(Pass):
     def _choose(
         self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
     ) -> StageShards:
-        count = self.grids[stage.index].shards
+        grid = self.grids[stage.index]
+        count = grid.beside
         analysis = analysis_of(program, stage)
-        found = choose_cuts(analysis, count, self.link, keep_whole)
-        if not found.cut:
+        found = StageShards(count, "whole", ())
+        if grid.branches > 1:
+            found = self._branches(program, stage, keep_whole)
+        if grid.shards > 1:
+            found = choose_cuts(analysis, count, self.link, keep_whole, found.forks)
+        if not found.cut and not found.rank_of:
             reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
             raise GemscError(
                 f"--shards {count}: nothing in stage {stage.index} can be cut"
                 + "".join(f"; {reason}" for reason in reasons),
                 help=f"give this stage one rank: {self._with_one_rank(stage.index)}",
             )
+        others = _elsewhere(program, stage)
+        placed = placed_tensors(program, stage, found.forks, others)
+        found = replace(found, placed=placed)
         trunk, split = choose_trunk(analysis, found, self.trunk)
         return replace(found, trunk=trunk, split=split)
+
+    def _branches(
+        self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
+    ) -> StageShards:
+        count = self.grids[stage.index].branches
+        forks = choose_forks(program, stage, count, self.link, keep_whole=keep_whole)
+        return StageShards(count, "whole", (), forks=forks)
 
     def _with_one_rank(self, stage: int) -> str:
         """Return the flags that give a stage, and others of its ranks, no shards."""
@@ -93,6 +109,12 @@ class ChooseShards(Pass):
         grids = [groups[group] for group in sorted(groups)]
         counts = ",".join(str(grid.shards) for grid in grids)
         return f"--shards {counts} --ranks {sum(grid.size for grid in grids)}"
+
+
+def _elsewhere(program: Program, stage: Stage) -> set[str]:
+    """Return the parameters and buffers that other stages use."""
+    names = enumerate(owned_tensors(program))
+    return {n for index, own in names for n in own if index != stage.index}
 
 
 def _unlike(program: Program, shards: dict[int, StageShards]) -> set[str]:

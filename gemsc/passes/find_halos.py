@@ -13,7 +13,7 @@ from gemsc.base.grid_shape import GridShape
 from gemsc.ir.halos import Halos
 from gemsc.ir.program import Placement, Program
 from gemsc.passes.base import Pass
-from gemsc.passes.shards.lowering import lower_node
+from gemsc.passes.branches.lowering import lower_node
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.fusing import choose_fused
 from gemsc.passes.spatial.lowering import Lowering

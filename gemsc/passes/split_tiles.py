@@ -19,8 +19,8 @@ from gemsc.ir.halos import Halos
 from gemsc.ir.holder import attribute
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
+from gemsc.passes.branches.lowering import lower_node
 from gemsc.passes.shards.local import put_parts
-from gemsc.passes.shards.lowering import lower_node
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.lowering import Lowering
 

@@ -9,14 +9,14 @@ are its heads, its hidden features and its words, and none of them meet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.shards import CutTensor, StageShards, WholeTensor
+from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.passes.shards.analysis import Analysis, cut_parts
 from gemsc.passes.shards.factors import Factor, leaves
 from gemsc.passes.shards.rules import reason_at
@@ -46,15 +46,18 @@ def choose_cuts(
     count: int,
     link: LinkSpeed,
     keep_whole: Mapping[str, str],
+    forks: tuple[Fork, ...] = (),
 ) -> StageShards:
     """Return what is cut over `count` ranks, all else whole.
 
-    `keep_whole` are modules and tensors that stay whole, each with the reason.
+    `keep_whole` are modules and tensors that stay whole, each with the reason. In the
+    branches of `forks` nothing is cut.
 
     Raises:
         GemscError: what should be cut has fewer units than there are ranks.
     """
-    found, refused = _candidates(analysis, keep_whole)
+    shared = StageShards(count, "whole", (), forks=forks)
+    found, refused = _candidates(analysis, keep_whole, shared.rank_of)
     for candidate in found.values():
         _weigh(analysis, candidate, count, link)
     chosen = _heaviest(found)
@@ -62,7 +65,7 @@ def choose_cuts(
     if few:
         _check_units([found[factor] for factor in few], found, count)
         names = {n: _too_few(found[f], count) for f in few for n in found[f].names}
-        return choose_cuts(analysis, count, link, {**keep_whole, **names})
+        return choose_cuts(analysis, count, link, {**keep_whole, **names}, forks)
     cuts = []
     for factor in chosen:
         noun = found[factor].noun
@@ -73,7 +76,7 @@ def choose_cuts(
     order = list(analysis.parameters)
     cuts.sort(key=lambda each: order.index(each.name))
     whole = _left_whole(analysis, cuts, refused)
-    return StageShards(count, "whole", tuple(cuts), whole)
+    return replace(shared, cut=tuple(cuts), whole=whole)
 
 
 def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]:
@@ -131,7 +134,7 @@ def _check_units(
 
 
 def _candidates(
-    analysis: Analysis, keep_whole: Mapping[str, str]
+    analysis: Analysis, keep_whole: Mapping[str, str], rank_of: Mapping[str, int]
 ) -> tuple[dict[Factor, _Candidate], dict[Factor, str]]:
     """Return the factors that may be cut, and why others of parameters may not."""
     found, refused = _of_parameters(analysis, keep_whole)
@@ -140,6 +143,8 @@ def _candidates(
         for factor, letters in roots.items():
             if factor not in found:
                 continue
+            if node.name in rank_of:
+                refused.setdefault(factor, "one rank computes its branch")
             if len(letters) > 1:
                 refused.setdefault(factor, f"{reason_at(node)} has it twice")
             candidate = found[factor]

@@ -30,7 +30,15 @@ from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower_call
 from gemsc.passes.spatial.values import Local
 
-__all__ = ["lower_node"]
+__all__ = ["lower_node", "trunk_axes"]
+
+
+def trunk_axes(low: Lowering, node: fx.Node) -> Axes | None:
+    """Return how a value is cut outside of the regions: by samples or tokens, or not."""
+    if low.shards is None or not low.shards.split:
+        return None
+    analysis = analysis_of(low.program, low.stage)
+    return _axes(analysis.dims(node), _trunk(low, analysis), low.tiles)
 
 
 def lower_node(low: Lowering, node: fx.Node) -> Local:

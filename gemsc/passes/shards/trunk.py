@@ -9,6 +9,7 @@ out of it is reduced and scattered: as many bytes as the sums of a whole trunk t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import Tensor, fx
 
@@ -41,16 +42,18 @@ def choose_trunk(
     if wanted == "whole":
         return "whole", ()
     cut = set(chosen_factors(analysis, shards))
+    outside = [node for node in analysis.values if node.name not in shards.rank_of]
+    outside = [n for n in outside if _learns(n) and _is_outside(analysis, cut, n)]
     if wanted != "auto":
-        factor = _factor(analysis, cut, DIMS[wanted], shards.count)
+        factor = _factor(analysis, outside, DIMS[wanted], shards.count)
         _check(factor, wanted, shards.count, analysis)
         assert factor is not None
-        return wanted, _split(analysis, cut, factor, shards.count)
+        return wanted, _split(analysis, cut, outside, factor, shards.count)
     everything = sum(map(_seconds, analysis.stage.nodes)) / shards.count
     for kind, dim in DIMS.items():
-        factor = _factor(analysis, cut, dim, shards.count)
+        factor = _factor(analysis, outside, dim, shards.count)
         if factor is not None and factor.size % shards.count == 0:
-            split = _split(analysis, cut, factor, shards.count)
+            split = _split(analysis, cut, outside, factor, shards.count)
             saved = _saved(analysis, cut, split) * (1 - 1 / shards.count)
             if saved > GAIN * everything:
                 return kind, split
@@ -58,18 +61,17 @@ def choose_trunk(
 
 
 def _factor(
-    analysis: Analysis, cut: set[Factor], dim: int, count: int
+    analysis: Analysis, outside: Iterable[fx.Node], dim: int, count: int
 ) -> Factor | None:
     """Return the factor that most values outside of the regions have as a dimension.
 
     One with something for each of `count` ranks comes before all others.
     """
     sizes: Counter[Factor] = Counter()
-    for node in analysis.values:
-        if _learns(node) and _is_outside(analysis, cut, node):
-            dims = analysis.dims(node)
-            if len(dims) > max(1, dim) and len(found := leaves(dims[dim])) == 1:
-                sizes[found[0]] += meta.spec(node).num_bytes
+    for node in outside:
+        dims = analysis.dims(node)
+        if len(dims) > max(1, dim) and len(found := leaves(dims[dim])) == 1:
+            sizes[found[0]] += meta.spec(node).num_bytes
     return max(sizes, key=lambda f: (f.size >= count, sizes[f]), default=None)
 
 
@@ -91,12 +93,16 @@ def _check(factor: Factor | None, wanted: str, count: int, analysis: Analysis) -
         )
 
 
-def _split(analysis: Analysis, cut: set[Factor], factor: Factor, count: int) -> Split:
+def _split(
+    analysis: Analysis,
+    cut: set[Factor],
+    outside: Iterable[fx.Node],
+    factor: Factor,
+    count: int,
+) -> Split:
     """Return the values that are split by a factor, each with its dimension."""
     found = []
-    for node in analysis.values:
-        if not _learns(node) or not _is_outside(analysis, cut, node):
-            continue
+    for node in outside:
         dims = analysis.dims(node)
         dim = split_dim(dims, factor, count)
         if dim is not None:

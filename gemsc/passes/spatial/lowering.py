@@ -44,7 +44,7 @@ from gemsc.runtime import tiles
 __all__ = ["Local", "Lowering", "Refused", "Rule"]
 
 
-Rule = Callable[["Lowering", fx.Node], Local]
+Rule = Callable[["Lowering", fx.Node], Local | None]  # None: on another rank
 
 
 class Lowering:
@@ -123,20 +123,21 @@ class Lowering:
         self._made = []
         for glue, nodes in groupby(block.nodes, meta.glue):
             run = tuple(nodes)
-            if glue is not None and self.grid:
+            if glue is not None and self.grid and not self.is_in_branch(run[0]):
                 self._lower_run(run)
-            else:
-                for node in run:
-                    self._env[node] = self._lower(node)
+                continue
+            for node in run:
+                local = self.lower(node, self._rule) if self.grid else self.copy(node)
+                if local is not None:
+                    self._env[node] = local
         return Block(block.index, block.name, tuple(self._made))
 
-    def _lower(self, node: fx.Node) -> Local:
-        if not self.grid:
-            return self.copy(node, None)
+    def lower(self, node: fx.Node, rule: Rule) -> Local | None:
+        """Lower a node by a rule, or of whole inputs where that refuses."""
         before = len(self._made)
         num_barriers = len(self.barriers)
         try:
-            return self._rule(self, node)
+            return rule(self, node)
         except Refused as refused:
             self._take_back(before)
             self._flattened.pop(node, None)
@@ -147,7 +148,9 @@ class Lowering:
         """Lower nodes that share memory: the tile's own part, or all of it whole."""
         before, num_barriers = len(self._made), len(self.barriers)
         for node in run:
-            self._env[node] = self._lower(node)
+            local = self.lower(node, self._rule)
+            assert local is not None
+            self._env[node] = local
             if not self._changes_alike(node, run):
                 break
         else:
@@ -207,6 +210,10 @@ class Lowering:
     def shards(self) -> StageShards | None:
         """How the stage at hand is shared, None if its ranks share no channels."""
         return self.program.shards.get(self._stage)
+
+    def is_in_branch(self, node: fx.Node) -> bool:
+        """Whether one rank of the stage at hand computes a node, for its branch."""
+        return self.shards is not None and node.name in self.shards.rank_of
 
     def split_axes(self, node: fx.Node) -> Axes | None:
         """Return how a trunk that is split cuts a value; None if all hold all of it."""
@@ -425,7 +432,7 @@ class Lowering:
     def copy(
         self,
         node: fx.Node,
-        axes: Axes | None,
+        axes: Axes | None = None,
         *,
         inputs: dict[fx.Node, fx.Node] | None = None,
     ) -> Local:
@@ -601,6 +608,20 @@ class Lowering:
         return node
 
     # ------------------------------------- parts of values, made once
+
+    def add(
+        self,
+        like: fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        shape: tuple[int, ...],
+        layout: Layout | None = None,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """Add a call whose value has a dtype like another's, and this shape."""
+        new = self._create("call_function", target, args, kwargs, like.name)
+        self._describe_part(new, like, layout, shape)
+        return new
 
     def _create(
         self,

@@ -6,6 +6,7 @@ public here.
 """
 
 from gemsc.runtime.tiles.attention import *
+from gemsc.runtime.tiles.branches import *
 from gemsc.runtime.tiles.collectives import *
 from gemsc.runtime.tiles.convolution import *
 from gemsc.runtime.tiles.dropout import *

@@ -1,0 +1,300 @@
+"""Lower a stage whose ranks share branches: each rank has the nodes of its own.
+
+What a branch begins with is there as a whole; a trunk that is split is gathered. What
+the branches give is exchanged at once, right before their join: side by side in one
+row, or, where the join adds them up, as a sum:
+
+    %packed = pack((%a, %c), (6144,))                # on the rank that has a and c
+    %packed_1 = redistribute(grid, %packed, ...)     # the row of all: a, c, b
+    %unpacked = unpack(%packed_1, ...)
+
+A rank without a branch gives nothing, and takes part in all exchanges: in backward as
+well, since what it gives needs a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import Tensor, fx
+
+from gemsc.base.boxes import Box, everything, shape_of
+from gemsc.errors import InternalError
+from gemsc.ir import meta
+from gemsc.ir.layout import Layout
+from gemsc.ir.shards import Fork
+from gemsc.messages.exchange import Exchange
+from gemsc.passes.shards.lowering import lower_node as lower_among_shards
+from gemsc.passes.shards.lowering import trunk_axes
+from gemsc.passes.spatial.cuts import Axes
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, annotate_part
+from gemsc.runtime import tiles
+
+__all__ = ["lower_node"]
+
+
+def lower_node(low: Lowering, node: fx.Node) -> Local | None:
+    """Lower a node: of a branch, of a join, or of what is between them.
+
+    None for what this rank does not compute.
+
+    Raises:
+        Refused: its inputs must be gathered.
+    """
+    fork = low.shards.fork_of.get(node.name) if low.shards is not None else None
+    if fork is None:
+        return lower_among_shards(low, node)
+    at = _At(low, fork)
+    if low.is_in_branch(node):
+        return at.branch(node)
+    if node.name == fork.join:
+        return at.sum(node) if fork.added else at.join(node)
+    return None  # an addition before the last: the rank adds up all at once
+
+
+@dataclass(frozen=True)
+class _At:
+    """A fork on the rank at hand."""
+
+    low: Lowering
+    fork: Fork
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Who computes which node."""
+        assert self.low.shards is not None
+        return self.low.shards.rank_of
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The nodes of all branches."""
+        inside = {name for branch in self.fork.branches for name in branch.nodes}
+        return [node for node in self.low.stage.nodes if node.name in inside]
+
+    # ---------------------------------------------------------- what goes in
+
+    def branch(self, node: fx.Node) -> Local | None:
+        """Compute a node as one process does; on the other ranks it is not there."""
+        low = self.low
+        given = {
+            source: self._entering(source)
+            for source in node.all_input_nodes
+            if source.op != "get_attr" and not low.is_in_branch(source)
+        }
+        if self.ranks[node.name] != low.place:
+            return None
+        local = low.copy(node, inputs=given)
+        meta.set_whole_gradients(local.node, None)
+        if isinstance(meta.value(node), Tensor):
+            shape = meta.spec(node).shape
+            held = [shape if rank == low.place else () for rank in range(low.tiles)]
+            boxes = tuple(_box(shape, bool(each)) for each in held)
+            meta.set_layout(local.node, Layout(shape, boxes))
+        if meta.facts(node).random:
+            meta.set_draw(local.node, low.draw(node))
+        return local
+
+    def _entering(self, source: fx.Node) -> fx.Node:
+        """Return a value from outside, as a whole on the ranks that need it."""
+        low = self.low
+        if not isinstance(meta.value(source), Tensor):
+            return low.get(source).node
+        local = low.local(source)
+        if local.parts or low.flattened(source) is not None:
+            return low.whole(source)
+        if local.axes is None:
+            return local.node
+        users = self._users(source)
+        shape = low.shape(source)
+        return low.part(source, [_box(shape, t in users) for t in range(low.tiles)])
+
+    def _users(self, source: fx.Node) -> set[int]:
+        return {self.ranks[node.name] for node in self.nodes if node in source.users}
+
+    def _unused(self) -> list[fx.Node]:
+        """Return what arrived for other ranks' branches: this one has no use for it."""
+        low, found = self.low, {}
+        for node in self.nodes:
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" or low.is_in_branch(source):
+                    continue
+                is_tensor = isinstance(meta.value(source), Tensor)
+                if is_tensor and low.place not in self._users(source):
+                    here = self._entering(source)
+                    if here is not low.local(source).node and _learns(source):
+                        found[here] = None
+        return list(found)
+
+    def _nothing(self, like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        """Return the node of no elements, of the dtype of a value."""
+        low = self.low
+        sources = (
+            source
+            for node in self.nodes
+            for source in node.all_input_nodes
+            if isinstance(meta.value(source), Tensor) and not low.is_in_branch(source)
+        )
+        source = next(sources, None)
+        if source is None:
+            raise InternalError(f"the branches before {self.fork.join} take nothing")
+        if source.op == "get_attr":
+            of = low.get(source).node
+        else:
+            of = self._entering(source)
+        settings: dict[str, object] = {}
+        if meta.spec(like).dtype != meta.spec(source).dtype:
+            settings["dtype"] = meta.spec(like).dtype
+        if not _learns(like):
+            settings["learns"] = False
+        return low.add(like, tiles.nothing, (of, shape), shape, **settings)
+
+    def _tied(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        """Return a value whose backward is that of what arrived in vain, too."""
+        unused = self._unused()
+        if not unused or not _learns(like):
+            return value
+        shape = tuple(meta.value(value).shape)
+        layout = meta.layout(value)
+        args = (value, tuple(unused))
+        return self.low.add(like, tiles.tied, args, shape, layout)
+
+    # --------------------------------------------------------- what comes out
+
+    def join(self, node: fx.Node) -> Local | None:
+        """Exchange what the branches give, and join it."""
+        values = [s for s in node.all_input_nodes if self.low.is_in_branch(s)]
+        values.sort(key=lambda value: self.ranks[value.name])
+        given: dict[fx.Node, Local] = {}
+        for _, group in groupby(sorted(values, key=self._form), self._form):
+            given |= self._exchanged(node, tuple(group))
+        with self.low.instead(given):
+            return self.low.lower(node, lower_among_shards)
+
+    def _form(self, value: fx.Node) -> tuple[object, ...]:
+        """Return what values have in common that travel together."""
+        dtype, learns = str(meta.spec(value).dtype), _learns(value)
+        return learns, dtype, self._kept(value), str(self._axes(value))
+
+    def _axes(self, value: fx.Node) -> Axes | None:
+        """Return how the join takes a value: split as the trunk is, or whole."""
+        shards = self.low.shards
+        assert shards is not None
+        if self.fork.join not in dict(shards.split):
+            return None
+        return trunk_axes(self.low, value)
+
+    def _kept(self, value: fx.Node) -> tuple[int, ...]:
+        """Return the sizes of the dimensions that stay when a value is packed."""
+        axes = self._axes(value)
+        shape = meta.spec(value).shape
+        return shape[: axes.index(0) + 1] if axes is not None else ()
+
+    def _exchanged(
+        self, join: fx.Node, values: Sequence[fx.Node]
+    ) -> dict[fx.Node, Local]:
+        low, first = self.low, values[0]
+        kept, axes = self._kept(first), self._axes(first)
+        widths = [prod(meta.spec(value).shape) // prod(kept) for value in values]
+        shape = (*kept, sum(widths))
+        held = tuple(
+            (*everything(kept), self._columns(values, widths, rank))
+            for rank in range(low.tiles)
+        )
+        cut: Axes | None = None
+        if axes is not None:
+            cut = (*axes[: len(kept)], None)
+        wanted = low.owned(shape, cut)
+        exchange = low.exchange(shape, held, wanted)
+        packed = self._sent(first, self._packed(values), exchange)
+        own = [low.owned(meta.spec(v).shape, self._axes(v)) for v in values]
+        shapes = tuple(shape_of(boxes[low.place]) for boxes in own)
+        taken = low.add(join, tiles.unpack, (packed, shapes), ())
+        with meta.value(first).fake_mode:
+            fakes = [meta.value(v).new_empty(s) for v, s in zip(values, shapes)]
+        meta.set_value(taken, tuple(fakes))
+        found = {}
+        for number, (value, boxes) in enumerate(zip(values, own, strict=True)):
+            layout = Layout(meta.spec(value).shape, boxes)
+            args = (taken, number)
+            item = low.add(value, operator.getitem, args, shapes[number], layout)
+            found[value] = Local(item, self._axes(value))
+        return found
+
+    def _columns(
+        self, values: Sequence[fx.Node], widths: Sequence[int], rank: int
+    ) -> tuple[int, int]:
+        """Return which columns of the packed values a rank has."""
+        ranks = [self.ranks[value.name] for value in values]
+        start = sum(w for w, r in zip(widths, ranks, strict=True) if r < rank)
+        own = sum(w for w, r in zip(widths, ranks, strict=True) if r == rank)
+        return start, start + own
+
+    def _packed(self, values: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """Return the values that this rank has computed."""
+        here = self.low.place
+        mine = (value for value in values if self.ranks[value.name] == here)
+        return tuple(self.low.local(value).node for value in mine)
+
+    def _sent(
+        self, like: fx.Node, own: tuple[fx.Node, ...], exchange: Exchange
+    ) -> fx.Node:
+        """Return what comes of an exchange of rows to which this rank gives its own."""
+        low = self.low
+        shape = shape_of(exchange.held[low.place])
+        layout = Layout(exchange.shape, exchange.held)
+        if own:
+            row = low.add(like, tiles.pack, (own, shape), shape, layout)
+        else:
+            row = self._nothing(like, shape)
+        return self._given(like, row, exchange)
+
+    def _given(self, like: fx.Node, held: fx.Node, exchange: Exchange) -> fx.Node:
+        low = self.low
+        args = (low.here, self._tied(held, like), exchange)
+        layout = Layout(exchange.shape, exchange.wanted)
+        shape = layout.local_shape(low.place)
+        return low.add(like, tiles.redistribute, args, shape, layout)
+
+    def sum(self, node: fx.Node) -> Local:
+        """Add up what this rank has, then what all have, then what all know."""
+        low, shape = self.low, meta.spec(node).shape
+        added = set(self.fork.added)
+        among = [n for n in low.stage.nodes if n.name in added]
+        terms = [s for n in among for s in n.all_input_nodes if s.name not in added]
+        mine = [t for t in terms if low.is_in_branch(t)]
+        ranks = {self.ranks[term.name] for term in mine}
+        held = tuple(_box(shape, rank in ranks) for rank in range(low.tiles))
+        axes = self._axes(node)
+        exchange = low.exchange(shape, held, low.owned(shape, axes), adds=True)
+        own = self._packed(mine)
+        if own:
+            addend = reduce(lambda a, b: self._plus(node, a, b, shape), own)
+        else:
+            addend = self._nothing(node, shape_of(held[low.place]))
+        total = self._given(node, addend, exchange)
+        known = [low.spread(t, axes) for t in terms if not low.is_in_branch(t)]
+        size = shape_of(exchange.wanted[low.place])
+        result = reduce(lambda a, b: self._plus(node, a, b, size), known, total)
+        annotate_part(result, node, axes, low.grid, low.place)
+        return Local(result, axes)
+
+    def _plus(
+        self, node: fx.Node, a: fx.Node, b: fx.Node, shape: tuple[int, ...]
+    ) -> fx.Node:
+        return self.low.add(node, operator.add, (a, b), shape)
+
+
+def _box(shape: tuple[int, ...], is_held: bool) -> Box:
+    """Return the box of all of a value, or of nothing."""
+    return everything(shape) if is_held else ((0, 0),) * len(shape)
+
+
+def _learns(node: fx.Node) -> bool:
+    return meta.needs_gradient(node)
