@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from math import prod
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from gemsc.base.boxes import Box, everything, shape_of
@@ -120,7 +120,8 @@ class _At:
 
     def _unused(self) -> list[fx.Node]:
         """Return what arrived for other ranks' branches: this one has no use for it."""
-        low, found = self.low, {}
+        low = self.low
+        found: dict[fx.Node, None] = {}
         for node in self.nodes:
             for source in node.all_input_nodes:
                 if source.op == "get_attr" or low.is_in_branch(source):
@@ -144,11 +145,9 @@ class _At:
         source = next(sources, None)
         if source is None:
             raise InternalError(f"the branches before {self.fork.join} take nothing")
-        if source.op == "get_attr":
-            of = low.get(source).node
-        else:
-            of = self._entering(source)
-        settings: dict[str, object] = {}
+        is_given = source.op == "get_attr"
+        of = low.get(source).node if is_given else self._entering(source)
+        settings: dict[str, Any] = {}
         if meta.spec(like).dtype != meta.spec(source).dtype:
             settings["dtype"] = meta.spec(like).dtype
         if not _learns(like):
@@ -217,8 +216,8 @@ class _At:
         shapes = tuple(shape_of(boxes[low.place]) for boxes in own)
         taken = low.add(join, tiles.unpack, (packed, shapes), ())
         with meta.value(first).fake_mode:
-            fakes = [meta.value(v).new_empty(s) for v, s in zip(values, shapes)]
-        meta.set_value(taken, tuple(fakes))
+            pairs = zip(values, shapes, strict=True)
+            meta.set_value(taken, tuple(meta.value(v).new_empty(s) for v, s in pairs))
         found = {}
         for number, (value, boxes) in enumerate(zip(values, own, strict=True)):
             layout = Layout(meta.spec(value).shape, boxes)

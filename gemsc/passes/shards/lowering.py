@@ -34,7 +34,7 @@ __all__ = ["lower_node", "trunk_axes"]
 
 
 def trunk_axes(low: Lowering, node: fx.Node) -> Axes | None:
-    """Return how a value is cut outside of the regions: by samples or tokens, or not."""
+    """Return how a trunk that is split cuts a value: by samples or tokens, or not."""
     if low.shards is None or not low.shards.split:
         return None
     analysis = analysis_of(low.program, low.stage)

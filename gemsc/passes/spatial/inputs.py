@@ -125,7 +125,7 @@ class Placeholders:
 
     def _image_axes(self, node: fx.Node, grid: GridShape) -> Axes | None:
         """Return how an input is cut: images and masks, not labels or sequences."""
-        if grid.shards > 1:
+        if grid.beside > 1:
             return None
         shape = whole_shape(node)
         parts = grid.axes

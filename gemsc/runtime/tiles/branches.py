@@ -89,6 +89,6 @@ def own_numbers(draw: int) -> Iterator[None]:
     if are_draws_same():
         yield
         return
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    device = torch.device("cuda" if torch.cuda._initialized else "cpu")
     with torch_seeded(seed_of(torch.initial_seed(), draw), device):
         yield
