@@ -185,7 +185,7 @@ class _At:
         """Return how the join takes a value: split as the trunk is, or whole."""
         shards = self.low.shards
         assert shards is not None
-        if self.fork.join not in dict(shards.split):
+        if self.fork.join not in shards.split_dims:
             return None
         return trunk_axes(self.low, value)
 
