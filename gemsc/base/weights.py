@@ -86,6 +86,8 @@ def _read_part(stored: Any, part: Part, what: str) -> Tensor:
             f"{what} has shape {list(shape)}, the program needs {list(part.shape)}",
             help="use weights of this model, or compile again",
         )
+    if not part.shape:
+        return stored[...]
     around = (slice(None),) * part.dim
     rows = [stored[(*around, slice(*interval))] for interval in part.intervals]
     return torch.cat(rows, part.dim).contiguous()
