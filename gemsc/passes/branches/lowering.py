@@ -30,8 +30,7 @@ from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.ir.shards import Fork
 from gemsc.messages.exchange import Exchange
-from gemsc.passes.shards.lowering import lower_node as lower_among_shards
-from gemsc.passes.shards.lowering import trunk_axes
+from gemsc.passes.shards.lowering import lower_on_shards, trunk_axes
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local, annotate_part
@@ -50,7 +49,7 @@ def lower_node(low: Lowering, node: fx.Node) -> Local | None:
     """
     fork = low.shards.fork_of.get(node.name) if low.shards is not None else None
     if fork is None:
-        return lower_among_shards(low, node)
+        return lower_on_shards(low, node)
     at = _At(low, fork)
     if low.is_in_branch(node):
         return at.branch(node)
@@ -174,7 +173,7 @@ class _At:
         for _, group in groupby(sorted(values, key=self._form), self._form):
             given |= self._exchanged(node, tuple(group))
         with self.low.instead(given):
-            return self.low.lower(node, lower_among_shards)
+            return self.low.lower(node, lower_on_shards)
 
     def _form(self, value: fx.Node) -> tuple[object, ...]:
         """Return what values have in common that travel together."""

@@ -30,7 +30,7 @@ from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower_call
 from gemsc.passes.spatial.values import Local
 
-__all__ = ["lower_node", "trunk_axes"]
+__all__ = ["lower_on_shards", "trunk_axes"]
 
 
 def trunk_axes(low: Lowering, node: fx.Node) -> Axes | None:
@@ -41,7 +41,7 @@ def trunk_axes(low: Lowering, node: fx.Node) -> Axes | None:
     return _axes(analysis.dims(node), _trunk(low, analysis), low.tiles)
 
 
-def lower_node(low: Lowering, node: fx.Node) -> Local:
+def lower_on_shards(low: Lowering, node: fx.Node) -> Local:
     """Lower a node of a stage that is split: on tiles, or among shards.
 
     Raises:
