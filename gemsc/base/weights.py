@@ -87,7 +87,8 @@ def _read_part(stored: Any, part: Part, what: str) -> Tensor:
             help="use weights of this model, or compile again",
         )
     if not part.shape:
-        return stored[...]
+        number: Tensor = stored[...]
+        return number
     around = (slice(None),) * part.dim
     rows = [stored[(*around, slice(*interval))] for interval in part.intervals]
     return torch.cat(rows, part.dim).contiguous()
