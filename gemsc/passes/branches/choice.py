@@ -27,6 +27,8 @@ MOST_ASSIGNMENTS = 4096  # that are compared
 LEAST_SAVED = 0.02  # of a fork's seconds: less is not worth it
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
+NOT_PLACED = "the plan places none of them"
+Placed = Mapping[str, Sequence[Sequence[str]]]
 ALL = -1  # in the place of a rank: each computes it, as it does the trunk
 
 
@@ -146,24 +148,32 @@ def choose_forks(
     link: LinkSpeed,
     *,
     keep_whole: Mapping[str, str] = {},
+    placed: Placed | None = None,
 ) -> tuple[Fork, ...]:
     """Return the forks whose branches `count` ranks share, in order, then others.
 
     The others have a reason: they were considered, and sharing them gains nothing.
     `link` connects the ranks; the trunk is whole on each. `keep_whole` are modules and
-    tensors that all ranks use, each with the reason.
+    tensors that all ranks use, each with the reason. With `placed`, by the names of
+    joins the names of each rank's branches, these are shared out so, and no others.
     """
     finder = Finder(program, stage, keep_whole)
     ranks = _Ranks(count, link)
     choose = _Chooser(finder, ranks)
     found: list[_Candidate] = []
+    wanted: list[_Candidate] = []
     ends: set[int] = set()
     for join, added in finder.joins():
         for window in finder.windows(join, added, ends):
             found.append(choose.candidate(window))
+            if placed is not None and window.join.name in placed:
+                wanted += choose.as_placed(window, placed[window.join.name])
         if any(not each.fork.reason for each in found if each.last == join):
             ends.add(join)
     chosen = _heaviest([each for each in found if not each.fork.reason])
+    if placed is not None:
+        found = [replace(c, fork=replace(c.fork, reason=NOT_PLACED)) for c in found]
+        chosen = _heaviest(wanted, 1.0 + sum(abs(c.fork.saved) for c in wanted))
     seconds = stage.total("forward_seconds") + stage.total("backward_seconds")
     told = _told([each for each in found if each.fork.reason], chosen, seconds)
     return tuple(each.fork for each in (*chosen, *told))
@@ -220,6 +230,22 @@ class _Chooser:
         made = self._made(window, shared, saved)
         return replace(made, fork=replace(made.fork, reason=_reason(window, made.fork)))
 
+    def as_placed(
+        self, window: ForkWindow, placed: Sequence[Sequence[str]]
+    ) -> Iterator[_Candidate]:
+        """Yield the fork with these branches on each rank, if the window has them."""
+        names = _names(window)
+        rank_of = {name: rank for rank, own in enumerate(placed) for name in own}
+        free = {names[each.nodes]: each for each in window.components if not each.stays}
+        if rank_of.keys() <= free.keys():
+            pieces = [_piece(each.seconds, each.results) for each in free.values()]
+            total = _piece(0.0, (window.join,)) if window.added else None
+            ranks = [rank_of.get(name, ALL) for name in free]
+            seconds = sum(piece.seconds for piece in pieces)
+            saved = seconds - self.ranks.seconds(pieces, ranks, total)
+            shared = {free[name].nodes: rank for name, rank in rank_of.items()}
+            yield self._made(window, shared, saved)
+
     def _made(
         self,
         window: ForkWindow,
@@ -227,10 +253,15 @@ class _Chooser:
         saved: float,
     ) -> _Candidate:
         parts = [each for each in window.components if each.nodes in ranks]
-        names = list(unique_names(_name(each.nodes) for each in parts))
+        names = _names(window)
         branches = tuple(
-            Branch(name, tuple(n.name for n in c.nodes), ranks[c.nodes], c.seconds)
-            for name, c in zip(names, parts, strict=True)
+            Branch(
+                names[c.nodes],
+                tuple(n.name for n in c.nodes),
+                ranks[c.nodes],
+                c.seconds,
+            )
+            for c in parts
         )
         join, position = window.join, self.finder.position
         added = tuple(node.name for node in window.added)
@@ -243,6 +274,12 @@ def _piece(seconds: float, results: Sequence[fx.Node]) -> _Piece:
     sizes = [(meta.facts(n).output_bytes, meta.needs_gradient(n)) for n in results]
     learnt = sum(size for size, needed in sizes if needed)
     return _Piece(seconds, sum(size for size, _ in sizes), learnt)
+
+
+def _names(window: ForkWindow) -> dict[tuple[fx.Node, ...], str]:
+    """Return a name for the nodes of each component."""
+    parts = [each.nodes for each in window.components]
+    return dict(zip(parts, unique_names(map(_name, parts)), strict=True))
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:
@@ -271,15 +308,20 @@ def _reason(window: ForkWindow, fork: Fork) -> str:
     return "its messages take longer than what is saved"
 
 
-def _heaviest(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Return those that save most together, of which no two overlap, in order."""
+def _heaviest(candidates: list[_Candidate], bonus: float = 0.0) -> list[_Candidate]:
+    """Return those that save most together, of which no two overlap, in order.
+
+    Each counts for a `bonus` more: if that is large, as many as can be are taken.
+    """
     order = sorted(candidates, key=lambda each: (each.last, -each.first))
     lasts = [each.last for each in order]
     best: list[tuple[float, list[_Candidate]]] = [(0.0, [])]
     for number, each in enumerate(order):
         saved, before = best[bisect_right(lasts, each.first - 1, hi=number)]
         best.append(
-            max(best[-1], (saved + each.fork.saved, [*before, each]), key=_saved)
+            max(
+                best[-1], (saved + each.fork.saved + bonus, [*before, each]), key=_saved
+            )
         )
     return best[-1][1]
 
