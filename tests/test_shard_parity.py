@@ -185,3 +185,9 @@ def test_all_heads_of_a_t5_are_cut() -> None:
     cut = {name: part.units for name, part in parts.items() if "query" in name}
     assert set(cut.values()) == {HEADS}
     assert len(cut) == 6  # of two layers, and of two that look at them
+
+
+def test_a_head_that_only_training_has_is_cut() -> None:
+    program = lowered("googlenet", plan("one stage", 2, "whole"))
+    part = program.compilation.parts(0)["heads.0.3.weight"]
+    assert part.units < part.shape[part.dim]  # channels, of pixels that are flat

@@ -93,6 +93,8 @@ def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]
 def _factors_of(analysis: Analysis, shards: StageShards) -> dict[Factor, str]:
     found: dict[Factor, str] = {}
     for each in shards.cut:
+        if each.name not in analysis.parameters:  # of a layer that only training has
+            continue
         part = each.parts[0]
         outer = 1
         for factor in leaves(analysis.dims(each.name)[part.dim]):
