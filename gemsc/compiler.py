@@ -33,12 +33,12 @@ from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.passes.check_statistics import CheckStatistics
-from gemsc.passes.check_tiles import CheckTiles
+from gemsc.passes.checks.statistics import CheckStatistics
+from gemsc.passes.checks.tiles import CheckTiles
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.find_halos import FindHalos
-from gemsc.passes.follow_stages import FollowStages, find_twins
+from gemsc.passes.follow_stages import FollowOrder, FollowStages, find_twins
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
@@ -46,6 +46,7 @@ from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.place_stages import PlaceStages
+from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
@@ -160,9 +161,8 @@ def trace(
         program = record(model, example_inputs, training=trains, opaque=opaque, **feed)
         annotate = Annotate(device=hardware.device if hardware else None)
         try:
-            program = run(
-                program, Canonicalize(), annotate, DetectSkips(), GroupBlocks()
-            )
+            cut = SeparateTowers(), DetectSkips(), GroupBlocks()
+            program = run(program, Canonicalize(), annotate, *cut)
         except Exception as error:
             if check and not isinstance(error, GemscError):  # is it the model?
                 compare(program)
@@ -192,7 +192,7 @@ def trace(
         found = opaques(evaluation.module)
         if found.keys() != known.keys():  # what is not cut in one mode is in neither
             program = prepared(found)
-        evaluation = run(evaluation, Canonicalize())
+        evaluation = run(evaluation, Canonicalize(), FollowOrder(program))
     return Traced(program, evaluation, find_twins(program, evaluation))
 
 

@@ -64,14 +64,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*PLANNER, "passes.spatial", "passes.shards", "passes.branches"),
         "runtime.tiles",
     ),
+    "passes.checks": (*IR, "passes"),
     "search": PLANNER,
     # what is proved of a file is what a rank reads in it
     "codegen": (*PLANNER, "compilation", "runtime", "runtime.tiles", "runtime.worker"),
     "viz": (*PLANNER, "search"),
     "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "compiler": (
-        *(*PLANNER, "compilation", "frontend", "passes", "search", "codegen"),
-        "compiled",
+        *(*PLANNER, "compilation", "frontend", "passes", "passes.checks", "search"),
+        *("codegen", "compiled"),
     ),
     "launch": ("errors", "base", "plan", "runtime.process", "runtime.training"),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),

@@ -42,6 +42,8 @@ def _lines(program: Program) -> Iterator[str]:
     for item in program.inputs:
         path = ".".join(map(str, item.path))
         yield f"input %{item.name}: {item.spec} = {path}"
+    for tower in program.towers or ():
+        yield f"tower %{tower[0].name} to %{tower[-1].name}"
     for skip in program.skips or ():
         kind = "long" if skip.long else "short"
         size = show_bytes(skip.num_bytes)

@@ -213,6 +213,7 @@ class Program:
     `updated` says how many elements of each one the rank that updates most has.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
     `parts` are the parameters and buffers of which the rank at hand has a part only.
+    `towers` are branches worth a stage of their own, each one a row of the nodes.
     `facts` says that all nodes have them. `halos` are what tiles have beyond their own
     parts; `tile` is the one of each grid that runs the graph (`tile % size` of smaller
     ones). `barriers` are the places where split stages had to gather a value. `unfused`
@@ -230,6 +231,7 @@ class Program:
     frozen: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
     only_dtype: str = ""
+    towers: tuple[tuple[fx.Node, ...], ...] | None = None
     skips: tuple[Skip, ...] | None = None
     blocks: tuple[Block, ...] | None = None
     stages: tuple[Stage, ...] | None = None
@@ -293,6 +295,7 @@ class Program:
         return replace(
             self,
             module=module,
+            towers=None,
             skips=None,
             blocks=None,
             stages=None,

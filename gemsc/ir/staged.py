@@ -1,16 +1,33 @@
-"""Other graphs with the blocks and stages of a program."""
+"""Other graphs of a program: in another order, or with its blocks and stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import fx
 
+from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.program import Block, Program
 
-__all__ = ["keep_stages", "same_stages"]
+__all__ = ["in_order", "keep_stages", "same_stages"]
+
+
+def in_order(
+    program: Program, order: Iterable[fx.Node]
+) -> tuple[Program, dict[fx.Node, fx.Node]]:
+    """Return the program with its nodes that compute in this order, and their copies.
+
+    Nothing is known of the new graph; its nodes know what the old ones did.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    passive = [n for n in program.graph.nodes if n.op in ("placeholder", "get_attr")]
+    for node in (*passive, *order, program.output):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        meta.copy_meta(node, copies[node])
+    return program.with_module(with_graph(program.module, graph)), copies
 
 
 def keep_stages(

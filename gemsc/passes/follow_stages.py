@@ -12,12 +12,12 @@ from torch import fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.holder import with_graph
 from gemsc.ir.program import Block, Program, Stage
+from gemsc.ir.staged import in_order
 from gemsc.ir.twins import keywords_of_both
 from gemsc.passes.base import Pass
 
-__all__ = ["FollowStages", "find_twins"]
+__all__ = ["FollowOrder", "FollowStages", "find_twins"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class FollowStages(Pass):
             inputs = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
             earliest = max(inputs, default=0)
             stage_of[node] = self._place(program, node, earliest, used)
-        graph, mapping = _reordered(program, stage_of)
-        moved = program.with_module(with_graph(program.module, graph))
+        order = sorted(program.compute_nodes, key=stage_of.__getitem__)
+        moved, mapping = in_order(program, order)
         groups: list[list[fx.Node]] = [[] for _ in self.training.require_stages()]
         for node in program.compute_nodes:
             groups[stage_of[node]].append(mapping[node])
@@ -71,6 +71,31 @@ class FollowStages(Pass):
                     help="let evaluation use the layers in the order of training",
                 )
         return stage
+
+
+@dataclass(frozen=True, eq=False)
+class FollowOrder(Pass):
+    """Put an evaluation graph of the same nodes into the order of the training graph.
+
+    Then the two can be compared node by node.
+    """
+
+    name: ClassVar[str] = "follow-order"
+
+    training: Program = field(repr=False)
+
+    def apply(self, program: Program) -> Program:
+        """Return the program, on another graph if the order differs."""
+        place = {node.name: i for i, node in enumerate(self.training.compute_nodes)}
+        nodes = program.compute_nodes
+        if {node.name for node in nodes} != place.keys():
+            return program
+        order = tuple(sorted(nodes, key=lambda node: place[node.name]))
+        at = {node: i for i, node in enumerate(order)}
+        uses = [(node, s) for node in order for s in node.all_input_nodes if s in at]
+        if order == nodes or any(at[source] > at[node] for node, source in uses):
+            return program
+        return in_order(program, order)[0]
 
 
 def _tensors(program: Program, node: fx.Node) -> list[str]:
@@ -116,20 +141,6 @@ def _alike(a: Any, b: Any, twins: dict[fx.Node, fx.Node]) -> bool:
         parts = ("start", "stop", "step")
         return all(_alike(getattr(a, p), getattr(b, p), twins) for p in parts)
     return type(a) is type(b)
-
-
-def _reordered(
-    program: Program, stage_of: dict[fx.Node, int]
-) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Copy the graph with its nodes in the order of their stages."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    passive = [n for n in program.graph.nodes if n.op in ("placeholder", "get_attr")]
-    active = sorted(program.compute_nodes, key=stage_of.__getitem__)
-    for node in (*passive, *active, program.output):
-        mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        meta.copy_meta(node, mapping[node])
-    return graph, mapping
 
 
 def _with_stages(

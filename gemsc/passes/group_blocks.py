@@ -8,7 +8,7 @@ Example, a residual network (one line a block):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -32,12 +32,14 @@ class GroupBlocks(Pass):
        between two calls of a layer with running statistics, or where something that is
        no tensor would cross. Overlapping short skips share a block only while the block
        stays short itself, so that densely connected networks can be cut.
-    2. Between two heavy nodes one cut is enough: where the fewest bytes are sent, the
+    2. A block begins with each tower, and behind it: no block lies across two towers,
+       and what joins them is a block of its own even if nothing in it is heavy.
+    3. Between two heavy nodes one cut is enough: where the fewest bytes are sent, the
        later one of equals, so that normalisation and activation follow their layer.
     """
 
     name: ClassVar[str] = "group-blocks"
-    requires: ClassVar[tuple[str, ...]] = ("facts", "skips")
+    requires: ClassVar[tuple[str, ...]] = ("facts", "towers", "skips")
     provides: ClassVar[tuple[str, ...]] = ("blocks",)
 
     short_layers: int = 4
@@ -50,8 +52,9 @@ class GroupBlocks(Pass):
         allowed = [True] * (len(nodes) + 1)
         for first, last in _indivisible(program, order):
             _forbid(allowed, first, last)
-        self._keep_short_skips(program, order, allowed)
-        cuts = _choose_cuts(program, order, allowed)
+        bounds = [p for p in _bounds(program, order) if allowed[p]]
+        self._keep_short_skips(program, order, allowed, bounds)
+        cuts = _choose_cuts(program, order, allowed, bounds)
         edges = [0, *cuts, len(nodes)]
         groups = [nodes[a:b] for a, b in pairwise(edges) if a < b]
         names = unique_names(shared_path(group) for group in groups)
@@ -62,7 +65,11 @@ class GroupBlocks(Pass):
         return replace(program, blocks=blocks)
 
     def _keep_short_skips(
-        self, program: Program, order: dict[fx.Node, int], allowed: list[bool]
+        self,
+        program: Program,
+        order: dict[fx.Node, int],
+        allowed: list[bool],
+        bounds: Sequence[int],
     ) -> None:
         nodes = tuple(order)
         seconds = [_seconds(node) for node in nodes]
@@ -70,8 +77,9 @@ class GroupBlocks(Pass):
         spans = []
         for skip in program.skips or ():
             if not skip.long:
-                first = _start_of_span(skip.value, order)
-                spans.append((first, order[skip.last_use]))
+                first, last = _start_of_span(skip.value, order), order[skip.last_use]
+                if not any(first < bound <= last for bound in bounds):
+                    spans.append((first, last))
         for first, last in sorted(spans, key=lambda span: (span[1] - span[0], span)):
             low, high = _joined(allowed, first, last)
             heavy = sum(meta.facts(node).heavy for node in nodes[low : high + 1])
@@ -134,21 +142,34 @@ def _indivisible(
         yield min(members), max(members)
 
 
+def _bounds(program: Program, order: dict[fx.Node, int]) -> list[int]:
+    """Return where towers begin and what is behind them, but for the graph's ends."""
+    towers = program.towers or ()
+    places = {order[tower[0]] for tower in towers}
+    places |= {order[tower[-1]] + 1 for tower in towers}
+    return sorted(places - {0, len(order)})
+
+
 def _choose_cuts(
-    program: Program, order: dict[fx.Node, int], allowed: list[bool]
+    program: Program,
+    order: dict[fx.Node, int],
+    allowed: list[bool],
+    bounds: Sequence[int],
 ) -> list[int]:
     nodes = tuple(order)
     crossing = _crossing_bytes(nodes, order)
     heavy = [i for i, node in enumerate(nodes) if meta.facts(node).heavy]
     long = [skip for skip in program.skips or () if skip.long]
-    cuts = []
+    cuts = list(bounds)
     for before, after in pairwise(heavy):
+        if any(before < bound <= after for bound in bounds):
+            continue
         options = [p for p in range(before + 1, after + 1) if allowed[p]]
         far = [s for s in long if order[s.value] < after < order[s.last_use]]
         cost = {p: crossing[p] - _sent_apart(far, order, p, after) for p in options}
         if options:
             cuts.append(min(options, key=lambda p: (cost[p], -p)))
-    return cuts
+    return sorted(cuts)
 
 
 def _sent_apart(

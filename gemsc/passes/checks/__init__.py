@@ -1,0 +1,1 @@
+"""Passes that change nothing: they refuse what could not be right."""
