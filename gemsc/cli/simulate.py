@@ -31,7 +31,7 @@ __all__ = ["simulate_command"]
 
 CHANGED = (
     *("hardware", "schedule", "micro_batches", "times", "chunks", "placement"),
-    "balance",
+    *("balance", "tiles", "shards", "branches", "trunk", "whole", "shard_optimizer"),
 )
 
 
@@ -61,12 +61,12 @@ def simulate_command(
             f"cannot draw {output}", help="give -o a name that ends in .svg"
         )
     user, options = _read(target)
-    options = replace(options, **(given or {}))
-    options = _with_ranks(options, ranks, data, fixed=Path(target).is_dir())
+    counts = _counts(options, ranks, data, fixed=Path(target).is_dir())
+    options = replace(options, **{**(given or {}), **counts})
     machine = _machine(options.hardware, allreduce)
     traced = trace_unfilled(user, machine, options.frontend)
-    counts = read_counts(curve, options.data)
-    found = simulate(traced, options, counts, machine=machine)
+    copies = read_counts(curve, options.data)
+    found = simulate(traced, options, copies, machine=machine)
     _print(found)
     if output is not None:
         write_text(output, draw_curve(_heading(found), found.points))
@@ -79,10 +79,10 @@ def _read(target: str) -> tuple[UserModel, CompileOptions]:
     return load_user_model(target), CompileOptions()
 
 
-def _with_ranks(
+def _counts(
     options: CompileOptions, ranks: int | None, data: int | None, *, fixed: bool
-) -> CompileOptions:
-    """Return the options with the ranks of a replica and the number of replicas.
+) -> dict[str, int]:
+    """Return the options that say the ranks of a replica and the number of replicas.
 
     `ranks` counts those of all replicas. A program's replica has its ranks already.
 
@@ -97,7 +97,7 @@ def _with_ranks(
                 f"--ranks {ranks}: each replica of this program has {size} ranks",
                 help=f"give a multiple of {size}, or leave --data out",
             )
-        return replace(options, data=copies)
+        return {"data": copies}
     copies = data or 1
     total = ranks if ranks is not None else options.ranks * copies
     if total % copies:
@@ -105,7 +105,7 @@ def _with_ranks(
             f"{total} ranks cannot be divided into {copies} data-parallel replicas",
             help="--ranks counts the ranks of all replicas: give a multiple of --data",
         )
-    return replace(options, ranks=total // copies, data=copies)
+    return {"ranks": total // copies, "data": copies}
 
 
 def _machine(name: str, allreduce: str) -> Hardware:
