@@ -33,6 +33,7 @@ __all__ = [
     "is_exchange",
     "is_overlapped",
     "joins",
+    "layer_path",
     "message_tag",
     "owned_tensors",
     "reductions",
@@ -238,15 +239,15 @@ def _heads(node: fx.Node) -> list[str]:
     return ["_".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def shared_path(nodes: Sequence[fx.Node]) -> str:
-    """Return the module path that the nodes' layers share, else its first layer's."""
-    heavy = [node for node in nodes if meta.facts(node).heavy] or list(nodes[:1])
-    paths = [_path(node).split(".") for node in heavy]
-    same = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
-    return ".".join(words[0] for words in same) or ".".join(paths[0])
+def shared_path(paths: Iterable[str]) -> str:
+    """Return the words that all paths of modules begin with, "" if there are none."""
+    words = zip(*(path.split(".") for path in paths), strict=False)
+    same = takewhile(lambda each: len(set(each)) == 1, words)
+    return ".".join(each[0] for each in same)
 
 
-def _path(node: fx.Node) -> str:
+def layer_path(node: fx.Node) -> str:
+    """Return the path of the layer, or of the weight, that a node uses."""
     if node.op == "call_module":
         return str(node.target)
     for source in node.all_input_nodes:

@@ -151,6 +151,11 @@ class Facts:
     weight_bytes: int = 0
     waits: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
 
 def set_traced(
     node: fx.Node,

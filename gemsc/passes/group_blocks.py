@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from gemsc.ir import meta
-from gemsc.ir.flow import shared_path, unique_names
+from gemsc.ir.flow import layer_path, shared_path, unique_names
 from gemsc.ir.program import Block, Program, Skip
 from gemsc.passes.base import Pass
 
@@ -57,7 +57,7 @@ class GroupBlocks(Pass):
         cuts = _choose_cuts(program, order, allowed, bounds)
         edges = [0, *cuts, len(nodes)]
         groups = [nodes[a:b] for a, b in pairwise(edges) if a < b]
-        names = unique_names(shared_path(group) for group in groups)
+        names = unique_names(_block_name(group) for group in groups)
         blocks = tuple(
             Block(index, name, group)
             for index, (name, group) in enumerate(zip(names, groups, strict=True))
@@ -201,3 +201,10 @@ def _crossing_bytes(nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]) -> li
         total += step
         crossing.append(total)
     return crossing
+
+
+def _block_name(nodes: tuple[fx.Node, ...]) -> str:
+    """Return the module path that the block's layers share, else its first layer's."""
+    heavy = [node for node in nodes if meta.facts(node).heavy] or list(nodes[:1])
+    paths = [layer_path(node) for node in heavy]
+    return shared_path(paths) or paths[0]

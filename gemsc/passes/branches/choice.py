@@ -16,10 +16,11 @@ from torch import fx
 
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
-from gemsc.ir.flow import shared_path, unique_names, used_tensors
+from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Branch, Fork
 from gemsc.passes.branches.forks import Finder, ForkWindow
+from gemsc.passes.branches.names import names_of
 
 __all__ = ["choose_forks", "placed_tensors"]
 
@@ -174,7 +175,7 @@ def choose_forks(
     if placed is not None:
         found = [replace(c, fork=replace(c.fork, reason=NOT_PLACED)) for c in found]
         chosen = _heaviest(wanted, 1.0 + sum(abs(c.fork.saved) for c in wanted))
-    seconds = stage.total("forward_seconds") + stage.total("backward_seconds")
+    seconds = sum(meta.facts(node).seconds for node in stage.nodes)
     told = _told([each for each in found if each.fork.reason], chosen, seconds)
     return tuple(each.fork for each in (*chosen, *told))
 
@@ -234,9 +235,10 @@ class _Chooser:
         self, window: ForkWindow, placed: Sequence[Sequence[str]]
     ) -> Iterator[_Candidate]:
         """Yield the fork with these branches on each rank, if the window has them."""
-        names = _names(window)
+        _, names = names_of(window.components)
+        parts = zip(names, window.components, strict=True)
         rank_of = {name: rank for rank, own in enumerate(placed) for name in own}
-        free = {names[each.nodes]: each for each in window.components if not each.stays}
+        free = {name: each for name, each in parts if not each.stays}
         if rank_of.keys() <= free.keys():
             pieces = [_piece(each.seconds, each.results) for each in free.values()]
             total = _piece(0.0, (window.join,)) if window.added else None
@@ -253,20 +255,16 @@ class _Chooser:
         saved: float,
     ) -> _Candidate:
         parts = [each for each in window.components if each.nodes in ranks]
-        names = _names(window)
+        name, names = names_of(window.components)
         branches = tuple(
-            Branch(
-                names[c.nodes],
-                tuple(n.name for n in c.nodes),
-                ranks[c.nodes],
-                c.seconds,
-            )
-            for c in parts
+            Branch(own, tuple(n.name for n in c.nodes), ranks[c.nodes], c.seconds)
+            for own, c in zip(names, window.components, strict=True)
+            if c in parts
         )
         join, position = window.join, self.finder.position
         added = tuple(node.name for node in window.added)
         nodes = [n for c in parts or window.components for n in c.nodes]
-        fork = Fork(_name(nodes), join.name, branches, added, saved)
+        fork = Fork(name, join.name, branches, added, saved)
         return _Candidate(fork, min(position[n] for n in nodes), position[join])
 
 
@@ -276,29 +274,13 @@ def _piece(seconds: float, results: Sequence[fx.Node]) -> _Piece:
     return _Piece(seconds, sum(size for size, _ in sizes), learnt)
 
 
-def _names(window: ForkWindow) -> dict[tuple[fx.Node, ...], str]:
-    """Return a name for the nodes of each component."""
-    parts = [each.nodes for each in window.components]
-    return dict(zip(parts, unique_names(map(_name, parts)), strict=True))
-
-
-def _name(nodes: Sequence[fx.Node]) -> str:
-    """Return the path that layers share, else that of the slowest."""
-    return shared_path(sorted(nodes, key=lambda node: -_seconds(node)))
-
-
-def _seconds(node: fx.Node) -> float:
-    facts = meta.facts(node)
-    return facts.forward_seconds + facts.backward_seconds
-
-
 def _reason(window: ForkWindow, fork: Fork) -> str:
     """Return why the branches of a fork are not shared out."""
     stay = [each for each in window.components if each.stays]
     if stay:
         slowest = max(stay, key=lambda each: each.seconds)
         if slowest.seconds >= max((b.seconds for b in fork.branches), default=0.0):
-            return f"all ranks compute {_name(slowest.nodes)}: {slowest.stays}"
+            return f"all ranks compute {names_of([slowest])[0]}: {slowest.stays}"
     if len(fork.branches) < 2:
         return "there is one branch only"
     slowest_branch = max(fork.branches, key=lambda branch: branch.seconds)

@@ -252,7 +252,7 @@ class _Scan:
             if at not in members
         }
         facts = meta.facts(node)
-        group.seconds += facts.forward_seconds + facts.backward_seconds
+        group.seconds += facts.seconds
         group.is_heavy |= facts.heavy
         group.stays = group.stays or finder.stays[place]
 

@@ -1,0 +1,50 @@
+"""What a fork and its branches are called: after the user's modules and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from torch import fx
+
+from gemsc.ir import meta
+from gemsc.ir.flow import base_name, layer_path, shared_path, unique_names
+from gemsc.passes.branches.forks import Component
+
+__all__ = ["names_of"]
+
+
+def names_of(parts: Sequence[Component]) -> tuple[str, list[str]]:
+    """Return the name of a fork, and that of each of its components.
+
+    The fork is called after the module in which all their layers are, or after them:
+    `image and text`.
+    """
+    layers = [node for each in parts for node in each.nodes if _has_weights(node)]
+    fork = shared_path(map(layer_path, layers))
+    names = list(unique_names(_name(each.nodes, fork) for each in parts))
+    between = " and " if len(names) < 3 else " to "
+    return fork or between.join(dict.fromkeys([names[0], names[-1]])), names
+
+
+def _name(nodes: Sequence[fx.Node], fork: str) -> str:
+    """Return `one.b` of layers one.b.0 and one.b.1, and of one.b_0 and one.b_1."""
+    layers = [node for node in nodes if _has_weights(node)]
+    if not layers:
+        return f"{fork}.{base_name(nodes[0])}" if fork else base_name(nodes[0])
+    heavy = [node for node in layers if meta.facts(node).heavy] or layers
+    path = shared_path(map(layer_path, layers))
+    letters = _letters([layer_path(node) for node in heavy]).rstrip("._")
+    longer = (each for each in (path, letters) if len(each) > len(fork))
+    return next(longer, layer_path(heavy[0]))
+
+
+def _has_weights(node: fx.Node) -> bool:
+    facts = meta.facts(node)
+    return facts.heavy or facts.parameter_bytes > 0
+
+
+def _letters(paths: Sequence[str]) -> str:
+    columns = zip(*paths, strict=False)
+    same = takewhile(lambda each: len(set(each)) == 1, columns)
+    return "".join(each[0] for each in same)
