@@ -32,6 +32,7 @@ from gemsc.options import CompileOptions, choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
+from gemsc.passes.branches.choice import Placed
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.checks.statistics import CheckStatistics
 from gemsc.passes.checks.tiles import CheckTiles
@@ -124,7 +125,10 @@ def compile(
             edited.check(traced.program.blocks or ())
             kept = *options.whole, *edited.taken_out(traced.program)
             options = replace(options, whole=kept)
-        program = lower(traced, options, source=source, after_each=after_each)
+        placed = edited.placed() if edited is not None else None
+        program = lower(
+            traced, options, placed=placed, source=source, after_each=after_each
+        )
         if edited is not None:
             edited.check_shared(program.plan)
         return program
@@ -200,13 +204,17 @@ def lower(
     traced: Traced,
     options: CompileOptions,
     *,
+    placed: Placed | None = None,
     source: Path | None = None,
     after_each: Observer | None = None,
 ) -> CompiledProgram:
-    """Cut a traced model into stages, schedule them, write their text and prove it."""
+    """Cut a traced model into stages, schedule them, write their text and prove it.
+
+    `placed` are the branches of each rank, where a plan has them.
+    """
     run = Runs(after_each)
     candidates, options = settled_options(traced, options, run)
-    done = schedule_stages(traced, options, run)
+    done = schedule_stages(traced, options, run, placed=placed)
     whole, tiles = evaluate(traced, done, options, run)
     steps = tuple(find_loops(order) for order in done.timeline.orders)
     compilation = Compilation(whole, tiles, steps, _planned(done, options, source))
@@ -240,6 +248,7 @@ def schedule_stages(
     every_tile: bool = True,
     hardware: Hardware | None = None,
     replicas: int = 1,
+    placed: Placed | None = None,
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
@@ -272,7 +281,7 @@ def schedule_stages(
     if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
         choose_shards = ChooseShards(
-            chosen.grids, link, options.trunk, options.whole, row
+            chosen.grids, link, options.trunk, options.whole, row, placed
         )
         cut = run(cut, choose_shards)
     program = run(cut, place, CheckTiles(), InsertComms())

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, TypeVar
 
-from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.base.grid_shape import ALONE, BESIDE, SPLITS, GridShape
 from gemsc.errors import GemscError
 
 __all__ = [
     "AUTO",
     "BALANCES",
-    "BESIDE",
-    "SPLITS",
     "TRUNKS",
     "CompileOptions",
     "choose",
@@ -28,8 +26,6 @@ Entry = TypeVar("Entry")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
 TRUNKS = ("auto", "whole", "batch", "sequence")
-BESIDE = ("shards", "branches")  # what ranks of a stage share besides pictures
-SPLITS = ("tiles", *BESIDE)
 AUTO = -1  # a number that is left to the compiler
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
 GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")

@@ -104,7 +104,7 @@ def edited(plan: Plan, folder: Path, old: str = "", new: str = "") -> EditedPlan
 def test_a_plan_keeps_its_branches(plan: Plan, tmp_path: Path) -> None:
     found = edited(plan, tmp_path)
     assert found.plan.stages == plan.stages
-    assert found.placed() == {"cat": (("one.b",), ("one.a", "one.c"))}
+    assert found.placed() == {"cat": [["one.b"], ["one.a", "one.c"]]}
 
 
 B, C = (f'        "one.{name}",\n' for name in "bc")  # lines of ranks 0 and 1
@@ -118,7 +118,7 @@ def test_a_branch_is_moved_by_moving_its_line(plan: Plan, tmp_path: Path) -> Non
     before, after = path.read_text().split(B + C)
     path.write_text(before + B + C + after.replace(C, ""))
     found = EditedPlan.read(path).placed()
-    assert found == {"cat": (("one.b", "one.c"), ("one.a",))}
+    assert found == {"cat": [["one.b", "one.c"], ["one.a"]]}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["ALONE", "GridShape"]
+__all__ = ["ALONE", "BESIDE", "SPLITS", "GridShape"]
+
+BESIDE = ("shards", "branches")  # what ranks of a stage share besides pictures
+SPLITS = ("tiles", *BESIDE)
 
 
 @dataclass(frozen=True, order=True, slots=True)

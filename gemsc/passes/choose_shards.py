@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from gemsc.base.elementwise import check_elementwise
-from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.base.grid_shape import ALONE, BESIDE, GridShape
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import StageShards
 from gemsc.passes.base import Pass
-from gemsc.passes.branches.choice import choose_forks, placed_tensors
+from gemsc.passes.branches.choice import Placed, choose_forks, placed_tensors
 from gemsc.passes.shards.analysis import analysis_of
 from gemsc.passes.shards.choice import choose_cuts
 from gemsc.passes.shards.trunk import choose_trunk
@@ -35,7 +35,8 @@ class ChooseShards(Pass):
     `grids` are as for `SplitTiles`; `link` connects the ranks of a stage. `trunk` says
     how values outside of the regions are held, `keep_whole` what is not cut. A tied
     parameter is cut where all stages that hold it cut it alike. `row` has the group of
-    ranks of each stage, by default one each.
+    ranks of each stage, by default one each. `placed` are the branches of each rank, by
+    the joins of their forks, where they are not to be chosen.
     """
 
     name: ClassVar[str] = "choose-shards"
@@ -46,6 +47,7 @@ class ChooseShards(Pass):
     trunk: str = "auto"
     keep_whole: tuple[str, ...] = ()
     row: tuple[int, ...] = ()
+    placed: Placed | None = field(default=None, hash=False)
 
     def apply(self, program: Program) -> Program:
         """Return the program with its shards.
@@ -82,12 +84,7 @@ class ChooseShards(Pass):
         if grid.shards > 1:
             found = choose_cuts(analysis, count, self.link, keep_whole, found.forks)
         if not found.cut and not found.rank_of:
-            reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
-            raise GemscError(
-                f"--shards {count}: nothing in stage {stage.index} can be cut"
-                + "".join(f"; {reason}" for reason in reasons),
-                help=f"give this stage one rank: {self._with_one_rank(stage.index)}",
-            )
+            raise self._nothing(stage.index, found)
         others = _elsewhere(program, stage)
         placed = placed_tensors(program, stage, found.forks, others)
         found = replace(found, placed=placed)
@@ -98,17 +95,48 @@ class ChooseShards(Pass):
         self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
     ) -> StageShards:
         count = self.grids[stage.index].branches
-        forks = choose_forks(program, stage, count, self.link, keep_whole=keep_whole)
+        forks = choose_forks(
+            program,
+            stage,
+            count,
+            self.link,
+            keep_whole=keep_whole,
+            placed=self.placed,
+        )
         return StageShards(count, "whole", (), forks=forks)
 
-    def _with_one_rank(self, stage: int) -> str:
-        """Return the flags that give a stage, and others of its ranks, no shards."""
+    def _nothing(self, stage: int, found: StageShards) -> GemscError:
+        """Return the error where the ranks of a stage have nothing to share."""
+        grid, why = self.grids[stage], []
+        given = [f"--{n} {grid.beside}" for n in BESIDE if getattr(grid, n) > 1]
+        advice = [f"give this stage one rank: {self._with(stage, ALONE)}"]
+        if grid.shards > 1:
+            reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
+            why += [f"nothing in stage {stage} can be cut", *reasons]
+        if grid.branches > 1:
+            best = max(found.forks, key=lambda fork: fork.seconds, default=None)
+            why.append(f"stage {stage} has no branches")
+            if best is not None:
+                why[-1] = f"stage {stage} gains nothing: {best.reason}"
+        if grid.shards == 1:
+            layers = self._with(stage, GridShape(shards=grid.beside))
+            advice.append(f"split its layers: {layers}")
+        return GemscError(
+            f"{' '.join(given)}: {'; '.join(why)}", help=", or ".join(advice)
+        )
+
+    def _with(self, stage: int, shape: GridShape) -> str:
+        """Return the flags that give a stage, and others of its ranks, this shape."""
         row = self.row or tuple(range(len(self.grids)))
         groups = dict(zip(row, self.grids, strict=True))
-        groups[row[stage]] = ALONE
+        groups[row[stage]] = shape
         grids = [groups[group] for group in sorted(groups)]
-        counts = ",".join(str(grid.shards) for grid in grids)
-        return f"--shards {counts} --ranks {sum(grid.size for grid in grids)}"
+        flags = [
+            f"--{name} {','.join(str(getattr(grid, name)) for grid in grids)}"
+            for name in BESIDE
+            if any(getattr(grid, name) > 1 for grid in (*self.grids, shape))
+        ]
+        return f"{' '.join(flags)} --ranks {sum(grid.size for grid in grids)}"
 
 
 def _elsewhere(program: Program, stage: Stage) -> set[str]:

@@ -10,18 +10,18 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from gemsc.base.grid_shape import SPLITS
 from gemsc.base.toml_file import TomlFile
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Block, Program
-from gemsc.options import SPLITS, CompileOptions
+from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, cut_name, plan_file
 from gemsc.schedules import SCHEDULES, place
 
 __all__ = ["EditedPlan"]
 
 DEFAULTS = CompileOptions()
-Placed = dict[str, tuple[tuple[str, ...], ...]]
 _KINDS = {bool: "true or false", int: "number", str: "text"}
 _NAMED = re.compile(r"(?:--|unknown )([a-z-]+)")
 
@@ -80,18 +80,20 @@ class EditedPlan:
                         word=f'"{fork.name}"',
                     )
 
-    def placed(self) -> Placed:
-        """Return the branches of each rank, by the value that joins them.
+    def placed(self) -> dict[str, list[list[str]]] | None:
+        """Return the branches of each rank, by joins; None if no stage shares any.
 
         Raises:
             GemscError: a branch is unknown, missing or doubled; says where.
         """
-        return {
+        shared = [stage for stage in self.plan.stages if stage.branches > 1]
+        placed = {
             fork.join: placed_branches(stage, index, self.file)
-            for stage in self.plan.stages
+            for stage in shared
             for index, fork in enumerate(stage.forks)
             if fork.placed
         }
+        return placed if shared else None
 
     def taken_out(self, program: Program) -> tuple[str, ...]:
         """Return the parameters that were taken out of a stage's `cut`.
@@ -322,9 +324,7 @@ def check_edited_blocks(plan: Plan, blocks: Sequence[Block], file: TomlFile) -> 
         )
 
 
-def placed_branches(
-    stage: PlannedStage, index: int, file: TomlFile
-) -> tuple[tuple[str, ...], ...]:
+def placed_branches(stage: PlannedStage, index: int, file: TomlFile) -> list[list[str]]:
     """Return the branches of each rank of a stage's fork.
 
     Raises:
@@ -352,7 +352,7 @@ def placed_branches(
                 "fork out: then every rank computes all of them",
                 word=f'"{name}"',
             )
-    return tuple(map(tuple, fork.placed))
+    return fork.placed
 
 
 def taken_out(plan: Plan, program: Program, file: TomlFile) -> tuple[str, ...]:

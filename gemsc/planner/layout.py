@@ -8,9 +8,9 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from gemsc.base.grid_shape import GridShape
+from gemsc.base.grid_shape import BESIDE, SPLITS, GridShape
 from gemsc.errors import GemscError
-from gemsc.options import BESIDE, SPLITS, CompileOptions, typed
+from gemsc.options import CompileOptions, typed
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 
 __all__ = ["PLACEMENTS", "StageLayout", "check_blocks", "check_whole", "stage_layout"]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from gemsc.base.grid_shape import BESIDE, SPLITS
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.errors import GemscError
-from gemsc.options import AUTO, BESIDE, SPLITS, CompileOptions
+from gemsc.options import AUTO, CompileOptions
 from gemsc.schedules import SCHEDULES
 from gemsc.search.grids import grids
 
