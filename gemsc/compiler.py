@@ -27,12 +27,12 @@ from gemsc.frontend.optimizer import check_optimizer
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
+from gemsc.ir.shards import Placed
 from gemsc.ir.staged import same_stages
 from gemsc.options import CompileOptions, choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
-from gemsc.passes.branches.choice import Placed
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.checks.statistics import CheckStatistics
 from gemsc.passes.checks.tiles import CheckTiles

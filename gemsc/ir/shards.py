@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,7 +10,9 @@ from torch import fx
 
 from gemsc.base.parts import Part
 
-__all__ = ["Branch", "CutTensor", "Fork", "StageShards", "WholeTensor"]
+__all__ = ["Branch", "CutTensor", "Fork", "Placed", "StageShards", "WholeTensor"]
+
+Placed = Mapping[str, Sequence[Sequence[str]]]  # by joins, the branches of each rank
 
 
 @dataclass(frozen=True, slots=True)

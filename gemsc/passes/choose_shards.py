@@ -18,9 +18,9 @@ from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program, Stage
-from gemsc.ir.shards import StageShards
+from gemsc.ir.shards import Placed, StageShards
 from gemsc.passes.base import Pass
-from gemsc.passes.branches.choice import Placed, choose_forks, placed_tensors
+from gemsc.passes.branches.choice import choose_forks, placed_tensors
 from gemsc.passes.shards.analysis import analysis_of
 from gemsc.passes.shards.choice import choose_cuts
 from gemsc.passes.shards.trunk import choose_trunk

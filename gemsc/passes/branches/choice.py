@@ -18,18 +18,17 @@ from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program, Stage
-from gemsc.ir.shards import Branch, Fork
+from gemsc.ir.shards import Branch, Fork, Placed
 from gemsc.passes.branches.forks import Finder, ForkWindow
 from gemsc.passes.branches.names import names_of
 
-__all__ = ["Placed", "choose_forks", "placed_tensors"]
+__all__ = ["choose_forks", "placed_tensors"]
 
 MOST_ASSIGNMENTS = 4096  # that are compared
 LEAST_SAVED = 0.02  # of a fork's seconds: less is not worth it
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
 NOT_PLACED = "the plan places none of them"
-Placed = Mapping[str, Sequence[Sequence[str]]]  # by joins, the branches of each rank
 ALL = -1  # in the place of a rank: each computes it, as it does the trunk
 
 
