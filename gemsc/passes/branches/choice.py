@@ -28,6 +28,7 @@ MOST_ASSIGNMENTS = 4096  # that are compared
 LEAST_SAVED = 0.02  # of a fork's seconds: less is not worth it
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
+CROSSING = "all of it must be recomputed or nothing: name a module that holds it"
 NOT_PLACED = "the plan places none of them"
 ALL = -1  # in the place of a rank: each computes it, as it does the trunk
 
@@ -160,12 +161,16 @@ def choose_forks(
     finder = Finder(program, stage, keep_whole)
     ranks = _Ranks(count, link)
     choose = _Chooser(finder, ranks)
+    again = _recomputed(program, finder)
     found: list[_Candidate] = []
     wanted: list[_Candidate] = []
     ends: set[int] = set()
     for join, added in finder.joins():
         for window in finder.windows(join, added, ends):
-            found.append(choose.candidate(window))
+            made = choose.candidate(window)
+            if any(_crosses(made, each) for each in again):
+                made = replace(made, fork=replace(made.fork, reason=CROSSING))
+            found.append(made)
             if placed is not None and window.join.name in placed:
                 wanted += choose.as_placed(window, placed[window.join.name])
         if any(not each.fork.reason for each in found if each.last == join):
@@ -265,6 +270,31 @@ class _Chooser:
         nodes = [n for c in parts or window.components for n in c.nodes]
         fork = Fork(name, join.name, branches, added, saved)
         return _Candidate(fork, min(position[n] for n in nodes), position[join])
+
+
+def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
+    """Return where the parts begin and end that run again in the backward."""
+    found = []
+    for segment in program.segments or ():
+        again = segment.blocks if segment.kind == "recompute" else ()
+        places = [
+            finder.position[node]
+            for block in program.blocks or ()
+            if block.index in again
+            for node in block.nodes
+            if node in finder.position
+        ]
+        if places:
+            found.append((min(places), max(places)))
+    return found
+
+
+def _crosses(candidate: _Candidate, part: tuple[int, int]) -> bool:
+    """Whether a fork has something in common with a part and is not inside of it."""
+    first, last = part
+    if candidate.last < first or last < candidate.first:
+        return False
+    return not first <= candidate.first < candidate.last <= last
 
 
 def _piece(seconds: float, results: Sequence[fx.Node]) -> _Piece:

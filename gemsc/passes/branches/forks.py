@@ -26,12 +26,10 @@ from gemsc.ir.flow import used_tensors
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage
 from gemsc.passes.shards.choice import kept_whole
-from gemsc.passes.spatial.calls import call_of
 
 __all__ = ["Component", "Finder", "ForkWindow"]
 
 ADDITIONS = (operator.add, torch.add, "add")
-DROPOUT = ("dropout", "channel_dropout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +310,6 @@ def _is_addition(node: fx.Node) -> bool:
 
 def _stays(program: Program, node: fx.Node, keep_whole: Mapping[str, str]) -> str:
     """Return why all ranks must compute a node, "" if one may."""
-    kind = call_of(node, program.module).kind
-    if meta.facts(node).random and kind not in DROPOUT:
-        return "it draws random numbers"
     if keep_whole:
         for name in used_tensors(program, [node]):
             if reason := kept_whole(name, keep_whole):
