@@ -251,6 +251,8 @@ def test_long_calls_break_as_a_formatter_breaks_them(tmp_path: Path) -> None:
     writer.call(
         "x = f(", values, note="a trailing comment that is too long for its line"
     )
+    one = f'f("{"v" * 69}")'  # with its comma it is just too long for a line
+    writer.call("x = function(", [f"values=({one},)", f"{', '.join(many)}"])
     writer.items("for x in (", many, "):")
     with writer.indented():
         writer.line("pass")

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from program_support import on_ranks
+from torch import Tensor, fx, nn
 
-from gemsc.base.parts import Part, make_whole
+from gemsc.base.parts import Part, by_path, holder_of, make_whole
+from gemsc.base.weights import pasted
+from gemsc.codegen.package import write_directory
+from gemsc.compiled import CompiledProgram
+from gemsc.compiler import compile
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layers import layer_source
 from gemsc.passes.shards.local import put_parts
@@ -69,3 +79,173 @@ def test_a_rank_has_all_of_a_layer_or_nothing(layer: nn.Module) -> None:
     elsewhere = held[Part.nothing].get_submodule("a.b")
     assert all(not t.numel() for t in elsewhere.state_dict().values())
     assert {n: tuple(t.shape) for n, t in layer.state_dict().items()} == shapes
+
+
+def test_paths_stand_for_all_tensors_under_them() -> None:
+    placed = {"one.a.w": 0, "one.b.0.w": 1, "one.b.0.b": 1, "two.w": 1, "two.b": 1}
+    names = [*placed, "one.c.w", "one.b.1.w", "onea.w"]
+    paths = by_path(placed, names)
+    assert paths == {"one.a": 0, "one.b.0": 1, "two": 1}
+    assert {name: holder_of(name, paths) for name in names} == {
+        **dict.fromkeys(names),
+        **placed,
+    }
+
+
+# -- compiled --------------------------------------------------------------------------
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, weight_decay=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+CLIP = 0.05  # every step is clipped
+SAMPLES = 48  # of a micro-batch
+
+State = dict[str, Tensor]
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def mlp(inputs: int, hidden: int, outputs: int, *, norm: bool = False) -> nn.Sequential:
+    inner = [nn.BatchNorm1d(hidden)] if norm else []
+    layers = nn.Linear(inputs, hidden), *inner, nn.ReLU(), nn.Linear(hidden, outputs)
+    return nn.Sequential(*layers)
+
+
+class Forks(nn.Module):
+    """Two forks, and all that weights may be: placed, frozen, tied, shared, unused.
+
+    `both` is called in two branches, `seldom` before two of them only. One tensor is
+    `one.c.0.weight` and `tail.weight`, in a branch and in the trunk; one has two names
+    in a branch. `never` has no gradient at all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.stem = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+            self.seldom = nn.Linear(8, 16)
+            a = mlp(16, 300, 16, norm=True)
+            b = mlp(16, 250, 8)
+            c = nn.Sequential(nn.Linear(16, 16), *mlp(16, 260, 8, norm=True))
+            self.one = nn.ModuleDict({"a": a, "b": b, "c": c})
+            d = nn.Sequential(nn.Linear(32, 32), *mlp(32, 250, 32), nn.Linear(32, 32))
+            self.two = nn.ModuleDict({"d": d, "e": mlp(32, 300, 32, norm=True)})
+            self.both = nn.Linear(16, 16)
+            self.tail = nn.Linear(16, 16)
+            self.head = nn.Linear(32, 16)
+            self.never = nn.Linear(3, 3)
+        b[0].requires_grad_(False)
+        d[4].weight = d[0].weight
+        self.tail.weight = c[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        seldom, x = self.seldom(x), self.stem(x)
+        a = self.one["a"](self.both(x))
+        b = self.one["b"](self.both(x.tanh()).relu())
+        c = self.one["c"](x + seldom)
+        x = torch.cat([a, b, c], 1)
+        x = self.two["d"](x) + self.two["e"](x + seldom.repeat(1, 2))
+        return self.tail(self.head(x))
+
+
+def drawn(size: int, count: int = 3) -> Batches:
+    generator = torch.Generator().manual_seed(1)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [(draw(size, 8), 3 * draw(size, 16)) for _ in range(count)]
+
+
+def one_process(found: Batches, optimizer: Any) -> tuple[list[float], State]:
+    """Return the losses and the model after clipped steps."""
+    model = Forks().double()
+    update, losses = optimizer(model.named_parameters()), []
+    for x, target in found:
+        count, total = len(x) // SAMPLES, 0.0
+        for part, wanted in zip(x.split(SAMPLES), target.split(SAMPLES), strict=True):
+            loss = F.mse_loss(model(part), wanted) / count
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        trained = [p for p in model.parameters() if p.grad is not None]
+        assert nn.utils.clip_grad_norm_(trained, CLIP) > CLIP
+        update.step()
+        update.zero_grad()
+    return losses, model.state_dict()
+
+
+@cache
+def compiled(**options: Any) -> CompiledProgram:
+    return compile(
+        Forks(), (torch.randn(SAMPLES, 8),), loss=F.mse_loss,
+        example_target=torch.randn(SAMPLES, 16), optimizer=ADAMW, check=False,
+        **options,
+    )  # fmt: skip
+
+
+def trained(
+    program: Path,
+    ranks: int,
+    found: Batches,
+    *,
+    optimizer: Any = ADAMW,
+    save: Path | None = None,
+    resume: Path | None = None,
+) -> tuple[list[float], State, list[State]]:
+    """Return the losses, the whole model, and what each rank has of it, after steps."""
+
+    def work(trainer: Any) -> tuple[list[float], State]:
+        if resume is not None:
+            trainer.resume(resume)
+        losses = [trainer.step(*batch) for batch in found]
+        if save is not None:
+            trainer.save(save)
+        return losses, trainer.state_dict()
+
+    results = on_ranks(
+        program, ranks, work,
+        optimizer=optimizer, clip_norm=CLIP, dtype=torch.float64,
+    )  # fmt: skip
+    states = [state for _, state in results]
+    whole = pasted((state, {}) for state in states)
+    for state in states:  # copies are the same everywhere, bit for bit
+        for name, tensor in state.items():
+            assert torch.equal(tensor, whole[name]), name
+    return results[0][0], whole, states
+
+
+def off(actual: State, expected: State) -> float:
+    """Return the worst error, relative to the largest of each tensor."""
+    assert actual.keys() == expected.keys()
+    return max(
+        float((tensor - actual[name]).abs().max() / tensor.abs().max().clamp(1e-3))
+        for name, tensor in expected.items()
+    )
+
+
+CUT = {"cuts": ("two.d.0",), "balance": "explicit"}
+TWO = {"ranks": 2, "branches": ("2",), "micro_batches": 2}
+LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    "batch": ({**TWO, "trunk": "batch"}, ADAMW),
+    "3 ranks": (
+        {"ranks": 3, "branches": ("3",), "trunk": "whole", "micro_batches": 2},
+        ADAMW,
+    ),
+    "1f1b": ({**TWO, **CUT, "ranks": 4, "trunk": "whole"}, MOMENTUM),
+    "mast": ({**TWO, **CUT, "ranks": 4, "schedule": "mast"}, ADAMW),
+    "rows": ({**TWO, "data": 2, "shard_optimizer": True}, ADAMW),
+    "mast rows": (
+        {**TWO, **CUT, "ranks": 4, "schedule": "mast", "shard_optimizer": True},
+        MOMENTUM,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
+    options, optimizer = LAYOUTS[layout]
+    program = compiled(**options)
+    write_directory(program.compilation, tmp_path)
+    found = drawn(SAMPLES * program.plan.micro_batches * program.plan.data)
+    ranks = program.plan.ranks
+    losses, model, _ = trained(tmp_path, ranks, found, optimizer=optimizer)
+    wanted, expected = one_process(found, optimizer)
+    assert losses == pytest.approx(wanted, rel=1e-9)
+    assert off(model, expected) < 1e-9

@@ -103,8 +103,10 @@ class Writer:
 
     def items(self, head: str, items: Sequence[str], tail: str) -> None:
         """Add a tuple, list or dict: one line if it fits, else one line an item."""
-        if self._fits(head, items, tail):
-            return
+        if not self._fits(head, items, tail):
+            self._broken(head, items, tail)
+
+    def _broken(self, head: str, items: Sequence[str], tail: str) -> None:
         self.line(head)
         with self.indented():
             self._each(items)
@@ -132,6 +134,8 @@ class Writer:
             head, inside, tail = split_arguments(part)
             if re.search(r"[\w)\]][(]$", head):
                 self.call(head, inside, f"{tail},")
+            elif part.endswith(",)"):  # a tuple of one item keeps its comma
+                self._broken(head, inside, f"{tail},")
             else:
                 self.items(head, inside, f"{tail},")
 

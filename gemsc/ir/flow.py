@@ -279,14 +279,15 @@ def owned_tensors(program: Program, *others: Program) -> tuple[tuple[str, ...], 
     """Return, for each stage, the names of the parameters and buffers it needs.
 
     `others` are further programs with the same stages (evaluation). Tensors that no
-    node uses stay with the first stage, so that checkpoints are whole; those of which
-    the program's rank has nothing stay with none. A parameter that several stages use
-    is named by each.
+    node uses stay with the first stage, so that checkpoints are whole. A parameter
+    that several stages use is named by each. What is in branches on other ranks than
+    the program's is not in its graph: it knows what it has.
     """
+    if program.owned is not None:
+        return program.owned
     stages = range(len(program.require_stages()))
     names: list[list[str]] = [[] for _ in stages]
-    nothing = {name for name, part in program.parts.items() if not part.share}
-    all_names = [n for n in _tensor_names(program.module) if n not in nothing]
+    all_names = _tensor_names(program.module)
     for each in (program, *others):
         for index, stage in enumerate(each.require_stages()):
             for node in stage.nodes:

@@ -212,7 +212,8 @@ class Program:
     first asked for. Where ranks that hold the same parameters share the update,
     `updated` says how many elements of each one the rank that updates most has.
     `shards` says, by stage, how ranks share its channels, heads, features or words;
-    `parts` are the parameters and buffers of which the rank at hand has a part only.
+    `parts` are the parameters and buffers of which the rank at hand has a part only, or
+    nothing; `owned` are those that it has of each stage, where it runs a part of it.
     `towers` are branches worth a stage of their own, each one a row of the nodes.
     `facts` says that all nodes have them. `halos` are what tiles have beyond their own
     parts; `tile` is the one of each grid that runs the graph (`tile % size` of smaller
@@ -246,6 +247,7 @@ class Program:
     updated: dict[str, int] | None = None
     tile: int = 0
     parts: dict[str, Part] = field(default_factory=dict)
+    owned: tuple[tuple[str, ...], ...] | None = None
     barriers: tuple[Barrier, ...] = ()
     unfused: dict[int, tuple[int, int]] = field(default_factory=dict)
 

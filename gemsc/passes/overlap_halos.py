@@ -74,9 +74,10 @@ def _candidates(program: Program) -> list[fx.Node]:
     for stage in program.require_stages():
         inside = set(stage.nodes)
         for halo in filter(is_exchange, stage.nodes):
-            (user, *others) = halo.users
-            if others or halo in outputs or source_of(halo) not in inside:
+            # what arrives for the branches of other ranks has no user here
+            if len(halo.users) != 1 or halo in outputs or source_of(halo) not in inside:
                 continue
+            (user,) = halo.users
             if user not in inside or user.op != "call_module":
                 continue
             layer = program.module.get_submodule(str(user.target))

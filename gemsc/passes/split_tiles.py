@@ -15,6 +15,7 @@ from gemsc.base.grid_shape import GridShape
 from gemsc.base.parts import Part
 from gemsc.errors import InternalError
 from gemsc.ir import meta
+from gemsc.ir.flow import owned_tensors
 from gemsc.ir.halos import Halos
 from gemsc.ir.holder import attribute
 from gemsc.ir.program import Program
@@ -71,10 +72,18 @@ class SplitTiles(Pass):
         parts = _parts(program, self.tile)
         names = {alias: parts[n] for alias, n in program.aliases.items() if n in parts}
         lowered = replace(low.run(), tile=self.tile, unfused=halos.unfused, parts=parts)
+        lowered = replace(lowered, owned=_owned(program, parts))
         put_parts(lowered.module, parts | names)
         for node in lowered.graph.nodes:
             meta.drop_facts(node)
         return lowered
+
+
+def _owned(program: Program, parts: dict[str, Part]) -> tuple[tuple[str, ...], ...]:
+    """Return what a rank that has these parts has of each stage."""
+    nothing = {name for name, part in parts.items() if not part.share}
+    owned = owned_tensors(program)
+    return tuple(tuple(n for n in names if n not in nothing) for names in owned)
 
 
 def _parts(program: Program, tile: int) -> dict[str, Part]:

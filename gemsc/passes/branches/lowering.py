@@ -117,20 +117,27 @@ class _At:
     def _users(self, source: fx.Node) -> set[int]:
         return {self.ranks[node.name] for node in self.nodes if node in source.users}
 
-    def _unused(self) -> list[fx.Node]:
-        """Return what arrived for other ranks' branches: this one has no use for it."""
-        low = self.low
-        found: dict[fx.Node, None] = {}
-        for node in self.nodes:
-            for source in node.all_input_nodes:
-                if source.op == "get_attr" or low.is_in_branch(source):
-                    continue
-                is_tensor = isinstance(meta.value(source), Tensor)
-                if is_tensor and low.place not in self._users(source):
-                    here = self._entering(source)
-                    if here is not low.local(source).node and _learns(source):
-                        found[here] = None
-        return list(found)
+    def _unused(self, like: fx.Node) -> list[fx.Node]:
+        """Return what only other ranks' branches use, and yet this rank needs.
+
+        Exchanges may lead to it, whose backward is that of all ranks, if it is part of
+        the backward of `like`; or a message, which all ranks of the stage receive.
+        """
+        sources = (source for node in self.nodes for source in node.all_input_nodes)
+        found = [s for s in dict.fromkeys(sources) if self._is_unused(s)]
+        stage = set(self.low.stage.nodes)
+        return [
+            self._entering(source)
+            for source in found
+            if (_learns(like) if _learns(source) else source not in stage)
+        ]
+
+    def _is_unused(self, source: fx.Node) -> bool:
+        """Whether a value is from outside, and only other ranks' branches use it."""
+        if source.op in ("get_attr", "placeholder") or self.low.is_in_branch(source):
+            return False
+        is_tensor = isinstance(meta.value(source), Tensor)
+        return is_tensor and self.low.place not in self._users(source)
 
     def _nothing(self, like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         """Return the node of no elements, of the dtype of a value."""
@@ -155,8 +162,8 @@ class _At:
 
     def _tied(self, value: fx.Node, like: fx.Node) -> fx.Node:
         """Return a value whose backward is that of what arrived in vain, too."""
-        unused = self._unused()
-        if not unused or not _learns(like):
+        unused = self._unused(like)
+        if not unused:
             return value
         shape = tuple(meta.value(value).shape)
         layout = meta.layout(value)
