@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from random_shards import ACTIVATIONS, BARRIERS, Attention, Convolutions, Mlp, Rms
 from torch import Tensor, nn
 
+from gemsc.base.grid_shape import GridShape
+
 __all__ = ["BranchCase", "random_branches"]
 
 Make = Callable[[], nn.Module]
@@ -193,7 +195,7 @@ class BranchCase:
     inputs: tuple[Tensor, ...]
     loss: Callable[..., Tensor]
     target: Tensor
-    ranks: int
+    grid: GridShape
     trunk: str
 
 
@@ -216,6 +218,6 @@ def random_branches(seed: int) -> BranchCase:
     trunks = ["whole", *["batch"] * (batch >= ranks), *["sequence"] * (length >= ranks)]
     model = Network(layers, 5, outputs)
     x, target = torch.randn(batch, length, 5), torch.randn(batch, length, outputs)
-    return BranchCase(
-        model, (x,), rng.choice(LOSSES), target, ranks, rng.choice(trunks)
-    )
+    grid = GridShape(shards=ranks if rng.random() < 0.2 else 1, branches=ranks)
+    loss, trunk = rng.choice(LOSSES), rng.choice(trunks)
+    return BranchCase(model, (x,), loss, target, grid, trunk)

@@ -19,9 +19,10 @@ from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.manager import run_passes
 from gemsc.passes.split_tiles import SplitTiles
 
-__all__ = ["on_shards", "sharded"]
+__all__ = ["FREE", "on_branches", "on_shards", "sharded"]
 
 LINK = LinkSpeed(latency=1e-6, bandwidth=3e9)
+FREE = LinkSpeed(latency=0.0, bandwidth=1e18)  # over which every fork gains
 
 
 def sharded(
@@ -34,13 +35,23 @@ def sharded(
     keep_whole: tuple[str, ...] = (),
 ) -> tuple[Program, list[Program]]:
     """Return the program of one stage, and that of each of its ranks."""
-    grids = (GridShape(shards=shards),)
     traced = record(model, inputs, loss=loss, target=target)
+    return _lowered(traced, GridShape(shards=shards), LINK, trunk, keep_whole)
+
+
+def _lowered(
+    traced: Program,
+    grid: GridShape,
+    link: LinkSpeed,
+    trunk: str,
+    keep_whole: tuple[str, ...] = (),
+) -> tuple[Program, list[Program]]:
+    grids = (grid,)
     whole = one_stage(run_passes(traced, (Canonicalize(),)))
-    choose = ChooseShards(grids, LINK, trunk, keep_whole)
+    choose = ChooseShards(grids, link, trunk, keep_whole)
     whole = run_passes(whole, (Annotate(), choose, FindHalos(grids)))
-    ranks = [run_passes(whole, (SplitTiles(grids, rank),)) for rank in range(shards)]
-    return whole, ranks
+    ranks = range(grid.size)
+    return whole, [run_passes(whole, (SplitTiles(grids, rank),)) for rank in ranks]
 
 
 def on_shards(
@@ -55,3 +66,19 @@ def on_shards(
     """Run one step on shards, each a thread; put the parts together."""
     whole, ranks = sharded(model, inputs, loss, target, shards, trunk, keep_whole)
     return on_ranks(whole, ranks, inputs, target)
+
+
+def on_branches(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    loss: Callable[..., Tensor],
+    target: Any,
+    grid: GridShape,
+    trunk: str,
+    keep_whole: tuple[str, ...] = (),
+) -> tuple[Step, int]:
+    """Run one step on ranks that share branches; return how many forks, too."""
+    traced = record(model, inputs, loss=loss, target=target)
+    whole, ranks = _lowered(traced, grid, FREE, trunk, keep_whole)
+    forks = sum(not fork.reason for fork in whole.shards[0].forks)
+    return on_ranks(whole, ranks, inputs, target), forks

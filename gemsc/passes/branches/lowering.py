@@ -133,11 +133,17 @@ class _At:
         ]
 
     def _is_unused(self, source: fx.Node) -> bool:
-        """Whether a value is from outside, and only other ranks' branches use it."""
+        """Whether a value is from outside, and only other ranks' branches use it.
+
+        A branch does not use a value that learns if it gives it no gradient.
+        """
         if source.op in ("get_attr", "placeholder") or self.low.is_in_branch(source):
             return False
-        is_tensor = isinstance(meta.value(source), Tensor)
-        return is_tensor and self.low.place not in self._users(source)
+        if not isinstance(meta.value(source), Tensor):
+            return False
+        users = (node for node in self.nodes if node in source.users)
+        mine = [node for node in users if self.ranks[node.name] == self.low.place]
+        return not any(_learns(node) for node in mine) if _learns(source) else not mine
 
     def _nothing(self, like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         """Return the node of no elements, of the dtype of a value."""
