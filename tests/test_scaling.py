@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
-from gemsc.planner.ending import PACKING, UPDATE
+from gemsc.planner.ending import PACKING, UPDATE, Held, gradient_sums
 from gemsc.schedules import (
     SCHEDULES,
     Edge,
@@ -128,6 +128,20 @@ def test_messages_of_ranks_that_share_an_interface_share_its_bandwidth() -> None
         return edge.seconds
 
     assert first_edge(2) == pytest.approx(2 * first_edge(1))
+
+
+def test_a_rank_sums_what_all_hold_and_then_its_part_at_full_speed() -> None:
+    network = machine(per_node=2, nic_ranks=2).network
+    whole, none = ((0, 1), 8 * MIB), ((), 0)
+    parts = [((rank,), 8 * MIB) for rank in (0, 1)]
+
+    def seconds(*held: Held) -> float:
+        (found,) = gradient_sums(network, [held], num_ranks=2, copies=4)
+        return found.seconds
+
+    alone = seconds(whole) + seconds(none, *parts)
+    assert seconds(whole, *parts) == pytest.approx(alone)
+    assert seconds(none, *parts) > 1.9 * seconds(none, parts[0])  # on one interface
 
 
 def test_two_thousand_ranks_can_be_simulated() -> None:

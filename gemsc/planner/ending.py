@@ -123,17 +123,21 @@ def gradient_sums(
         for index, (ranks, size) in enumerate(groups)
         if copies * len(ranks) > 1 and size
     }
-    sizes = [held[stage][index][1] for stage, index in shared]
     find = reduce_scatter if shares_update else allreduce
-    sums = dict(zip(shared, find(network, [*shared.values()], sizes), strict=True))
-    found = []
+    sums: dict[tuple[int, int], Sum] = {}
+    for are_parts in (False, True):  # a rank sums one after the other
+        keys = [key for key in shared if (key[1] > 0) is are_parts]
+        sizes = [held[stage][index][1] for stage, index in keys]
+        found = find(network, [shared[key] for key in keys], sizes)
+        sums |= dict(zip(keys, found, strict=True))
+    joined = []
     for stage, groups in enumerate(held):
         whole, *parts = (
             (size, sums.get((stage, index))) for index, (_, size) in enumerate(groups)
         )
         parts.sort(key=lambda part: part[1].seconds if part[1] else 0.0)
-        found.append(_stage_sum([whole, *parts[-1:]]))
-    return found
+        joined.append(_stage_sum([whole, *parts[-1:]]))
+    return joined
 
 
 def _stage_sum(own: Sequence[tuple[int, Sum | None]]) -> StageSum:
