@@ -134,9 +134,9 @@ class ChooseShards(Pass):
         flags = [
             f"--{name} {','.join(str(getattr(grid, name)) for grid in grids)}"
             for name in BESIDE
-            if any(getattr(grid, name) > 1 for grid in (*self.grids, shape))
+            if any(getattr(grid, name) > 1 for grid in grids)
         ]
-        return f"{' '.join(flags)} --ranks {sum(grid.size for grid in grids)}"
+        return " ".join((*flags, f"--ranks {sum(grid.size for grid in grids)}"))
 
 
 def _elsewhere(program: Program, stage: Stage) -> set[str]:

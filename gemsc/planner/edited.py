@@ -340,7 +340,7 @@ def placed_branches(stage: PlannedStage, index: int, file: TomlFile) -> list[lis
             help="give a list for each rank: [] for one without a branch",
         )
     named = [name for names in fork.placed for name in names]
-    for name in dict.fromkeys((*fork.branches, *named)):
+    for name in dict.fromkeys((*named, *fork.branches)):
         if name not in fork.branches or named.count(name) != 1:
             what = "is on several ranks" if name in named else "is on no rank"
             if name not in fork.branches:

@@ -172,7 +172,8 @@ def choose_forks(
                 made = replace(made, fork=replace(made.fork, reason=CROSSING))
             found.append(made)
             if placed is not None and window.join.name in placed:
-                wanted += choose.as_placed(window, placed[window.join.name])
+                mine = choose.as_placed(window, placed[window.join.name])
+                wanted += (c for c in mine if not any(_crosses(c, o) for o in again))
         if any(not each.fork.reason for each in found if each.last == join):
             ends.add(join)
     chosen = _heaviest([each for each in found if not each.fork.reason])
@@ -180,7 +181,8 @@ def choose_forks(
         found = [replace(c, fork=replace(c.fork, reason=NOT_PLACED)) for c in found]
         chosen = _heaviest(wanted, 1.0 + sum(abs(c.fork.saved) for c in wanted))
     seconds = sum(meta.facts(node).seconds for node in stage.nodes)
-    told = _told([each for each in found if each.fork.reason], chosen, seconds)
+    least = LEAST_TOLD * seconds if chosen else 0.0
+    told = _told([each for each in found if each.fork.reason], chosen, least)
     return tuple(each.fork for each in (*chosen, *told))
 
 
@@ -342,12 +344,12 @@ def _saved(choice: tuple[float, list[_Candidate]]) -> float:
 
 
 def _told(
-    candidates: list[_Candidate], chosen: Sequence[_Candidate], seconds: float
+    candidates: list[_Candidate], chosen: Sequence[_Candidate], least: float
 ) -> list[_Candidate]:
     """Return what a user would ask about: the largest that overlap with no others."""
     found: list[_Candidate] = []
     for each in sorted(candidates, key=lambda each: (-_to_share(each), each.last)):
-        if len(found) == MOST_TOLD or _to_share(each) < LEAST_TOLD * seconds:
+        if len(found) == MOST_TOLD or _to_share(each) < least:
             break
         if not any(_overlap(each, other) for other in (*chosen, *found)):
             found.append(each)
