@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,6 +191,8 @@ class _Body:
         self.position = {node: i for i, node in enumerate(flow.nodes)}
         self.last_use = self._last_uses()
         self.pending: tuple[fx.Node, tuple[str, int]] | None = None
+        self.unpacked: set[fx.Node] = set()  # written with the tuple that they are of
+        self.parts: dict[fx.Node, tuple[fx.Node, ...]] = {}  # of these tuples
         self.shown: SourceLocation | None = None
         self.shown_path = ""
 
@@ -243,6 +246,8 @@ class _Body:
             self.names.release(self.local.pop(value))
 
     def _add(self, node: fx.Node) -> None:
+        if node in self.unpacked:
+            return
         if self.pending is not None and not self._may_nest(self.pending[0], node):
             self._flush()
         shown = self._expression(node)
@@ -251,6 +256,8 @@ class _Body:
             self._flush()
             shown = self._expression(node)
         self.pending = (node, shown)
+        self.parts[node] = self._parts(node)
+        self.unpacked.update(self.parts[node])
 
     def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:
         return (
@@ -296,8 +303,30 @@ class _Body:
         if not node.users and node not in self.flow.gives:
             self._write_statement(text, note)
             return
-        self.local[node] = self.names.unique(self._wish(node))
-        self._write_statement(f"{self.local[node]} = {text}", note)
+        targets = self.parts[node] or (node,)
+        for target in targets:
+            self.local[target] = self.names.unique(self._wish(target))
+        names = ", ".join(self.local[target] for target in targets)
+        self._write_statement(f"{names} = {text}", note)
+
+    def _parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return the nodes that take the parts of a tuple, if the next ones take all.
+
+        Then they are written as one statement: `query, key, value = qkv.unbind(0)`.
+        """
+        first = self.position[node] + 1
+        parts = self.flow.nodes[first : first + len(node.users)]
+        value, alike = meta.value(node), {meta.region(part) for part in parts}
+        if not isinstance(value, tuple | list) or {*parts} != {*node.users}:
+            return ()
+        if any(part.target is not operator.getitem for part in parts):
+            return ()
+        by_number = {part.args[1]: part for part in parts}
+        numbers = range(len(value))
+        is_all = by_number.keys() == {*numbers} and len(parts) > 1
+        if not is_all or alike != {meta.region(node)}:
+            return ()
+        return tuple(by_number[number] for number in numbers)
 
     def _write_statement(self, text: str, note: str) -> None:
         noted = f"{text}  # {note}" if note else text
