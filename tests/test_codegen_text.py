@@ -236,6 +236,18 @@ def test_a_comment_is_one_line_of_the_width(text: str, room: int) -> None:
     assert ast.dump(ast.parse(line)) == ast.dump(ast.parse(""))
 
 
+@pytest.mark.parametrize("size", range(60, 80))
+def test_a_tuple_of_one_item_keeps_its_comma(size: int) -> None:
+    """Also where it is as long as the line."""
+    writer = Writer()
+    item = f"f({'v' * size})"
+    writer.call("x = function(", [f"values=({item},)", "other=1"])
+    long = ast.parse(writer.text())
+    assert ast.dump(long) == ast.dump(
+        ast.parse(f"x = function(values=({item},), other=1)")
+    )
+
+
 def test_long_calls_break_as_a_formatter_breaks_them(tmp_path: Path) -> None:
     writer = Writer()
     values = [f"value_number_{i}" for i in range(4)]
@@ -251,8 +263,6 @@ def test_long_calls_break_as_a_formatter_breaks_them(tmp_path: Path) -> None:
     writer.call(
         "x = f(", values, note="a trailing comment that is too long for its line"
     )
-    one = f'f("{"v" * 69}")'  # with its comma it is just too long for a line
-    writer.call("x = function(", [f"values=({one},)", f"{', '.join(many)}"])
     writer.items("for x in (", many, "):")
     with writer.indented():
         writer.line("pass")
