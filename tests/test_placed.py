@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache, partial
@@ -13,16 +14,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from program_support import on_ranks
+from safetensors.torch import load_file, save_file
+from support import run_on_threads
 from torch import Tensor, fx, nn
 
 from gemsc.base.parts import Part, by_path, holder_of, make_whole
 from gemsc.base.weights import pasted
 from gemsc.codegen.package import write_directory
-from gemsc.compiled import CompiledProgram
+from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.compiler import compile
+from gemsc.errors import GemscError, InternalError
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layers import layer_source
 from gemsc.passes.shards.local import put_parts
+from gemsc.planner.from_plan import task_of
+from gemsc.verify.record import read_record
+from gemsc.verify.steps import compare, reference_steps
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 3), (4, 3, 2, 2)])
@@ -223,6 +230,7 @@ def off(actual: State, expected: State) -> float:
 CUT = {"cuts": ("two.d.0",), "balance": "explicit"}
 TWO = {"ranks": 2, "branches": ("2",), "micro_batches": 2}
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    "1 rank": ({"ranks": 1, "micro_batches": 2}, ADAMW),
     "batch": ({**TWO, "trunk": "batch"}, ADAMW),
     "3 ranks": (
         {"ranks": 3, "branches": ("3",), "trunk": "whole", "micro_batches": 2},
@@ -238,14 +246,128 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1 rank"])
 def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
-    options, optimizer = LAYOUTS[layout]
-    program = compiled(**options)
-    write_directory(program.compilation, tmp_path)
+    _, optimizer = LAYOUTS[layout]
+    program = written(layout, tmp_path)
     found = drawn(SAMPLES * program.plan.micro_batches * program.plan.data)
     ranks = program.plan.ranks
     losses, model, _ = trained(tmp_path, ranks, found, optimizer=optimizer)
     wanted, expected = one_process(found, optimizer)
     assert losses == pytest.approx(wanted, rel=1e-9)
     assert off(model, expected) < 1e-9
+
+
+def written(layout: str, folder: Path) -> CompiledProgram:
+    program = compiled(**LAYOUTS[layout][0])
+    write_directory(program.compilation, folder)
+    return program
+
+
+def tensors_of(*paths: str) -> set[str]:
+    """Return the names of all tensors of the model under some paths."""
+    names = Forks().state_dict()
+    return {n for n in names for path in paths if f"{n}.".startswith(f"{path}.")}
+
+
+def test_a_rank_has_its_own_branches_and_the_trunk(tmp_path: Path) -> None:
+    """What a branch and the trunk use is on all ranks, by both names."""
+    program = written("batch", tmp_path)
+    *_, states = trained(tmp_path, 2, [])
+    trunk = tensors_of("stem", "seldom", "both", "tail", "head", "never")
+    trunk |= {"one.c.0.weight"}
+    branches = tensors_of("one.a", "two.e"), tensors_of("one.b", "one.c", "two.d")
+    for rank, (own, state) in enumerate(zip(branches, states, strict=True)):
+        assert state.keys() == own | trunk
+        file = program.rank_modules()[f"rank{rank}.py"]
+        paths = {"one.a": 0, "one.b": 1, "one.c.1": 1, "two.d": 1, "two.e": 0}
+        assert all(
+            f'        "{path}": {held},\n' in file for path, held in paths.items()
+        )
+        assert "Part(" not in file
+        assert '    reductions={"stage0": (0, 1)},\n' in file
+        assert ("self.two.e =" in file) == (rank == 0)
+        assert file.count('self.tail.weight = self.one.c["0"].weight  # tied') == 1
+
+
+def test_the_memory_of_the_fullest_rank_is_predicted_to_the_byte(
+    tmp_path: Path,
+) -> None:
+    program = written("3 ranks", tmp_path)
+    ((x, target),) = drawn(SAMPLES * 2, 1)
+    found = [((x.float(),), target.float())] * 2
+    record = run_on_threads(tmp_path, 3, found, dtype=torch.float32, optimizer=ADAMW)
+    never = 12 * 4  # bytes, for which there is neither a gradient nor state
+    assert max(record.peak_bytes) + 3 * never + 2 * 4 == program.plan.peak_bytes[0]
+    assert min(record.peak_bytes) < max(record.peak_bytes) / 2
+
+
+def test_verify_joins_what_ranks_hold_alone(tmp_path: Path) -> None:
+    written("mast", tmp_path)
+    found = [((x,), target) for x, target in drawn(SAMPLES * 2, 2)]
+    expected = reference_steps(Forks(), F.mse_loss, found, 2, torch.float64, ADAMW)
+    record = run_on_threads(tmp_path, 4, found, optimizer=ADAMW)
+    assert compare(record, expected).judge(torch.float64)[0] == "exact"
+    assert not record.unequal
+    for rank in range(4):  # one that says of its branch that all ranks have it
+        path = tmp_path / f"held{rank}.json"
+        held = json.loads(path.read_text())
+        alone = [name for name in held["alone"] if not name.startswith("two.e.0")]
+        path.write_text(json.dumps({**held, "alone": alone}))
+    found = read_record(tmp_path, 4).unequal
+    assert found == {"two.e.0.weight", "two.e.0.bias"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"stage0 parts": (0, 2)',
+            '"stage0 parts": (0, 1, 2, 3)',
+            "is on ranks (0, 2)",
+        ),
+        ('"stage0": (0, 1, 2, 3)', '"stage0": (0, 2)', "'stage0' is on ranks (0, 1,"),
+        ('    worker.start_reduction("stage1 parts")\n', "", "'stage1 parts' 0 times"),
+        ('"one.b": 1', '"one.b": 0', "holds branches as"),
+        ('"one.b": 1,', "", "holds branches as"),
+    ],
+)
+def test_wrong_sums_of_branches_are_found(old: str, new: str, message: str) -> None:
+    program = compiled(**LAYOUTS["mast"][0])
+    files, task = dict(program.rank_modules()), task_of(program.plan)
+    prove_files(files, program.compilation, task)
+    assert old in files["rank0.py"]
+    files["rank0.py"] = files["rank0.py"].replace(old, new, 1)
+    with pytest.raises(InternalError, match=re.escape(message)):
+        prove_files(files, program.compilation, task)
+
+
+def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> None:
+    two, three = tmp_path / "two", tmp_path / "three"
+    written("batch", two)
+    written("3 ranks", three)
+    found, saved = drawn(SAMPLES * 2, 4), tmp_path / "saved"
+    before, *_ = trained(two, 2, found[:2], save=saved)
+    losses, expected = one_process(found, ADAMW)
+    after, model, _ = trained(two, 2, found[2:], resume=saved)
+    assert before + after == pytest.approx(losses, rel=1e-9)
+    assert off(model, expected) < 1e-9
+    _, expected = one_process(found[:2], ADAMW)
+    stored = load_file(saved / "model.safetensors")
+    Forks().double().load_state_dict(stored)
+    assert off(stored, expected) < 1e-9
+    with pytest.raises(GemscError, match="was saved by 2 ranks, the program has 3"):
+        trained(three, 3, [], resume=saved)
+    alone, back = tmp_path / "alone", tmp_path / "back"
+    alone.mkdir()
+    save_file(stored, alone / "model.safetensors")
+    written("1 rank", tmp_path / "one")
+    for folder, ranks, source in (
+        ("three", 3, alone),
+        ("one", 1, back),
+        ("two", 2, back),
+    ):
+        program = tmp_path / folder
+        _, other, _ = trained(program, ranks, [], resume=source, save=back)
+        assert other.keys() == stored.keys()
+        assert all(torch.equal(tensor, other[n]) for n, tensor in stored.items())
