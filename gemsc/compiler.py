@@ -268,6 +268,9 @@ def schedule_stages(
         cuts=options.cuts,
         live=chosen.live,
         grids=chosen.grids,
+        # plans of other models that differ in these alone share their stages
+        rows=chosen.rows if traced.program.towers else (),
+        micro_batches=chosen.micro_batches if traced.program.towers else (),
     )
     place = PlaceStages(
         chosen.placement,

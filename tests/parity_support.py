@@ -12,6 +12,7 @@ from branch_models import BRANCH_MODELS
 from models import MODELS, float32_by_default
 from shard_models import SHARD_MODELS
 from support import run_on_threads
+from tower_models import TOWER_MODELS
 
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, Traced, lower, trace
@@ -36,7 +37,7 @@ Draws = Callable[[], AbstractContextManager[None]]
 
 FLOAT64 = 1e-9
 FLOAT32 = 1e-4
-NETWORKS = MODELS | SHARD_MODELS | BRANCH_MODELS
+NETWORKS = MODELS | SHARD_MODELS | TOWER_MODELS | BRANCH_MODELS
 
 
 def options(**choices: object) -> CompileOptions:

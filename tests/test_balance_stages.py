@@ -161,3 +161,44 @@ def test_a_cut_inside_a_block_is_refused() -> None:
     program = blocks_of(Net(forward), torch.zeros(2, 4))
     with pytest.raises(GemscError, match="'c' begins inside block 'b'"):
         balanced(program, 2, kind="explicit", cuts=("c",))
+
+
+def side_by_side(num_stages: int, micro_batches: int, *row: int) -> list[str]:
+    """Return the first block of each stage of two equal towers and a light join."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(self.left(x) * self.right(y))
+
+    def tower() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+
+    x = torch.zeros(256, 512)
+    model = Net(forward, left=tower(), right=tower(), last=nn.Linear(512, 8))
+    done = BalanceStages(
+        num_stages=num_stages,
+        rows=(row or tuple(range(num_stages)),),
+        micro_batches=(micro_batches,),
+    ).apply(blocks_of(model, x, x))
+    return [stage.blocks[0].name for stage in done.require_stages()]
+
+
+def test_few_micro_batches_want_towers_side_by_side_many_want_even_stages() -> None:
+    # T a tower: T for each micro-batch, or (2 + micro-batches) 2/3 T
+    assert side_by_side(3, 1) == ["left.0", "right.0", "last"]
+    assert side_by_side(3, 3) == ["left.0", "right.0", "last"]
+    assert side_by_side(3, 8) == ["left.0", "left.4", "right.2"]
+
+
+def test_the_join_may_share_a_rank_with_a_tower() -> None:
+    assert side_by_side(3, 8, 0, 1, 0) == ["left.0", "right.0", "last"]
+
+
+def test_the_join_of_towers_can_be_named() -> None:
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (self.b(self.a(x)) * self.d(self.c(y))).sum(1)
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4), torch.zeros(2, 4))
+    done = balanced(program, 3, kind="explicit", cuts=("c", "mul"))
+    assert sizes(done) == [2, 2, 1]
+    names = [n.name for n in done.require_stages()[2].nodes]
+    assert names[:2] == ["mul", "sum_1"]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import MODELS
-from parity_support import FLOAT32, FLOAT64, lowered, options, reference
+from parity_support import FLOAT32, FLOAT64, NETWORKS, lowered, options, reference
 
 from gemsc.codegen.package import write_directory
 from gemsc.launch.launch import launch
@@ -31,6 +30,9 @@ SAMPLE = [
     ("tiled", options(ranks=4, tiles="2x1,1x2", micro_batches=2), DOUBLE),
     ("unet", options(ranks=4, tiles="2x1", schedule="master", times=1), DOUBLE),
     ("densecnn", options(ranks=3, tiles="1x2", placement="folded"), DOUBLE),
+    ("clip", options(ranks=3, micro_batches=2), DOUBLE),
+    ("siamese", options(ranks=2, placement="0,1,0", data=2), DOUBLE),
+    ("two encoders", options(ranks=4, schedule="gpipe"), DOUBLE),
 ]
 
 
@@ -46,7 +48,7 @@ def test_processes_compute_what_one_process_does(
     for index, (name, plan, dtype) in enumerate(sample):
         folder = tmp_path / str(index)
         write_directory(lowered(name, plan).compilation, folder / "program")
-        batches = [MODELS[name].inputs(micro_batches(name, plan), dtype)] * 2
+        batches = [NETWORKS[name].inputs(micro_batches(name, plan), dtype)] * 2
         torch.save(batches, folder / "batches.pt")
         words += [str(folder), str(dtype).split(".")[1]]
     assert launch(processes, [sys.executable, str(PROGRAM), *words], timeout=240) == 0

@@ -6,10 +6,11 @@ Example, five blocks of 1, 1, 2, 2 and 4 ms on three stages:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
 from typing import ClassVar
 
 from gemsc.base.grid_shape import ALONE, GridShape
@@ -20,6 +21,9 @@ from gemsc.passes.base import Pass
 from gemsc.planner.partition import partition
 
 __all__ = ["BalanceStages"]
+
+FEW_BOUNDS = 6
+GAIN = 1.02  # in a step, for cuts of which a stage is slower
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,17 @@ class BalanceStages(Pass):
     grids: how ranks share each stage; it works as many times as fast as there are
         ranks, and each holds that part of the activations. The parameters are shared by
         shards only: each tile has all of them.
+    rows: which ranks run each stage, `rows[replica][stage]`.
+    micro_batches: how many each replica runs in a step.
+
+    Stages can work at the same time on different micro-batches, and on the same one if
+    they hold different towers. So the cuts with the least slowest stage and those at
+    bounds of towers are compared by the longest path through the stages plus the time
+    of the busiest rank for all micro-batches but one.
     """
 
     name: ClassVar[str] = "balance-stages"
-    requires: ClassVar[tuple[str, ...]] = ("facts", "blocks")
+    requires: ClassVar[tuple[str, ...]] = ("facts", "towers", "blocks")
     provides: ClassVar[tuple[str, ...]] = ("stages",)
 
     num_stages: int = 1
@@ -46,6 +57,8 @@ class BalanceStages(Pass):
     live: tuple[int, ...] = ()
     parameter_copies: int = 3
     grids: tuple[GridShape, ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
+    micro_batches: tuple[int, ...] = ()
 
     def apply(self, program: Program) -> Program:
         """Return the program with its stages.
@@ -58,19 +71,27 @@ class BalanceStages(Pass):
         if self.kind == "explicit":
             starts = self._explicit(blocks)
         else:
-            starts = self._balanced(blocks, _crossing(program, blocks))
+            starts = self._balanced(program, blocks)
         edges = [0, *starts, len(blocks)]
         stages = tuple(
             Stage(index, blocks[a:b]) for index, (a, b) in enumerate(pairwise(edges))
         )
         return replace(program, stages=stages)
 
-    def _balanced(self, blocks: Sequence[Block], crossing: list[float]) -> list[int]:
+    def _balanced(self, program: Program, blocks: Sequence[Block]) -> list[int]:
+        crossing = _crossing(program, blocks)
         grids = self.grids or (ALONE,) * self.num_stages
         if self.kind == "compute":
             seconds = [_seconds(block) for block in blocks]
             rows = [[each / grid.size for each in seconds] for grid in grids]
-            return partition(rows, cut_costs=crossing)
+            needs = _needs(blocks)
+            found = [
+                partition(rows, cut_costs=crossing, begins=begins)
+                for begins in _choices(_bounds(program, blocks), self.num_stages - 1)
+            ]
+            steps = [self._step(starts, rows, needs) for starts in found]
+            shortest = min(steps)
+            return found[0 if GAIN * shortest > steps[0] else steps.index(shortest)]
         live = self.live or (1,) * self.num_stages
         rows = [
             [
@@ -81,6 +102,29 @@ class BalanceStages(Pass):
             for held, grid in zip(live, grids, strict=True)
         ]
         return partition(rows, cut_costs=crossing)
+
+    def _step(
+        self,
+        starts: Sequence[int],
+        rows: Sequence[Sequence[float]],
+        needs: Sequence[Collection[int]],
+    ) -> float:
+        """Return about how long a step takes; `needs` are the blocks of each block."""
+        edges = [0, *starts, len(needs)]
+        parts = list(pairwise(edges))
+        seconds = [sum(row[a:b]) for row, (a, b) in zip(rows, parts, strict=True)]
+        ends: list[float] = []
+        for own, (a, b) in zip(seconds, parts, strict=True):
+            sources = {bisect(starts, need) for block in needs[a:b] for need in block}
+            begin = max((ends[s] for s in sources if s < len(ends)), default=0.0)
+            ends.append(begin + own)
+        placed = self.rows or (tuple(range(self.num_stages)),)
+        counts = self.micro_batches or (1,) * len(placed)
+        busy = dict.fromkeys(chain.from_iterable(placed), 0.0)
+        for count, row in zip(counts, placed, strict=True):
+            for rank, own in zip(row, seconds, strict=True):
+                busy[rank] += count * own
+        return max(ends) + max(busy.values()) * (1 - 1 / sum(counts))
 
     def _explicit(self, blocks: Sequence[Block]) -> list[int]:
         if self.cuts:
@@ -136,13 +180,38 @@ def _crossing(program: Program, blocks: Sequence[Block]) -> list[float]:
     return bytes_at
 
 
+def _needs(blocks: Sequence[Block]) -> list[set[int]]:
+    """Return, for each block, those whose values it uses."""
+    block_of = {node: block.index for block in blocks for node in block.nodes}
+    return [
+        {block_of[s] for n in block.nodes for s in n.all_input_nodes if s in block_of}
+        for block in blocks
+    ]
+
+
+def _bounds(program: Program, blocks: Sequence[Block]) -> list[int]:
+    """Return the blocks with which towers begin, and those behind towers."""
+    first = {block.nodes[0]: block.index for block in blocks}
+    last = {block.nodes[-1]: block.index + 1 for block in blocks}
+    found = {first.get(tower[0], 0) for tower in program.towers or ()}
+    found |= {last.get(tower[-1], 0) for tower in program.towers or ()}
+    return sorted(found - {0, len(blocks)})
+
+
+def _choices(bounds: Sequence[int], most: int) -> list[tuple[int, ...]]:
+    """Return which bounds may be cut together; of many none or all of them."""
+    few = len(bounds) <= FEW_BOUNDS
+    counts = range(len(bounds) + 1) if few else (0, len(bounds))
+    return [each for n in counts if n <= most for each in combinations(bounds, n)]
+
+
 def _block_that_begins(blocks: Sequence[Block], path: str) -> int:
     """Return the first block that lies in module `path`."""
     for block in blocks:
         inside = [_is_inside(node_path, path) for node_path in _paths(block)]
         if not any(inside):
             continue
-        if not inside[0]:
+        if not inside[0] and block.name != path:
             raise GemscError(
                 f"--cuts {path}: module '{path}' begins inside block '{block.name}', "
                 "which must stay together",

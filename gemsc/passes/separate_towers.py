@@ -216,7 +216,7 @@ def _gathered(
 
 def _row(order: Nodes, tower: frozenset[fx.Node]) -> Nodes:
     """Return the nodes of a tower in order, none if others stand between them."""
-    first = min(map(order.index, tower))
+    first = next(i for i, node in enumerate(order) if node in tower)
     row = order[first : first + len(tower)]
     return row if tower.issuperset(row) else ()
 

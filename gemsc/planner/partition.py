@@ -19,6 +19,7 @@ def partition(
     *,
     cut_costs: Sequence[float] | None = None,
     slack: float = 0.02,
+    begins: Sequence[int] = (),
 ) -> list[int]:
     """Split `n` items into `k` contiguous, non-empty parts.
 
@@ -32,6 +33,7 @@ def partition(
             and a part that is nearly the largest may prove to be it. Each part costs
             its share of the least maximum to the power of 16, a cut half of its share
             of the costliest one: as much as a second part of 0.96 of the largest.
+        begins: positions at which a part must begin, at most `k - 1`.
 
     Returns:
         The `k - 1` positions at which parts 1, 2, ... begin.
@@ -43,8 +45,11 @@ def partition(
     parts, items = rows.shape
     if parts > items:
         raise ValueError(f"cannot split {items} items into {parts} parts")
+    crossing = np.zeros((items + 1, items), dtype=np.bool_)  # from column to row
+    for position in begins:
+        crossing[position + 1 :, :position] = True
     sums = np.concatenate([np.zeros((parts, 1)), np.cumsum(rows, axis=1)], axis=1)
-    least, cuts = _dynamic_program(sums, lambda before, part: np.maximum(before, part))
+    least, cuts = _dynamic_program(sums, crossing, np.maximum)
     if cut_costs is None:
         return cuts
     bound = least * (1.0 + slack)
@@ -55,28 +60,30 @@ def partition(
         cost = before + price + (np.minimum(part, bound) / (least or 1.0)) ** STEEPNESS
         return np.where(part <= bound, cost, np.inf)
 
-    _, cuts = _dynamic_program(sums, add_prices)
+    _, cuts = _dynamic_program(sums, crossing, add_prices)
     return cuts
 
 
 def _dynamic_program(
-    sums: Array, combine: Callable[[Array, Array], Array]
+    sums: Array,
+    refused: npt.NDArray[np.bool_],
+    combine: Callable[[Array, Array], Array],
 ) -> tuple[float, list[int]]:
     """Return the best value and the cuts.
 
     `combine(before, part)` values, for each end (rows) and each start `i` (columns) of
     the last part, the best of the first `i` items together with the weight of the part
-    from `i` on.
+    from `i` on. A last part that is `refused` is none.
     """
     parts, items = sums.shape[0], sums.shape[1] - 1
     best = np.full(items + 1, np.inf)
     best[0] = 0.0
     starts = np.zeros((parts, items + 1), dtype=np.int64)
-    empty = np.arange(items + 1)[:, None] <= np.arange(items)
+    refused = refused | (np.arange(items + 1)[:, None] <= np.arange(items))
     for part in range(parts):
         weight = sums[part, :, None] - sums[part, :-1]
         options = combine(best[:-1], weight)
-        options[empty] = np.inf
+        options[refused] = np.inf
         starts[part] = np.argmin(options, axis=1)
         best = options[np.arange(items + 1), starts[part]]
     cuts: list[int] = []

@@ -1,0 +1,194 @@
+"""Small networks with two towers, which run side by side as stages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from models import Case, Sample
+from torch import Tensor, nn
+
+__all__ = ["TOWER_MODELS", "Clip", "InTurn", "Siamese", "TwoEncoders"]
+
+WIDTH, WORDS, LENGTH = 16, 40, 6
+SAMPLES = 4  # of a micro-batch
+
+
+class Block(nn.Module):
+    """A block of a transformer, attention and MLP."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.Sequential(*(Block(causal=True) for _ in range(2)))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.blocks(self.words(tokens) + self.positions))
+        end = tokens.argmax(1)  # the word with the largest number ends a text
+        return x[torch.arange(len(tokens)), end]
+
+
+class Image(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.first = nn.Parameter(0.1 * torch.randn(1, 1, WIDTH))
+        self.blocks = nn.Sequential(*(Block(causal=False) for _ in range(2)))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images / 255).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
+        return self.norm(self.blocks(x)[:, 0])
+
+
+class Clip(nn.Module):
+    """Texts against images of a micro-batch, each with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = Text(), Image()
+        self.text_out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.image_out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor, images: Tensor) -> dict[str, Tensor]:
+        text, image = self.text(tokens), self.image(images)
+        text = F.normalize(self.text_out(text), dim=-1)
+        image = self.image_out(image)
+        image = image / image.norm(dim=-1, keepdim=True)
+        logits = self.scale.exp() * text @ image.t()
+        return {"logits": logits, "text": text, "image": image}
+
+
+def contrastive(output: dict[str, Tensor], weight: Tensor) -> Tensor:
+    """Each text is to find its image among all of the micro-batch, and back."""
+    logits = output["logits"]
+    own = torch.arange(len(logits), device=logits.device)
+    there = F.cross_entropy(logits, own, reduction="none")
+    back = F.cross_entropy(logits.t(), own, reduction="none")
+    return ((there + back) * weight).mean()
+
+
+def layer(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.LayerNorm(outputs), nn.ReLU())
+
+
+class InTurn(nn.Module):
+    """Layers of two towers in turn; what both need comes first, the loss is light."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(8, WIDTH)
+        self.left = nn.ModuleList(layer(WIDTH, WIDTH) for _ in range(6))
+        self.right = nn.ModuleList(layer(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.shift(x.tanh()).chunk(2)
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = left(a), right(b)
+        return F.cosine_similarity(a, b).repeat(2)
+
+
+class Siamese(nn.Module):
+    """One encoder for both of a pair: towers with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (layer(WIDTH, WIDTH) for _ in range(3))
+        self.encoder = nn.Sequential(layer(8, WIDTH), *layers)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        a, b = self.encoder(pairs[:, 0]), self.encoder(pairs[:, 1])
+        return (a - b).square().sum(1)
+
+
+def double(inputs: int, outputs: int) -> nn.Sequential:
+    """Return the two convolutions of a level."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(outputs, outputs, 3, padding=1),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+    )
+
+
+class Encoder(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        sizes = (channels, 4, 8, 16)
+        self.levels = nn.ModuleList(double(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for level in self.levels:
+            x = level(x if not found else F.max_pool2d(x, 2))
+            found.append(x)
+        return found
+
+
+class TwoEncoders(nn.Module):
+    """A U-Net with an encoder for colours and one for depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.colour, self.depth = Encoder(3), Encoder(1)
+        self.middle = double(32, 16)
+        self.up2, self.up1 = double(32, 8), double(16, 4)
+        self.head = nn.Conv2d(4, 1, 1)
+
+    def forward(self, colour: Tensor, depth: Tensor) -> Tensor:
+        c1, c2, c3 = self.colour(colour)
+        d1, d2, d3 = self.depth(depth.log1p())
+        x = self.middle(torch.cat([c3, d3], 1))
+        x = self.up2(torch.cat([F.interpolate(x, scale_factor=2), c2, d2], 1))
+        x = self.up1(torch.cat([F.interpolate(x, scale_factor=2), c1, d1], 1))
+        return self.head(x)
+
+
+def texts_and_images(batch: int) -> Sample:
+    tokens = torch.randint(WORDS, (batch, LENGTH))
+    return (tokens, 255 * torch.rand(batch, 3, 8, 8)), torch.rand(batch)
+
+
+def rows(batch: int) -> Sample:
+    return (torch.randn(batch, 8),), torch.randn(batch)
+
+
+def pairs(batch: int) -> Sample:
+    return (torch.randn(batch, 2, 8),), torch.rand(batch)
+
+
+def colours_and_depths(batch: int) -> Sample:
+    shape = (batch, 1, 16, 16)
+    return (torch.rand(batch, 3, 16, 16), torch.rand(shape)), torch.rand(shape)
+
+
+CASES = (
+    Case("clip", Clip, texts_and_images, contrastive, SAMPLES),
+    Case("in turn", InTurn, rows, F.mse_loss, SAMPLES),
+    Case("siamese", Siamese, pairs, F.mse_loss, SAMPLES),
+    Case("two encoders", TwoEncoders, colours_and_depths, F.mse_loss, SAMPLES),
+)
+TOWER_MODELS = {case.name: case for case in CASES}
