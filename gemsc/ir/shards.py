@@ -79,6 +79,12 @@ class Fork:
         """The seconds of all branches, forward and backward."""
         return sum(branch.seconds for branch in self.branches)
 
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes of all branches, and of those that join them."""
+        inside = (name for branch in self.branches for name in branch.nodes)
+        return (*inside, *dict.fromkeys((*self.added, self.join)))
+
     def renamed(self, names: Mapping[str, str]) -> Fork:
         """Return the fork of another graph, whose nodes have other names."""
         branches = tuple(
@@ -130,14 +136,7 @@ class StageShards:
     def fork_of(self) -> dict[str, Fork]:
         """The fork of each node of a branch and of its join, by the node's name."""
         return {
-            node: fork
-            for fork in self.forks
-            if not fork.reason
-            for node in (
-                *(name for branch in fork.branches for name in branch.nodes),
-                *fork.added,
-                fork.join,
-            )
+            node: fork for fork in self.forks if not fork.reason for node in fork.nodes
         }
 
     def for_evaluation(self, twins: dict[fx.Node, fx.Node] | None) -> StageShards:

@@ -21,8 +21,8 @@ from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Placed, StageShards
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.choice import choose_forks, placed_tensors
-from gemsc.passes.shards.analysis import analysis_of
-from gemsc.passes.shards.choice import choose_cuts
+from gemsc.passes.shards.analysis import Analysis, analysis_of
+from gemsc.passes.shards.choice import choose_cuts, saved_by_cuts
 from gemsc.passes.shards.trunk import choose_trunk
 
 __all__ = ["ChooseShards"]
@@ -81,6 +81,8 @@ class ChooseShards(Pass):
         found = StageShards(count, "whole", ())
         if grid.branches > 1:
             found = self._branches(program, stage, keep_whole)
+        if grid.shards > 1 and found.rank_of and self.placed is None:
+            found = self._either(analysis, found, keep_whole)
         if grid.shards > 1:
             found = choose_cuts(analysis, count, self.link, keep_whole, found.forks)
         if not found.cut and not found.rank_of:
@@ -104,6 +106,21 @@ class ChooseShards(Pass):
             placed=self.placed,
         )
         return StageShards(count, "whole", (), forks=forks)
+
+    def _either(
+        self, analysis: Analysis, found: StageShards, keep_whole: Mapping[str, str]
+    ) -> StageShards:
+        """Leave forks whole in which cuts of channels and heads save more."""
+        cuts = choose_cuts(analysis, found.count, self.link, keep_whole)
+        saved = saved_by_cuts(analysis, cuts, self.link)
+        forks = []
+        for fork in found.forks:
+            by_cuts = sum(saved.get(name, 0.0) for name in fork.nodes)
+            if not fork.reason and by_cuts > fork.saved:
+                forks.append(replace(fork, reason="cuts of its layers save more"))
+            else:
+                forks.append(fork)
+        return replace(found, forks=tuple(forks))
 
     def _nothing(self, stage: int, found: StageShards) -> GemscError:
         """Return the error where the ranks of a stage have nothing to share."""

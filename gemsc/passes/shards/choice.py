@@ -22,7 +22,7 @@ from gemsc.passes.shards.factors import Factor, leaves
 from gemsc.passes.shards.rules import reason_at
 from gemsc.passes.spatial.cuts import cut
 
-__all__ = ["choose_cuts", "chosen_factors", "kept_whole"]
+__all__ = ["choose_cuts", "chosen_factors", "kept_whole", "saved_by_cuts"]
 
 NOUNS = {"attention": "head", "embedding": "word", "conv": "channel"}
 MUCH = 0.05  # of what the heaviest factor weighs: to leave that whole is refused
@@ -202,16 +202,35 @@ def _weigh(
     analysis: Analysis, candidate: _Candidate, count: int, link: LinkSpeed
 ) -> None:
     """Weigh the seconds that a cut saves, and those of its sums, both ways."""
-    factor = candidate.factor
-    largest = max(stop - start for start, stop in cut(factor.size, count))
     saved = spent = 0.0
     for node in candidate.nodes:
-        facts = meta.facts(node)
-        seconds = facts.forward_seconds + facts.backward_seconds
-        saved += seconds * (1 - largest / factor.size)
-        if analysis.is_summed(node, factor):
-            spent += 4 * link.seconds(facts.output_bytes * (count - 1) // count)
+        both = _saved_and_spent(analysis, candidate.factor, node, count, link)
+        saved, spent = saved + both[0], spent + both[1]
     candidate.weight = max(saved - spent, saved * LEAST)
+
+
+def _saved_and_spent(
+    analysis: Analysis, factor: Factor, node: fx.Node, count: int, link: LinkSpeed
+) -> tuple[float, float]:
+    """Return the seconds that a cut saves in a node, and those of its sum."""
+    largest = max(stop - start for start, stop in cut(factor.size, count))
+    saved = meta.facts(node).seconds * (1 - largest / factor.size)
+    if not analysis.is_summed(node, factor):
+        return saved, 0.0
+    num_bytes = meta.facts(node).output_bytes * (count - 1) // count
+    return saved, 4 * link.seconds(num_bytes)
+
+
+def saved_by_cuts(
+    analysis: Analysis, shards: StageShards, link: LinkSpeed
+) -> dict[str, float]:
+    """Return the seconds that cuts save in each node, less its sums, by its name."""
+    cuts, found = chosen_factors(analysis, shards), {}
+    for node in analysis.stage.nodes:
+        for factor in cuts.keys() & analysis.roots(node).keys():
+            both = _saved_and_spent(analysis, factor, node, shards.count, link)
+            found[node.name] = both[0] - both[1]
+    return found
 
 
 def _heaviest(found: dict[Factor, _Candidate]) -> list[Factor]:
