@@ -33,6 +33,7 @@ from gemsc.options import CompileOptions, choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
+from gemsc.passes.branches.forks import most_branches
 from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.checks.statistics import CheckStatistics
 from gemsc.passes.checks.tiles import CheckTiles
@@ -237,7 +238,9 @@ def settled_options(
 ) -> tuple[tuple[Candidate, ...], CompileOptions]:
     """Return what was compared where something is `auto`, and the options to take."""
     stage = partial(schedule_stages, traced, run=run)
-    return settled(options, image_sizes(traced.program), stage)
+    sizes, has_branches = image_sizes(traced.program), "branches" in options.open_splits
+    most = most_branches(traced.program) if has_branches else 1
+    return settled(options, sizes, most, stage)
 
 
 def schedule_stages(

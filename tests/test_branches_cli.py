@@ -75,6 +75,14 @@ def test_a_plan_says_which_rank_has_which_branch_and_its_weights(
     assert "2 ranks: 0.b | -" in Path("first/graph.dot").read_text()
 
 
+def test_auto_compares_branches(command: Gemsc) -> None:
+    flags = ("--ranks", "2", "--branches", "auto", "--shards", "auto")
+    outcome = command("compile", "model.py", *flags)
+    for way in ("branches 2, one stage", "shards 2, one stage", "shards 2, branches 2"):
+        assert f" {way}" in outcome.out
+    assert "why: " in outcome.out
+
+
 def test_an_unchanged_plan_places_branches_alike(command: Gemsc) -> None:
     first = compiled(command)
     error, second = recompiled(command, Path("first/plan.toml").read_text())

@@ -71,8 +71,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "viz": (*PLANNER, "search"),
     "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "compiler": (
-        *(*PLANNER, "compilation", "frontend", "passes", "passes.checks", "search"),
-        *("codegen", "compiled"),
+        *(*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
+        *("passes.branches", "search", "codegen", "compiled"),
     ),
     "launch": ("errors", "base", "plan", "runtime.process", "runtime.training"),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),

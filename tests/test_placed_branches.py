@@ -13,6 +13,7 @@ from gemsc.ir.program import Program
 from gemsc.ir.shards import Fork
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.branches.choice import NOT_PLACED, choose_forks
+from gemsc.passes.branches.forks import most_branches
 from gemsc.passes.manager import run_passes
 
 FAST = LinkSpeed(latency=0.0, bandwidth=1e12)
@@ -86,6 +87,12 @@ def test_other_forks_stay_whole_and_say_so(program: Program) -> None:
     assert (placed.name, placed.reason) == ("2", "")
     assert (whole.name, whole.reason) == ("0", NOT_PLACED)
     assert not as_text(forks(program, {}))
+
+
+def test_a_model_has_so_many_branches_side_by_side(program: Program) -> None:
+    assert most_branches(program) == 4
+    chain = trace(nn.Sequential(nn.Linear(4, 4)), (torch.randn(2, 4),), check=False)
+    assert most_branches(chain.program) == 0
 
 
 def test_unknown_branches_are_placed_nowhere(program: Program) -> None:

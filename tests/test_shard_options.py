@@ -202,9 +202,13 @@ def test_auto_tries_every_number_of_shards_that_divides_the_ranks() -> None:
 
 def test_auto_tries_branches_and_with_shards_both_on_the_same_ranks() -> None:
     alone = CompileOptions(ranks=4, branches="auto", shards="2", trunk="whole")
-    assert [o.branches for o in alternatives(alone)] == [(), ("2",)]
+    assert [o.branches for o in alternatives(alone, (), 4)] == [(), ("2",)]
+    four = CompileOptions(ranks=4, branches="auto")
+    assert [o.branches for o in alternatives(four, (), 4)] == [(), ("2",), ("4",)]
+    assert [o.branches for o in alternatives(four, (), 3)] == [(), ("2",)]
+    assert [o.branches for o in alternatives(four)] == [()]
     both = CompileOptions(ranks=2, branches="auto", shards="auto", tiles="auto")
-    assert [(o.tiles, o.shards, o.branches) for o in alternatives(both, (8,))] == [
+    assert [(o.tiles, o.shards, o.branches) for o in alternatives(both, (8,), 2)] == [
         ((), (), ()),
         ((), ("2",), ()),
         ((), (), ("2",)),

@@ -92,6 +92,7 @@ def compile_command(
     balance="auto",
     placement="auto",
     shards=("auto",),
+    branches=("auto",),
 )
 def plan_command(
     model: Model,

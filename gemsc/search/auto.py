@@ -22,11 +22,11 @@ Stage = Callable[..., Scheduled]  # of options; `every_tile`: not two of them on
 
 
 def settled(
-    options: CompileOptions, sizes: tuple[int, ...], stage: Stage
+    options: CompileOptions, sizes: tuple[int, ...], most_branches: int, stage: Stage
 ) -> tuple[tuple[Candidate, ...], CompileOptions]:
     """Return what was compared where something is `auto`, and the options to take.
 
-    `sizes` are those of the image that tiles split.
+    `sizes` are those of the image that tiles split, `most_branches` the model's.
     """
     for name in ("recompute", "offload"):
         if "auto" in getattr(options, name) and options.device_memory is None:
@@ -36,12 +36,12 @@ def settled(
             )
     if not is_open(options):
         return (), options
-    candidates = search(options, sizes, stage)
+    candidates = search(options, sizes, most_branches, stage)
     return candidates, candidates[0].options
 
 
 def search(
-    options: CompileOptions, sizes: tuple[int, ...], stage: Stage
+    options: CompileOptions, sizes: tuple[int, ...], most_branches: int, stage: Stage
 ) -> tuple[Candidate, ...]:
     """Return all that agrees with the options, best first.
 
@@ -50,7 +50,8 @@ def search(
     Raises:
         GemscError: nothing fits; says what would.
     """
-    found = [assess(each, stage) for each in alternatives(options, sizes)]
+    tried = alternatives(options, sizes, most_branches)
+    found = [assess(each, stage) for each in tried]
     smaller = [each.options for each in found if each.may_recompute()]
     found += [assess(replace(o, recompute=("auto",)), stage) for o in smaller]
     found = ranked(found)

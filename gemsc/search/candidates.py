@@ -113,11 +113,12 @@ def is_open(options: CompileOptions) -> bool:
 
 
 def alternatives(
-    options: CompileOptions, sizes: tuple[int, ...] = ()
+    options: CompileOptions, sizes: tuple[int, ...] = (), most_branches: int = 1
 ) -> list[CompileOptions]:
     """Return what to try: all that agrees with what the user has fixed.
 
-    `sizes` are those of the image that grids split, along each spatial axis.
+    `sizes` are those of the image that grids split, along each spatial axis; no more
+    than `most_branches` are side by side.
     Where the number of copies is open, `ranks` and `micro_batches` are those of all
     copies together; what cannot be divided is left out. Where tiles and others are
     open, one of them is tried at a time; shards and branches also on the same ranks.
@@ -138,7 +139,7 @@ def alternatives(
         balances = ("compute",) if options.device_memory is None else BOTH
     found = [
         replace(each, schedule=schedule, placement=placement, balance=balance)
-        for each in _shared(options, sizes)
+        for each in _shared(options, sizes, most_branches)
         for (schedule, placement), balance in product(pairs, balances)
         if _has_stages(each) or (schedule, placement) == pairs[0]
     ]
@@ -158,11 +159,11 @@ def _has_stages(options: CompileOptions) -> bool:
 
 
 def _shared(
-    options: CompileOptions, sizes: tuple[int, ...]
+    options: CompileOptions, sizes: tuple[int, ...], most_branches: int
 ) -> Iterator[CompileOptions]:
     """Yield the options for each number of copies, and each split of their ranks."""
     for share in _shares(options):
-        for split in _splits(options, share.ranks, sizes):
+        for split in _splits(options, share.ranks, sizes, most_branches):
             with suppress(GemscError):  # they do not come to so many ranks
                 yield _split(options, share, split)
 
@@ -187,16 +188,17 @@ def _split(
 
 
 def _splits(
-    options: CompileOptions, ranks: int, sizes: tuple[int, ...]
+    options: CompileOptions, ranks: int, sizes: tuple[int, ...], most_branches: int
 ) -> Iterator[dict[str, tuple[str, ...]]]:
     """Yield the tiles, shards and branches to try where they are open: first none."""
     opened = set(options.open_splits)
     none: dict[str, tuple[str, ...]] = dict.fromkeys(opened, ())
     yield none
-    for count in map(str, range(2, ranks + 1)):
-        for names in (("shards",), ("branches",), BESIDE):
+    for count in range(2, ranks + 1):
+        few = () if count > most_branches else (("branches",), BESIDE)
+        for names in (("shards",), *few):
             if opened.issuperset(names):
-                yield none | dict.fromkeys(names, (count,))
+                yield none | dict.fromkeys(names, (str(count),))
     for grid in grids(ranks, sizes) if "tiles" in opened else ():
         yield none | {"tiles": ("x".join(map(str, grid)),)}
 

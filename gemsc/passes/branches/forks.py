@@ -27,7 +27,7 @@ from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage
 from gemsc.passes.shards.choice import kept_whole
 
-__all__ = ["Component", "Finder", "ForkWindow"]
+__all__ = ["Component", "Finder", "ForkWindow", "most_branches"]
 
 ADDITIONS = (operator.add, torch.add, "add")
 
@@ -287,6 +287,19 @@ class _Scan:
         ]
         added = tuple(nodes[place] for place in self.added)
         return ForkWindow(nodes[self.join], added, tuple(components))
+
+
+def most_branches(program: Program) -> int:
+    """Return how many branches with work to do a model has side by side at most."""
+    finder = Finder(program, Stage(0, tuple(program.blocks or ())), {})
+    return max(
+        (
+            sum(each.seconds > 0 and not each.stays for each in window.components)
+            for join, added in finder.joins()
+            for window in finder.windows(join, added, ())
+        ),
+        default=0,
+    )
 
 
 _TIED = "it cannot be parted from nodes outside of it"
