@@ -1,7 +1,7 @@
 """T5-Large with attention and MLP side by side, to be simulated.
 
 Each block adds to its input what several branches compute of the same normalized
-input: an equal part of the heads, and of the hidden features, each. `GROUPS=1` has all
+input: an equal part of the heads, and of the hidden features, each. `BRANCHES=1` has all
 heads in one attention; the parameters and the function are the same. `SAMPLES` are
 those of one micro-batch.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUPS = int(os.environ.get("GROUPS", "4"))
+BRANCHES = int(os.environ.get("BRANCHES", "4"))
 SAMPLES = int(os.environ.get("SAMPLES", "4"))
 
 VOCABULARY, WIDTH, FEATURES, HEADS, HEAD, DEPTH = 32128, 1024, 4096, 16, 64, 24
@@ -60,11 +60,11 @@ class Block(nn.Module):
 
     def __init__(self, *, decodes: bool) -> None:
         super().__init__()
-        heads, features = HEADS // GROUPS, FEATURES // GROUPS
+        heads, features = HEADS // BRANCHES, FEATURES // BRANCHES
         self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
         self.own, self.crossed = (
             nn.ModuleList(Attention(g * heads, heads) for g in range(count))
-            for count in (GROUPS, GROUPS * decodes)
+            for count in (BRANCHES, BRANCHES * decodes)
         )
         self.mlps = nn.ModuleList(
             nn.Sequential(
@@ -73,7 +73,7 @@ class Block(nn.Module):
                 nn.Dropout(DROPOUT),
                 linear(features, WIDTH),
             )
-            for _ in range(GROUPS)
+            for _ in range(BRANCHES)
         )
         self.dropout = nn.Dropout(DROPOUT)
 
