@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,10 @@ from torch import nn
 import gemsc
 from gemsc.compiled import CompiledProgram
 from gemsc.errors import GemscError
-from gemsc.ir.shards import Branch, Fork, StageShards
 from gemsc.plan import Plan, PlannedFork
 from gemsc.planner.edited import EditedPlan
+from gemsc.viz.boxes import boxes_of
 from gemsc.viz.columns import Listing
-from gemsc.viz.graph import draw_graph
 from gemsc.viz.listings import list_plan
 
 ONE = PlannedFork(
@@ -75,22 +75,72 @@ def test_a_rank_without_a_branch_is_a_dash(plan: Plan) -> None:
     assert idle.balance == 0.5
 
 
-def test_a_block_says_which_rank_has_which_of_its_branches(
-    program: CompiledProgram, plan: Plan
+class Towers(nn.Module):
+    """Two branches beside a shortcut, and a layer after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 64)
+        self.left, self.right = (
+            nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(x + (self.left(x) + self.right(x)))
+
+
+@pytest.fixture(scope="module")
+def towers() -> CompiledProgram:
+    return gemsc.compile(
+        Towers(),
+        (torch.randn(256, 64),),
+        loss=nn.MSELoss(),
+        example_target=torch.randn(256, 64),
+        ranks=2,
+        branches=("2",),
+        trunk="whole",
+        micro_batches=1,
+    )
+
+
+def test_branches_are_drawn_side_by_side_in_the_colours_of_their_ranks(
+    towers: CompiledProgram,
 ) -> None:
-    first, last = (
-        stage.nodes for stage in program.compilation.program.require_stages()
-    )
-    branches = (
-        Branch("one.a", (first[-1].name,), 1, 0.1),
-        Branch("one.b", (first[-1].name,), 0, 0.1),
-        Branch("one.c", (last[-1].name,), 1, 0.1),
-    )
-    fork = Fork("one", last[-1].name, branches)
-    left = replace(fork, reason="gains nothing")
-    shared = {0: StageShards(2, "whole", (), forks=(fork, left))}
-    dot = draw_graph(replace(program.compilation.program, shards=shared), plan)
-    assert dot.count("2 ranks: one.b | one.a") == dot.count("shape=box3d") == 1
+    found = towers.compilation.program
+    boxes = before, left, right, after = boxes_of(found)
+    assert [box.name for box in (left, right)] == ["left", "right"]
+    assert left.level == right.level == before.level + 0.5 == after.level - 0.5
+    nodes = [node for box in boxes for node in box.nodes]
+    assert nodes == list(found.compute_nodes)
+    dot = towers.graph()
+    form = r'{} .*\n.*\n.*\nrank (\d) of 2" (color=.*)]'
+    looks = [re.findall(form.format(box.key), dot) for box in (left, right)]
+    assert {rank for ((rank, _),) in looks} == {"0", "1"}
+    assert len({colours for ((_, colours),) in looks}) == 2
+    edges = re.findall(r"(\w+) -> (\w+)(.*)", dot)
+    assert {edge for edge in edges if edge[0] in {box.key for box in boxes}} == {
+        (tail.key, head.key, "")
+        for tail, head in (
+            (before, left),
+            (before, right),
+            (before, after),
+            (left, after),
+            (right, after),
+        )
+    }
+
+
+def test_branches_that_are_not_shared_out_are_not_drawn_apart(
+    towers: CompiledProgram,
+) -> None:
+    found = towers.compilation.program
+    forks = tuple(replace(f, reason="gains nothing") for f in found.shards[0].forks)
+    shards = {0: replace(found.shards[0], forks=forks)}
+    boxes = boxes_of(replace(found, shards=shards))
+    assert [box.name for box in boxes] == [block.name for block in found.blocks or ()]
 
 
 def edited(plan: Plan, folder: Path, old: str = "", new: str = "") -> EditedPlan:

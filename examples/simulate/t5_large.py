@@ -1,9 +1,8 @@
 """T5-Large with attention and MLP side by side, to be simulated.
 
-Each block adds to its input what several branches compute of the same normalized
-input: an equal part of the heads, and of the hidden features, each. `BRANCHES=1` has all
-heads in one attention; the parameters and the function are the same. `SAMPLES` are
-those of one micro-batch.
+Each block adds to its input what several branches compute of the same normalized input:
+each has an equal part of the heads and of the hidden features. `BRANCHES=1` has all in
+one; the parameters and the function are the same. `SAMPLES` are those of a micro-batch.
 """
 
 import math

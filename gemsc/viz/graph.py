@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +16,15 @@ from gemsc.base.files import replaced
 from gemsc.base.units import show_bytes, show_flops
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
-from gemsc.ir.program import Block, Program
-from gemsc.ir.shards import StageShards
+from gemsc.ir.program import Program
 from gemsc.plan import Plan, PlannedStage, cut_name
+from gemsc.viz.boxes import Box, boxes_of
 
 __all__ = ["draw_graph", "render"]
 
 FILLS = ("#dbe9f6", "#fde5cf", "#dff0d8", "#f6dbe9", "#e9e3f5", "#fdf3c7", "#d7f0ef")
 LINES = ("#2f6ea8", "#c26a12", "#3d8b37", "#a8326e", "#6a4fa3", "#a08a00", "#1d8a86")
+RANKS = ("#a9cbea", "#f5c391", "#b4dba9", "#eab4d0", "#cbbdec", "#efdf8f", "#a3dcd8")
 SKIP = "#c0392b"
 DOT_SECONDS = 60
 
@@ -41,23 +42,23 @@ def draw_graph(program: Program, plan: Plan) -> str:
     for item in program.inputs:
         label = graphviz.escape(f"{item.name}\n{item.spec}")
         picture.node(_id(item.name), label, shape="ellipse", style="solid")
+    boxes = boxes_of(program)
     for stage in program.require_stages():
         colour = stage.index % len(FILLS)
         with picture.subgraph(name=f"cluster_stage{stage.index}") as cluster:
             cluster.attr(
                 style="filled,rounded", fillcolor=FILLS[colour], color=LINES[colour]
             )
-            for block in stage.blocks:
-                shared = _shared(program, block, plan.stages[stage.index])
-                form = {"shape": "box3d", "style": "filled"} if shared else {}
-                cluster.node(_id(block.index), _block_label(block, shared), **form)
-            title, first = f"title{stage.index}", _id(stage.blocks[0].index)
+            own = [box for box in boxes if box.stage == stage.index]
+            for box in own:
+                _draw_box(cluster, program, box, plan.stages[stage.index])
+            title, first = f"title{stage.index}", own[0].key
             with cluster.subgraph() as row:
                 row.attr(rank="same")
                 label = graphviz.escape(_stage_label(plan.stages[stage.index]))
                 row.node(title, label, shape="plaintext", style="", fontsize="12")
                 row.edge(title, first, style="invis")
-    _draw_edges(picture, program)
+    _draw_edges(picture, program, boxes)
     return str(picture.source)
 
 
@@ -98,72 +99,52 @@ def _stage_label(stage: PlannedStage) -> str:
     )
 
 
-def _shared(program: Program, block: Block, stage: PlannedStage) -> list[str]:
-    """Return what the ranks of a stage share in a block: what is cut, and branches.
-
-    Examples: `2 shards: heads`, and `2 ranks: one.b | one.a, one.c`.
-    """
-    names = used_tensors(program, block.nodes)
+def _draw_box(
+    picture: graphviz.Digraph, program: Program, box: Box, stage: PlannedStage
+) -> None:
+    """Draw nodes that all ranks of a stage compute or cut, or that one of them has."""
+    form, names = {}, used_tensors(program, box.nodes)
     cut = [text for text in stage.cut if cut_name(text) in names]
-    units = replace(stage, cut=cut).units
-    return [
-        *([f"{stage.shards} shards: {units}"] if units else []),
-        *_branches(program.shards.get(stage.index), block),
-    ]
-
-
-def _branches(shards: StageShards | None, block: Block) -> Iterator[str]:
-    """Yield which rank has which branches of a block, for each of its forks."""
-    if shards is None:
-        return
-    nodes = {node.name for node in block.nodes}
-    for fork in shards.forks:
-        here = [b for b in fork.branches if not nodes.isdisjoint(b.nodes)]
-        if here and not fork.reason:
-            ranks = [[b.name for b in here if b.rank == r] for r in range(shards.count)]
-            told = " | ".join(", ".join(names) or "-" for names in ranks)
-            yield f"{shards.count} ranks: {told}"
-
-
-def _block_label(block: Block, shared: Sequence[str]) -> str:
-    last = block.nodes[-1]
+    shared = ""
+    if units := replace(stage, cut=cut).units:
+        form = {"shape": "box3d", "style": "filled"}
+        shared = f"\n{stage.shards} shards: {units}"
+    if box.branch is not None:
+        colour = box.branch.rank % len(RANKS)
+        form = {"fillcolor": RANKS[colour], "color": LINES[colour]}
+        shared = f"\nrank {box.branch.rank} of {stage.grid.size}"
+    last = box.nodes[-1]
     shape = ""
     if meta.tensors(last):
         sizes = list(meta.tensors(last)[0].shape)
         shape = f"\n{sizes or 'scalar'}"
-    heavy = sum(meta.facts(node).heavy for node in block.nodes)
-    nodes = f"{len(block.nodes)} node{'s' * (len(block.nodes) != 1)}"
-    work = f"{nodes}, {heavy} heavy, {show_flops(block.total('flops'))}"
-    lines = "".join(f"\n{line}" for line in shared)
-    return str(graphviz.escape(f"{block.name}\n{work}{shape}{lines}"))
+    heavy = sum(meta.facts(node).heavy for node in box.nodes)
+    nodes = f"{len(box.nodes)} node{'s' * (len(box.nodes) != 1)}"
+    flops = show_flops(sum(meta.facts(node).flops for node in box.nodes))
+    label = f"{box.name}\n{nodes}, {heavy} heavy, {flops}{shape}{shared}"
+    picture.node(box.key, graphviz.escape(label), **form)
 
 
-def _draw_edges(picture: graphviz.Digraph, program: Program) -> None:
-    """Draw one arrow for each pair of blocks; red and dashed where it jumps a block."""
-    block_of: dict[fx.Node, Block] = {
-        node: block for block in program.blocks or () for node in block.nodes
-    }
-    stage_of = {
-        block.index: stage.index
-        for stage in program.require_stages()
-        for block in stage.blocks
-    }
+def _draw_edges(
+    picture: graphviz.Digraph, program: Program, boxes: Sequence[Box]
+) -> None:
+    """Draw one arrow for each pair of boxes; red and dashed where it jumps one."""
+    box_of = {node: box for box in boxes for node in box.nodes}
     values: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
     kinds: dict[tuple[str, str], str] = {}
     for node in program.graph.nodes:
         if node.op == "get_attr":
             continue
-        source = block_of.get(node)
+        source = box_of.get(node)
         for user in node.users:
-            dest = block_of.get(user)
+            dest = box_of.get(user)
             if dest is None or dest is source:
                 continue
-            tail = _id(source.index if source else node.name)
-            key = (tail, _id(dest.index))
+            key = (source.key if source else _id(node.name), dest.key)
             if node not in values[key]:
                 values[key].append(node)
-            jump = dest.index - source.index if source else 1
-            crosses = source and stage_of[source.index] != stage_of[dest.index]
+            jump = dest.level - source.level if source else 1
+            crosses = source and source.stage != dest.stage
             kinds[key] = "skip" if jump > 1 else "cut" if crosses else "plain"
     for (tail, head), nodes in values.items():
         size = show_bytes(sum(meta.facts(node).output_bytes for node in nodes))
@@ -179,5 +160,5 @@ def _draw_edges(picture: graphviz.Digraph, program: Program) -> None:
             picture.edge(tail, head)
 
 
-def _id(key: str | int) -> str:
-    return f"block{key}" if isinstance(key, int) else f"input_{key}"
+def _id(name: str) -> str:
+    return f"input_{name}"
