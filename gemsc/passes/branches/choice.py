@@ -25,21 +25,25 @@ from gemsc.passes.branches.names import names_of
 __all__ = ["choose_forks", "placed_tensors"]
 
 MOST_ASSIGNMENTS = 4096  # that are compared
-LEAST_SAVED = 0.02  # of a fork's seconds: less is not worth it
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
 CROSSING = "all of it must be recomputed or nothing: name a module that holds it"
 NOT_PLACED = "the plan places none of them"
+REPEATED = 0.01  # of a component's seconds: if no more is saved, one rank has it
 ALL = -1  # in the place of a rank: each computes it, as it does the trunk
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A fork, and the positions of the first node of its branches and of its join."""
+    """A fork, and the positions of the first node of its branches and of its join.
+
+    `to_share` are the seconds of all that is before the join, but the slowest part.
+    """
 
     fork: Fork
     first: int
     last: int
+    to_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +119,13 @@ class _Ranks:
         best: tuple[int, ...] = ()
         least = float("inf")
         for ranks in options:
-            seconds = self.seconds(pieces, ranks, total)
-            if not best or seconds < least * (1 - 1e-9):
-                best, least = ranks, seconds
-        return best, least
+            repeated = sum(
+                p.seconds for p, r in zip(pieces, ranks, strict=True) if r == ALL
+            )
+            price = self.seconds(pieces, ranks, total) + REPEATED * repeated
+            if not best or price < least * (1 - 1e-9):
+                best, least = ranks, price
+        return best, self.seconds(pieces, best, total)
 
     def _all(self, pieces: int) -> Iterator[tuple[int, ...]]:
         """Yield all assignments, but those that only name the ranks otherwise."""
@@ -164,7 +171,7 @@ def choose_forks(
     again = _recomputed(program, finder)
     found: list[_Candidate] = []
     wanted: list[_Candidate] = []
-    ends: set[int] = set()
+    ends = {place for first, last in again for place in (first - 1, last)}
     for join, added in finder.joins():
         for window in finder.windows(join, added, ends):
             made = choose.candidate(window)
@@ -227,13 +234,12 @@ class _Chooser:
         total = _piece(0.0, (window.join,)) if window.added else None
         ranks, least = self.assign(pieces, total)
         seconds = sum(piece.seconds for piece in pieces)
-        saved = seconds - least
         shared = {c.nodes: r for c, r in zip(free, ranks, strict=True) if r != ALL}
-        if saved > LEAST_SAVED * seconds and len(set(shared.values())) > 1:
-            return self._made(window, shared, saved)
-        shared = dict(
-            zip((c.nodes for c in free), self.ranks.spread(pieces), strict=True)
-        )
+        if least < seconds * (1 - 1e-9) and len(set(shared.values())) > 1:
+            return self._made(window, shared, seconds - least)
+        ranks = self.ranks.spread(pieces)
+        shared = dict(zip((c.nodes for c in free), ranks, strict=True))
+        saved = seconds - self.ranks.seconds(pieces, ranks, total)
         made = self._made(window, shared, saved)
         return replace(made, fork=replace(made.fork, reason=_reason(window, made.fork)))
 
@@ -260,18 +266,19 @@ class _Chooser:
         ranks: Mapping[tuple[fx.Node, ...], int],
         saved: float,
     ) -> _Candidate:
-        parts = [each for each in window.components if each.nodes in ranks]
-        name, names = names_of(window.components)
+        parts = window.components
+        name, names = names_of(parts)
         branches = tuple(
             Branch(own, tuple(n.name for n in c.nodes), ranks[c.nodes], c.seconds)
-            for own, c in zip(names, window.components, strict=True)
-            if c in parts
+            for own, c in zip(names, parts, strict=True)
+            if c.nodes in ranks
         )
         join, position = window.join, self.finder.position
         added = tuple(node.name for node in window.added)
-        nodes = [n for c in parts or window.components for n in c.nodes]
+        nodes = [n for c in parts for n in c.nodes if c.nodes in ranks or not ranks]
         fork = Fork(name, join.name, branches, added, saved)
-        return _Candidate(fork, min(position[n] for n in nodes), position[join])
+        first, seconds = min(position[n] for n in nodes), [c.seconds for c in parts]
+        return _Candidate(fork, first, position[join], sum(seconds) - max(seconds))
 
 
 def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
@@ -310,10 +317,9 @@ def _reason(window: ForkWindow, fork: Fork) -> str:
     stay = [each for each in window.components if each.stays]
     if stay:
         slowest = max(stay, key=lambda each: each.seconds)
-        if slowest.seconds >= max((b.seconds for b in fork.branches), default=0.0):
+        others = [branch.seconds for branch in fork.branches]
+        if len(others) < 2 or slowest.seconds >= max(others):
             return f"all ranks compute {names_of([slowest])[0]}: {slowest.stays}"
-    if len(fork.branches) < 2:
-        return "there is one branch only"
     slowest_branch = max(fork.branches, key=lambda branch: branch.seconds)
     share = slowest_branch.seconds / fork.seconds
     if share > 0.5:
@@ -348,18 +354,12 @@ def _told(
 ) -> list[_Candidate]:
     """Return what a user would ask about: the largest that overlap with no others."""
     found: list[_Candidate] = []
-    for each in sorted(candidates, key=lambda each: (-_to_share(each), each.last)):
-        if len(found) == MOST_TOLD or _to_share(each) < least:
+    for each in sorted(candidates, key=lambda each: (-each.to_share, each.last)):
+        if len(found) == MOST_TOLD or each.to_share < least:
             break
         if not any(_overlap(each, other) for other in (*chosen, *found)):
             found.append(each)
     return sorted(found, key=lambda each: each.last)
-
-
-def _to_share(candidate: _Candidate) -> float:
-    """Return what sharing would save at most."""
-    fork = candidate.fork
-    return fork.seconds - max((b.seconds for b in fork.branches), default=0.0)
 
 
 def _overlap(one: _Candidate, other: _Candidate) -> bool:

@@ -90,9 +90,17 @@ class Finder:
         self.ties = self._ties(program)
 
     def _users(self, node: fx.Node) -> list[int] | None:
-        """Return the positions of a node's users, None if it leaves the stage."""
-        users = [self.position.get(user, -1) for user in node.users]
-        return None if not users or -1 in users else sorted(users)
+        """Return the positions of a node's users, None if it leaves the stage.
+
+        Nothing uses a call like `y[0] = x` itself: what it changes has the users.
+        """
+        users = dict.fromkeys(node.users)
+        if not users and meta.glue(node) is not None:
+            glued = [n for n in self.nodes if meta.glue(n) == meta.glue(node)]
+            users = dict.fromkeys(u for n in glued for u in n.users if u not in glued)
+        places = sorted(self.position.get(user, -1) for user in users)
+        is_inside = bool(places) and places[0] > self.position[node]
+        return places if is_inside else None
 
     def _dominators(self) -> list[int]:
         """Return the first node that all paths from each go through.

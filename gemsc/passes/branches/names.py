@@ -9,6 +9,7 @@ from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name, layer_path, shared_path, unique_names
+from gemsc.ir.holder import attributes_of
 from gemsc.passes.branches.forks import Component
 
 __all__ = ["names_of"]
@@ -28,20 +29,27 @@ def names_of(parts: Sequence[Component]) -> tuple[str, list[str]]:
 
 
 def _name(nodes: Sequence[fx.Node], fork: str) -> str:
-    """Return `one.b` of layers one.b.0 and one.b.1, and of one.b_0 and one.b_1."""
+    """Return `one.b` of layers one.b.0 and one.b.1, and of one.b_0 and one.b_1.
+
+    Else it is that of the slowest layer; of no layers, the variable's.
+    """
     layers = [node for node in nodes if _has_weights(node)]
     if not layers:
         return f"{fork}.{base_name(nodes[0])}" if fork else base_name(nodes[0])
     heavy = [node for node in layers if meta.facts(node).heavy] or layers
-    path = shared_path(map(layer_path, layers))
+    shared = shared_path(map(layer_path, layers))
     letters = _letters([layer_path(node) for node in heavy]).rstrip("._")
-    longer = (each for each in (path, letters) if len(each) > len(fork))
-    return next(longer, layer_path(heavy[0]))
+    slowest = layer_path(max(heavy, key=lambda node: meta.facts(node).seconds))
+    depth = len(fork.split(".")) + 1 if fork else 1
+    word = ".".join(slowest.split(".")[:depth])
+    longer = (name for name in (shared, letters, word) if len(name) > len(fork))
+    return next(longer, fork)
 
 
 def _has_weights(node: fx.Node) -> bool:
     facts = meta.facts(node)
-    return facts.heavy or facts.parameter_bytes > 0
+    is_layer = facts.heavy or facts.parameter_bytes > 0
+    return is_layer and bool(attributes_of(node))
 
 
 def _letters(paths: Sequence[str]) -> str:
