@@ -255,7 +255,8 @@ def schedule_stages(
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
-    Without `every_tile` only the first tile is lowered, and the one that holds most.
+    Without `every_tile` only the first tile is lowered, and the one that holds most;
+    all ranks where they share branches.
     The user's `--ranks` counts the ranks of `replicas`: advice does so, too.
     """
     choose("schedule", options.schedule, SCHEDULES)
@@ -302,7 +303,7 @@ def schedule_stages(
             return run(cut, *split, annotate, InsertComms(), place)
 
         others = set(range(1, chosen.most_ranks))
-        if not every_tile:
+        if not every_tile and all(grid.branches == 1 for grid in chosen.grids):
             others &= {peak_tile(tile(0))}
         tiles = (tile(0), *map(tile, sorted(others)))
     if options.shard_optimizer:

@@ -93,9 +93,8 @@ class _At:
         meta.set_whole_gradients(local.node, None)
         if isinstance(meta.value(node), Tensor):
             shape = meta.spec(node).shape
-            held = [shape if rank == low.place else () for rank in range(low.tiles)]
-            boxes = tuple(_box(shape, bool(each)) for each in held)
-            meta.set_layout(local.node, Layout(shape, boxes))
+            held = (_box(shape, rank == low.place) for rank in range(low.tiles))
+            meta.set_layout(local.node, Layout(shape, tuple(held)))
         if meta.facts(node).random:
             meta.set_draw(local.node, low.draw(node))
         return local
