@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import encoder
 import networks
-from amoebanet.model import AmoebaNet
+from amoebanet.model import AmoebaNet, Cell
 from densenet import DenseCNN
 from encoder import Encoder
 from mlp import MLP
 from resnet import BasicBlock, Bottleneck, ResNet, ResNetV2
 from unet_histology import model as unet
 
-__all__ = ["MODELS", "AmoebaNet", "Case", "ResNetV2", "float32_by_default"]
+__all__ = ["MODELS", "AmoebaNet", "Case", "Cell", "ResNetV2", "float32_by_default"]
 
 Sample = tuple[tuple[Tensor, ...], Tensor]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from amoebanet.model import Cell
 from branch_models import BRANCH_MODELS, ConvNorm, InceptionE, ParallelLayer
+from models import Cell
 from networks import mean
 from program_support import Net, node
 from random_branches import random_branches
