@@ -69,10 +69,12 @@ def test_a_plan_says_which_rank_has_which_branch_and_its_weights(
     ]
     assert "0.b.2.bias" in stage.alone[0]
     assert {"0.a.weight", "2.c.0.bias"} < set(stage.alone[1])
+    here = "Here: 0.a, 0.c, 2.a, 2.c; what is between is whole."
+    assert here in Path("first/rank1.py").read_text()
     shown = command("show", "first").out
     assert "branches (one micro-batch, forward and backward)" in shown
     assert "branches on 2 ranks" in shown
-    assert "2 ranks: 0.b | -" in Path("first/graph.dot").read_text()
+    assert "rank 1 of 2" in Path("first/graph.dot").read_text()
 
 
 def test_auto_compares_branches(command: Gemsc) -> None:

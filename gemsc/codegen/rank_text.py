@@ -264,11 +264,14 @@ def _docstring(
         talk = f"{sums} sums and {stage.messages} messages, forward and backward."
         lines += [
             f"{saved} kept for each micro-batch by the {noun} that keeps most;",
-            talk if stage.cut else f"{sent} from {noun} to {noun} in forward.",
+            talk
+            if stage.grid.beside > 1
+            else f"{sent} from {noun} to {noun} in forward.",
         ]
         if (shards := run.stage.program.shards.get(stage.index)) is not None:
-            own = dict.fromkeys(each.told(tile) for each in shards.cut)
-            here = f"Here: {', '.join(own)}; {TRUNKS[shards.trunk]}."
+            cut = dict.fromkeys(each.told(tile) for each in shards.cut)
+            own = ", ".join([*cut, *shards.branches_of(tile)]) or "no branch"
+            here = f"Here: {own}; {TRUNKS[shards.trunk]}."
             lines += textwrap.wrap(here, 84, subsequent_indent="    ")
     return lines
 

@@ -139,6 +139,11 @@ class StageShards:
             node: fork for fork in self.forks if not fork.reason for node in fork.nodes
         }
 
+    def branches_of(self, rank: int) -> list[str]:
+        """Return the names of the branches that a rank computes."""
+        shared = (fork for fork in self.forks if not fork.reason)
+        return [b.name for fork in shared for b in fork.branches if b.rank == rank]
+
     def for_evaluation(self, twins: dict[fx.Node, fx.Node] | None) -> StageShards:
         """Return the same cuts for the graph in evaluation mode.
 
