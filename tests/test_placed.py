@@ -10,9 +10,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import placed_model
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import Gemsc, gemsc_here
+from placed_model import SAMPLES, Forks
 from program_support import on_ranks
 from safetensors.torch import load_file, save_file
 from support import run_on_threads
@@ -99,59 +102,16 @@ def test_paths_stand_for_all_tensors_under_them() -> None:
     }
 
 
+gemsc = pytest.fixture(gemsc_here)
+
 # -- compiled --------------------------------------------------------------------------
 
-ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, weight_decay=0.1)
+ADAMW = placed_model.optimizer
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CLIP = 0.05  # every step is clipped
-SAMPLES = 48  # of a micro-batch
 
 State = dict[str, Tensor]
 Batches = list[tuple[Tensor, Tensor]]
-
-
-def mlp(inputs: int, hidden: int, outputs: int, *, norm: bool = False) -> nn.Sequential:
-    inner = [nn.BatchNorm1d(hidden)] if norm else []
-    layers = nn.Linear(inputs, hidden), *inner, nn.ReLU(), nn.Linear(hidden, outputs)
-    return nn.Sequential(*layers)
-
-
-class Forks(nn.Module):
-    """Two forks, and all that weights may be: placed, frozen, tied, shared, unused.
-
-    `both` is called in two branches, `seldom` before two of them only. One tensor is
-    `one.c.0.weight` and `tail.weight`, in a branch and in the trunk; one has two names
-    in a branch. `never` has no gradient at all.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.stem = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
-            self.seldom = nn.Linear(8, 16)
-            a = mlp(16, 300, 16, norm=True)
-            b = mlp(16, 250, 8)
-            c = nn.Sequential(nn.Linear(16, 16), *mlp(16, 260, 8, norm=True))
-            self.one = nn.ModuleDict({"a": a, "b": b, "c": c})
-            d = nn.Sequential(nn.Linear(32, 32), *mlp(32, 250, 32), nn.Linear(32, 32))
-            self.two = nn.ModuleDict({"d": d, "e": mlp(32, 300, 32, norm=True)})
-            self.both = nn.Linear(16, 16)
-            self.tail = nn.Linear(16, 16)
-            self.head = nn.Linear(32, 16)
-            self.never = nn.Linear(3, 3)
-        b[0].requires_grad_(False)
-        d[4].weight = d[0].weight
-        self.tail.weight = c[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        seldom, x = self.seldom(x), self.stem(x)
-        a = self.one["a"](self.both(x))
-        b = self.one["b"](self.both(x.tanh()).relu())
-        c = self.one["c"](x + seldom)
-        x = torch.cat([a, b, c], 1)
-        x = self.two["d"](x) + self.two["e"](x + seldom.repeat(1, 2))
-        return self.tail(self.head(x))
 
 
 def drawn(size: int, count: int = 3) -> Batches:
@@ -181,8 +141,8 @@ def one_process(found: Batches, optimizer: Any) -> tuple[list[float], State]:
 @cache
 def compiled(**options: Any) -> CompiledProgram:
     return compile(
-        Forks(), (torch.randn(SAMPLES, 8),), loss=F.mse_loss,
-        example_target=torch.randn(SAMPLES, 16), optimizer=ADAMW, check=False,
+        Forks(), placed_model.example_inputs(), loss=F.mse_loss,
+        example_target=placed_model.example_target(), optimizer=ADAMW, check=False,
         **options,
     )  # fmt: skip
 
@@ -237,9 +197,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
         ADAMW,
     ),
     "1f1b": ({**TWO, **CUT, "ranks": 4, "trunk": "whole"}, MOMENTUM),
-    "mast": ({**TWO, **CUT, "ranks": 4, "schedule": "mast"}, ADAMW),
-    "rows": ({**TWO, "data": 2, "shard_optimizer": True}, ADAMW),
-    "mast rows": (
+    "data": ({**TWO, "data": 2, "shard_optimizer": True}, ADAMW),
+    "mast": (
         {**TWO, **CUT, "ranks": 4, "schedule": "mast", "shard_optimizer": True},
         MOMENTUM,
     ),
@@ -368,3 +327,27 @@ def test_a_checkpoint_is_whole_and_loads_at_another_split(tmp_path: Path) -> Non
         assert other.keys() == stored.keys()
         assert all(torch.equal(tensor, other[n]) for n, tensor in stored.items())
         stored = other
+
+
+@pytest.mark.mpi
+def test_a_killed_run_goes_on_where_it_was_saved(
+    gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends as one that was not killed, bit for bit."""
+    program = tmp_path / "program"
+    words = "--ranks", 2, "--branches", 2, "--micro-batches", 2
+    done = gemsc("compile", placed_model.__file__, *words, "-o", program)
+    assert done.code == 0, done.err
+    run = partial(gemsc, "run", program, "--epochs", 3, "--clip-norm", CLIP, "--save")
+    assert run(tmp_path / "whole").code == 0
+    monkeypatch.setenv("LAST", str(6 * SAMPLES))  # in the second epoch
+    assert run(tmp_path / "killed").code != 0
+    monkeypatch.delenv("LAST")
+    done = run(tmp_path / "killed", "--resume", tmp_path / "killed")
+    assert done.code == 0, done.err
+    assert "epoch 1" not in done.out, done.out
+    one, other = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")
+    )
+    assert one.keys() == other.keys() == Forks().state_dict().keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
