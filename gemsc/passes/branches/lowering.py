@@ -72,6 +72,12 @@ class _At:
         return self.low.shards.rank_of
 
     @property
+    def name(self) -> str:
+        """How what travels at the join is called, after the user's module."""
+        words = reversed(self.fork.name.split("."))
+        return next((word for word in words if word.isidentifier()), self.fork.join)
+
+    @property
     def nodes(self) -> list[fx.Node]:
         """The nodes of all branches."""
         inside = {name for branch in self.fork.branches for name in branch.nodes}
@@ -163,7 +169,8 @@ class _At:
             settings["dtype"] = meta.spec(like).dtype
         if not _learns(like):
             settings["learns"] = False
-        return low.add(like, tiles.nothing, (of, shape), shape, **settings)
+        args = of, shape
+        return low.add(like, tiles.nothing, args, shape, name=self.name, **settings)
 
     def _tied(self, value: fx.Node, like: fx.Node) -> fx.Node:
         """Return a value whose backward is that of what arrived in vain, too."""
@@ -173,7 +180,7 @@ class _At:
         shape = tuple(meta.value(value).shape)
         layout = meta.layout(value)
         args = (value, tuple(unused))
-        return self.low.add(like, tiles.tied, args, shape, layout)
+        return self.low.add(like, tiles.tied, args, shape, layout, name=self.name)
 
     # --------------------------------------------------------- what comes out
 
@@ -260,7 +267,8 @@ class _At:
         shape = shape_of(exchange.held[low.place])
         layout = Layout(exchange.shape, exchange.held)
         if own:
-            row = low.add(like, tiles.pack, (own, shape), shape, layout)
+            args = own, shape
+            row = low.add(like, tiles.pack, args, shape, layout, name=self.name)
         else:
             row = self._nothing(like, shape)
         return self._given(like, row, exchange)
@@ -270,7 +278,7 @@ class _At:
         args = (low.here, self._tied(held, like), exchange)
         layout = Layout(exchange.shape, exchange.wanted)
         shape = layout.local_shape(low.place)
-        return low.add(like, tiles.redistribute, args, shape, layout)
+        return low.add(like, tiles.redistribute, args, shape, layout, name=self.name)
 
     def sum(self, node: fx.Node) -> Local:
         """Add up what this rank has, then what all have, then what all know."""

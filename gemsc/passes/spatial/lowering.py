@@ -616,10 +616,13 @@ class Lowering:
         args: tuple[Any, ...],
         shape: tuple[int, ...],
         layout: Layout | None = None,
+        *,
+        name: str = "",
         **kwargs: Any,
     ) -> fx.Node:
         """Add a call whose value has a dtype like another's, and this shape."""
-        new = self._create("call_function", target, args, kwargs, like.name)
+        name = name or like.name
+        new = self._create("call_function", target, args, kwargs, name)
         self._describe_part(new, like, layout, shape)
         return new
 
