@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
@@ -32,6 +33,7 @@ from gemsc.user_model import load_user_model
 SCENARIOS = Path(__file__).parents[1] / "examples" / "simulate"
 
 DEEP = """\
+import os
 import torch
 from torch import nn
 
@@ -40,13 +42,40 @@ def model():
     return nn.Sequential(*layers, nn.Linear(256, 8))
 
 def example_inputs():
-    return (torch.randn(16, 256),)
+    return (torch.randn(SAMPLES, 256),)
 
 def example_target():
-    return torch.zeros(16, dtype=torch.long)
+    return torch.zeros(SAMPLES, dtype=torch.long)
+
+SAMPLES = int(os.environ.get("SAMPLES", "16"))
 
 loss = nn.CrossEntropyLoss()
 """
+GAINS = """\
+title = "deep"
+source = "nobody"
+model = "deep.py"
+hardware = "v100-lassen.toml"
+assumptions = ["none"]
+
+[[run]]
+name = "one"
+environment = { SAMPLES = "16" }
+ranks = 8
+data = 8
+
+[[run]]
+name = "two"
+environment = { SAMPLES = "32" }
+ranks = 8
+data = 8
+published_speedup = 3.5
+over = "one"
+"""
+SMALL = {
+    **{"VOCABULARY": 11, "WIDTH": 12, "FEATURES": 8, "HEADS": 4, "HEAD": 3},
+    **{"DEPTH": 2, "TOKENS": 6, "BUCKETS": 8, "FARTHEST": 6},
+}
 HUGE = """\
 import torch
 from torch import nn
@@ -129,6 +158,10 @@ def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:
         (("-o", "curve.png"), "cannot draw curve.png"),
         (("--schedule", "1f2b"), "unknown schedule '1f2b'"),
         (("--ranks", "64"), "64 stages need at least 64 blocks"),
+        (
+            ("--ranks", "8", "--data", "4", "--branches", "3"),
+            "--branches 3 does not divide --ranks 2",
+        ),
     ],
 )
 def test_mistakes_are_named(words: tuple[str, ...], message: str, gemsc: Gemsc) -> None:
@@ -144,6 +177,13 @@ def test_the_algorithm_of_the_sums_can_be_chosen(gemsc: Gemsc) -> None:
         outcome = gemsc("simulate", "deep.py", *words)
         assert outcome.code == 0, outcome.err
         assert re.search(rf"│ {name} +│", outcome.out)
+
+
+def test_ranks_of_a_replica_can_share_its_layers(gemsc: Gemsc) -> None:
+    words = ("--ranks", "4", "--data", "2", "--curve", "2", "--shards", "2")
+    found = gemsc("simulate", "model.py", *words, "--trunk", "whole")
+    assert found.code == 0, found.err
+    assert "2 replicas of 2 ranks" in found.out
 
 
 # from Python
@@ -213,22 +253,61 @@ def test_published_figures_are_printed_beside_simulated_ones(
     machine = str(SCENARIOS / "v100-lassen.toml")
     (tmp_path / "deep.toml").write_text(text.replace("v100-lassen.toml", machine))
     (tmp_path / "deep.py").write_text(DEEP)
-    spec = importlib.util.spec_from_file_location("compare", SCENARIOS / "compare.py")
-    assert spec is not None
-    assert spec.loader is not None
-    compare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(compare)
-    monkeypatch.setattr(
-        sys, "argv", ["compare.py", str(tmp_path / "deep.toml"), machine]
-    )
+    gains = GAINS.replace("v100-lassen.toml", machine)
+    (tmp_path / "gains.toml").write_text(gains)
+    monkeypatch.setenv("SAMPLES", "8")
+    compare = script("compare")
+    files = (str(tmp_path / name) for name in ("deep.toml", "gains.toml"))
+    monkeypatch.setattr(sys, "argv", ["compare.py", *files, machine])
     monkeypatch.setattr(compare, "Console", lambda: Console(width=120))
     compare.main()
     said = capsys.readouterr().out
     for figure in ("7.25 h", "6.28 h", "4.21 h", "0.45 h", "SC20", "X bus"):
         assert figure in said
+    rows = re.findall(r"(one|two) +│ +(\S+) │ +(\S+)x │.*│ +([\d.,]+) │", said)
+    (*first, slow), (*second, fast) = rows
+    assert first == ["one", "-", "1.00"]
+    gain = float(fast.replace(",", "")) / float(slow.replace(",", ""))
+    assert second == ["two", "3.5x", f"{gain:.2f}"]
+    assert gain > 1.5  # half of the sums for each sample
 
 
-@pytest.mark.parametrize("name", ["resnet1k", "resnet110_tiles"])
+def script(name: str) -> ModuleType:
+    """Return a file of the scenarios as a module of its own."""
+    spec = importlib.util.spec_from_file_location(name, SCENARIOS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_t5_is_the_same_function_with_any_number_of_branches(
+    monkeypatch: pytest.MonkeyPatch, in_double: None
+) -> None:
+    found = []
+    for branches in (1, 2):
+        monkeypatch.setenv("BRANCHES", str(branches))
+        module = script("t5_large")
+        for name, size in SMALL.items():
+            monkeypatch.setattr(module, name, size)
+        found.append(module.model().eval())
+        words = module.example_inputs()
+    one, two = found
+    parts = one.state_dict()
+    for name, tensor in two.state_dict().items():
+        if match := re.fullmatch(r"(.*(?:own|crossed|mlps))\.(\d)\.(.*)", name):
+            stem, branch, layer = match.groups()
+            dim = 1 if layer in ("out.weight", "3.weight") else 0
+            whole = parts[f"{stem}.0.{layer}"]
+            tensor.copy_(whole.chunk(2, dim)[int(branch)])
+        else:
+            tensor.copy_(parts[name])
+    torch.testing.assert_close(two(*words), one(*words))
+    assert len(parts) < len(two.state_dict())
+
+
+@pytest.mark.parametrize("name", ["resnet1k", "resnet110_tiles", "t5_large"])
 def test_scenarios_say_what_they_assume(name: str) -> None:
     text = (SCENARIOS / f"{name}.toml").read_text()
     for entry in ("source = ", "assumptions = [", "published_", "v100-lassen.toml"):

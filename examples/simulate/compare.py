@@ -6,6 +6,7 @@ Each file names a model, a machine, its runs and every assumption. Files without
 are machines and are passed over.
 """
 
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -20,17 +21,20 @@ from gemsc.options import CompileOptions
 from gemsc.simulate.simulation import Simulation, simulate, trace_unfilled
 from gemsc.user_model import load_user_model
 
-KNOWN = ("schedule", "micro_batches", "times")
+KNOWN = ("schedule", "micro_batches", "times", "branches", "trunk")
 
 
 def simulate_runs(path: Path) -> tuple[dict[str, Any], list[Simulation]]:
     """Return a scenario and its simulated runs."""
     scenario = tomllib.loads(path.read_text(encoding="utf-8"))
     hardware = str(path.parent / scenario["hardware"])
-    user = load_user_model(str(path.parent / scenario["model"]))
-    traced = trace_unfilled(user, read_hardware(hardware))
-    found = []
+    traced, environment, found = None, None, []
     for run in scenario["run"]:
+        if traced is None or run.get("environment") != environment:
+            environment = run.get("environment")
+            os.environ.update(environment or {})
+            user = load_user_model(str(path.parent / scenario["model"]))
+            traced = trace_unfilled(user, read_hardware(hardware))
         options = CompileOptions(
             ranks=run["ranks"] // run["data"],
             data=run["data"],
@@ -47,15 +51,20 @@ def compare(path: Path, console: Console) -> None:
     table = Table(title=scenario["title"], title_justify="left")
     for title in ("run", "published", "simulated", "step", "samples/s", "peak GPU"):
         table.add_column(title, justify="left" if title == "run" else "right")
-    first = scenario["run"][0]
+    first, names = scenario["run"][0], [run["name"] for run in scenario["run"]]
+    rates = {n: each.last.throughput for n, each in zip(names, found, strict=True)}
     for run, result in zip(scenario["run"], found, strict=True):
         last = result.last
         if "published_efficiency" in run:
             shown = f"{run['published_efficiency']:.2%}", f"{result.efficiency:.2%}"
-        else:
+        elif "published_hours" in first:
             tiles = first["published_hours"] * found[0].last.throughput
             hours = f"{run['published_hours']} h" if "published_hours" in run else "-"
             shown = hours, f"{tiles / last.throughput:.2f} h"
+        else:
+            base = rates[run.get("over", run["name"])]
+            most = f"{run['published_speedup']}x" if "over" in run else "-"
+            shown = most, f"{last.throughput / base:.2f}x"
         highest = max(result.timeline.peak_bytes)
         table.add_row(
             run["name"],
