@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # its local_transport
 
 import encoder
+from clip import Clip, Image, Text, contrastive, texts_and_images
 from encoder import Encoder
 from gpt import Gpt, cross_entropy, words
 from mlp import MLP
@@ -79,6 +80,32 @@ def gpt(width: int) -> Case:
     )
 
 
+def clip(width: int, depth: int, batch: int) -> dict[str, Case]:
+    """Return a CLIP of texts of 64 words and images of 64 patches, and its parts."""
+
+    def sample(size: int) -> Sample:
+        return texts_and_images(size, 4096, 64, 64)
+
+    def texts_alone(size: int) -> Sample:
+        (tokens, _), _ = sample(size)
+        return (tokens,), torch.randn(size, width)
+
+    def images_alone(size: int) -> Sample:
+        (_, images), _ = sample(size)
+        return (images,), torch.randn(size, width)
+
+    name = f"clip {width}"
+    return {
+        name: Case(lambda: Clip(width, depth, 4096, 64, 8), sample, contrastive, batch),
+        f"{name} text": Case(
+            lambda: Text(width, depth, 4096, 64), texts_alone, F.mse_loss, batch
+        ),
+        f"{name} image": Case(
+            lambda: Image(width, depth, 8), images_alone, F.mse_loss, batch
+        ),
+    }
+
+
 CASES = {
     "mlp": Case(
         lambda: MLP(inputs=256, width=512, depth=8), vectors, F.cross_entropy, 64
@@ -105,4 +132,6 @@ CASES = {
     "gpt 64": gpt(64),
     "gpt 256": gpt(256),
     "gpt 512": gpt(512),
+    **clip(64, 2, 4),
+    **clip(256, 6, 16),
 }

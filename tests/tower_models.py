@@ -6,88 +6,14 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from clip import Clip, contrastive, texts_and_images
 from models import Case, Sample
 from torch import Tensor, nn
 
-__all__ = ["TOWER_MODELS", "Clip", "InTurn", "Siamese", "TwoEncoders"]
+__all__ = ["TOWER_MODELS", "layer"]
 
-WIDTH, WORDS, LENGTH = 16, 40, 6
+WIDTH = 16
 SAMPLES = 4  # of a micro-batch
-
-
-class Block(nn.Module):
-    """A block of a transformer, attention and MLP."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=self.causal)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class Text(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
-        self.blocks = nn.Sequential(*(Block(causal=True) for _ in range(2)))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.blocks(self.words(tokens) + self.positions))
-        end = tokens.argmax(1)  # the word with the largest number ends a text
-        return x[torch.arange(len(tokens)), end]
-
-
-class Image(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
-        self.first = nn.Parameter(0.1 * torch.randn(1, 1, WIDTH))
-        self.blocks = nn.Sequential(*(Block(causal=False) for _ in range(2)))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images / 255).flatten(2).transpose(1, 2)
-        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1)
-        return self.norm(self.blocks(x)[:, 0])
-
-
-class Clip(nn.Module):
-    """Texts against images of a micro-batch, each with each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text, self.image = Text(), Image()
-        self.text_out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.image_out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, tokens: Tensor, images: Tensor) -> dict[str, Tensor]:
-        text, image = self.text(tokens), self.image(images)
-        text = F.normalize(self.text_out(text), dim=-1)
-        image = self.image_out(image)
-        image = image / image.norm(dim=-1, keepdim=True)
-        logits = self.scale.exp() * text @ image.t()
-        return {"logits": logits, "text": text, "image": image}
-
-
-def contrastive(output: dict[str, Tensor], weight: Tensor) -> Tensor:
-    """Each text is to find its image among all of the micro-batch, and back."""
-    logits = output["logits"]
-    own = torch.arange(len(logits), device=logits.device)
-    there = F.cross_entropy(logits, own, reduction="none")
-    back = F.cross_entropy(logits.t(), own, reduction="none")
-    return ((there + back) * weight).mean()
 
 
 def layer(inputs: int, outputs: int) -> nn.Sequential:
@@ -165,11 +91,6 @@ class TwoEncoders(nn.Module):
         x = self.up2(torch.cat([F.interpolate(x, scale_factor=2), c2, d2], 1))
         x = self.up1(torch.cat([F.interpolate(x, scale_factor=2), c1, d1], 1))
         return self.head(x)
-
-
-def texts_and_images(batch: int) -> Sample:
-    tokens = torch.randint(WORDS, (batch, LENGTH))
-    return (tokens, 255 * torch.rand(batch, 3, 8, 8)), torch.rand(batch)
 
 
 def rows(batch: int) -> Sample:

@@ -1,0 +1,120 @@
+"""Parallel branches on several ranks, against one process and against the formula.
+
+python benchmarks/branches.py towers [--quick] [--micro-batches 1,2,4] [--rounds 7]
+
+`towers`: the two towers of a CLIP, a stage each, and what joins them: on three ranks,
+and on two, where the join is on the first tower's. `3 in a row` are three stages that
+cut the towers instead, of about equal weight. One process takes T seconds, and the
+towers, each trained alone in one, Ta and Tb. By the formula M micro-batches take
+max(Ta, Tb) + (T - Ta - Tb) / M and the messages of one. One thread for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from contenders import Job, Round, compile_job, contenders, quiet_rounds
+
+from gemsc.costs.hardware import DEFAULT_HARDWARE, read_hardware
+from gemsc.plan import Plan
+
+ALONE, PARTS = "one process", ("text", "image")
+HEADER = (
+    f"{'model':<10}{'M':>3}  {'runs on':<16}{'ms/step':>8}{'speedup':>9}{'formula':>9}"
+)
+
+
+def towers(options: argparse.Namespace) -> None:
+    """Measure two towers as stages side by side, for each number of micro-batches."""
+    width, depth = (64, 2) if options.quick else (256, 6)
+    model = f"clip {width}"
+    apart = ("image", "logits")  # where the second tower and the join begin
+    mixed = (f"text.blocks.{2 * depth // 3}", f"image.blocks.{depth // 3}")
+    splits: dict[str, dict[str, Any]] = {
+        "3 side by side": {"ranks": 3, "cuts": apart},
+        "2 side by side": {"ranks": 2, "cuts": apart, "placement": "0,1,0"},
+        "3 in a row": {"ranks": 3, "cuts": mixed},
+    }
+    print(HEADER)
+    for count in map(int, options.micro_batches.split(",")):
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            jobs: dict[str, tuple[str, Job]] = {}
+            for name, choice in splits.items():
+                place = Path(folder) / name.replace(" ", "-")
+                words = {"micro_batches": count, "schedule": "1f1b", **choice}
+                job = compile_job(model, directory=place, **words)
+                jobs[name] = "gemsc", job
+            jobs[ALONE] = "alone", job
+            for part in PARTS:
+                jobs[part] = "alone", Job(f"{model} {part}", 1, count, "", "")
+            rounds, note = measure(jobs, options)
+            sent = options.steps * seconds_of_messages(jobs["3 side by side"][1])
+        for name in jobs:
+            print(f"{model:<10}{count:>3}  {row(name, rounds, count, sent, options)}")
+        print(f"{'':15}{note}", flush=True)
+
+
+def row(
+    name: str, rounds: list[Round], count: int, sent: float, options: argparse.Namespace
+) -> str:
+    """Return the seconds of a contender, over those of one process and the formula."""
+    own = [each[name].seconds for each in rounds]
+    text = f"{name:<16}{1e3 * statistics.median(own) / options.steps:8.0f}"
+    if name not in PARTS:
+        speedups = [each[ALONE].seconds / each[name].seconds for each in rounds]
+        shares = [formula(each, count, sent) / each[name].seconds for each in rounds]
+        text += f"{statistics.median(speedups):9.2f}{statistics.median(shares):9.2f}"
+    return text
+
+
+def formula(turns: Round, count: int, sent: float) -> float:
+    """Return the seconds of towers side by side and of their join."""
+    parts = [turns[part].seconds for part in PARTS]
+    return max(parts) + (turns[ALONE].seconds - sum(parts)) / count + sent
+
+
+def seconds_of_messages(job: Job) -> float:
+    """Return what the longest message of a micro-batch takes, there and back."""
+    plan = Plan.read(Path(job.directory) / "plan.toml")
+    link = read_hardware(DEFAULT_HARDWARE).network.link(0, 1)
+    return 2 * max(link.seconds(each.num_bytes) for each in plan.transfers)
+
+
+def measure(
+    jobs: dict[str, tuple[str, Job]], options: argparse.Namespace
+) -> tuple[list[Round], str]:
+    """Let all train in turn; return the rounds and a note on them."""
+    with contenders(jobs) as started:
+
+        def make() -> Round:
+            return {group.name: group.run(options.steps) for group in started}
+
+        return quiet_rounds(make, options.rounds, options.patience)
+
+
+KINDS = {"towers": towers}
+
+
+def main() -> None:
+    """Measure, print."""
+    parser = argparse.ArgumentParser(description="parallel branches on several ranks")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--quick", action="store_true", help="tiny: does it run?")
+    parser.add_argument("--micro-batches", default="1,2,4")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="in each turn")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds to wait for quiet rounds"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.micro_batches, options.rounds, options.patience = "2", 2, 0
+    KINDS[options.kind](options)
+
+
+if __name__ == "__main__":
+    main()
