@@ -132,10 +132,3 @@ def test_outputs_that_are_inputs_need_no_transfer() -> None:
                    example_target=X, check=False)  # fmt: skip
     program = lower(traced, CompileOptions(ranks=2)).compilation.evaluation
     assert [len(t.values) for t in program.transfers or ()] == [1]
-
-
-def test_a_transfer_that_jumps_a_stage_is_long() -> None:
-    program = cut(blocks_of(networks.FlatUNet(), PICTURE), 4)
-    for transfer in program.transfers or ():
-        assert transfer.long == (transfer.dest > transfer.source + 1)
-    assert any(t.long for t in program.transfers or ())

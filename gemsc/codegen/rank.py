@@ -20,6 +20,7 @@ from gemsc.ir.program import Transfer
 from gemsc.messages.exchange import Exchange
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.loops import Loop, Step
+from gemsc.schedules.paths import skipping
 
 __all__ = ["write_rank"]
 
@@ -46,6 +47,8 @@ class _RankWriter:
         self.taken = Names(TAKEN)
         self.constants = Constants(text, self.writer, self.taken)
         self.messages = self.constants.names
+        transfers = text.program.transfers or ()
+        self.skips = skipping((each.source, each.dest) for each in transfers)
         self.user_objects: dict[UserObject, str] = {}
 
     def write(self) -> str:
@@ -189,7 +192,7 @@ class _RankWriter:
 
     def _peer(self, run: RunText, transfer: Transfer, stage: int) -> str:
         where = self._where(run, stage)
-        if not transfer.long:
+        if (transfer.source, transfer.dest) not in self.skips:
             return where
         jumped = transfer.dest - transfer.source - 1
         return f"{where}, a skip over {jumped} stage{'s' if jumped > 1 else ''}"

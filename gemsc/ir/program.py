@@ -169,11 +169,6 @@ class Transfer:
     dest: int
     values: tuple[fx.Node, ...]
 
-    @property
-    def long(self) -> bool:
-        """Whether the values jump over at least one stage."""
-        return self.dest - self.source > 1
-
 
 @dataclass(frozen=True, slots=True)
 class Barrier:

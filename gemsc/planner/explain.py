@@ -8,6 +8,7 @@ from gemsc.base.units import show_ranks, show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Task, Timeline, replay
+from gemsc.schedules.paths import beside
 
 __all__ = ["Explanation", "explain", "shared_seconds"]
 
@@ -158,7 +159,12 @@ def _limit(
             more = "--schedule 1f1b overlaps micro-batches"
         return f"filling and draining the pipeline costs most, {share:.0%}", more
     blocks = plan.stages[stage].blocks
-    if len(blocks) == 1:
+    edges = ((each.edge.source, each.edge.dest) for each in plan.transfers)
+    others = beside(stage, len(plan.stages), edges)
+    if others:
+        shown = " and ".join(map(str, others))
+        advice = f"it is side by side with {shown}, which need not be as long"
+    elif len(blocks) == 1:
         advice = f"it is one block, {blocks[0]}, which cannot be cut"
     else:
         total = sum(len(each.blocks) for each in plan.stages)

@@ -35,6 +35,7 @@ from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.tiles import exchanges, moved_bytes
 from gemsc.planner.traffic import stage_traffic, step_traffic
 from gemsc.schedules import Task, Timeline
+from gemsc.schedules.paths import skipping
 
 __all__ = ["make_plan"]
 
@@ -274,10 +275,16 @@ def _skips(program: Program) -> list[dict[str, object]]:
         for stage in program.require_stages()
         for block in stage.blocks
     }
+    skips = skipping(
+        (block.index, block_of[user].index)
+        for node, block in block_of.items()
+        for user in node.users
+        if user in block_of
+    )
     found: list[dict[str, object]] = []
     for skip in program.skips or ():
         source, dest = block_of[skip.value], block_of[skip.last_use]
-        if dest.index - source.index > 1:
+        if (source.index, dest.index) in skips:
             stages = stage_of[source.index], stage_of[dest.index]
             local = placement.ranks[0][stages[0]] == placement.ranks[0][stages[1]]
             found.append(

@@ -18,6 +18,7 @@ from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program
 from gemsc.plan import Plan, PlannedStage, cut_name
+from gemsc.schedules.paths import skipping
 from gemsc.viz.boxes import Box, boxes_of
 
 __all__ = ["draw_graph", "render"]
@@ -128,8 +129,16 @@ def _draw_box(
 def _draw_edges(
     picture: graphviz.Digraph, program: Program, boxes: Sequence[Box]
 ) -> None:
-    """Draw one arrow for each pair of boxes; red and dashed where it jumps one."""
+    """Draw one arrow for each pair of boxes; red and dashed where it skips some."""
     box_of = {node: box for box in boxes for node in box.nodes}
+    place = {box.key: index for index, box in enumerate(boxes)}
+    uses = (
+        (place[box.key], place[box_of[user].key])
+        for node, box in box_of.items()
+        for user in node.users
+        if user in box_of
+    )
+    skips = skipping(uses)
     values: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
     kinds: dict[tuple[str, str], str] = {}
     for node in program.graph.nodes:
@@ -143,9 +152,12 @@ def _draw_edges(
             key = (source.key if source else _id(node.name), dest.key)
             if node not in values[key]:
                 values[key].append(node)
-            jump = dest.level - source.level if source else 1
+            jumps = source is not None and (
+                dest.level - source.level > 1
+                and (place[source.key], place[dest.key]) in skips
+            )
             crosses = source and source.stage != dest.stage
-            kinds[key] = "skip" if jump > 1 else "cut" if crosses else "plain"
+            kinds[key] = "skip" if jumps else "cut" if crosses else "plain"
     for (tail, head), nodes in values.items():
         size = show_bytes(sum(meta.facts(node).output_bytes for node in nodes))
         kind = kinds[tail, head]

@@ -11,6 +11,7 @@ from gemsc.base.units import show_ranks
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
+from gemsc.schedules.paths import skipping
 
 __all__ = [
     "Arrow",
@@ -229,6 +230,7 @@ def _memory(
 
 def _arrows(task: Task, rows: Sequence[Row]) -> Iterator[Arrow]:
     """Yield the messages between ranks, those of each copy of the model apart."""
+    skips = skipping((e.source, e.dest) for e in task.edges)
     gradients = {(e.source, e.dest) for e in task.edges if e.gradient}
     for first in range(0, len(rows), task.num_ranks):
         spans = {
@@ -249,5 +251,5 @@ def _arrows(task: Task, rows: Sequence[Row]) -> Iterator[Arrow]:
                 if needs not in spans or spans[needs][0] == source:
                     continue
                 dest, use = spans[needs]
-                skip = abs(stage - action.stage) > 1
-                yield Arrow(source, dest, span.end, use.start, skip)
+                ends = min(stage, action.stage), max(stage, action.stage)
+                yield Arrow(source, dest, span.end, use.start, ends in skips)
