@@ -15,7 +15,7 @@ or give one something more than work to do, the window is a fork.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,17 +32,24 @@ __all__ = ["Component", "Finder", "ForkWindow", "most_branches"]
 ADDITIONS = (operator.add, torch.add, "add")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Component:
-    """What would be a branch: its nodes in order, and those that the join takes.
+    """What would be a branch: the places of its nodes among those of the stage.
 
-    `stays` says why all ranks must compute it, "" if one may.
+    `results` are the nodes that the join takes; `stays` says why all ranks must compute
+    it, "" if one may.
     """
 
-    nodes: tuple[fx.Node, ...]
+    of: Sequence[fx.Node]
+    places: tuple[int, ...]
     results: tuple[fx.Node, ...]
     seconds: float
     stays: str = ""
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes, in order."""
+        return tuple(self.of[place] for place in sorted(self.places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,10 @@ class Finder:
             for node in self.nodes
         ]
         self.next = [self._users(node) for node in self.nodes]
-        self.dominator = self._dominators()
+        self.before: list[list[int]] = [[] for _ in self.nodes]
+        for place, users in enumerate(self.next):
+            for user in users or ():
+                self.before[user].append(place)
         self.stays = [_stays(program, node, keep_whole) for node in self.nodes]
         self.ties = self._ties(program)
 
@@ -101,31 +111,6 @@ class Finder:
         places = sorted(self.position.get(user, -1) for user in users)
         is_inside = bool(places) and places[0] > self.position[node]
         return places if is_inside else None
-
-    def _dominators(self) -> list[int]:
-        """Return the first node that all paths from each go through.
-
-        It is the end of the stage, a position after all others, if there is none.
-        """
-        end = len(self.nodes)
-        found = [end] * (end + 1)
-        for place in reversed(range(end)):
-            users = self.next[place]
-            if users is not None:
-                common = users[0]
-                for user in users[1:]:
-                    while common != user:
-                        if common < user:
-                            common = found[common]
-                        else:
-                            user = found[user]
-                found[place] = common
-        return found
-
-    def _is_dominated(self, place: int, join: int) -> bool:
-        while place < join:
-            place = self.dominator[place]
-        return place == join
 
     def _ties(self, program: Program) -> list[list[fx.Node]]:
         """Return, for each node, others that one rank must compute with it.
@@ -185,7 +170,7 @@ class Finder:
         after each of `starts`.
         """
         scan = _Scan(self, join, added)
-        if len(scan.awaited) < 2:
+        if len(scan.begins) < 2:
             return
         place = join
         while place > 0 and not scan.is_over():
@@ -211,12 +196,17 @@ class _Scan:
     def __init__(self, finder: Finder, join: int, added: tuple[int, ...]) -> None:
         self.finder, self.join, self.added = finder, join, added
         self.skipped = {join, *added}
+        before = {s for place in self.skipped for s in finder.before[place]}
+        # where components begin: what else uses a value has one already
+        self.begins = {
+            s for s in before if self.skipped.issuperset(finder.next[s] or ())
+        }
+        self.begins -= self.skipped
+        self.awaited = len(self.begins)
         self.inside = set(self.skipped)  # the window, the join and its additions
         self.group_of: dict[int, _Group] = {}
         self.groups: list[_Group] = []
-        leaves = {s for place in self.skipped for s in finder.sources[place]}
-        self.leaves = leaves - self.skipped
-        self.awaited = {s for s in self.leaves if finder._is_dominated(s, join)}
+        self.leaves = {s for place in self.skipped for s in finder.sources[place]}
 
     def is_over(self) -> bool:
         return not self.awaited and len(self.groups) < 2
@@ -240,7 +230,7 @@ class _Scan:
     def add(self, place: int) -> None:
         finder, node = self.finder, self.finder.nodes[place]
         self.inside.add(place)
-        self.awaited.discard(place)
+        self.awaited -= place in self.begins
         tied = [finder.position.get(other, -1) for other in finder.ties[place]]
         groups = self._users(place)
         groups += [self.group_of[other] for other in tied if other in self.group_of]
@@ -286,7 +276,8 @@ class _Scan:
         nodes = self.finder.nodes
         components = [
             Component(
-                tuple(nodes[place] for place in sorted(group.members)),
+                nodes,
+                tuple(group.members),
                 tuple(nodes[place] for place in sorted(group.results)),
                 group.seconds,
                 group.stays or (_TIED if group.missing else ""),
