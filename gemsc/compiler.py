@@ -353,17 +353,19 @@ def evaluate(
         return found, (found,)
     shards = {n: s.for_evaluation(twins) for n, s in whole.shards.items()}
     graph = replace(graph, halos=halos.for_evaluation(twins), shards=shards)
-    tiles = []
-    for number, tile in enumerate(done.tiles):
-        split = run(graph, *tile_passes(number, grids, options, training=False))
-        same = find_twins(tile, split) if twins is not None else None
-        if same is not None:
-            split = run(tile, _outputs_too(tile))
-        else:
-            annotate = Annotate(training=False, known=traced.facts)
-            split = run(split, annotate, _outputs_alone(tile))
-        tiles.append(TileProgram(tile, split, same))
-    return found, tuple(tiles)
+    splits = [
+        run(graph, *tile_passes(number, grids, options, training=False))
+        for number in range(len(done.tiles))
+    ]
+    pairs = [*zip(done.tiles, splits, strict=True)]
+    same = [find_twins(*pair) if twins is not None else None for pair in pairs]
+    if None not in same:
+        both = [run(tile, _outputs_too(tile)) for tile in done.tiles]
+    else:  # on one rank, perhaps: what they send is alike
+        annotate = Annotate(training=False, known=traced.facts)
+        both = [run(split, annotate, _outputs_alone(tile)) for tile, split in pairs]
+        same = [None] * len(pairs)
+    return found, tuple(map(TileProgram, done.tiles, both, same))
 
 
 def _outputs_too(training: Program) -> InsertComms:

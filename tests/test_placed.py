@@ -280,6 +280,16 @@ def test_verify_joins_what_ranks_hold_alone(tmp_path: Path) -> None:
     assert found == {"two.e.0.weight", "two.e.0.bias"}
 
 
+def test_all_ranks_evaluate_alike_where_one_draws_a_dropout() -> None:
+    model = Forks()
+    model.one["a"].append(nn.Dropout(0.1))
+    words = {**LAYOUTS["1f1b"][0], "example_target": placed_model.example_target()}
+    inputs = placed_model.example_inputs()
+    program = compile(model, inputs, loss=F.mse_loss, check=False, **words)
+    verbs = {"evaluate_apart(" in text for text in program.rank_modules().values()}
+    assert len(verbs) == 1
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
