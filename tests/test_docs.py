@@ -64,7 +64,8 @@ def pick_lines(text: str, starts: list[str]) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", prose)
     files = [target for target in targets if "://" not in target]
     assert not [file for file in files if not (page.parent / file).exists()]
 
@@ -183,9 +184,14 @@ def models(workplace) -> dict[str, Shown]:
     shards = {"ranks": 2, "shards": ("2",), "check": False}
     block = workplace / "block.py"
     block.write_text(blocks(ROOT / "docs" / "shards.md", "python")[0])
+    branches = {"ranks": 2, "branches": ("2",), "check": False}
+    mixed = workplace / "mixed.py"
+    mixed.write_text(blocks(ROOT / "docs" / "branches.md", "python")[0])
     return {
         "block": compile_file(block, trunk="whole", **shards),
         "split": compile_file(block, trunk="batch", **shards),
+        "mixed": compile_file(mixed, trunk="whole", **branches),
+        "mixed_batch": compile_file(mixed, trunk="batch", **branches),
         "unet": compile_file(UNET, ranks=4, micro_batches=8, check=False),
         "rings": compile_file(workplace / "rings.py", ranks=2),
     }

@@ -19,6 +19,7 @@ EXAMPLES = (
     "resnet110",
     "densenet",
     "encoder",
+    "inception",
     "unet_histology.model",
     "retina.model",
     "cosmology.model",
