@@ -45,7 +45,8 @@ class PlannedFork:
 
     `join` is the value that they end in. `placed` has the branches of each rank; it is
     empty where `reason` says why every rank computes all of them. `saved_seconds` is
-    what sharing them out saves, less what its messages take.
+    what sharing them out saves, less what its messages take. Each rank computes
+    `trunk_seconds` between the fork before, or the begin of the stage, and this one.
     """
 
     name: str
@@ -54,6 +55,7 @@ class PlannedFork:
     seconds: list[float]
     placed: list[list[str]] = field(default_factory=list)
     saved_seconds: float = 0.0
+    trunk_seconds: float = 0.0
     reason: str = ""
 
     @property

@@ -18,6 +18,8 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.viz.boxes import boxes_of
 from gemsc.viz.columns import Listing
 from gemsc.viz.listings import list_plan
+from gemsc.viz.panel import panels_of
+from gemsc.viz.timeline import draw_timeline
 
 ONE = PlannedFork(
     name="one",
@@ -116,7 +118,7 @@ def test_branches_are_drawn_side_by_side_in_the_colours_of_their_ranks(
     nodes = [node for box in boxes for node in box.nodes]
     assert nodes == list(found.compute_nodes)
     dot = towers.graph()
-    form = r'{} .*\n.*\n.*\nrank (\d) of 2" (color=.*)]'
+    form = r'{} .*\n.*\n.*\nrank (\d)" (color=.*)]'
     looks = [re.findall(form.format(box.key), dot) for box in (left, right)]
     assert {rank for ((rank, _),) in looks} == {"0", "1"}
     assert len({colours for ((_, colours),) in looks}) == 2
@@ -131,6 +133,47 @@ def test_branches_are_drawn_side_by_side_in_the_colours_of_their_ranks(
             (right, after),
         )
     }
+
+
+def test_the_timeline_shows_which_rank_computes_which_branch_and_who_waits(
+    plan: Plan, towers: CompiledProgram
+) -> None:
+    first = plan.stages[0]
+    cost = replace(first.cost, forward=0.004, backward=0.013)
+    after = replace(ONE, name="next", trunk_seconds=0.001, placed=[["one.c"], []])
+    shared = replace(
+        first, forks=[replace(ONE, trunk_seconds=0.002), LEFT, after],
+        cost=cost, talking_seconds=0.001,
+    )  # fmt: skip
+    found = replace(plan, stages=[shared, plan.stages[1]])
+    (panel,) = panels_of(found)
+    assert panel.branches[1] == ()
+    assert [
+        (each.place, round(16 * each.start, 9), round(16 * each.end, 9), each.names)
+        for each in panel.branches[0]
+    ] == [
+        (0, 2, 8, "one.b"),
+        (0, 8, 8, ""),
+        (1, 2, 6, "one.a, one.c"),
+        (1, 6, 8, ""),
+        (0, 9, 12, "one.c"),
+        (0, 12, 12, ""),
+        (1, 9, 9, ""),
+        (1, 9, 12, ""),
+    ]  # of 16 ms without messages
+    drawn = draw_timeline("", panels_of(towers.plan))
+    form = r'class="{}" x="(.*?)" y="(.*?)" width="(.*?)" .*<title>(.*)</title>'
+    actions = re.findall(form.format("box action"), drawn)
+    boxes = re.findall(form.format("branches"), drawn)
+    assert [name for *_, name in boxes] == ["left", "right"] * 2
+    assert len({y for _, y, *_ in boxes}) == 2  # one line for each rank
+    gaps = []
+    for (x, _, width, _), (at, _, length, _) in zip(actions, boxes[::2], strict=True):
+        before = (float(at) - float(x)) / float(width)
+        gaps.append((before, 1 - before - float(length) / float(width)))
+    forward, backward = gaps
+    assert backward == pytest.approx(forward[::-1], abs=1e-3)
+    assert forward[1] > 1.5 * forward[0] > 0  # the head comes last, and the loss
 
 
 def test_branches_that_are_not_shared_out_are_not_drawn_apart(

@@ -19,7 +19,7 @@ from gemsc.ir import meta
 from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
 from gemsc.ir.opaque import opaques
-from gemsc.ir.program import Barrier, Program
+from gemsc.ir.program import Barrier, Program, Stage
 from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.options import CompileOptions
 from gemsc.plan import (
@@ -128,7 +128,7 @@ def _stages(
                 branches=placement.grid(stage.index).branches,
                 talking_seconds=sum(talking(first, own, hardware.network)),
                 **asdict(stage_traffic(first, own)),
-                **_shards(first.shards.get(stage.index)),
+                **_shards(stage, first.shards.get(stage.index)),
                 exchanges=size[0],
                 halo_bytes=size[1],
                 unfused_exchanges=unfused[0],
@@ -139,7 +139,7 @@ def _stages(
     return found
 
 
-def _shards(shards: StageShards | None) -> dict[str, Any]:
+def _shards(stage: Stage, shards: StageShards | None) -> dict[str, Any]:
     """Return what a stage's ranks share of it, and what they do not."""
     if shards is None:
         return {}
@@ -156,16 +156,39 @@ def _shards(shards: StageShards | None) -> dict[str, Any]:
     ]
     whole.sort(key=lambda each: -each.num_bytes)
     ranks = range(shards.count if shards.placed else 0)
+    trunk = _trunk_seconds(stage, shards)
     return {
         "trunk": shards.trunk,
         "cut": [_cut_text(each) for each in shards.cut],
         "whole": whole,
         "alone": [[name for name, own in shards.placed if own == r] for r in ranks],
-        "forks": [_fork(fork, shards.count) for fork in shards.forks],
+        "forks": [
+            _fork(fork, shards.count, trunk.get(fork.join, 0.0))
+            for fork in shards.forks
+        ],
     }
 
 
-def _fork(fork: Fork, count: int) -> PlannedFork:
+def _trunk_seconds(stage: Stage, shards: StageShards) -> dict[str, float]:
+    """Return how long a rank computes the trunk before each fork, by its join.
+
+    That is since the join of the fork before.
+    """
+    joins = {node: f.join for f in shards.forks for b in f.branches for node in b.nodes}
+    found: dict[str, float] = {}
+    seconds = 0.0
+    for node in stage.nodes:
+        if node.name not in shards.rank_of:
+            facts = meta.facts(node)
+            each = shards.count if node.name in shards.split_dims else 1
+            seconds += (facts.forward_seconds + facts.backward_seconds) / each
+        elif joins[node.name] not in found:
+            found[joins[node.name]] = seconds
+            seconds = 0.0
+    return found
+
+
+def _fork(fork: Fork, count: int, trunk_seconds: float) -> PlannedFork:
     """Return which of `count` ranks has which branches."""
     ranks = range(0 if fork.reason else count)
     return PlannedFork(
@@ -175,6 +198,7 @@ def _fork(fork: Fork, count: int) -> PlannedFork:
         seconds=[each.seconds for each in fork.branches],
         placed=[[b.name for b in fork.branches if b.rank == rank] for rank in ranks],
         saved_seconds=fork.saved,
+        trunk_seconds=trunk_seconds,
         reason=fork.reason,
     )
 

@@ -20,11 +20,11 @@ from gemsc.ir.program import Program
 from gemsc.plan import Plan, PlannedStage, cut_name
 from gemsc.schedules.paths import skipping
 from gemsc.viz.boxes import Box, boxes_of
+from gemsc.viz.svg import LINES
 
 __all__ = ["draw_graph", "render"]
 
 FILLS = ("#dbe9f6", "#fde5cf", "#dff0d8", "#f6dbe9", "#e9e3f5", "#fdf3c7", "#d7f0ef")
-LINES = ("#2f6ea8", "#c26a12", "#3d8b37", "#a8326e", "#6a4fa3", "#a08a00", "#1d8a86")
 RANKS = ("#a9cbea", "#f5c391", "#b4dba9", "#eab4d0", "#cbbdec", "#efdf8f", "#a3dcd8")
 SKIP = "#c0392b"
 DOT_SECONDS = 60
@@ -113,7 +113,7 @@ def _draw_box(
     if box.branch is not None:
         colour = box.branch.rank % len(RANKS)
         form = {"fillcolor": RANKS[colour], "color": LINES[colour]}
-        shared = f"\nrank {box.branch.rank} of {stage.grid.size}"
+        shared = f"\n{_rank(box.branch.rank, stage)}"
     last = box.nodes[-1]
     shape = ""
     if meta.tensors(last):
@@ -124,6 +124,13 @@ def _draw_box(
     flops = show_flops(sum(meta.facts(node).flops for node in box.nodes))
     label = f"{box.name}\n{nodes}, {heavy} heavy, {flops}{shape}{shared}"
     picture.node(box.key, graphviz.escape(label), **form)
+
+
+def _rank(place: int, stage: PlannedStage) -> str:
+    """Return the rank with a place in a stage's grid; there are several grids, too."""
+    if len(stage.ranks) == stage.grid.size:
+        return f"rank {stage.ranks[place]}"
+    return f"rank {place} of {stage.grid.size}"
 
 
 def _draw_edges(

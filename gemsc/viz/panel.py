@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from gemsc.base.units import show_ranks
-from gemsc.plan import Plan
+from gemsc.plan import Plan, PlannedStage
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
 from gemsc.schedules.paths import skipping
 
 __all__ = [
     "Arrow",
+    "Branches",
     "Mark",
     "Panel",
     "Row",
@@ -90,14 +91,32 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Branches:
+    """What one of a row's ranks computes between a fork and its join; "": it waits.
+
+    `start` and `end` are parts of a forward, 0 to 1; a backward goes the other way.
+    `place` is the rank's among those of the row.
+    """
+
+    place: int
+    start: float
+    end: float
+    names: str
+
+
+@dataclass(frozen=True, slots=True)
 class Panel:
-    """One step of all ranks, or of those whose numbers are given."""
+    """One step of all ranks, or of those whose numbers are given.
+
+    `branches` are those of each stage whose ranks share branches.
+    """
 
     name: str
     rows: tuple[Row, ...]
     arrows: tuple[Arrow, ...]
     makespan: float
     numbers: tuple[int, ...] = ()
+    branches: Mapping[int, tuple[Branches, ...]] = field(default_factory=dict)
 
     def number(self, row: int) -> int:
         """Return the rank that a row shows."""
@@ -157,6 +176,8 @@ def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, 
     predicted = predicted_panel(
         task, timeline_of(plan), list(map(show_ranks, copies[0]))
     )
+    branches = {stage.index: tuple(_branches(stage)) for stage in plan.stages}
+    predicted = replace(predicted, branches=branches)
     if not marks:
         return (predicted,)
     groups = [ranks for copy in copies for ranks in copy]
@@ -199,6 +220,22 @@ def measured_panel(
     arrows = tuple(_arrows(task, rows))
     makespan = max((span.end for row in rows for span in row.spans), default=0.0)
     return Panel("measured", rows, arrows, makespan)
+
+
+def _branches(stage: PlannedStage) -> Iterator[Branches]:
+    """Yield what each rank computes of each fork; messages take no time here."""
+    total = stage.cost.forward + stage.cost.backward - stage.talking_seconds
+    start = 0.0
+    for fork in stage.forks:
+        seconds = dict(zip(fork.branches, fork.seconds, strict=True))
+        loads = [sum(map(seconds.__getitem__, names)) for names in fork.placed]
+        start += fork.trunk_seconds
+        end = start + max(loads, default=0.0)
+        for place, (names, load) in enumerate(zip(fork.placed, loads, strict=True)):
+            done = (start + load) / total
+            yield Branches(place, start / total, done, ", ".join(names))
+            yield Branches(place, done, end / total, "")
+        start = end
 
 
 def _ranks(rows: Sequence[object]) -> list[str]:

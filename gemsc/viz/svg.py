@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["drawing", "n", "rect", "text"]
+__all__ = ["LINES", "drawing", "n", "rect", "text"]
+
+# colours of ranks and stages, in all pictures
+LINES = ("#2f6ea8", "#c26a12", "#3d8b37", "#a8326e", "#6a4fa3", "#a08a00", "#1d8a86")
 
 
 def drawing(

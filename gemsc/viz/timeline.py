@@ -11,8 +11,8 @@ from pathlib import Path
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
-from gemsc.viz.panel import Arrow, Mark, Panel, Row, Span, panels_of
-from gemsc.viz.svg import drawing, n, rect, text
+from gemsc.viz.panel import Arrow, Branches, Mark, Panel, Row, Span, panels_of
+from gemsc.viz.svg import LINES, drawing, n, rect, text
 
 __all__ = ["draw_timeline", "write_timeline"]
 
@@ -31,6 +31,7 @@ OTHERS = {
     "update": "#8fc79f",
 }
 LEFT, RIGHT, TOP, GAP, AXIS, LINE = 96, 110, 58, 30, 22, 20
+THINNEST = 0.5  # of what is drawn of branches
 NARROWEST, WIDEST = 880, 2400  # of the part where time runs
 STYLE = """
 text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
@@ -44,6 +45,7 @@ text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
 .line { stroke: #d5dae0; stroke-width: 0.6 }
 .box { stroke: #ffffff }
 .thin { stroke-width: 0 }
+.branches { stroke: #ffffff; stroke-width: 0.6 }
 .dark { text-anchor: middle }
 .light { text-anchor: middle; fill: #ffffff }
 .resident { fill: #dfe4ea }
@@ -172,6 +174,24 @@ class _Drawn:
         title = f"{what} {span.start * 1e3:.4g} to {span.end * 1e3:.4g} ms"
         x, fill = self.x(span.start), _fill(row, span)
         yield rect(kind, x, y, max(width, 0.5), self.box, fill, title)
+        yield from self._branches(span, y)
+
+    def _branches(self, span: Span, y: int) -> Iterator[str]:
+        """Draw a line for each rank of a row: when it computes which branches."""
+        found = _branches_of(self.panel, span)
+        count = 1 + max((each.place for each in found), default=0)
+        height = 0.4 * self.box / count
+        for each in found:
+            start, end = each.start, each.end
+            if span.kind == "backward":
+                start, end = 1 - end, 1 - start
+            width = self.width * (end - start) * span.seconds / self.panel.makespan
+            if width >= THINNEST:
+                x = self.x(span.start + start * span.seconds)
+                top = y + self.box - height * (count - each.place)
+                colour = LINES[each.place % len(LINES)] if each.names else "#ffffff"
+                title = each.names or "waits for branches of others"
+                yield rect("branches", x, top, width, height, colour, title)
 
     def _label(self, span: Span, y: int) -> Iterator[str]:
         """Write the number of an action's micro-batch, if there is room."""
@@ -181,7 +201,8 @@ class _Drawn:
         if self.x(span.seconds) - LEFT >= 6.4 * len(label) + 1.5:
             tone = "light" if span.kind == "backward" else "dark"
             middle = self.x((span.start + span.end) / 2)
-            yield text(middle, y + self.box / 2 + 4, label, tone)
+            height = 0.3 if _branches_of(self.panel, span) else 0.5
+            yield text(middle, y + height * self.box + 4, label, tone)
 
     def _memory(self, row: Row, bottom: int) -> Iterator[str]:
         """Draw the bytes held over time; all ranks of a panel share the scale."""
@@ -216,6 +237,12 @@ class _Drawn:
         return f'<path class="{kind}" d="{line}" marker-end="url(#head)"/>'
 
 
+def _branches_of(panel: Panel, span: Span) -> tuple[Branches, ...]:
+    if span.action is None or span.kind == "weight":
+        return ()
+    return panel.branches.get(span.action.stage, ())
+
+
 def _legend(panels: Sequence[Panel], y: int, width: int) -> tuple[list[str], int]:
     """Return what the colours mean, and where the picture ends."""
     x, parts = float(LEFT), []
@@ -248,6 +275,9 @@ def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str, str]]:
     for kind, colour in OTHERS.items():
         if (kind, 0) in found:
             yield "", colour, kind
+    places = {b.place for p in panels for s in p.branches.values() for b in s}
+    for place in sorted(places):
+        yield "", LINES[place % len(LINES)], f"branches of rank {place} of a stage"
     yield "idle", "", "idle"
     if any(row.memory for row in rows):
         yield "memory", "", "saved for backward"
