@@ -163,7 +163,7 @@ def _limit(
     others = beside(stage, len(plan.stages), edges)
     if others:
         shown = " and ".join(map(str, others))
-        advice = f"it runs beside stage {shown}; light ones may share a rank: --placement"
+        advice = f"it runs beside stage {shown}; --placement joins light ones"
     elif len(blocks) == 1:
         advice = f"it is one block, {blocks[0]}, which cannot be cut"
     else:
