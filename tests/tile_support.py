@@ -352,7 +352,7 @@ def assert_same(step: Step, expected: Step) -> None:
         have, want = getattr(step, kind), getattr(expected, kind)
         assert have.keys() == want.keys(), kind
         for name in want:
-            floor = 0.0
+            floor = SMALL if kind == "buffers" else 0.0
             if kind == "parameters":
                 floor = max(1e-3 * scale, expected.terms.get(name, 0.0))
             _compare(f"{kind} {name}", have[name], want[name], floor)

@@ -131,6 +131,8 @@ class Constants:
                 f"{text.tile}.",
                 seldom=True,
             )
+            if any(each.fork_of for each in text.program.shards.values()):
+                line("branches=True,  # others may have gradients that are absent here")
             self._write_table(
                 "deferred",
                 self._deferred(),

@@ -47,8 +47,9 @@ class RankProgram:
         share. What this rank holds alone is not among them.
     parts: the parameters and buffers of which the rank has a part only, by all names.
     placed: the tile of the grid that alone holds all parameters and buffers under a
-        path, those of a branch. What leads to such a branch may lack a gradient on the
-        others.
+        path, those of a branch.
+    branches: whether branches of some stage are on different ranks: a rank may lack
+        gradients that others have, of what leads to their branches.
     shard_optimizer: whether each of the ranks in a reduction updates its rows only.
     updated_whole: parameters that one of these ranks updates, all rows of them.
     deferred: of which micro-batches a backward leaves the weight gradients for later.
@@ -65,6 +66,7 @@ class RankProgram:
     reductions: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, Part] = field(default_factory=dict)
     placed: Mapping[str, int] = field(default_factory=dict)
+    branches: bool = False
     shard_optimizer: bool = False
     updated_whole: Collection[str] = ()
     deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)

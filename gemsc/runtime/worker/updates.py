@@ -125,7 +125,7 @@ class Updates:
 
     def _start(self, key: str, parameters: Mapping[str, nn.Parameter]) -> None:
         program, group = self._program, self._groups[key]
-        counted = program.depends_on_data or bool(program.placed)
+        counted = program.depends_on_data or program.branches
         self._sums.start(group, parameters, self._own.rows, counted=counted)
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
