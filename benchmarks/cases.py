@@ -24,6 +24,8 @@ from unet_histology import model as unet
 
 __all__ = ["CASES", "Case"]
 
+WIDTH = 48  # channels of `TwoBranches`
+
 Sample = tuple[tuple[Tensor, ...], Tensor]
 
 
@@ -68,6 +70,31 @@ def texts(batch: int) -> Sample:
     target = torch.full((batch, length), encoder.IGNORED)
     target[:, : encoder.NUM_HIDDEN] = tokens[:, : encoder.NUM_HIDDEN]
     return (tokens, real), target
+
+
+class TwoBranches(nn.Module):
+    """Blocks of two equal branches between light trunks; of one, for comparison."""
+
+    def __init__(self, branches: int, depth: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.branches = nn.ModuleList(
+            nn.ModuleList(self.branch() for _ in range(branches)) for _ in range(depth)
+        )
+        self.joins = nn.ModuleList(nn.Conv2d(2 * WIDTH, WIDTH, 1) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 10)
+
+    @staticmethod
+    def branch() -> nn.Module:
+        convolutions = (nn.Conv2d(WIDTH, WIDTH, 3, padding=1) for _ in range(3))
+        return nn.Sequential(*(nn.Sequential(c, nn.ReLU()) for c in convolutions))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for branches, join in zip(self.branches, self.joins, strict=True):
+            found = [branch(x) for branch in branches]
+            x = x + join(torch.cat([found[0], found[-1]], 1))
+        return self.head(x.mean((2, 3)))
 
 
 def gpt(width: int) -> Case:
@@ -129,6 +156,10 @@ CASES = {
     "unet": Case(lambda: unet.UNet(base=16), masked_pictures, unet.loss, 8),
     # no dropout: then all contenders compute the same numbers, which is checked
     "encoder": Case(lambda: Encoder(dropout=0.0), texts, encoder.loss, 32),
+    "two branches": Case(lambda: TwoBranches(2), pictures(32), F.cross_entropy, 16),
+    "one branch": Case(lambda: TwoBranches(1), pictures(32), F.cross_entropy, 16),
+    "two branches 8": Case(lambda: TwoBranches(2), pictures(8), F.cross_entropy, 4),
+    "one branch 8": Case(lambda: TwoBranches(1), pictures(8), F.cross_entropy, 4),
     "gpt 64": gpt(64),
     "gpt 256": gpt(256),
     "gpt 512": gpt(512),

@@ -174,9 +174,9 @@ def compile_job(
     directory: Path,
     **choices: Any,
 ) -> Job:
-    """Compile a program for a benchmark."""
-    case = CASES[case_name]
-    inputs, target = case.data(case.batch // micro_batches)
+    """Compile a program for a benchmark; `data` are replicas that share the batch."""
+    case, replicas = CASES[case_name], choices.get("data", 1)
+    inputs, target = case.data(case.batch // (micro_batches * replicas))
     gemsc.compile(
         case.build(),
         inputs,
@@ -187,7 +187,7 @@ def compile_job(
         micro_batches=micro_batches,
         **choices,
     ).write(directory)
-    return Job(case_name, ranks, micro_batches, schedule, str(directory))
+    return Job(case_name, ranks * replicas, micro_batches, schedule, str(directory))
 
 
 @contextlib.contextmanager

@@ -73,13 +73,23 @@ class Annotate(Pass):
             program = program.with_module(with_graph(program.module, graph))
         else:
             program = keep_stages(program, graph, copies)
+        # a rank whose branches do not use a value sends a gradient of zeros
+        learning = set(filter(meta.needs_gradient, _crossing(program)))
         key = str(self.device), self.training, signature(program)
         if key not in self.known:
             annotate(program, device=self.device, training=self.training)
             self.known[key] = tuple(map(meta.learnt, graph.nodes))
         for node, learnt in zip(graph.nodes, self.known[key], strict=True):
             meta.learn(node, learnt)
+            meta.set_needs_gradient(node, node in learning or meta.needs_gradient(node))
         return replace(program, facts=True)
+
+
+def _crossing(program: Program) -> Iterator[fx.Node]:
+    """Yield the values that one stage makes and another uses."""
+    for stage in program.stages or ():
+        inside = set(stage.nodes)
+        yield from (n for n in stage.nodes if n.users.keys() - inside)
 
 
 def annotate(
