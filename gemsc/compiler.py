@@ -40,7 +40,12 @@ from gemsc.passes.checks.tiles import CheckTiles
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.detect_skips import DetectSkips
 from gemsc.passes.find_halos import FindHalos
-from gemsc.passes.follow_stages import FollowOrder, FollowStages, find_twins
+from gemsc.passes.follow_stages import (
+    FollowOrder,
+    FollowShards,
+    FollowStages,
+    find_twins,
+)
 from gemsc.passes.group_blocks import GroupBlocks
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.local_batchnorm import LocalBatchnorm
@@ -351,8 +356,9 @@ def evaluate(
     grids, halos = stage_layout(options).grids, done.tiles[0].halos
     if halos is None:  # no stage is split
         return found, (found,)
-    shards = {n: s.for_evaluation(twins) for n, s in whole.shards.items()}
-    graph = replace(graph, halos=halos.for_evaluation(twins), shards=shards)
+    graph = replace(graph, halos=halos.for_evaluation(twins))
+    if whole.shards:
+        graph = run(graph, FollowShards(whole, twins))
     splits = [
         run(graph, *tile_passes(number, grids, options, training=False))
         for number in range(len(done.tiles))

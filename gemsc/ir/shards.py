@@ -150,7 +150,7 @@ class StageShards:
         Values outside the regions are split alike in twins, and whole in other graphs.
         """
         if twins is None:
-            return replace(self, trunk="whole", split=())
+            return replace(self, trunk="whole", split=(), forks=())
         names = {node.name: twin.name for node, twin in twins.items()}
         split = tuple((names[n], dim) for n, dim in self.split if n in names)
         forks = tuple(fork.renamed(names) for fork in self.forks)

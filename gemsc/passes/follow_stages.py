@@ -16,8 +16,9 @@ from gemsc.ir.program import Block, Program, Stage
 from gemsc.ir.staged import in_order
 from gemsc.ir.twins import keywords_of_both
 from gemsc.passes.base import Pass
+from gemsc.passes.branches.evaluation import follow_forks
 
-__all__ = ["FollowOrder", "FollowStages", "find_twins"]
+__all__ = ["FollowOrder", "FollowShards", "FollowStages", "find_twins"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,36 @@ class FollowStages(Pass):
                     help="let evaluation use the layers in the order of training",
                 )
         return stage
+
+
+@dataclass(frozen=True, eq=False)
+class FollowShards(Pass):
+    """Share the stages of an evaluation graph among ranks as training does.
+
+    `twins` are the nodes of the two graphs; None where they differ in more than
+    constants: then branches are where the ranks that hold their weights are.
+    """
+
+    name: ClassVar[str] = "follow-shards"
+    requires: ClassVar[tuple[str, ...]] = ("stages",)
+
+    training: Program = field(repr=False)
+    twins: dict[fx.Node, fx.Node] | None = field(repr=False)
+
+    def apply(self, program: Program) -> Program:
+        """Return the program with its shards.
+
+        Raises:
+            GemscError: all ranks need in evaluation what one holds.
+        """
+        found = {}
+        for index, training in self.training.shards.items():
+            shards = training.for_evaluation(self.twins)
+            if self.twins is None and training.placed:
+                stage = program.require_stages()[index]
+                shards = replace(shards, forks=follow_forks(program, stage, training))
+            found[index] = shards
+        return replace(program, shards=found)
 
 
 @dataclass(frozen=True, eq=False)

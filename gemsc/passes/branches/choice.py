@@ -7,9 +7,8 @@ save most together: an outer one, or several inside of its branches.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from torch import fx
@@ -18,8 +17,9 @@ from gemsc.costs.hardware import LinkSpeed
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program, Stage
-from gemsc.ir.shards import Branch, Fork, Placed
+from gemsc.ir.shards import Fork, Placed
 from gemsc.passes.branches.assignment import ALL, BranchCost, Ranks
+from gemsc.passes.branches.candidates import NO_GAIN, Candidate, heaviest
 from gemsc.passes.branches.forks import Finder, ForkWindow
 from gemsc.passes.branches.names import names_of
 
@@ -27,47 +27,8 @@ __all__ = ["choose_forks", "placed_tensors"]
 
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
-NO_GAIN = "nothing is saved"
 CROSSING = "all of it must be recomputed or nothing: name a module that holds it"
 NOT_PLACED = "the plan places none of them"
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A window as a fork: the rank of each component, or all of them.
-
-    `first` and `last` are the places of the first node of its branches and of its join.
-    """
-
-    window: ForkWindow
-    ranks: tuple[int, ...]
-    saved: float
-    first: int
-    last: int
-    reason: str = ""
-
-    @property
-    def to_share(self) -> float:
-        """The seconds of all that is before the join, but the slowest part."""
-        seconds = [each.seconds for each in self.window.components]
-        return sum(seconds) - max(seconds)
-
-    def fork(self) -> Fork:
-        """Return it with names."""
-        window = self.window
-        name, names = names_of(window.components)
-        branches = tuple(
-            Branch(own, tuple(n.name for n in each.nodes), rank, each.seconds)
-            for own, each, rank in zip(
-                names, window.components, self.ranks, strict=True
-            )
-            if rank != ALL
-        )
-        added = tuple(node.name for node in window.added)
-        fork = Fork(name, window.join.name, branches, added, self.saved, self.reason)
-        if self.reason == NO_GAIN:
-            return replace(fork, reason=_reason(window, fork))
-        return fork
 
 
 def choose_forks(
@@ -90,8 +51,8 @@ def choose_forks(
     ranks = Ranks(count, link)
     choose = _Chooser(finder, ranks)
     again = _recomputed(program, finder)
-    found: list[_Candidate] = []
-    wanted: list[_Candidate] = []
+    found: list[Candidate] = []
+    wanted: list[Candidate] = []
     ends = {place for first, last in again for place in (first - 1, last)}
     for join, added in finder.joins():
         for window in finder.windows(join, added, ends):
@@ -104,10 +65,10 @@ def choose_forks(
                 wanted += (c for c in mine if not any(_crosses(c, o) for o in again))
         if any(not each.reason for each in found if each.last == join):
             ends.add(join)
-    chosen = _heaviest([each for each in found if not each.reason])
+    chosen = heaviest([each for each in found if not each.reason])
     if placed is not None:
         found = [replace(each, reason=NOT_PLACED) for each in found]
-        chosen = _heaviest(wanted, 1.0 + sum(abs(c.saved) for c in wanted))
+        chosen = heaviest(wanted, 1.0 + sum(abs(c.saved) for c in wanted))
     seconds = sum(meta.facts(node).seconds for node in stage.nodes)
     least = LEAST_TOLD * seconds if chosen else 0.0
     told = _told([each for each in found if each.reason], chosen, least)
@@ -147,7 +108,7 @@ class _Chooser:
         self.finder, self.ranks = finder, ranks
         self.assign = cache(ranks.assign)
 
-    def candidate(self, window: ForkWindow) -> _Candidate:
+    def candidate(self, window: ForkWindow) -> Candidate:
         """Return the best that can be done with a window."""
         parts, ranks = window.components, [ALL] * len(window.components)
         free = [number for number, each in enumerate(parts) if not each.stays]
@@ -161,11 +122,13 @@ class _Chooser:
             least = self.ranks.seconds(pieces, chosen, _total(window))
         for number, rank in zip(free, chosen, strict=True):
             ranks[number] = rank
-        return self._made(window, ranks, seconds - least, "" if gains else NO_GAIN)
+        return Candidate.of(
+            self.finder, window, ranks, seconds - least, "" if gains else NO_GAIN
+        )
 
     def as_placed(
         self, window: ForkWindow, placed: Sequence[Sequence[str]]
-    ) -> Iterator[_Candidate]:
+    ) -> Iterator[Candidate]:
         """Yield the fork with these branches on each rank, if the window has them."""
         parts = window.components
         _, names = names_of(parts)
@@ -176,16 +139,7 @@ class _Chooser:
             ranks = [rank_of.get(name, ALL) for name in names]
             seconds = sum(piece.seconds for piece in pieces)
             saved = seconds - self.ranks.seconds(pieces, ranks, _total(window))
-            yield self._made(window, ranks, saved)
-
-    def _made(
-        self, window: ForkWindow, ranks: Sequence[int], saved: float, reason: str = ""
-    ) -> _Candidate:
-        parts = window.components
-        shared = [c for c, r in zip(parts, ranks, strict=True) if r != ALL] or parts
-        first = min(min(each.places) for each in shared)
-        last = self.finder.position[window.join]
-        return _Candidate(window, tuple(ranks), saved, first, last, reason)
+            yield Candidate.of(self.finder, window, ranks, saved)
 
 
 def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
@@ -205,7 +159,7 @@ def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
     return found
 
 
-def _crosses(candidate: _Candidate, part: tuple[int, int]) -> bool:
+def _crosses(candidate: Candidate, part: tuple[int, int]) -> bool:
     """Whether a fork has something in common with a part and is not inside of it."""
     first, last = part
     if candidate.last < first or last < candidate.first:
@@ -224,53 +178,14 @@ def _piece(seconds: float, results: Sequence[fx.Node]) -> BranchCost:
     return BranchCost(seconds, sum(size for size, _ in sizes), learnt)
 
 
-def _reason(window: ForkWindow, fork: Fork) -> str:
-    """Return why the branches of a fork are not shared out."""
-    stay = [each for each in window.components if each.stays]
-    if stay:
-        slowest = max(stay, key=lambda each: each.seconds)
-        others = [branch.seconds for branch in fork.branches]
-        if len(others) < 2 or slowest.seconds >= max(others):
-            return f"all ranks compute {names_of([slowest])[0]}: {slowest.stays}"
-    slowest_branch = max(fork.branches, key=lambda branch: branch.seconds)
-    share = slowest_branch.seconds / fork.seconds
-    if share > 0.5:
-        return f"{slowest_branch.name} alone takes {100 * share:.0f} % of {fork.name}"
-    return "its messages take longer than what is saved"
-
-
-def _heaviest(candidates: list[_Candidate], bonus: float = 0.0) -> list[_Candidate]:
-    """Return those that save most together, of which no two overlap, in order.
-
-    Each counts for a `bonus` more: if that is large, as many as can be are taken.
-    """
-    order = sorted(candidates, key=lambda each: (each.last, -each.first))
-    lasts = [each.last for each in order]
-    best: list[tuple[float, list[_Candidate]]] = [(0.0, [])]
-    for number, each in enumerate(order):
-        saved, before = best[bisect_right(lasts, each.first - 1, hi=number)]
-        best.append(
-            max(best[-1], (saved + each.saved + bonus, [*before, each]), key=_saved)
-        )
-    return best[-1][1]
-
-
-def _saved(choice: tuple[float, list[_Candidate]]) -> float:
-    return choice[0]
-
-
 def _told(
-    candidates: list[_Candidate], chosen: Sequence[_Candidate], least: float
-) -> list[_Candidate]:
+    candidates: list[Candidate], chosen: Sequence[Candidate], least: float
+) -> list[Candidate]:
     """Return what a user would ask about: the largest that overlap with no others."""
-    found: list[_Candidate] = []
+    found: list[Candidate] = []
     for each in sorted(candidates, key=lambda each: (-each.to_share, each.last)):
         if len(found) == MOST_TOLD or each.to_share < least:
             break
-        if not any(_overlap(each, other) for other in (*chosen, *found)):
+        if not any(each.overlaps(other) for other in (*chosen, *found)):
             found.append(each)
     return sorted(found, key=lambda each: each.last)
-
-
-def _overlap(one: _Candidate, other: _Candidate) -> bool:
-    return one.first <= other.last and other.first <= one.last

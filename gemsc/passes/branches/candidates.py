@@ -1,0 +1,109 @@
+"""Candidates: what may be a fork, of which those are taken that save most together."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gemsc.ir.shards import Branch, Fork
+from gemsc.passes.branches.assignment import ALL
+from gemsc.passes.branches.forks import Finder, ForkWindow
+from gemsc.passes.branches.names import names_of
+
+__all__ = ["NO_GAIN", "Candidate", "heaviest"]
+
+NO_GAIN = "nothing is saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A window as a fork: the rank of each component, or all of them.
+
+    `first` and `last` are the places of the first node of its branches and of its join.
+    """
+
+    window: ForkWindow
+    ranks: tuple[int, ...]
+    saved: float
+    first: int
+    last: int
+    reason: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        finder: Finder,
+        window: ForkWindow,
+        ranks: Sequence[int],
+        saved: float,
+        reason: str = "",
+    ) -> Candidate:
+        """Return a window as a fork."""
+        parts = window.components
+        shared = [c for c, r in zip(parts, ranks, strict=True) if r != ALL] or parts
+        first = min(min(each.places) for each in shared)
+        last = finder.position[window.join]
+        return cls(window, tuple(ranks), saved, first, last, reason)
+
+    @property
+    def to_share(self) -> float:
+        """The seconds of all that is before the join, but the slowest part."""
+        seconds = [each.seconds for each in self.window.components]
+        return sum(seconds) - max(seconds)
+
+    def fork(self) -> Fork:
+        """Return it with names."""
+        window = self.window
+        name, names = names_of(window.components)
+        branches = tuple(
+            Branch(own, tuple(n.name for n in each.nodes), rank, each.seconds)
+            for own, each, rank in zip(
+                names, window.components, self.ranks, strict=True
+            )
+            if rank != ALL
+        )
+        added = tuple(node.name for node in window.added)
+        fork = Fork(name, window.join.name, branches, added, self.saved, self.reason)
+        if self.reason == NO_GAIN:
+            return replace(fork, reason=_reason(window, fork))
+        return fork
+
+    def overlaps(self, other: Candidate) -> bool:
+        """Whether two have a part of the stage's nodes in common."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def _reason(window: ForkWindow, fork: Fork) -> str:
+    """Return why the branches of a fork are not shared out."""
+    stay = [each for each in window.components if each.stays]
+    if stay:
+        slowest = max(stay, key=lambda each: each.seconds)
+        others = [branch.seconds for branch in fork.branches]
+        if len(others) < 2 or slowest.seconds >= max(others):
+            return f"all ranks compute {names_of([slowest])[0]}: {slowest.stays}"
+    slowest_branch = max(fork.branches, key=lambda branch: branch.seconds)
+    share = slowest_branch.seconds / fork.seconds
+    if share > 0.5:
+        return f"{slowest_branch.name} alone takes {100 * share:.0f} % of {fork.name}"
+    return "its messages take longer than what is saved"
+
+
+def heaviest(candidates: list[Candidate], bonus: float = 0.0) -> list[Candidate]:
+    """Return those that save most together, of which no two overlap, in order.
+
+    Each counts for a `bonus` more: if that is large, as many as can be are taken.
+    """
+    order = sorted(candidates, key=lambda each: (each.last, -each.first))
+    lasts = [each.last for each in order]
+    best: list[tuple[float, list[Candidate]]] = [(0.0, [])]
+    for number, each in enumerate(order):
+        saved, before = best[bisect_right(lasts, each.first - 1, hi=number)]
+        best.append(
+            max(best[-1], (saved + each.saved + bonus, [*before, each]), key=_saved)
+        )
+    return best[-1][1]
+
+
+def _saved(choice: tuple[float, list[Candidate]]) -> float:
+    return choice[0]
