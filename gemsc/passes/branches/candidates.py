@@ -11,13 +11,13 @@ from gemsc.passes.branches.assignment import ALL
 from gemsc.passes.branches.forks import Finder, ForkWindow
 from gemsc.passes.branches.names import names_of
 
-__all__ = ["NO_GAIN", "Candidate", "heaviest"]
+__all__ = ["NO_GAIN", "ForkChoice", "heaviest"]
 
 NO_GAIN = "nothing is saved"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ForkChoice:
     """A window as a fork: the rank of each component, or all of them.
 
     `first` and `last` are the places of the first node of its branches and of its join.
@@ -38,7 +38,7 @@ class Candidate:
         ranks: Sequence[int],
         saved: float,
         reason: str = "",
-    ) -> Candidate:
+    ) -> ForkChoice:
         """Return a window as a fork."""
         parts = window.components
         shared = [c for c, r in zip(parts, ranks, strict=True) if r != ALL] or parts
@@ -69,7 +69,7 @@ class Candidate:
             return replace(fork, reason=_reason(window, fork))
         return fork
 
-    def overlaps(self, other: Candidate) -> bool:
+    def overlaps(self, other: ForkChoice) -> bool:
         """Whether two have a part of the stage's nodes in common."""
         return self.first <= other.last and other.first <= self.last
 
@@ -89,14 +89,14 @@ def _reason(window: ForkWindow, fork: Fork) -> str:
     return "its messages take longer than what is saved"
 
 
-def heaviest(candidates: list[Candidate], bonus: float = 0.0) -> list[Candidate]:
+def heaviest(candidates: list[ForkChoice], bonus: float = 0.0) -> list[ForkChoice]:
     """Return those that save most together, of which no two overlap, in order.
 
     Each counts for a `bonus` more: if that is large, as many as can be are taken.
     """
     order = sorted(candidates, key=lambda each: (each.last, -each.first))
     lasts = [each.last for each in order]
-    best: list[tuple[float, list[Candidate]]] = [(0.0, [])]
+    best: list[tuple[float, list[ForkChoice]]] = [(0.0, [])]
     for number, each in enumerate(order):
         saved, before = best[bisect_right(lasts, each.first - 1, hi=number)]
         best.append(
@@ -105,5 +105,5 @@ def heaviest(candidates: list[Candidate], bonus: float = 0.0) -> list[Candidate]
     return best[-1][1]
 
 
-def _saved(choice: tuple[float, list[Candidate]]) -> float:
+def _saved(choice: tuple[float, list[ForkChoice]]) -> float:
     return choice[0]

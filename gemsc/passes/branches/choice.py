@@ -19,7 +19,7 @@ from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Fork, Placed
 from gemsc.passes.branches.assignment import ALL, BranchCost, Ranks
-from gemsc.passes.branches.candidates import NO_GAIN, Candidate, heaviest
+from gemsc.passes.branches.candidates import NO_GAIN, ForkChoice, heaviest
 from gemsc.passes.branches.forks import Finder, ForkWindow
 from gemsc.passes.branches.names import names_of
 
@@ -51,8 +51,8 @@ def choose_forks(
     ranks = Ranks(count, link)
     choose = _Chooser(finder, ranks)
     again = _recomputed(program, finder)
-    found: list[Candidate] = []
-    wanted: list[Candidate] = []
+    found: list[ForkChoice] = []
+    wanted: list[ForkChoice] = []
     ends = {place for first, last in again for place in (first - 1, last)}
     for join, added in finder.joins():
         for window in finder.windows(join, added, ends):
@@ -108,7 +108,7 @@ class _Chooser:
         self.finder, self.ranks = finder, ranks
         self.assign = cache(ranks.assign)
 
-    def candidate(self, window: ForkWindow) -> Candidate:
+    def candidate(self, window: ForkWindow) -> ForkChoice:
         """Return the best that can be done with a window."""
         parts, ranks = window.components, [ALL] * len(window.components)
         free = [number for number, each in enumerate(parts) if not each.stays]
@@ -122,13 +122,13 @@ class _Chooser:
             least = self.ranks.seconds(pieces, chosen, _total(window))
         for number, rank in zip(free, chosen, strict=True):
             ranks[number] = rank
-        return Candidate.of(
+        return ForkChoice.of(
             self.finder, window, ranks, seconds - least, "" if gains else NO_GAIN
         )
 
     def as_placed(
         self, window: ForkWindow, placed: Sequence[Sequence[str]]
-    ) -> Iterator[Candidate]:
+    ) -> Iterator[ForkChoice]:
         """Yield the fork with these branches on each rank, if the window has them."""
         parts = window.components
         _, names = names_of(parts)
@@ -139,7 +139,7 @@ class _Chooser:
             ranks = [rank_of.get(name, ALL) for name in names]
             seconds = sum(piece.seconds for piece in pieces)
             saved = seconds - self.ranks.seconds(pieces, ranks, _total(window))
-            yield Candidate.of(self.finder, window, ranks, saved)
+            yield ForkChoice.of(self.finder, window, ranks, saved)
 
 
 def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
@@ -159,7 +159,7 @@ def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
     return found
 
 
-def _crosses(candidate: Candidate, part: tuple[int, int]) -> bool:
+def _crosses(candidate: ForkChoice, part: tuple[int, int]) -> bool:
     """Whether a fork has something in common with a part and is not inside of it."""
     first, last = part
     if candidate.last < first or last < candidate.first:
@@ -179,10 +179,10 @@ def _piece(seconds: float, results: Sequence[fx.Node]) -> BranchCost:
 
 
 def _told(
-    candidates: list[Candidate], chosen: Sequence[Candidate], least: float
-) -> list[Candidate]:
+    candidates: list[ForkChoice], chosen: Sequence[ForkChoice], least: float
+) -> list[ForkChoice]:
     """Return what a user would ask about: the largest that overlap with no others."""
-    found: list[Candidate] = []
+    found: list[ForkChoice] = []
     for each in sorted(candidates, key=lambda each: (-each.to_share, each.last)):
         if len(found) == MOST_TOLD or each.to_share < least:
             break

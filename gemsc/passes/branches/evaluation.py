@@ -17,7 +17,7 @@ from gemsc.ir.flow import layer_path, used_tensors
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Fork, StageShards
 from gemsc.passes.branches.assignment import ALL
-from gemsc.passes.branches.candidates import Candidate, heaviest
+from gemsc.passes.branches.candidates import ForkChoice, heaviest
 from gemsc.passes.branches.forks import Finder, ForkWindow
 
 __all__ = ["follow_forks"]
@@ -59,11 +59,11 @@ def follow_forks(
 
 def _followed(
     finder: Finder, window: ForkWindow, owners: dict[fx.Node, set[int]]
-) -> Iterator[Candidate]:
+) -> Iterator[ForkChoice]:
     """Yield the window as a fork, if each component needs what one rank holds."""
     needed = [{r for n in c.nodes for r in owners[n]} for c in window.components]
     ranks = [next(iter(each), ALL) for each in needed]
     stays = [c.stays for c, r in zip(window.components, ranks, strict=True) if r != ALL]
     if stays and not any(stays) and all(len(each) < 2 for each in needed):
         covered = sum(bool(owners[n]) for c in window.components for n in c.nodes)
-        yield Candidate.of(finder, window, ranks, float(covered))
+        yield ForkChoice.of(finder, window, ranks, float(covered))
