@@ -95,7 +95,9 @@ class CompileOptions:
         (), "parallel branches on different ranks: off, auto, 2, or 2,1"
     )
     trunk: str = option("auto")
-    whole: tuple[str, ...] = option((), "modules that are not sharded: head,layers.0")
+    whole: tuple[str, ...] = option(
+        (), "modules that every rank computes whole: head,layers.0"
+    )
 
     shard_optimizer: bool = option(
         False, "optimizer state in parts on the ranks that hold the same weights"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import Gemsc, line_of
 
-from gemsc.plan import Plan
+from gemsc.plan import Plan, cut_name
 
 MODEL = """\
 import torch
@@ -74,7 +74,7 @@ def test_a_plan_says_which_rank_has_which_branch_and_its_weights(
     shown = command("show", "first").out
     assert "branches (one micro-batch, forward and backward)" in shown
     assert "branches on 2 ranks" in shown
-    assert "rank 1 of 2" in Path("first/graph.dot").read_text()
+    assert 'rank 1"' in Path("first/graph.dot").read_text()
 
 
 def test_the_blocks_of_the_inception_example_are_shared_out(command: Gemsc) -> None:
@@ -116,6 +116,19 @@ def test_a_branch_moves_with_its_line(command: Gemsc) -> None:
     ]
     assert {"0.a.weight", "0.b.0.weight"} < set(stage.alone[0])
     assert "self.0.a" not in Path("second/rank1.py").read_text()
+
+
+def test_weights_of_branches_are_neither_cut_nor_whole(command: Gemsc) -> None:
+    (stage,) = compiled(command, "--shards", "2").stages
+    alone = {name for names in stage.alone for name in names}
+    whole = {name for each in stage.whole for name in each.names}
+    assert "0.b.0.weight" in alone
+    assert "3.bias" in whole
+    assert not alone & (whole | {cut_name(text) for text in stage.cut})
+    error, plan = recompiled(command, Path("first/plan.toml").read_text())
+    assert not error
+    assert plan.stages == [stage]
+    assert plan.options["whole"] == []
 
 
 def test_a_fork_that_is_taken_out_is_computed_by_all(command: Gemsc) -> None:

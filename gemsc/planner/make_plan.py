@@ -144,8 +144,10 @@ def _shards(stage: Stage, shards: StageShards | None) -> dict[str, Any]:
     if shards is None:
         return {}
     alike: dict[str, list[WholeTensor]] = {}
+    placed = dict(shards.placed)
     for each in shards.whole:
-        alike.setdefault(each.reason, []).append(each)
+        if each.name not in placed:
+            alike.setdefault(each.reason, []).append(each)
     whole = [
         PlannedWhole(
             reason=reason,
@@ -161,7 +163,7 @@ def _shards(stage: Stage, shards: StageShards | None) -> dict[str, Any]:
         "trunk": shards.trunk,
         "cut": [_cut_text(each) for each in shards.cut],
         "whole": whole,
-        "alone": [[name for name, own in shards.placed if own == r] for r in ranks],
+        "alone": [[name for name, own in placed.items() if own == r] for r in ranks],
         "forks": [
             _fork(fork, shards.count, trunk.get(fork.join, 0.0))
             for fork in shards.forks
