@@ -45,7 +45,7 @@ text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
 .line { stroke: #d5dae0; stroke-width: 0.6 }
 .box { stroke: #ffffff }
 .thin { stroke-width: 0 }
-.branches { stroke: #ffffff; stroke-width: 0.6 }
+.branches { stroke: #ffffff; stroke-width: 0.3 }
 .dark { text-anchor: middle }
 .light { text-anchor: middle; fill: #ffffff }
 .resident { fill: #dfe4ea }
