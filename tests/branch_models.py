@@ -474,6 +474,20 @@ class Shared(nn.Module):
         return self.head(one + other)
 
 
+class AllShared(nn.Module):
+    """Every layer of a branch is used by another one or by the trunk as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.other(x)
+        found = [self.one(x), self.one(x.sin()), self.other(x.cos())]
+        return self.head(torch.stack(found).amax(0))
+
+
 class Deep(nn.Module):
     """Branches that fork: the outer ones are uneven, the inner ones shorten them."""
 
@@ -512,6 +526,7 @@ CASES = (
     case("joins", Joins, vectors),
     case("branches dropout", Noisy, vectors),
     case("shared", Shared, vectors),
+    case("all shared", AllShared, vectors),
     case("nested", Deep, vectors),
     case("two branches", partial(Mixture, 2), vectors),
 )

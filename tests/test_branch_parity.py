@@ -1,0 +1,157 @@
+"""Branches against one process: models x ranks x trunks x schedules, on threads, MPI.
+
+What runs always is a row of the whole table for each model; `--nightly` runs all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from branch_models import BRANCH_MODELS
+from parity_support import FLOAT64, Draws, lowered, options, reference, worst_error
+from shard_support import FREE
+
+from gemsc.base.draws import same_draws
+from gemsc.codegen.package import write_directory
+from gemsc.costs.hardware import read_hardware
+from gemsc.launch.launch import launch
+from gemsc.options import CompileOptions
+from gemsc.verify.steps import compare, read_record
+
+Column = tuple[str, int, str]
+Planned = Callable[[str, Column], CompileOptions]
+
+PICTURES = ("inception", "amoebanet", "googlenet", "branches of resnext")
+TEXTS = ("parallel t5",)
+# both of two stages have forks; of the others the first or the last has
+DEEP = (*PICTURES[:3], *TEXTS, "branches dropout", "joins")
+LATE = ("towers", "two branches", "all shared")
+SLOW = ("amoebanet", "branches of resnext")  # to trace
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """Return the options of a column, on a machine whose messages take no time."""
+    machine = read_hardware()
+    network = replace(machine.network, intra=FREE, inter=FREE)
+    path = tmp_path_factory.mktemp("machine") / "free.toml"
+    replace(machine, network=network).write(path)
+    return lambda name, column: replace(plan(name, column), hardware=str(path))
+
+
+def plan(name: str, column: Column) -> CompileOptions:
+    """Return the options of a column of the table, for a model of this name."""
+    kind, ranks, trunk = column
+    both = name in DEEP
+    counts = f"{ranks}" if both else f"1,{ranks}" if name in LATE else f"{ranks},1"
+    staged = {"ranks": 2 * ranks if both else ranks + 1, "branches": counts}
+    choices = {
+        "one stage": {"ranks": ranks, "branches": ranks},
+        "1f1b": {**staged, "micro_batches": 3},
+        "master": {"ranks": 2 * ranks, "branches": ranks, "schedule": "master"},
+        "data": {"ranks": ranks, "branches": ranks, "data": 2},
+        "tiles": {"ranks": 2 + ranks, "tiles": "2x1", "branches": f"1,{ranks}"},
+        "shards": {"ranks": ranks, "branches": ranks, "shards": ranks},
+    }[kind]
+    return options(**{"micro_batches": 2, "trunk": trunk, **choices})
+
+
+def columns(name: str) -> list[Column]:
+    """Return all that is asked of a model."""
+    kinds = ["one stage", "1f1b", "data", "shards"]
+    kinds += ["master"] * (name in DEEP)
+    kinds += ["tiles"] * (name in PICTURES and name in DEEP)
+    trunks = ["whole", "batch", *["sequence"] * (name in TEXTS)]
+    return list(itertools.product(kinds, (2, 3, 4), trunks))
+
+
+def chosen(name: str) -> list[Column]:
+    """Return a column, if any: models differ in what they take."""
+    if name in SLOW:
+        return []
+    table = columns(name)
+    return [table[5 * list(BRANCH_MODELS).index(name) % len(table)]]
+
+
+CASES = [
+    pytest.param(
+        name,
+        column,
+        id=f"{name} {column}",
+        marks=() if column in chosen(name) else pytest.mark.nightly,
+    )
+    for name in BRANCH_MODELS
+    for column in columns(name)
+]
+
+
+def draws_of(name: str) -> Draws:
+    return same_draws if "dropout" in name else nullcontext
+
+
+def num_shared(name: str, choice: CompileOptions) -> int:
+    """Return how many forks have their branches on several ranks."""
+    stages = lowered(name, choice).compilation.whole.program.shards.values()
+    return sum(not fork.reason for stage in stages for fork in stage.forks)
+
+
+@pytest.mark.parametrize(("name", "column"), CASES)
+def test_branches_compute_what_one_process_does(
+    name: str, column: Column, planned: Planned, tmp_path: Path
+) -> None:
+    choice = planned(name, column)
+    # where layers can be cut as well, it depends on which is faster
+    assert num_shared(name, choice) or choice.shards
+    error = worst_error(name, choice, tmp_path / "p", draws=draws_of(name))
+    assert error <= FLOAT64
+
+
+JOB = Path(__file__).with_name("mpi_parity_program.py")
+SAMPLE = {
+    2: [
+        ("inception", ("one stage", 2, "batch")),
+        ("parallel t5", ("one stage", 2, "sequence")),
+        ("branches dropout", ("one stage", 2, "whole")),
+        ("towers", ("one stage", 2, "batch")),
+        ("branches of resnext", ("one stage", 2, "whole")),
+    ],
+    4: [
+        ("googlenet", ("tiles", 2, "whole")),
+        ("joins", ("master", 2, "batch")),
+        ("shared", ("data", 2, "batch")),
+        ("amoebanet", ("1f1b", 2, "whole")),
+        ("mixture", ("shards", 4, "whole")),
+    ],
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", SAMPLE)
+def test_processes_compute_what_one_process_does(
+    processes: int, planned: Planned, tmp_path: Path
+) -> None:
+    programs, words = {}, []
+    for index, (name, column) in enumerate(SAMPLE[processes]):
+        folder = tmp_path / str(index)
+        programs[name] = program = lowered(name, planned(name, column))
+        write_directory(program.compilation, folder / "program")
+        count = program.plan.data * program.plan.micro_batches
+        batches = [BRANCH_MODELS[name].inputs(count, torch.float64)] * 2
+        torch.save(batches, folder / "batches.pt")
+        words += [str(folder), "float64"]
+    assert launch(processes, [sys.executable, str(JOB), *words], timeout=240) == 0
+    errors = {}
+    for index, (name, program) in enumerate(programs.items()):
+        count = program.plan.data * program.plan.micro_batches
+        expected = reference(name, count, torch.float64, 2, draws_of(name))
+        record = read_record(tmp_path / str(index), processes)
+        errors[name] = compare(record, expected).worst
+    assert max(errors.values()) <= FLOAT64, errors
