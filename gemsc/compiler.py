@@ -277,6 +277,7 @@ def schedule_stages(
         cuts=options.cuts,
         live=chosen.live,
         grids=chosen.grids,
+        link=hardware.network.link(0, 1),
         # plans of other models that differ in these alone share their stages
         rows=chosen.rows if traced.program.towers else (),
         micro_batches=chosen.micro_batches if traced.program.towers else (),

@@ -14,10 +14,12 @@ from itertools import chain, combinations, pairwise
 from typing import ClassVar
 
 from gemsc.base.grid_shape import ALONE, GridShape
+from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Stage
 from gemsc.passes.base import Pass
+from gemsc.passes.branches.choice import choose_forks
 from gemsc.planner.partition import partition
 
 __all__ = ["BalanceStages"]
@@ -36,7 +38,9 @@ class BalanceStages(Pass):
     parameter_copies: weights, gradients and optimizer state, in copies of the weights.
     grids: how ranks share each stage; it works as many times as fast as there are
         ranks, and each holds that part of the activations. The parameters are shared by
-        shards only: each tile has all of them.
+        shards only: each tile has all of them. Of ranks that share branches, those of
+        each block say what part of its seconds, and so of its bytes, a rank has.
+    link: what connects the ranks that share branches.
     rows: which ranks run each stage, `rows[replica][stage]`.
     micro_batches: how many each replica runs in a step.
 
@@ -57,6 +61,7 @@ class BalanceStages(Pass):
     live: tuple[int, ...] = ()
     parameter_copies: int = 3
     grids: tuple[GridShape, ...] = ()
+    link: LinkSpeed | None = None
     rows: tuple[tuple[int, ...], ...] = ()
     micro_batches: tuple[int, ...] = ()
 
@@ -81,9 +86,14 @@ class BalanceStages(Pass):
     def _balanced(self, program: Program, blocks: Sequence[Block]) -> list[int]:
         crossing = _crossing(program, blocks)
         grids = self.grids or (ALONE,) * self.num_stages
+        known = {grid: self._shares(program, blocks, grid) for grid in set(grids)}
+        shares = [known[grid] for grid in grids]
         if self.kind == "compute":
             seconds = [_seconds(block) for block in blocks]
-            rows = [[each / grid.size for each in seconds] for grid in grids]
+            rows = [
+                [each * share for each, share in zip(seconds, row, strict=True)]
+                for row in shares
+            ]
             needs = _needs(blocks)
             found = [
                 partition(rows, cut_costs=crossing, begins=begins)
@@ -95,13 +105,33 @@ class BalanceStages(Pass):
         live = self.live or (1,) * self.num_stages
         rows = [
             [
-                self.parameter_copies * block.total("parameter_bytes") / grid.shards
-                + held * block.total("saved_bytes") / grid.size
-                for block in blocks
+                self.parameter_copies
+                * block.total("parameter_bytes")
+                * (share if grid.branches > grid.shards else 1 / grid.shards)
+                + held * block.total("saved_bytes") * share
+                for block, share in zip(blocks, row, strict=True)
             ]
-            for held, grid in zip(live, grids, strict=True)
+            for held, grid, row in zip(live, grids, shares, strict=True)
         ]
         return partition(rows, cut_costs=crossing)
+
+    def _shares(
+        self, program: Program, blocks: Sequence[Block], grid: GridShape
+    ) -> list[float]:
+        """Return the part of each block's seconds that the ranks of a grid take."""
+        if grid.branches == 1 or grid.shards > 1 or self.link is None:
+            return [1 / grid.size] * len(blocks)
+        saved: dict[str, float] = {}  # the part of each node's seconds
+        stage = Stage(0, tuple(blocks))
+        for fork in choose_forks(program, stage, grid.branches, self.link):
+            if not fork.reason:
+                names = (name for branch in fork.branches for name in branch.nodes)
+                saved |= dict.fromkeys(names, fork.saved / fork.seconds)
+        found = []
+        for block in blocks:
+            less = [meta.facts(n).seconds * saved.get(n.name, 0.0) for n in block.nodes]
+            found.append(1 - sum(less) / (_seconds(block) or 1.0))
+        return found
 
     def _step(
         self,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from gemsc.costs.collectives import sum_seconds
 from gemsc.costs.hardware import Hardware, Network
 from gemsc.ir import meta
+from gemsc.ir.flow import is_exchange
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.segments import recomputed_nodes
@@ -42,19 +43,24 @@ def schedule_task(
     """Return what the schedule engine needs to know of the program.
 
     `tiles` are what the tiles of the largest grid run. The ranks of a grid go in step:
-    a stage takes the time and the memory of its peak-memory tile.
+    a stage takes the time and the memory of its peak-memory tile. Ranks that share
+    branches wait for each other at each exchange.
     """
     first = tiles[0]
     placement = first.placement
     assert placement is not None
     costs = [_stage_costs(tile, hardware) for tile in tiles]
-    stages = tuple(
-        _worst([cost[stage.index] for cost in costs[: _size(first, stage.index)]])
-        for stage in first.require_stages()
-    )
+    stages = []
+    for index in range(len(first.require_stages())):
+        size = _size(first, index)
+        own = [cost[index] for cost in costs[:size]]
+        worst = _worst(own)
+        if placement.grid(index).branches > 1:
+            worst = _in_step(worst, own, tiles[:size], index)
+        stages.append(worst)
     edges = tuple(_edge(first, t, hardware.network) for t in first.transfers or ())
     return Task(
-        stages,
+        tuple(stages),
         edges,
         chosen.rows,
         chosen.micro_batches,
@@ -158,6 +164,37 @@ def _worst(costs: Sequence[StageCost]) -> StageCost:
         highest = max(cost.saved_bytes + getattr(cost, name) for cost in costs)
         most[name] = highest - most["saved_bytes"]
     return StageCost(**most)
+
+
+def _in_step(
+    worst: StageCost, costs: Sequence[StageCost], tiles: Sequence[Program], index: int
+) -> StageCost:
+    """Return the cost of a stage where each part between exchanges takes its slowest.
+
+    Whoever has the slowest branch of a fork may have the fastest of the next.
+    """
+    found = worst
+    for name in ("forward", "backward"):
+        parts = [
+            _parts(tile.require_stages()[index], f"{name}_seconds") for tile in tiles
+        ]
+        others = max(
+            getattr(cost, name) - sum(own)
+            for cost, own in zip(costs, parts, strict=True)
+        )
+        slowest = sum(map(max, zip(*parts, strict=True)))
+        found = replace(found, **{name: slowest + others})
+    return found
+
+
+def _parts(stage: Stage, fact: str) -> list[float]:
+    """Return the seconds of the nodes before, between and after the exchanges."""
+    found = [0.0]
+    for node in stage.nodes:
+        if is_exchange(node):
+            found.append(0.0)
+        found[-1] += getattr(meta.facts(node), fact)
+    return found
 
 
 def _edge(program: Program, transfer: Transfer, network: Network) -> Edge:

@@ -1,0 +1,67 @@
+"""The time of stages with branches: what is predicted, and how stages are balanced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from networks import mean
+from program_support import blocks_of
+from torch import Tensor, nn
+
+from gemsc.base.grid_shape import GridShape
+from gemsc.compiler import compile
+from gemsc.costs.hardware import LinkSpeed
+from gemsc.ir import meta
+from gemsc.passes.balance_stages import BalanceStages
+
+WIDTH = 128
+X = torch.zeros(64, WIDTH)
+LINK = LinkSpeed(latency=1e-6, bandwidth=1e10)
+
+
+class Forked(nn.Module):
+    """Branches of these many layers side by side; their results are added."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+            for count in layers
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(branch(x) for branch in self.branches).tanh()
+
+
+def test_forks_one_after_the_other_take_the_slowest_rank_of_each() -> None:
+    """Each rank is the slower one in one of them: 4 + 5 layers, not 8 of 17."""
+    model = nn.Sequential(Forked(3, 2, 2), Forked(5, 1))
+    program = compile(
+        model, (X,), loss=mean, ranks=2, branches=("2",), micro_batches=1, check=False
+    )
+    whole = program.compilation.whole.program
+    forks = whole.shards[0].forks
+    ranks = [[b.rank for b in fork.branches] for fork in forks]
+    assert ranks == [[0, 1, 1], [0, 1]]
+    slowest = []
+    for fork in forks:
+        loads = [0.0, 0.0]
+        for branch in fork.branches:
+            loads[branch.rank] += branch.seconds
+        slowest.append(max(loads))
+    everything = sum(meta.facts(node).seconds for node in whole.compute_nodes)
+    least = everything - sum(fork.seconds for fork in forks) + sum(slowest)
+    assert program.plan.step_seconds > least > 8.9 / 13 * everything
+
+
+@pytest.mark.parametrize("kind", ["compute", "memory"])
+def test_two_ranks_get_more_blocks_only_where_branches_are_even(kind: str) -> None:
+    def first_blocks(*layers: int) -> int:
+        program = blocks_of(nn.Sequential(*(Forked(*layers) for _ in range(9))), X)
+        grids = (GridShape(branches=2), GridShape())
+        balance = BalanceStages(num_stages=2, kind=kind, grids=grids, link=LINK)
+        first, _ = balance.apply(program).require_stages()
+        return sum("tanh" in n.name for n in first.nodes)
+
+    assert first_blocks(2, 2) == 6  # twice as fast
+    assert first_blocks(9, 1) == 5  # 9 of 10 layers are on one rank
