@@ -65,3 +65,18 @@ def test_the_memory_of_shards_is_what_was_predicted_and_the_formula():
     for _, _, predicted, measured, formula in found:
         assert predicted == measured
         assert abs(measured - formula) < 0.25  # statistics of norms and attention
+
+
+@pytest.mark.mpi
+def test_the_towers_benchmark_prints_seconds_speedup_and_share_of_the_formula():
+    _, *rows, note = run_quickly("branches.py", "towers")
+    assert [row[15:31].strip() for row in rows] == [
+        "3 side by side",
+        "2 side by side",
+        "3 in a row",
+        "one process",
+        "text",
+        "image",
+    ]
+    assert [len(numbers(row)) for row in rows] == [2, 2, 2, 2, 0, 0]
+    assert "others used" in note
