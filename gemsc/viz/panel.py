@@ -223,19 +223,24 @@ def measured_panel(
 
 
 def _branches(stage: PlannedStage) -> Iterator[Branches]:
-    """Yield what each rank computes of each fork; messages take no time here."""
-    total = stage.cost.forward + stage.cost.backward - stage.talking_seconds
-    start = 0.0
+    """Yield what each rank computes of each fork; messages take no time here.
+
+    What shards take of the trunk counts as on one rank: all is then shown shorter.
+    """
+    found, start = [], 0.0
     for fork in stage.forks:
         seconds = dict(zip(fork.branches, fork.seconds, strict=True))
         loads = [sum(map(seconds.__getitem__, names)) for names in fork.placed]
         start += fork.trunk_seconds
         end = start + max(loads, default=0.0)
         for place, (names, load) in enumerate(zip(fork.placed, loads, strict=True)):
-            done = (start + load) / total
-            yield Branches(place, start / total, done, ", ".join(names))
-            yield Branches(place, done, end / total, "")
+            found.append(Branches(place, start, start + load, ", ".join(names)))
+            found.append(Branches(place, start + load, end, ""))
         start = end
+    total = stage.cost.forward + stage.cost.backward - stage.talking_seconds
+    total = max(total, start)
+    for each in found:
+        yield replace(each, start=each.start / total, end=each.end / total)
 
 
 def _ranks(rows: Sequence[object]) -> list[str]:
