@@ -1,12 +1,17 @@
 """Parallel branches on several ranks, against one process and against the formula.
 
 python benchmarks/branches.py towers [--quick] [--micro-batches 1,2,4] [--rounds 7]
+python benchmarks/branches.py inside [--quick] [--micro-batches 1,2,4] [--rounds 7]
 
 `towers`: the two towers of a CLIP, a stage each, and what joins them: on three ranks,
 and on two, where the join is on the first tower's. `3 in a row` are three stages that
 cut the towers instead, of about equal weight. One process takes T seconds, and the
 towers, each trained alone in one, Ta and Tb. By the formula M micro-batches take
 max(Ta, Tb) + (T - Ta - Tb) / M and the messages of one. One thread for each rank.
+
+`inside`: blocks of two equal branches, one on each of two ranks that both compute the
+trunk. By the formula a step takes what one process does for the network with one of
+the branches, and the messages. `data 2` are two replicas that share the same batch.
 """
 
 from __future__ import annotations
@@ -96,7 +101,47 @@ def measure(
         return quiet_rounds(make, options.rounds, options.patience)
 
 
-KINDS = {"towers": towers}
+def inside(options: argparse.Namespace) -> None:
+    """Measure branches inside a stage, for each number of micro-batches."""
+    size = " 8" if options.quick else ""
+    model, half = f"two branches{size}", f"one branch{size}"
+    choices: dict[str, dict[str, Any]] = {
+        "branches": {"ranks": 2, "branches": 2, "trunk": "whole"},
+        "data 2": {"ranks": 1, "data": 2},
+    }
+    print(HEADER)
+    for count in map(int, options.micro_batches.split(",")):
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            jobs: dict[str, tuple[str, Job]] = {}
+            for name, choice in choices.items():
+                place = Path(folder) / name.replace(" ", "-")
+                words = {"micro_batches": count, "schedule": "1f1b", **choice}
+                jobs[name] = "gemsc", compile_job(model, directory=place, **words)
+            jobs[ALONE] = "alone", jobs["branches"][1]
+            jobs[half] = "alone", Job(half, 1, count, "", "")
+            rounds, note = measure(jobs, options)
+            sent = options.steps * seconds_of_exchanges(jobs["branches"][1])
+        for name in jobs:
+            own = [each[name].seconds for each in rounds]
+            text = f"{name:<16}{1e3 * statistics.median(own) / options.steps:8.0f}"
+            speedups = [each[ALONE].seconds / each[name].seconds for each in rounds]
+            text += f"{statistics.median(speedups):9.2f}"
+            if name == "branches":
+                shares = [(e[half].seconds + sent) / e[name].seconds for e in rounds]
+                text += f"{statistics.median(shares):9.2f}"
+            print(f"{model:<14}{count:>3}  {text}")
+        print(f"{'':15}{note}", flush=True)
+
+
+def seconds_of_exchanges(job: Job) -> float:
+    """Return what a rank's messages of a step take, one after the other."""
+    traffic = Plan.read(Path(job.directory) / "plan.toml").traffic
+    link = read_hardware(DEFAULT_HARDWARE).network.link(0, 1)
+    messages, size = traffic["messages"], traffic["message_bytes"]
+    return (messages * link.latency + size / link.bandwidth) / job.ranks
+
+
+KINDS = {"towers": towers, "inside": inside}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import torch
 from branch_models import BRANCH_MODELS
 from parity_support import FLOAT64, Draws, lowered, options, reference, worst_error
 from shard_support import FREE
+from test_traffic import counted
 
 from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
@@ -111,6 +112,24 @@ def test_branches_compute_what_one_process_does(
     assert num_shared(name, choice) or choice.shards
     error = worst_error(name, choice, tmp_path / "p", draws=draws_of(name))
     assert error <= FLOAT64
+
+
+COUNTED = [
+    ("joins", ("one stage", 3, "batch")),
+    ("shared", ("1f1b", 2, "whole")),
+    ("parallel t5", ("one stage", 2, "sequence")),
+    ("inception", ("one stage", 2, "batch")),
+]
+
+
+@pytest.mark.parametrize(("name", "column"), COUNTED)
+def test_what_is_sent_is_what_was_predicted(
+    name: str, column: Column, planned: Planned, tmp_path: Path
+) -> None:
+    program = lowered(name, planned(name, column))
+    found, predicted = counted(name, program, tmp_path)
+    assert found == predicted
+    assert found["message_bytes"] > 0
 
 
 JOB = Path(__file__).with_name("mpi_parity_program.py")

@@ -35,6 +35,7 @@ from gemsc.ir.shape_grid import told_of_sums
 from gemsc.ir.staged import keep_stages
 from gemsc.ir.work import Work
 from gemsc.passes.base import Pass
+from gemsc.runtime import tiles
 from gemsc.runtime.tiles.saving import saved_parts
 
 __all__ = ["Annotate", "Known", "annotate"]
@@ -74,7 +75,7 @@ class Annotate(Pass):
         else:
             program = keep_stages(program, graph, copies)
         # a rank whose branches do not use a value sends a gradient of zeros
-        learning = set(filter(meta.needs_gradient, _crossing(program)))
+        learning = set(filter(meta.needs_gradient, _travelling(program)))
         key = str(self.device), self.training, signature(program)
         if key not in self.known:
             annotate(program, device=self.device, training=self.training)
@@ -85,11 +86,14 @@ class Annotate(Pass):
         return replace(program, facts=True)
 
 
-def _crossing(program: Program) -> Iterator[fx.Node]:
-    """Yield the values that one stage makes and another uses."""
+def _travelling(program: Program) -> Iterator[fx.Node]:
+    """Yield values that one stage makes and another uses, or that came in vain."""
     for stage in program.stages or ():
         inside = set(stage.nodes)
-        yield from (n for n in stage.nodes if n.users.keys() - inside)
+        for node in stage.nodes:
+            is_tied = any(user.target is tiles.tied for user in node.users)
+            if is_tied or node.users.keys() - inside:
+                yield node
 
 
 def annotate(
