@@ -21,7 +21,7 @@ from gemsc.costs.hardware import LinkSpeed
 from gemsc.frontend.record import record
 from gemsc.ir import meta
 from gemsc.ir.program import Program
-from gemsc.ir.shards import Fork
+from gemsc.ir.shards import Fork, StageShards
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.branches.choice import choose_forks, placed_tensors
 from gemsc.passes.canonicalize import Canonicalize
@@ -223,6 +223,10 @@ def test_a_layer_with_statistics_that_the_trunk_uses_too_stays_there() -> None:
     assert names(fork) == ["b", "c"]
 
 
+def rank_of(*forks: Fork) -> dict[str, int]:
+    return StageShards(2, "whole", (), forks=forks).rank_of
+
+
 def test_a_linear_layer_of_two_branches_stays_whole() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.cat([self.b(self.a(x)), self.c(self.a(x.sin())), self.d(x)], 1)
@@ -233,13 +237,14 @@ def test_a_linear_layer_of_two_branches_stays_whole() -> None:
     assert len(fork.branches) == 3
     ranks = {branch.name: branch.rank for branch in fork.branches}
     assert (ranks["a"], ranks["c"]) == (0, 1)
-    placed = dict(placed_tensors(program, stage, [fork], ()))
+    placed = dict(placed_tensors(program, stage, rank_of(fork), ()))
     assert placed == {
         f"{layer}.{name}": int(layer != "b")
         for layer in "bcd"
         for name in ("weight", "bias")
     }
-    assert "d.bias" not in dict(placed_tensors(program, stage, [fork], ("d.bias",)))
+    without = placed_tensors(program, stage, rank_of(fork), ("d.bias",))
+    assert "d.bias" not in dict(without)
 
 
 def test_tied_weights_are_placed_by_their_first_name() -> None:
@@ -252,7 +257,7 @@ def test_tied_weights_are_placed_by_their_first_name() -> None:
 
     program = net(forward, other=other, tied=tied)
     (stage,) = program.require_stages()
-    placed = dict(placed_tensors(program, stage, shared(program), ()))
+    placed = dict(placed_tensors(program, stage, rank_of(*shared(program)), ()))
     assert len([name for name in placed if name.endswith("weight")]) == 3
 
 

@@ -88,7 +88,7 @@ class ChooseShards(Pass):
         if not found.cut and not found.rank_of:
             raise self._nothing(stage.index, found)
         others = _elsewhere(program, stage)
-        placed = placed_tensors(program, stage, found.forks, others)
+        placed = placed_tensors(program, stage, found.rank_of, others)
         found = replace(found, placed=placed)
         trunk, split = choose_trunk(analysis, found, self.trunk)
         return replace(found, trunk=trunk, split=split)

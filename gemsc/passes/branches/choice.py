@@ -7,7 +7,7 @@ save most together: an outer one, or several inside of its branches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -76,20 +76,16 @@ def choose_forks(
 
 
 def placed_tensors(
-    program: Program, stage: Stage, forks: Iterable[Fork], elsewhere: Collection[str]
+    program: Program,
+    stage: Stage,
+    rank_of: Mapping[str, int],
+    elsewhere: Collection[str],
 ) -> tuple[tuple[str, int], ...]:
     """Return the parameters and buffers that one rank alone needs, each with the rank.
 
-    Nodes of its branches use them and nothing else does, in the stage or in others,
-    which use `elsewhere`. Names are the first ones of tied tensors.
+    Nodes of its branches, as `rank_of` says, use them and nothing else does, in the
+    stage or in others, which use `elsewhere`. Names are the first ones of tied tensors.
     """
-    rank_of = {
-        name: branch.rank
-        for fork in forks
-        if not fork.reason
-        for branch in fork.branches
-        for name in branch.nodes
-    }
     users: dict[str, set[int]] = {}
     for node in stage.nodes:
         for name in used_tensors(program, [node]):
