@@ -33,7 +33,7 @@ PICTURES = ("inception", "amoebanet", "googlenet", "branches of resnext")
 TEXTS = ("parallel t5",)
 # both of two stages have forks; of the others the first or the last has
 DEEP = (*PICTURES[:3], *TEXTS, "branches dropout", "joins")
-LATE = ("towers", "two branches", "all shared")
+LATE = ("towers", "two branches", "all shared", "nested", "shared")
 SLOW = ("amoebanet", "branches of resnext")  # to trace
 
 
