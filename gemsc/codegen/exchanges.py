@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from gemsc.base.boxes import Box, everything, shape_of, volume
+from gemsc.base.boxes import Box, everything, intersection, shape_of, volume
 from gemsc.ir import meta
 from gemsc.ir.flow import (
     base_name,
@@ -18,7 +18,7 @@ from gemsc.ir.flow import (
 )
 from gemsc.ir.program import Program
 from gemsc.messages.exchange import Exchange
-from gemsc.runtime.tiles import all_reduce
+from gemsc.runtime import tiles
 
 __all__ = ["exchanges_of", "gathers_of", "note_of", "wish_of"]
 
@@ -40,6 +40,8 @@ def wish_of(node: fx.Node, exchange: Exchange) -> str:
     whole = everything(exchange.shape)
     if exchange.adds:
         return f"SUM_{base_name(source_of(node)).upper()}"
+    if source_of(node).target in (tiles.pack, tiles.nothing, tiles.tied):
+        return f"JOIN_{base_name(source_of(node)).upper()}"
     if all(box == whole for box in exchange.wanted):
         return f"WHOLE_{base_name(source_of(node)).upper()}"
     if all(box == whole for box in exchange.held):
@@ -81,7 +83,7 @@ def note_of(node: fx.Node, tile: int | None, noun: str) -> str:
     """
     if tile is None:
         return ""
-    if node.target is all_reduce:
+    if node.target is tiles.all_reduce:
         among = node.args[2:]
         return f"all-reduce over {f'{noun}s {among[0]}' if among else f'the {noun}s'}"
     if not is_exchange(node):
@@ -98,6 +100,9 @@ def _part_of(node: fx.Node, tile: int, noun: str) -> str:
     if exchange.adds:
         verb = "sum" if wanted == whole else "reduce-scatter"
         return f"{verb} of {sum(map(bool, map(volume, exchange.held)))} {noun}s"
+    if not exchange.wraps and not volume(intersection(held, wanted)):
+        others = f"the other {noun}" + "s" * (len(exchange.held) > 2)
+        return f"from {others}" if volume(wanted) else f"to {others}"
     if wanted == whole and held != whole:
         return f"gather {len(set(exchange.held))} {noun}s"
     if held == whole:

@@ -69,7 +69,9 @@ class ShapeGrid:
         """Return a tensor of the wanted box's shape."""
         tile = self.number % len(exchange.wanted)
         result = held.new_empty(shape_of(exchange.wanted[tile]))
-        if not exchange.arrives and not exchange.adds:
+        if exchange.arrives or exchange.adds:
+            return result
+        if not exchange.seen_from(self.tile).is_handed_over:
             flight = self.depart(exchange, held)
             received = exchange.seen_from(tile).received
             strips = [strip for other in received for strip in flight.take(other)]

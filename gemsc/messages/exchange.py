@@ -88,6 +88,12 @@ class View:
     received: dict[int, tuple[Piece, ...]]
     outside: tuple[Slices, ...]
 
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether all that it wants comes in one piece from another tile."""
+        pieces = [piece for each in self.received.values() for piece in each]
+        return not self.own and [piece.wish for piece in pieces] == [self.wanted]
+
 
 @dataclass(frozen=True)
 class Exchange:

@@ -4,9 +4,9 @@ What a branch begins with is there as a whole; a trunk that is split is gathered
 the branches give is exchanged at once, right before their join: side by side in one
 row, or, where the join adds them up, as a sum:
 
-    %packed = pack((%a, %c), (6144,))                # on the rank that has a and c
-    %packed_1 = redistribute(grid, %packed, ...)     # the row of all: a, c, b
-    %unpacked = unpack(%packed_1, ...)
+    %row = pack((%a, %c), (6144,))                # on the rank that has a and c
+    %row_1 = redistribute(grid, %row, ...)        # what others have: b
+    %row_2 = unpack(%row_1, ...)
 
 A rank without a branch gives nothing, and takes part in all exchanges: in backward as
 well, since what it gives needs a gradient.
@@ -15,16 +15,16 @@ well, since what it gives needs a gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Any
 
 from torch import Tensor, fx
 
-from gemsc.base.boxes import Box, everything, shape_of
+from gemsc.base.boxes import Box, Interval, everything, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
@@ -216,42 +216,49 @@ class _At:
     def _exchanged(
         self, join: fx.Node, values: Sequence[fx.Node]
     ) -> dict[fx.Node, Local]:
+        """Return the results of all branches: a row of columns, by their ranks.
+
+        What other ranks have comes in one piece of the row. This rank's own results are
+        there already, unless they stand in the middle.
+        """
         low, first = self.low, values[0]
         kept, axes = self._kept(first), self._axes(first)
-        widths = [prod(meta.spec(value).shape) // prod(kept) for value in values]
-        shape = (*kept, sum(widths))
-        held = tuple(
-            (*everything(kept), self._columns(values, widths, rank))
-            for rank in range(low.tiles)
-        )
-        cut: Axes | None = None
-        if axes is not None:
-            cut = (*axes[: len(kept)], None)
-        wanted = low.owned(shape, cut)
+        row = _Row.of(values, [self.ranks[v.name] for v in values], prod(kept))
+        shape = (*kept, row.width)
+        cut: Axes | None = (*axes[: len(kept)], None) if axes is not None else None
+        ranks = range(low.tiles)
+        held = tuple((*everything(kept), row.held(rank)) for rank in ranks)
+        whole = low.owned(shape, cut)
+        wanted = tuple((*whole[rank][:-1], row.wanted(rank)) for rank in ranks)
         exchange = low.exchange(shape, held, wanted)
         packed = self._sent(first, self._packed(values), exchange)
-        own = [low.owned(meta.spec(v).shape, self._axes(v)) for v in values]
-        shapes = tuple(shape_of(boxes[low.place]) for boxes in own)
+        arrived = row.inside(row.wanted(low.place))
+        items = {v: self._own(v) for v in values if v not in arrived}
+        layouts = [self._wanted(value) for value in arrived]
+        shapes = tuple(layout.local_shape(low.place) for layout in layouts)
         taken = low.add(join, tiles.unpack, (packed, shapes), ())
-        with meta.value(first).fake_mode:
-            pairs = zip(values, shapes, strict=True)
-            meta.set_value(taken, tuple(meta.value(v).new_empty(s) for v, s in pairs))
-        found = {}
-        for number, (value, boxes) in enumerate(zip(values, own, strict=True)):
-            layout = Layout(meta.spec(value).shape, boxes)
+        fake = meta.value(first)
+        with fake.fake_mode:
+            meta.set_value(taken, tuple(map(fake.new_empty, shapes)))
+        for number, (value, layout) in enumerate(zip(arrived, layouts, strict=True)):
             args = (taken, number)
-            item = low.add(value, operator.getitem, args, shapes[number], layout)
-            found[value] = Local(item, self._axes(value))
-        return found
+            items[value] = low.add(
+                value, operator.getitem, args, shapes[number], layout
+            )
+        return {value: Local(items[value], self._axes(value)) for value in values}
 
-    def _columns(
-        self, values: Sequence[fx.Node], widths: Sequence[int], rank: int
-    ) -> tuple[int, int]:
-        """Return which columns of the packed values a rank has."""
-        ranks = [self.ranks[value.name] for value in values]
-        start = sum(w for w, r in zip(widths, ranks, strict=True) if r < rank)
-        own = sum(w for w, r in zip(widths, ranks, strict=True) if r == rank)
-        return start, start + own
+    def _wanted(self, value: fx.Node) -> Layout:
+        """Return what each rank wants of a branch's result."""
+        shape = meta.spec(value).shape
+        return Layout(shape, self.low.owned(shape, self._axes(value)))
+
+    def _own(self, value: fx.Node) -> fx.Node:
+        """Return what the join wants of a value that this rank has computed."""
+        here, wanted = self.low.local(value).node, self._wanted(value)
+        held = (everything(wanted.shape),) * self.low.tiles
+        if wanted.boxes == held:
+            return here
+        return self.low.cropped(here, wanted.shape, held, wanted.boxes)
 
     def _packed(self, values: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
         """Return the values that this rank has computed."""
@@ -316,3 +323,43 @@ def _box(shape: tuple[int, ...], is_held: bool) -> Box:
 
 def _learns(node: fx.Node) -> bool:
     return meta.needs_gradient(node)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Values side by side, those of one rank after those of the one before."""
+
+    values: tuple[fx.Node, ...]
+    ranks: tuple[int, ...]
+    columns: tuple[Interval, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[fx.Node], ranks: Sequence[int], rows: int) -> _Row:
+        """Return the row of values, of which each has so many rows."""
+        widths = (meta.spec(value).num_elements // rows for value in values)
+        edges = [0, *accumulate(widths)]
+        return cls(tuple(values), tuple(ranks), tuple(pairwise(edges)))
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return self.columns[-1][1]
+
+    def held(self, rank: int) -> Interval:
+        """Return the columns that a rank computes."""
+        return self._hull(r == rank for r in self.ranks)
+
+    def wanted(self, rank: int) -> Interval:
+        """Return the columns that a rank gets: from the first to the last of others."""
+        if {*self.ranks} == {rank}:
+            return self.held(rank)
+        return self._hull(r != rank for r in self.ranks)
+
+    def _hull(self, chosen: Iterable[bool]) -> Interval:
+        found = [c for c, is_in in zip(self.columns, chosen, strict=True) if is_in]
+        return (found[0][0], found[-1][1]) if found else (0, 0)
+
+    def inside(self, part: Interval) -> list[fx.Node]:
+        """Return the values in some columns."""
+        pairs = zip(self.values, self.columns, strict=True)
+        return [v for v, (a, b) in pairs if part[0] <= a and b <= part[1]]

@@ -476,7 +476,7 @@ class Lowering:
             source = self._part_of(source, shape, held, fetched, 0.0)
             held = fetched
         if held not in (wanted, owned) and all(map(is_inside, wanted, held)):
-            return self._cropped(source, shape, held, wanted)
+            return self.cropped(source, shape, held, wanted)
         return self._part_of(source, shape, held, wanted, fill, owned, wraps)
 
     def _part_of_input(
@@ -638,7 +638,7 @@ class Lowering:
         self._made.append(node)
         return node
 
-    def _cropped(
+    def cropped(
         self,
         source: fx.Node,
         shape: tuple[int, ...],

@@ -1,11 +1,11 @@
 """Branches on different ranks: their results travel together, and random numbers.
 
-A rank puts the results of its branches into one row, an exchange completes the row, and
-each rank takes the results of all out of it:
+A rank puts the results of its branches into one row, an exchange brings it those of the
+other ranks, and it takes them out of it again. On rank 0, where rank 1 has b:
 
-    packed = tiles.pack((a, c), (6144,))                   # on rank 0; (b,) on rank 1
-    packed = tiles.redistribute(self.grid, packed, WHOLE_PACKED)
-    a, c, b = tiles.unpack(packed, ((4, 16, 8, 8), (4, 8, 8, 8), (4, 32, 8, 8)))
+    row = tiles.pack((a, c), (6144,))
+    row = tiles.redistribute(self.grid, row, JOIN_ROW)
+    (b,) = tiles.unpack(row, ((4, 32, 8, 8),))
 """
 
 from __future__ import annotations
