@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field
 from math import prod
-from weakref import WeakKeyDictionary
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from gemsc.base.parts import Part
 from gemsc.ir import meta
@@ -112,15 +111,20 @@ class Analysis:
         return bool(self.roots(node)[factor] & self.roles[node].summed)
 
 
-_KNOWN: WeakKeyDictionary[nn.Module, dict[int, Analysis]] = WeakKeyDictionary()
+MOST_KNOWN = 64
+_KNOWN: dict[tuple[int, int], Analysis] = {}  # the last ones, by module and stage
 
 
 def analysis_of(program: Program, stage: Stage) -> Analysis:
     """Return the analysis of a stage, the same for all ranks."""
-    known = _KNOWN.setdefault(program.module, {})
-    if stage.index not in known or known[stage.index].stage != stage:
-        known[stage.index] = Analysis(program, stage)
-    return known[stage.index]
+    key = id(program.module), stage.index
+    found = _KNOWN.pop(key, None)
+    if found is None or found.stage != stage:
+        found = Analysis(program, stage)
+    _KNOWN[key] = found
+    if len(_KNOWN) > MOST_KNOWN:
+        del _KNOWN[next(iter(_KNOWN))]
+    return found
 
 
 def place_of(dims: Dims, factor: Factor) -> Place | None:
