@@ -251,12 +251,13 @@ class _Body:
         if self.pending is not None and not self._may_nest(self.pending[0], node):
             self._flush()
         shown = self._expression(node)
-        width = len(self._wish(node)) + len(" = ") + len(shown[0])
+        self.parts[node] = self._parts(node)
+        wishes = map(self._wish, self.parts[node] or (node,))
+        width = len(", ".join(wishes)) + len(" = ") + len(shown[0])
         if self.pending is not None and width > self.writer.room:
             self._flush()
             shown = self._expression(node)
         self.pending = (node, shown)
-        self.parts[node] = self._parts(node)
         self.unpacked.update(self.parts[node])
 
     def _may_nest(self, node: fx.Node, consumer: fx.Node) -> bool:

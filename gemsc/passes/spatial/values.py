@@ -128,10 +128,15 @@ def annotate_part(
     """
     meta.copy_meta(old, new)
     fake = meta.value(old)
-    if not isinstance(fake, Tensor) or not grid:
-        meta.set_layout(new, None)
+    meta.set_layout(new, None)
+    if not isinstance(fake, Tensor):
         return
     shape = tuple(fake.shape) if shape is None else shape
+    if not grid:
+        if shape != tuple(fake.shape):
+            with fake.fake_mode:  # type: ignore[attr-defined]
+                meta.set_value(new, fake.new_empty(shape))
+        return
     layout = Layout(shape, held_boxes(shape, axes, grid))
     if wide is not None and axes is not None:
         layout = Layout(shape, wide, layout.boxes)
