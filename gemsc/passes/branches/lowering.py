@@ -148,7 +148,9 @@ class _At:
             return False
         users = (node for node in self.nodes if node in source.users)
         mine = [node for node in users if self.ranks[node.name] == self.low.place]
-        return not any(_learns(node) for node in mine) if _learns(source) else not mine
+        if not _learns(source):
+            return not mine
+        return not any(_gives_gradient(node, source) for node in mine)
 
     def _nothing(self, like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         """Return the node of no elements, of the dtype of a value."""
@@ -319,6 +321,12 @@ class _At:
 def _box(shape: tuple[int, ...], is_held: bool) -> Box:
     """Return the box of all of a value, or of nothing."""
     return everything(shape) if is_held else ((0, 0),) * len(shape)
+
+
+def _gives_gradient(user: fx.Node, source: fx.Node) -> bool:
+    """Whether a gradient flows back to a value: `expand_as` reads its shape alone."""
+    is_like = user.op == "call_method" and str(user.target).endswith("_as")
+    return _learns(user) and not (is_like and user.args[0] is not source)
 
 
 def _learns(node: fx.Node) -> bool:
