@@ -41,7 +41,7 @@ class DetectSkips(Pass):
     def apply(self, program: Program) -> Program:
         """Return the program with its skips, in the order of their values."""
         order = {node: i for i, node in enumerate(program.compute_nodes)}
-        seconds = [_seconds(node) for node in order]
+        seconds = [meta.facts(node).seconds for node in order]
         total = sum(seconds)
         nodes = tuple(order)
         skips = []
@@ -53,7 +53,7 @@ class DetectSkips(Pass):
             heavy = [other for other in span if meta.facts(other).heavy]
             if not heavy:
                 continue
-            share = sum(_seconds(other) for other in span) / total
+            share = sum(meta.facts(other).seconds for other in span) / total
             last = nodes[uses[-1]]
             short = len(heavy) <= self.short_layers or share <= self.short_share
             if _hourglass(node, span, last):
@@ -63,11 +63,6 @@ class DetectSkips(Pass):
             size = meta.facts(node).output_bytes
             skips.append(Skip(node, last, num_bytes=size, long=not short))
         return replace(program, skips=tuple(skips))
-
-
-def _seconds(node: fx.Node) -> float:
-    facts = meta.facts(node)
-    return facts.forward_seconds + facts.backward_seconds
 
 
 def _hourglass(value: fx.Node, span: tuple[fx.Node, ...], last: fx.Node) -> bool:

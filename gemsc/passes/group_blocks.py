@@ -72,7 +72,7 @@ class GroupBlocks(Pass):
         bounds: Sequence[int],
     ) -> None:
         nodes = tuple(order)
-        seconds = [_seconds(node) for node in nodes]
+        seconds = [meta.facts(node).seconds for node in nodes]
         limit = self.short_share * sum(seconds)
         spans = []
         for skip in program.skips or ():
@@ -86,11 +86,6 @@ class GroupBlocks(Pass):
             cost = sum(seconds[low : high + 1])
             if heavy <= self.short_layers or cost <= limit:
                 _forbid(allowed, first, last)
-
-
-def _seconds(node: fx.Node) -> float:
-    facts = meta.facts(node)
-    return facts.forward_seconds + facts.backward_seconds
 
 
 def _forbid(allowed: list[bool], first: int, last: int) -> None:

@@ -114,7 +114,7 @@ class _Finder:
         self.place = {node: i for i, node in enumerate(nodes)}
         facts = [meta.facts(node) for node in nodes]
         self.heavy = sum(1 << i for i, each in enumerate(facts) if each.heavy)
-        self.seconds = [f.forward_seconds + f.backward_seconds for f in facts]
+        self.seconds = [each.seconds for each in facts]
         self.least = share * sum(self.seconds)
 
     def towers(self) -> list[frozenset[fx.Node]]:

@@ -181,9 +181,8 @@ def _trunk_seconds(stage: Stage, shards: StageShards) -> dict[str, float]:
     seconds = 0.0
     for node in stage.nodes:
         if node.name not in shards.rank_of:
-            facts = meta.facts(node)
             each = shards.count if node.name in shards.split_dims else 1
-            seconds += (facts.forward_seconds + facts.backward_seconds) / each
+            seconds += meta.facts(node).seconds / each
         elif joins[node.name] not in found:
             found[joins[node.name]] = seconds
             seconds = 0.0

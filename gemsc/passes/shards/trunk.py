@@ -49,7 +49,9 @@ def choose_trunk(
         _check(factor, wanted, shards.count, analysis)
         assert factor is not None
         return wanted, _split(analysis, cut, outside, factor, shards.count)
-    everything = sum(map(_seconds, analysis.stage.nodes)) / shards.count
+    everything = (
+        sum(meta.facts(node).seconds for node in analysis.stage.nodes) / shards.count
+    )
     for kind, dim in DIMS.items():
         factor = _factor(analysis, outside, dim, shards.count)
         if factor is not None and factor.size % shards.count == 0:
@@ -134,12 +136,7 @@ def _learns(node: fx.Node) -> bool:
 def _saved(analysis: Analysis, cut: set[Factor], split: Split) -> float:
     names = {name for name, _ in split}
     return sum(
-        _seconds(node)
+        meta.facts(node).seconds
         for node in analysis.stage.nodes
         if node.name in names and not cut & analysis.roots(node).keys()
     )
-
-
-def _seconds(node: fx.Node) -> float:
-    facts = meta.facts(node)
-    return facts.forward_seconds + facts.backward_seconds
