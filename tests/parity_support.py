@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from branch_models import BRANCH_MODELS
 from models import MODELS, float32_by_default
@@ -14,6 +16,7 @@ from shard_models import SHARD_MODELS
 from support import run_on_threads
 from tower_models import TOWER_MODELS
 
+from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram, Traced, lower, trace
 from gemsc.options import CompileOptions
@@ -25,6 +28,8 @@ __all__ = [
     "FLOAT64",
     "GRID_PLANS",
     "NETWORKS",
+    "cells",
+    "draws_of",
     "lowered",
     "options",
     "reference",
@@ -34,6 +39,7 @@ __all__ = [
 ]
 
 Draws = Callable[[], AbstractContextManager[None]]
+Column = tuple[str, int, str]  # schedule or what it goes with, ranks, trunk
 
 FLOAT64 = 1e-9
 FLOAT32 = 1e-4
@@ -132,3 +138,26 @@ def trained(
     batch = NETWORKS[name].inputs(plan.data * plan.micro_batches, dtype)
     record = run_on_threads(directory, plan.ranks, [batch] * 2, dtype=dtype)
     return record, program
+
+
+def draws_of(name: str) -> Draws:
+    """Return how a network of this name draws random numbers."""
+    return same_draws if "dropout" in name else nullcontext
+
+
+def cells(
+    names: Iterable[str],
+    columns: Callable[[str], list[Column]],
+    chosen: Callable[[str], list[Column]],
+) -> list[Any]:
+    """Return all columns of networks as test cases; those not chosen run nightly."""
+    return [
+        pytest.param(
+            name,
+            column,
+            id=f"{name} {column}",
+            marks=() if column in chosen(name) else pytest.mark.nightly,
+        )
+        for name in names
+        for column in columns(name)
+    ]

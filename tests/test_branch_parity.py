@@ -8,25 +8,31 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from branch_models import BRANCH_MODELS
-from parity_support import FLOAT64, Draws, lowered, options, reference, worst_error
+from parity_support import (
+    FLOAT64,
+    Column,
+    cells,
+    draws_of,
+    lowered,
+    options,
+    reference,
+    worst_error,
+)
 from shard_support import FREE
 from test_traffic import counted
 
-from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.costs.hardware import read_hardware
 from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
 from gemsc.verify.steps import compare, read_record
 
-Column = tuple[str, int, str]
 Planned = Callable[[str, Column], CompileOptions]
 
 PICTURES = ("inception", "amoebanet", "googlenet", "branches of resnext")
@@ -81,20 +87,7 @@ def chosen(name: str) -> list[Column]:
     return [table[5 * list(BRANCH_MODELS).index(name) % len(table)]]
 
 
-CASES = [
-    pytest.param(
-        name,
-        column,
-        id=f"{name} {column}",
-        marks=() if column in chosen(name) else pytest.mark.nightly,
-    )
-    for name in BRANCH_MODELS
-    for column in columns(name)
-]
-
-
-def draws_of(name: str) -> Draws:
-    return same_draws if "dropout" in name else nullcontext
+CASES = cells(BRANCH_MODELS, columns, chosen)
 
 
 def num_shared(name: str, choice: CompileOptions) -> int:

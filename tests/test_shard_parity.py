@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from command_line import Gemsc, gemsc_here
 from parity_support import (
     FLOAT64,
-    Draws,
+    cells,
+    draws_of,
     lowered,
     options,
     reference,
@@ -24,7 +24,6 @@ from parity_support import (
 )
 from shard_models import HEADS, SHARD_MODELS
 
-from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.launch.launch import launch
 from gemsc.options import CompileOptions
@@ -69,20 +68,7 @@ def chosen(name: str) -> list[tuple[str, int, str]]:
     return [table[7 * list(SHARD_MODELS).index(name) % len(table)]]
 
 
-CASES = [
-    pytest.param(
-        name,
-        column,
-        id=f"{name} {column}",
-        marks=() if column in chosen(name) else pytest.mark.nightly,
-    )
-    for name in SHARD_MODELS
-    for column in columns(name)
-]
-
-
-def draws_of(name: str) -> Draws:
-    return same_draws if "dropout" in name else nullcontext
+CASES = cells(SHARD_MODELS, columns, chosen)
 
 
 @pytest.mark.parametrize(("name", "column"), CASES)
