@@ -17,7 +17,7 @@ import torch
 from command_line import MODEL, Gemsc, gemsc_here
 
 from gemsc.errors import GemscError
-from gemsc.launch.launch import find_mpirun
+from gemsc.launch.mpirun import find_mpirun
 
 torch.set_num_threads(1)
 

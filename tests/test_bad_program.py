@@ -25,7 +25,7 @@ from torch import nn
 from gemsc.base.weights import fill
 from gemsc.compiler import compile as gemsc_compile
 from gemsc.errors import GemscError
-from gemsc.launch import launch
+from gemsc.launch import launch, mpirun
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
@@ -206,7 +206,7 @@ def test_a_wrong_option_of_a_program_starts_no_ranks(
 def test_without_mpirun_the_message_says_how_to_get_it(
     gemsc: Gemsc, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(mpirun.shutil, "which", lambda name, path=None: None)
     outcome = gemsc("run", "program")
     assert outcome.code == 1
     assert outcome.err.startswith("error: no mpirun")

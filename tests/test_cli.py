@@ -13,7 +13,7 @@ from command_line import MODEL, Gemsc, gemsc_here, start
 from safetensors.torch import load_file
 
 from gemsc.cli.command import COMMANDS, main
-from gemsc.launch.launch import MALLOC_SETTING
+from gemsc.launch.mpirun import MALLOC_SETTING
 from gemsc.user_model import load_user_model
 from gemsc.verify.steps import nudged
 

@@ -13,14 +13,10 @@ import pytest
 from command_line import is_alive
 
 from gemsc.errors import GemscError
-from gemsc.launch import launch as launching
-from gemsc.launch.launch import (
-    TIMED_OUT,
-    find_mpirun,
-    in_our_words,
-    launch,
-    mpirun_command,
-)
+from gemsc.launch import mpirun, scratch
+from gemsc.launch.launch import TIMED_OUT, launch
+from gemsc.launch.mpirun import find_mpirun, mpirun_command
+from gemsc.launch.mpirun_words import in_our_words
 
 RULE = b"-" * 74 + b"\n"
 ABORT = (
@@ -53,7 +49,7 @@ def fake_mpirun(folder: Path, version: str) -> Path:
 
 def use_mpirun(monkeypatch, folder: Path, version: str) -> Path:
     path = fake_mpirun(folder, version)
-    monkeypatch.setattr(launching, "find_mpirun", lambda: path)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: path)
     return path
 
 
@@ -150,7 +146,7 @@ def shell_mpirun(tmp_path, monkeypatch):
         'shift 6\nexec "$@"\n'
     )
     path.chmod(0o755)
-    monkeypatch.setattr(launching, "find_mpirun", lambda: path)
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: path)
     return path
 
 
@@ -225,9 +221,9 @@ def test_the_scratch_folder_is_gone_after_the_job(shell_mpirun, tmp_path):
 KILLED_JOB = """
 import os, sys
 from pathlib import Path
-from gemsc.launch import launch
-launch.SHARED_MEMORY = Path(sys.argv[1])
-with launch._scratch_folder(2) as folder:
+from gemsc.launch import scratch
+scratch.SHARED_MEMORY = Path(sys.argv[1])
+with scratch.scratch_folder(2) as folder:
     print(folder, flush=True)
     os.kill(os.getpid(), 9)
 """
@@ -236,9 +232,7 @@ with launch._scratch_folder(2) as folder:
 def test_the_folder_of_a_killed_job_is_removed_by_the_next(
     shell_mpirun, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        launching, "SHARED_MEMORY", tmp_path
-    )  # no other job looks there
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)  # no other job looks there
     command = [sys.executable, "-c", KILLED_JOB, str(tmp_path)]
     killed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     left = Path(killed.stdout.strip())
@@ -317,7 +311,7 @@ def test_ranks_and_mpirun_end_when_the_command_is_killed(tmp_path):
     with sleeping_job() as (process, folder, pids):
         process.kill()
         wait_until_gone(pids)
-    launching._remove_stale_folders(folder.parent)
+    scratch._remove_stale_folders(folder.parent)
     assert not folder.exists()
 
 

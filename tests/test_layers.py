@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gemsc
+import gemsc.runtime
 
 ROOT = Path(__file__).parents[1]
 

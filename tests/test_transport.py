@@ -13,7 +13,8 @@ from local_transport import LocalTransport, run_local
 from mpi_transport_program import CASES
 
 from gemsc.errors import GemscError, InternalError
-from gemsc.launch.launch import find_mpirun, launch
+from gemsc.launch.launch import launch
+from gemsc.launch.mpirun import find_mpirun
 from gemsc.runtime.transport import mpi
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
 from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams

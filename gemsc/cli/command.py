@@ -15,7 +15,7 @@ import typer
 
 from gemsc.cli.terminal import say
 from gemsc.errors import GemscError, InternalError
-from gemsc.launch.launch import MALLOC_SETTING
+from gemsc.launch.mpirun import MALLOC_SETTING
 
 __all__ = ["main", "make_app"]
 

@@ -1,0 +1,65 @@
+"""A folder for one job's sockets and shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["scratch_folder"]
+
+SHARED_MEMORY = Path("/dev/shm")
+LOCK = "lock"  # file in a scratch folder, locked while its job runs
+SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open MPI's
+
+
+@contextlib.contextmanager
+def scratch_folder(num_ranks: int) -> Iterator[Path]:
+    """A folder for one job's sockets and shared memory, gone after it.
+
+    Its path is short: sockets cannot have a path of over 107 characters. It lies in
+    shared memory if there is room, and does not outlast ranks that were killed.
+    """
+    parent = Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
+    if (
+        os.access(SHARED_MEMORY, os.W_OK)
+        and shutil.disk_usage(SHARED_MEMORY).free > num_ranks * SEGMENT_BYTES
+    ):
+        parent = SHARED_MEMORY
+    _remove_stale_folders(parent)
+    folder = Path(tempfile.mkdtemp(prefix="gemsc-", dir=parent))
+    unlocked = folder / f".{LOCK}"
+    with unlocked.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        unlocked.rename(folder / LOCK)  # nobody finds it before it is locked
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder; try again if a rank that is being ended still writes there."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
+
+
+def _remove_stale_folders(parent: Path) -> None:
+    """Remove what killed jobs have left: nobody holds the lock of their folders."""
+    for folder in parent.glob("gemsc-*"):
+        with contextlib.suppress(OSError):
+            if not (folder / LOCK).exists():
+                if time.time() - folder.stat().st_mtime > 60:
+                    folder.rmdir()
+                continue
+            with (folder / LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
