@@ -91,16 +91,16 @@ def read_status(folder: Path, rank: int) -> str | None:
 class ProgressBar:
     """Loss, samples per second and step time: a bar on a terminal, else plain lines."""
 
-    def __init__(self, total: int, title: str, *, silent: bool = False) -> None:
+    def __init__(self, total: int, title: str, *, started: float = 0.0) -> None:
+        """Prepare for `total` steps; the first one began `started` seconds ago."""
         self.total = total
         self.title = title
-        self.silent = silent
-        self._start = time.perf_counter()
+        self._start = time.perf_counter() - started
         self._last_line = self._start
         self._done = 0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        if not silent and wants_bar(sys.stdout):
+        if wants_bar(sys.stdout):
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
@@ -114,8 +114,6 @@ class ProgressBar:
 
     def step(self, loss: float | None, samples: int) -> None:
         """Count one step of `samples` samples."""
-        if self.silent:
-            return
         self._done += 1
         now = time.perf_counter()
         seconds = (now - self._start) / self._done

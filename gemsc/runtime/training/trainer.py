@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from gemsc.runtime.worker.worker import Worker
 
 __all__ = [
     "Evaluation",
+    "StepReport",
     "Trainer",
     "load_rank_module",
 ]
@@ -52,6 +54,22 @@ class Evaluation:
 
     loss: float | None
     output: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step of training.
+
+    step: its number since the first start, from 1.
+    loss: mean over the batch, the same on every rank.
+    samples: how many of them count, in all replicas.
+    seconds: from the call to the end of this rank's part.
+    """
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float
 
 
 class Trainer:
@@ -84,7 +102,8 @@ class Trainer:
         self.transport = transport
         streams = streams or streams_for(choose_device(transport, device))
         self.device = streams.device
-        plan = Plan.read(directory / "plan.toml")
+        self.callbacks: list[Any] = []  # each a Callback, which knows the trainer
+        self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
         place = RankPlace(
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
@@ -135,11 +154,24 @@ class Trainer:
                 "this program cannot train: it was compiled without a loss",
                 help="add loss(output, target) to the model's file and compile again",
             )
+        start = time.perf_counter()
         self._begin(input, target, window, training=True)
         self.program.train_step(self.worker)
         mean = self._mean_loss()
         self.worker.end()
+        report = StepReport(
+            step=self.worker.steps.done,
+            loss=mean,
+            samples=self.plan.batch_size,
+            seconds=time.perf_counter() - start,
+        )
+        self.tell("on_step", report)
         return mean
+
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Call a method of all callbacks, in order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
 
     def evaluate(
         self, input: Any, target: Any = None, *, window: Window | None = None
