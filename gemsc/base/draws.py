@@ -14,13 +14,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.dtypes import is_real, within
-from gemsc.base.rng import preserve_rng
+from gemsc.base.rng import generator_lock, preserve_rng
 
 __all__ = ["are_draws_same", "same_draws"]
 
 _UNTAGGED = ("random_", "binomial", "_sample_dirichlet")
 _here = threading.local()
-_generator = threading.Lock()  # torch has one for all threads
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def same_draws() -> Iterator[None]:
     comparable, and in the order of indices, whatever the memory format.
     """
     before = ExitStack()
-    with _generator:
+    with generator_lock:
         before.enter_context(preserve_rng())
     _here.alike = True
     try:
@@ -41,7 +40,7 @@ def same_draws() -> Iterator[None]:
             yield
     finally:
         _here.alike = False
-        with _generator:  # another thread may be about to draw
+        with generator_lock:  # another thread may be about to draw
             before.close()
 
 
@@ -59,7 +58,7 @@ class _SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tagged = torch.Tag.nondeterministic_seeded in func.tags
         if not (tagged or name in _UNTAGGED) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        with _generator:
+        with generator_lock:
             torch.manual_seed(_seed(args, kwargs))
             return _drawn(func, name, args, kwargs)
 

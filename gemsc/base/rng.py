@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-__all__ = ["may_draw", "preserve_rng", "seed_of", "seeded", "torch_seeded"]
+__all__ = [
+    "generator_lock",
+    "may_draw",
+    "preserve_rng",
+    "seed_of",
+    "seeded",
+    "torch_seeded",
+]
+
+# torch has one generator for all threads, and tests run ranks as threads
+generator_lock = threading.RLock()
 
 _DRAWS = (
     *("rand", "dropout", "bernoulli", "binomial", "normal", "uniform", "exponential"),
