@@ -35,10 +35,11 @@ from torch.utils._pytree import tree_leaves
 from torch_shards import start_torch_shards
 
 import gemsc
-from gemsc.base.weights import fill, read_tensors
 from gemsc.messages.message import Input, Message
 from gemsc.runtime import RankProgram, Run
 from gemsc.runtime.training.trainer import load_rank_module
+from gemsc.weights.read import read_tensors
+from gemsc.weights.stage import fill
 
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 

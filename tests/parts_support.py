@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemsc.base.parts import Part
-from gemsc.base.weights import write_tensors
 from gemsc.compiler import compile
 from gemsc.plan import Plan
+from gemsc.weights.write import write_tensors
 
 WIDTH, HIDDEN, UNITS = 6, 10, 5  # units of two features; the gate repeats them
 FILE = '''"""Rank {rank}, by hand: stages {stages}, shard {shard} of {shards}."""

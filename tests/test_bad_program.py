@@ -22,13 +22,13 @@ from command_line import (
 from local_transport import LocalTransport, run_local
 from torch import nn
 
-from gemsc.base.weights import fill
 from gemsc.compiler import compile as gemsc_compile
 from gemsc.errors import GemscError
 from gemsc.launch import launch, mpirun
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.weights.stage import fill
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gemsc.base.files import replaced, write_text
-from gemsc.base.weights import write_tensors
+from gemsc.weights.write import write_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])

@@ -27,6 +27,7 @@ PLANNER = (*COSTS, "messages", "options", "plan", "schedules", "planner")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "base": ("errors",),
+    "weights": ("errors", "base"),
     "options": ("errors", "base"),
     "plan": ("errors", "base"),
     "user_model": ("errors", "base"),
@@ -38,11 +39,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.memory": ("errors", "base", *RUNTIME),
     "runtime.data": ("errors", "base", "messages", "plan", "runtime.transport"),
     "runtime.worker": (
-        *("errors", "base", "messages", "plan"),
+        *("errors", "base", "weights", "messages", "plan"),
         *(*RUNTIME, "runtime.memory", "runtime.data"),
     ),
     "runtime.training": (
-        *("errors", "base", "messages", "plan", "user_model"),
+        *("errors", "base", "weights", "messages", "plan", "user_model"),
         *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),
     ),
     # what generated files import: names out of the rooms above
@@ -68,7 +69,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "passes.checks": (*IR, "passes"),
     "search": PLANNER,
     # what is proved of a file is what a rank reads in it
-    "codegen": (*PLANNER, "compilation", "runtime", "runtime.tiles", "runtime.worker"),
+    "codegen": (
+        *(*PLANNER, "weights", "compilation"),
+        *("runtime", "runtime.tiles", "runtime.worker"),
+    ),
     "viz": (*PLANNER, "search"),
     "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "compiler": (
@@ -78,7 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "launch": ("errors", "base", "plan", "runtime.process", "runtime.training"),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "verify": (
-        *("errors", "base", "plan", "user_model", "launch"),
+        *("errors", "base", "weights", "plan", "user_model", "launch"),
         *("runtime.data", "runtime.training"),
     ),
     "simulate": (

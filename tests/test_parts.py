@@ -20,7 +20,6 @@ from support import run_on_threads
 from torch import Tensor, nn
 
 from gemsc.base.parts import Part, make_whole
-from gemsc.base.weights import join_files, pasted, read_tensors
 from gemsc.codegen.package import write_directory
 from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.compiler import compile
@@ -30,6 +29,8 @@ from gemsc.planner.ending import gradient_sums, held_gradients, reduced_bytes
 from gemsc.planner.from_plan import task_of
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.verify.steps import compare, reference_steps
+from gemsc.weights.join import join_files, pasted
+from gemsc.weights.read import read_tensors
 
 State = dict[str, Tensor]
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -23,7 +23,6 @@ from torch import Tensor, fx, nn
 
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.parts import Part, by_path, holder_of, make_whole
-from gemsc.base.weights import pasted
 from gemsc.codegen.package import write_directory
 from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.compiler import compile
@@ -36,6 +35,7 @@ from gemsc.user_model import load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings
 from gemsc.verify.record import read_record
 from gemsc.verify.steps import compare, initial_model, reference_steps
+from gemsc.weights.join import pasted
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 3), (4, 3, 2, 2)])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gemsc.base.weights import write_tensors
 from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import rank_text
 from gemsc.codegen.writer import in_docstring
 from gemsc.compilation import Compilation
 from gemsc.errors import GemscError
+from gemsc.weights.write import write_tensors
 
 __all__ = ["check_target", "rank_modules", "write_directory"]
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gemsc.base.parts import Part
-from gemsc.base.weights import pasted, read_tensors
+from gemsc.weights.join import pasted
+from gemsc.weights.read import read_tensors
 
 __all__ = ["StepRecord", "read_record"]
 

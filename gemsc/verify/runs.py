@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import as_real, default_dtype
 from gemsc.base.plain_forward import plain_forward
-from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.launch.start import start
 from gemsc.plan import Plan
@@ -33,6 +32,7 @@ from gemsc.verify.steps import (
     initial_model,
     user_model_of,
 )
+from gemsc.weights.read import read_tensors
 
 __all__ = [
     "OPTIONS",

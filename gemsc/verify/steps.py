@@ -20,7 +20,6 @@ from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.process import num_cores
-from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
@@ -29,6 +28,7 @@ from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.record import StepRecord, read_record
+from gemsc.weights.read import read_tensors
 
 __all__ = [
     "ALLOWED",

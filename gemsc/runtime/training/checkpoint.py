@@ -15,27 +15,22 @@ from torch import Tensor
 
 from gemsc.base.files import sync
 from gemsc.base.parts import Part
-from gemsc.base.weights import (
-    NOT_OF_THE_MODEL,
-    join_files,
-    model_state,
-    read_tensors,
-    stage_tensors,
-    write_tensors,
-)
 from gemsc.errors import GemscError
 from gemsc.runtime.training.manifest import (
     MODEL,
     WEIGHTS_ALONE,
-    FileFacts,
     Manifest,
     check_checkpoint,
     check_digests,
     clear_space,
-    facts_of,
     make_latest,
 )
 from gemsc.runtime.worker.worker import Worker
+from gemsc.weights.facts import FileFacts, facts_of
+from gemsc.weights.join import join_files
+from gemsc.weights.read import read_tensors
+from gemsc.weights.stage import NOT_OF_THE_MODEL, model_state, stage_tensors
+from gemsc.weights.write import write_tensors
 
 __all__ = ["resume", "save"]
 

@@ -12,7 +12,6 @@ there yet.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,17 +21,16 @@ from pathlib import Path
 
 from gemsc.base.files import sync
 from gemsc.errors import GemscError
+from gemsc.weights.facts import FileFacts, facts_of
 
 __all__ = [
     "LATEST",
     "MODEL",
     "WEIGHTS_ALONE",
-    "FileFacts",
     "Manifest",
     "check_checkpoint",
     "check_digests",
     "clear_space",
-    "facts_of",
     "make_latest",
 ]
 
@@ -43,14 +41,6 @@ FORMAT = 2
 WEIGHTS_ALONE = (
     f"or copy {MODEL} into a folder of its own and give that, for the weights alone"
 )
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """What a file must be."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -155,13 +145,6 @@ def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> No
     for name in sorted(manifest.files)[part::parts]:
         if facts_of(folder / name) != manifest.files[name]:
             raise _damaged(f"{folder / name} is damaged: it is not what was saved")
-
-
-def facts_of(path: Path) -> FileFacts:
-    """Return a file's size and digest."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileFacts(path.stat().st_size, digest)
 
 
 # ------------------------------------------------------------------- writing

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.elementwise import check_elementwise, updated_whole
-from gemsc.base.weights import read_tensors
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import Window
@@ -30,6 +29,7 @@ from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
+from gemsc.weights.read import read_tensors
 
 __all__ = [
     "Evaluation",

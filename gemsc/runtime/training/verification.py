@@ -10,12 +10,12 @@ import torch
 
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real
-from gemsc.base.weights import write_tensors
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.metered import metered
 from gemsc.user_model import load_user_model
+from gemsc.weights.write import write_tensors
 
 __all__ = ["record_steps", "run_recorded_steps"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gemsc.base.dtypes import cast_module
-from gemsc.base.weights import fill, model_state, stage_tensors
 from gemsc.runtime.worker.program import Run
+from gemsc.weights.stage import fill, model_state, stage_tensors
 
 __all__ = ["Stages"]
 

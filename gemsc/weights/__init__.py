@@ -1,0 +1,1 @@
+"""Weights on disk: safetensors files, written and read one tensor at a time."""

@@ -1,0 +1,137 @@
+"""Write safetensors files, one tensor at a time.
+
+A file is a table in JSON (dtype, shape and place of each tensor), then their bytes
+(https://github.com/huggingface/safetensors#format). So the table can be written first,
+and a tensor be read, or put together, when it is its turn: memory for one is enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gemsc.base.files import replaced
+from gemsc.errors import GemscError, InternalError
+from gemsc.weights.facts import FileFacts
+
+__all__ = ["DTYPES", "Entry", "write_stream", "write_tensors"]
+
+ALIGNMENT = 8  # bytes, of what follows the table of a file
+METADATA = {"format": "pt"}  # Hugging Face's loaders look for it
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the table of a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Entry:
+        """Return the entry of a tensor."""
+        return Entry(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it takes."""
+        return self.dtype.itemsize * prod(self.shape)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, sync: bool = False
+) -> FileFacts:
+    """Write tensors of any device and layout; see `write_stream`."""
+    table = {name: Entry.of(tensor) for name, tensor in tensors.items()}
+    return write_stream(path, table, tensors.__getitem__, sync=sync)
+
+
+def write_stream(
+    path: Path,
+    table: Mapping[str, Entry],
+    read: Callable[[str], Tensor],
+    *,
+    sync: bool = False,
+) -> FileFacts:
+    """Write the tensors of a table: `read(name)` is called for each, once, in turn.
+
+    The file is written beside and renamed; with `sync` it is on the disk by then. The
+    size and the digest are those of the bytes that were written, not read again.
+
+    Raises:
+        GemscError: the format has no such dtype.
+        OSError: it cannot be written.
+    """
+    order = sorted(table, key=lambda name: (-table[name].dtype.itemsize, name))
+    header: dict[str, object] = {"__metadata__": METADATA}
+    end = 0
+    for name in order:  # large elements first, so that all are aligned
+        entry, start = table[name], end
+        end += entry.bytes
+        header[name] = {
+            "dtype": _name(name, entry.dtype),
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(head)
+    with replaced(path) as beside, beside.open("wb") as file:
+        file.write(head)
+        for name in order:
+            data = _bytes_of(name, read(name), table[name])
+            file.write(data)
+            digest.update(data)
+            del data  # before the next one is read
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    return FileFacts(len(head) + end, digest.hexdigest())
+
+
+def _name(name: str, dtype: torch.dtype) -> str:
+    if dtype not in _NAMES:
+        raise GemscError(
+            f"'{name}' is {dtype}: a safetensors file cannot hold that",
+            help="keep it in another dtype; a complex128 as two float64 numbers",
+        )
+    return _NAMES[dtype]
+
+
+def _bytes_of(name: str, tensor: Tensor, entry: Entry) -> memoryview:
+    """Return the bytes of a tensor: its own memory, where it is contiguous there."""
+    if Entry.of(tensor) != entry:
+        raise InternalError(f"'{name}' is {Entry.of(tensor)}, its table says {entry}")
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
+    return data

@@ -1,0 +1,85 @@
+"""Files of weights: written and read one tensor at a time."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gemsc.errors import GemscError
+from gemsc.weights.facts import facts_of
+from gemsc.weights.write import DTYPES, Entry, write_stream, write_tensors
+
+
+def of_all_kinds() -> dict[str, Tensor]:
+    base = torch.randn(4, 6)
+    kinds = {
+        str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES.values()
+    }
+    return kinds | {
+        "number": torch.tensor(3.5),
+        "flag": torch.tensor(True),
+        "nothing": torch.empty(0, 7),
+        "row": base[1],
+        "column": base[:, 2],
+        "turned": base.T,
+        "tied": base,
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "expanded": torch.ones(1).expand(5),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "a parameter": torch.nn.Parameter(base * 2),
+        'ä "name"\n': torch.ones(2, dtype=torch.int8),
+    }
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_every_kind_of_tensor_comes_back(sync: bool, tmp_path: Path) -> None:
+    path, tensors = tmp_path / "all.safetensors", of_all_kinds()
+    facts = write_tensors(path, tensors, sync=sync)
+    assert facts == facts_of(path)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert found[name].tolist() == tensor.tolist(), name
+
+
+def test_no_tensors_are_a_file(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "none.safetensors", {})
+    assert load_file(tmp_path / "none.safetensors") == {}
+
+
+def test_one_tensor_at_a_time_is_alive(tmp_path: Path) -> None:
+    alive: set[str] = set()
+
+    def read(name: str) -> Tensor:
+        assert not alive
+        alive.add(name)
+        memory = np.full(100, float(name), np.float32)
+        weakref.finalize(memory, alive.discard, name)
+        return torch.from_numpy(memory)
+
+    table = {str(number): Entry(torch.float32, (100,)) for number in range(5)}
+    write_stream(tmp_path / "five.safetensors", table, read)
+    assert load_file(tmp_path / "five.safetensors")["3"][0] == 3
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.ones(2)})
+    with pytest.raises(GemscError, match=r"'b' is torch.complex128.*cannot hold"):
+        write_tensors(path, {"b": torch.ones(2, dtype=torch.complex128)})
+
+    def read(name: str) -> Tensor:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_stream(path, {"b": Entry(torch.float32, (2,))}, read)
+    assert load_file(path).keys() == {"a"}
+    assert list(tmp_path.iterdir()) == [path]
