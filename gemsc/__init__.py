@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from gemsc.compiler import CompiledProgram, compile
     from gemsc.errors import GemscError
     from gemsc.options import CompileOptions
+    from gemsc.runtime.training.callback import Callback
     from gemsc.runtime.training.load import load
     from gemsc.runtime.training.trainer import Trainer
     from gemsc.verify.steps import verify_compiled
 
 __all__ = [
+    "Callback",
     "CompileOptions",
     "CompiledProgram",
     "GemscError",
@@ -31,6 +33,7 @@ __all__ = [
 __getattr__ = loads(
     __name__,
     {
+        "Callback": "gemsc.runtime.training.callback",
         "CompileOptions": "gemsc.options",
         "CompiledProgram": "gemsc.compiler",
         "GemscError": "gemsc.errors",

@@ -25,6 +25,10 @@ from gemsc.errors import GemscError, SourceLocation
 
 __all__ = ["UserModel", "load_user_model"]
 
+HOOKS = {  # called beside the steps of training
+    "on_step": "on_step(trainer, report)",
+    "on_epoch": "on_epoch(trainer, epoch, figures)",
+}
 _OPTIONAL = (
     "loss",
     "optimizer",
@@ -33,6 +37,7 @@ _OPTIONAL = (
     "example_target",
     "metrics",
     "eval_dataset",
+    *HOOKS,
 )
 
 
@@ -55,6 +60,8 @@ class UserModel:
     example_target: Any = None
     metrics: Any = None
     eval_dataset: Any = None
+    on_step: Any = None
+    on_epoch: Any = None
 
     @property
     def spec(self) -> str:
@@ -138,6 +145,25 @@ class UserModel:
             GemscError: the user's function fails.
         """
         return self._make(name, getattr(self, name), seed)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a hook of the user's file, if there is one.
+
+        Raises:
+            GemscError: it fails; with the user's line.
+        """
+        hook = getattr(self, name)
+        if hook is None:
+            return
+        try:
+            hook(*arguments)
+        except Exception as error:
+            at = self.line_of(name)
+            if isinstance(error, GemscError):
+                error.at = error.at or _failure(name, error, self.path, at).at
+                raise
+            advice = f"gemsc calls {HOOKS[name]} on every rank"
+            raise _failure(f"{name}() fails", error, self.path, at, advice) from error
 
     def line_of(self, name: str) -> SourceLocation | None:
         """Return where the file defines a name."""

@@ -11,7 +11,10 @@ __all__ = ["changed_definitions", "fingerprint", "source_fingerprints"]
 
 # a program may run with other data, another optimizer and other metrics than at
 # compile time: none of them is compiled in
-RUNTIME_ONLY = {"dataset", "eval_dataset", "metrics", "optimizer", "scheduler"}
+RUNTIME_ONLY = {
+    *("dataset", "eval_dataset", "metrics", "optimizer", "scheduler"),
+    *("on_step", "on_epoch"),
+}
 REST = "(module)"
 UNREADABLE = "(unreadable)"
 

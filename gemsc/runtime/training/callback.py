@@ -34,8 +34,13 @@ class Callback:
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Called with the means of loss and metrics over all held-out samples."""
 
-    def on_epoch(self, trainer: Trainer, epoch: int) -> None:
-        """Called once an epoch, counted from 0, has ended and was evaluated."""
+    def on_epoch(
+        self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
+    ) -> None:
+        """Called once an epoch, counted from 0, has ended and was evaluated.
+
+        `figures` are those of `on_evaluation`, none without held-out data.
+        """
 
     def on_save(self, trainer: Trainer, folder: Path) -> None:
         """Called once a checkpoint is complete in its folder."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.failure import install_hooks, watch_exit
+from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.train import share_cores
-from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.training.trainer import (
+    OptimizerFactory,
+    SchedulerFactory,
+    Trainer,
+)
 from gemsc.runtime.transport.mpi import MpiTransport
 
 __all__ = ["load"]
@@ -21,13 +27,23 @@ def load(
     *,
     optimizer: OptimizerFactory | None = None,
     device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
     seed: int = 0,
+    scheduler: SchedulerFactory | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    callbacks: Iterable[Callback] = (),
 ) -> Trainer:
     """Return this rank's trainer; call it on every rank, started with mpirun.
 
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
-    learning rate of 0.01. From then on, an uncaught exception on any rank, or
-    `sys.exit` with an error, ends all ranks.
+    learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
+    learning rate after each update. `dtype`, torch.float64 for example, becomes the
+    default dtype, too. `seed`, `accumulate` and `clip_norm` are those of `gemsc run`;
+    `callbacks` follow the training (see `gemsc.Callback`).
+
+    From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
+    all ranks.
 
     Raises:
         GemscError: the directory holds no program, or one for another number of ranks,
@@ -40,4 +56,17 @@ def load(
     watch_exit(transport)
     check_program(folder, transport.size)
     share_cores(transport)
-    return Trainer(folder, transport, optimizer=optimizer, device=device, seed=seed)
+    if dtype is not None:
+        torch.set_default_dtype(dtype)  # also of what forward makes
+    return Trainer(
+        folder,
+        transport,
+        optimizer=optimizer,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        scheduler=scheduler,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        callbacks=callbacks,
+    )

@@ -18,6 +18,7 @@ from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.training.bar import Bar
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.evaluation import Evaluator
+from gemsc.runtime.training.hooks import Hooks
 from gemsc.runtime.training.manifest import LATEST, Manifest
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
@@ -50,7 +51,7 @@ class Training:
 
     def _callbacks(self) -> list[Callback]:
         """Return what the options and the user's file ask for, in order."""
-        found: list[Callback] = []
+        found: list[Callback] = [Hooks(self.user)]
         if self.talks:
             found.append(Bar(self.total, len(self._batches)))
         return found
@@ -113,15 +114,18 @@ class Training:
                 f"{self.options.resume} has already done {done} of {total} steps",
                 help="give more --epochs or --steps: they count from the first start",
             )
-        self.trainer.tell("on_start")
-        while done < total:
+        self.trainer.start()
+        while done < total and not self.trainer.is_stopping:
             epoch, first = divmod(done, each)
+            self.trainer.epoch = epoch
             self._train_epoch(epoch, first, min(each, first + total - done))
             done = self.trainer.worker.steps.done
-            self._evaluate(epoch)
-            self.trainer.tell("on_epoch", epoch)
+            self.trainer.tell("on_epoch", epoch, self._evaluate(epoch))
+            self.trainer.agree()
             if self.options.save is not None:
                 self._save(self.options.save, epoch)
+        if self.trainer.is_stopping:
+            self._say_why()
         self.trainer.tell("on_end")
         if self.options.save is not None:
             self._say(f"saved {self.options.save / 'model.safetensors'}")
@@ -139,22 +143,31 @@ class Training:
             self.record.add_step(loss, seen)
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss is {loss}", epoch)
+            if self.trainer.is_stopping:
+                return
 
-    def _evaluate(self, epoch: int) -> None:
-        """Print the loss and the user's metrics, means over the samples."""
+    def _evaluate(self, epoch: int) -> dict[str, float]:
+        """Print and return the loss and the user's metrics, means over the samples."""
         if self.evaluator is None:
-            return
+            return {}
         figures = self.evaluator.run()
         text = "  ".join(f"{name} {mean:.4f}" for name, mean in figures.items())
         self._say(f"held-out after epoch {epoch + 1}: {text}")
         if not math.isfinite(figures.get("loss", 0.0)):
             self._say("warning: the held-out loss is not finite")
         self.trainer.tell("on_evaluation", figures)
+        return figures
+
+    def _say_why(self) -> None:
+        """Say why the run ends before its time."""
+        mine = self.trainer.requests.reason("stop")
+        reasons: list[Any] = self.transport.all_gather_object(mine)
+        reason = next(filter(None, reasons), "asked to")
+        self._say(f"stopped after step {self.trainer.step_number}: {reason}")
 
     def _save(self, folder: Path, epoch: int) -> None:
         self._check_weights(epoch)
         self.trainer.save(folder)
-        self.trainer.tell("on_save", folder)
 
     def _check_weights(self, epoch: int) -> None:
         """Make sure that a checkpoint is worth to be kept: no loss has seen its update.

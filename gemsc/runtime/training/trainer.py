@@ -23,6 +23,7 @@ from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import choose_device
 from gemsc.runtime.training import checkpoint
 from gemsc.runtime.training.program_directory import check_dtype
+from gemsc.runtime.training.requests import Requests
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
@@ -88,6 +89,7 @@ class Trainer:
         accumulate: int = 1,
         clip_norm: float | None = None,
         streams: Streams | None = None,
+        callbacks: Iterable[Any] = (),
     ) -> None:
         """Load this rank's module and its weights.
 
@@ -96,13 +98,16 @@ class Trainer:
         learning rate after each update. Gradients of `accumulate` steps are averaged
         for one update; `clip_norm` bounds their norm over all ranks. `dtype` runs the
         program in another floating-point type. `streams` are those of the device, if
-        they are not the usual ones.
+        they are not the usual ones. `callbacks` follow the training (see `Callback`).
         """
         self.directory = directory
         self.transport = transport
         streams = streams or streams_for(choose_device(transport, device))
         self.device = streams.device
-        self.callbacks: list[Any] = []  # each a Callback, which knows the trainer
+        self.callbacks: list[Any] = [*callbacks]  # each a Callback: it knows Trainer
+        self.epoch = 0
+        self.requests = Requests()
+        self._has_started = False
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
         place = RankPlace(
@@ -154,6 +159,7 @@ class Trainer:
                 "this program cannot train: it was compiled without a loss",
                 help="add loss(output, target) to the model's file and compile again",
             )
+        self.start()
         start = time.perf_counter()
         self._begin(input, target, window, training=True)
         self.program.train_step(self.worker)
@@ -167,6 +173,45 @@ class Trainer:
         )
         self.tell("on_step", report)
         return mean
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of this rank's parameters; None if it updates none."""
+        return self.worker.updates.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """What steps the learning rate after each update; None without one."""
+        return self.worker.updates.scheduler
+
+    @property
+    def step_number(self) -> int:
+        """How many steps are done since the first start."""
+        return self.worker.steps.done
+
+    def start(self) -> None:
+        """Tell the callbacks that training starts, once; `step` calls it, too."""
+        if not self._has_started:
+            self._has_started = True
+            self.tell("on_start")
+
+    def stop(self, reason: str) -> None:
+        """Ask `gemsc run` to end as it does after the last epoch, and say why.
+
+        One rank may call it, or all. The request travels with the losses: within an
+        epoch, one more step is made. In your own loop, ask `is_stopping` after a step.
+        """
+        self.requests.ask("stop", reason)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all ranks know that one has called `stop`."""
+        return self.requests.agreed("stop")
+
+    def agree(self) -> None:
+        """Let all ranks know between two steps what one has asked for."""
+        asked: list[Any] = self.transport.all_gather_object(self.requests.numbers())
+        self.requests.agree([sum(numbers) for numbers in zip(*asked, strict=True)])
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call a method of all callbacks, in order."""
@@ -207,6 +252,7 @@ class Trainer:
         until the new one is.
         """
         checkpoint.save(self.worker, directory)
+        self.tell("on_save", directory)
 
     def resume(self, directory: Path) -> None:
         """Continue from what `save` wrote; a folder of weights alone sets the weights.
@@ -225,12 +271,18 @@ class Trainer:
         self.stages.set_mode(training=training)
 
     def _mean_loss(self) -> float:
-        """Return the mean loss; sends that wait for their data start meanwhile."""
-        worker = self.worker
+        """Return the mean loss; sends that wait for their data start meanwhile.
+
+        What this rank asks all for goes with it.
+        """
+        worker, transport = self.worker, self.transport
         worker.status.enter("sum of the losses")
-        loss, transport = worker.steps.loss_sum(), self.transport
+        asked = torch.tensor(self.requests.numbers(), dtype=torch.float64)
+        sums = torch.cat([worker.steps.loss_sum().view(1), asked])
         everyone = transport.group(tuple(range(transport.size)), "losses")
-        worker.transport.wait(everyone.all_reduce(loss))
+        worker.transport.wait(everyone.all_reduce(sums))
+        loss, *asked_by = sums.tolist()
+        self.requests.agree(asked_by)
         return float(loss) / worker.steps.num_micro_batches
 
 

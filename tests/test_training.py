@@ -1,0 +1,123 @@
+"""The loop and what goes with it: hooks, callbacks, requests of one rank to all."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_support import X, batch_of, on_ranks
+from training_support import pairs, program, run, user_of
+
+import gemsc
+from gemsc.errors import GemscError
+from gemsc.runtime.training.trainer import StepReport, Trainer
+
+
+def steps(trainer: Trainer) -> int:
+    return trainer.step_number
+
+
+def test_hooks_are_called_on_all_ranks_with_what_happened(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def on_step(trainer: Trainer, report: StepReport) -> None:
+        rate = trainer.optimizer.param_groups[0]["lr"] if trainer.optimizer else 0
+        seen.append((trainer.transport.rank, trainer.epoch, report.step, rate))
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
+        assert trainer.optimizer is not None
+        trainer.optimizer.param_groups[0]["lr"] /= 2
+        seen.append((trainer.transport.rank, epoch, sorted(figures)))
+
+    user = user_of(on_step=on_step, on_epoch=on_epoch, eval_dataset=pairs)
+    run(program(tmp_path), user, "--epochs", "2")
+    for rank in (0, 1):
+        steps = [(0, 1, 0.01), (0, 2, 0.01), (0, 3, 0.01), (1, 4, 0.005)]
+        assert [each[1:] for each in seen if each[0] == rank] == [
+            *steps[:3],
+            (0, ["loss"]),
+            *steps[3:],
+            (1, 5, 0.005),
+            (1, 6, 0.005),
+            (1, ["loss"]),
+        ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_may_stop_all(
+    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on_step(trainer: Trainer, report: StepReport) -> None:
+        if trainer.transport.rank == rank and report.step == 1:
+            trainer.stop("it is enough")
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
+        if trainer.transport.rank == rank and epoch == 1:
+            trainer.stop("it is late")
+
+    program(tmp_path)
+    words = "--epochs", "4"
+    assert run(tmp_path, user_of(on_step=on_step), *words, result=steps) == [2, 2]
+    assert "stopped after step 2: it is enough" in capsys.readouterr().out
+    assert run(tmp_path, user_of(on_epoch=on_epoch), *words, result=steps) == [6, 6]
+    assert "stopped after step 6: it is late" in capsys.readouterr().out
+
+
+def test_a_hook_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
+    def on_step(trainer: Trainer, report: StepReport) -> None:
+        raise KeyError("nothing")
+
+    with pytest.raises(
+        GemscError, match=r"on_step\(\) fails: KeyError: 'nothing'"
+    ) as e:
+        run(program(tmp_path), user_of(on_step=on_step))
+    assert e.value.at is not None
+    assert e.value.at.line == inspect.getsourcelines(on_step)[1] + 1
+    assert e.value.help == "gemsc calls on_step(trainer, report) on every rank"
+
+
+class Events(gemsc.Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.seen.append("start")
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.seen.append(f"step {report.step}")
+        if report.step == 2:
+            trainer.stop("enough")
+
+    def on_save(self, trainer: Trainer, folder: Path) -> None:
+        self.seen.append(f"save {folder.name}")
+
+
+def test_a_loop_of_ones_own_has_callbacks_and_stops_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    program(tmp_path)
+    x, target = batch_of((X, X), 2)
+
+    def work(trainer: Trainer) -> list[str]:
+        if trainer.transport.rank == 1:
+            trainer.callbacks.append(events := Events())
+        else:
+            events = Events()
+        while not trainer.is_stopping:
+            trainer.step(x, target)
+        trainer.save(tmp_path / "saved")
+        return [*events.seen, str(trainer.step_number)]
+
+    assert on_ranks(tmp_path, 2, work) == [
+        ["3"],
+        ["start", "step 1", "step 2", "step 3", "save saved", "3"],
+    ]
+
+
+def test_load_takes_what_a_trainer_takes() -> None:
+    """Options of a run are those of one's own loop."""
+    ours = {"directory", "transport", "streams", "self"}
+    taken = inspect.signature(Trainer.__init__).parameters.keys() - ours
+    assert taken == inspect.signature(gemsc.load).parameters.keys() - ours

@@ -1,0 +1,77 @@
+"""Runs of a small program on threads, with the options of `gemsc run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from program_support import WIDTH, Net, on_ranks, written
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from gemsc.plan import Plan
+from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.loop import Training
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.user_model import UserModel
+
+T = TypeVar("T")
+
+
+def simple(self: Any, x: Tensor) -> Tensor:
+    return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def pairs(count: int = 12, seed: int = 0) -> TensorDataset:
+    """Return samples that are always the same."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(2, count, WIDTH, generator=generator)
+    return TensorDataset(*numbers.to(torch.get_default_dtype()))
+
+
+def user_of(**names: Any) -> UserModel:
+    """Return what a file defines that has these names; its lines are the test's."""
+    frame = sys._getframe(1)
+    path = Path(frame.f_code.co_filename)
+    module: Any = sys.modules[__name__]
+    given: dict[str, Any] = {"dataset": pairs, **names}
+    return UserModel(path, module, "model", None, None, **given)
+
+
+def program(folder: Path, **options: Any) -> Path:
+    """Compile the small network: 2 ranks, 2 micro-batches of 2 samples."""
+    given: dict[str, Any] = {"ranks": 2, "micro_batches": 2, **options}
+    written(folder, Net(simple), **given)
+    return folder
+
+
+def run(
+    directory: Path,
+    user: UserModel,
+    *words: str,
+    ranks: int = 2,
+    result: Callable[[Trainer], Any] = lambda trainer: trainer.state_dict(),
+    **options: Any,
+) -> list[Any]:
+    """Return what `result(trainer)` gives on each rank after the run."""
+    parsed = parse_arguments([str(word) for word in words])
+
+    def work(trainer: Trainer) -> Any:
+        if parsed.resume is not None:
+            trainer.resume(parsed.resume)
+        Training(trainer, user, Plan.read(directory / "plan.toml"), parsed).run()
+        return result(trainer)
+
+    return on_ranks(
+        directory,
+        ranks,
+        work,
+        optimizer=user.optimizer,
+        scheduler=user.scheduler,
+        accumulate=parsed.accumulate,
+        clip_norm=parsed.clip_norm,
+        **options,
+    )
