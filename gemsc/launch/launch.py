@@ -16,6 +16,7 @@ from types import FrameType
 from typing import IO
 
 from gemsc.base.process import end_with_parent
+from gemsc.launch.hosts import Host
 from gemsc.launch.mpirun import mpirun_command
 from gemsc.launch.mpirun_words import Tell, in_our_words
 from gemsc.launch.scratch import scratch_folder
@@ -40,6 +41,7 @@ def launch(
     stderr: int | IO[str] | None = None,
     show_all: bool = False,
     computes: Callable[[int], list[str]] = lambda rank: [],
+    hosts: Sequence[Host] = (),
 ) -> int:
     """Start `argv` on every rank, pass its output on, and return the exit code.
 
@@ -47,7 +49,8 @@ def launch(
     rank could not say why it ended, what it was doing is added: every rank notes that
     in a file that outlives it; `computes(rank)` gives lines about the rank's part.
     Signals that end this process end the ranks first, and if it is killed, mpirun ends
-    them. `env` adds to the environment; `stdout` and `stderr` are as for
+    them. `hosts` take exactly these ranks; without any, all are on this machine. `env`
+    adds to the environment; `stdout` and `stderr` are as for
     `subprocess.Popen`, less PIPE. The exit code is 124 after `timeout` seconds, and
     128 + n after signal n.
     """
@@ -55,14 +58,18 @@ def launch(
     with scratch_folder(num_ranks) as scratch:
         notes = _Notes(scratch / "status", num_ranks, computes)
         notes.folder.mkdir()
-        command, environment = mpirun_command(num_ranks, argv, scratch=scratch)
+        command, environment = mpirun_command(
+            num_ranks,
+            argv,
+            scratch=scratch,
+            hosts=hosts,
+            env={STATUS_VARIABLE: str(notes.folder)} | dict(env or {}),
+        )
         with _forwarded_signals() as signals:
             process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=environment
-                | {STATUS_VARIABLE: str(notes.folder)}
-                | dict(env or {}),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr if show_all else subprocess.PIPE,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from gemsc.base.process import num_cores
 from gemsc.errors import GemscError
+from gemsc.launch.hosts import Host, listed
 
 __all__ = ["MALLOC_SETTING", "find_mpirun", "mpirun_command"]
 
@@ -24,6 +26,11 @@ MALLOC_SETTING = ":".join(
         f"glibc.malloc.mmap_threshold={2**30}",
         f"glibc.malloc.trim_threshold={2**34}",
     )
+)
+OF_MPI = ("OMPI_", "PRTE_", "PMIX_", "OPAL_")  # mpirun carries those of the user itself
+OF_A_HOST = re.compile(
+    r"HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|_|TMPDIR|DISPLAY|TERM"
+    r"|(SSH|XDG|DBUS|SLURM)_\w+"
 )
 
 
@@ -54,46 +61,92 @@ def _is_hydra(mpirun: Path) -> bool:
 
 
 def mpirun_command(
-    num_ranks: int, argv: Sequence[str], *, scratch: Path | None = None
+    num_ranks: int,
+    argv: Sequence[str],
+    *,
+    scratch: Path | None = None,
+    hosts: Sequence[Host] = (),
+    env: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts `argv` on every rank, and its environment.
 
-    Settings of the user's own environment win. Open MPI keeps its files in `scratch`.
+    `hosts` take exactly these ranks; without any, all are on this machine, and Open MPI
+    keeps its files in `scratch`. Settings of the user's own environment win, and `env`
+    over them.
     """
     mpirun = find_mpirun()
     settings = {
         "GEMSC_NUM_RANKS": str(num_ranks),
-        # torch would start a thread per core in every rank
-        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
         "PYTHONUNBUFFERED": "1",
         "GLIBC_TUNABLES": MALLOC_SETTING,
     }
-    command = [str(mpirun), "-n", str(num_ranks)]
-    if _is_hydra(mpirun):
-        command += ["-launcher", "fork", "-bind-to", "none"]
-    else:
-        command += ["--host", f"localhost:{num_ranks}", "--bind-to", "none"]
-        settings |= _open_mpi_settings(scratch, num_ranks)
-    return [*command, *argv], settings | dict(os.environ)
+    if not hosts:
+        # torch would start a thread per core in every rank. On several hosts a rank
+        # asks for its own
+        settings["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
+    is_hydra = _is_hydra(mpirun)
+    if not is_hydra:
+        settings |= _open_mpi_settings()
+        settings |= {} if hosts else _one_machine_settings(scratch)
+    settings |= dict(os.environ) | dict(env or {})
+    where = _hydra_options if is_hydra else _open_mpi_options
+    command = [str(mpirun), "-n", str(num_ranks), *where(num_ranks, hosts, settings)]
+    return [*command, *argv], settings
 
 
-def _open_mpi_settings(scratch: Path | None, num_ranks: int) -> dict[str, str]:
-    """Settings for one machine; versions 4 (OMPI) and 5 (PRTE) read different names."""
-    settings = {
+def _hydra_options(
+    num_ranks: int, hosts: Sequence[Host], settings: Mapping[str, str]
+) -> list[str]:
+    """Options of MPICH, which brings all of the environment to every host."""
+    where = ["-launcher", "fork"]
+    if hosts:
+        where = ["-launcher", "ssh", "-hosts", listed(hosts)]
+    return [*where, "-bind-to", "none"]
+
+
+def _open_mpi_options(
+    num_ranks: int, hosts: Sequence[Host], settings: Mapping[str, str]
+) -> list[str]:
+    """Options of Open MPI, which brings its own settings to other hosts, and no more.
+
+    All of the environment follows, as under MPICH and Slurm, less what is of a host.
+    """
+    where = listed(hosts) or f"localhost:{num_ranks}"
+    given = [] if hosts == () else sorted(filter(_is_carried, settings))
+    carried = [word for name in given for word in ("-x", name)]
+    return ["--host", where, "--bind-to", "none", *carried]
+
+
+def _is_carried(name: str) -> bool:
+    own = name.startswith(OF_MPI) or OF_A_HOST.fullmatch(name) is not None
+    return name.isidentifier() and not own
+
+
+def _open_mpi_settings() -> dict[str, str]:
+    """Settings everywhere; versions 4 (OMPI) and 5 (PRTE) read different names."""
+    return {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_ALLOW_RUN_AS_ROOT": "1",
         "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "true",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        # Shared memory only. To look for networks costs a second at every start. What
-        # is left out is named, not what is kept: a build with CUDA has parts of its own
-        "OMPI_MCA_pml": "ob1",
-        "OMPI_MCA_btl": "^tcp,ofi,uct,usnic,openib,ugni",
         # Where one process may not read another's memory (containers), messages go
         # through shared memory in pieces. 16 MiB take 1 ms in pieces of 512 KiB; in the
         # usual 32 KiB, 90 ms, as a polite rank moves a piece or two at each turn
         "OMPI_MCA_btl_sm_max_send_size": str(512 * 2**10),
+    }
+
+
+def _one_machine_settings(scratch: Path | None) -> dict[str, str]:
+    """Settings for one machine: shared memory only, and files in `scratch`.
+
+    To look for networks costs a second at every start. What is left out is named, not
+    what is kept: a build with CUDA has parts of its own.
+    """
+    settings = {
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "^tcp,ofi,uct,usnic,openib,ugni",
     }
     if scratch is not None:
         settings["PRTE_MCA_prte_tmpdir_base"] = str(scratch)

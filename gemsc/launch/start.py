@@ -1,4 +1,4 @@
-"""Start a program's ranks on this machine: what `gemsc run` does."""
+"""Start a program's ranks, on this machine or several: what `gemsc run` does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gemsc.launch.arguments import split_arguments
+from gemsc.launch.hosts import Host, check_hosts, is_here, share_out
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
 from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.progress import BAR_VARIABLE
-from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.manifest import check_checkpoint
 from gemsc.runtime.training.program_directory import check_program
 
@@ -27,9 +28,10 @@ def start(
         GemscError: the program cannot run; nothing has been started.
     """
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
-    options = parse_arguments(arguments)
+    how, rest, options = split_arguments(arguments)
     if options.resume is not None:
         check_checkpoint(options.resume, plan.ranks)
+    hosts = _places(how.hosts, plan.ranks, directory)
     environment = {}
     if sys.stdout.isatty():
         environment[BAR_VARIABLE] = "1"
@@ -40,8 +42,18 @@ def start(
 
     return launch(
         plan.ranks,
-        [sys.executable, str(directory), *arguments],
+        [sys.executable, str(directory), *rest],
         env=environment,
         timeout=timeout,
         computes=computes,
+        hosts=hosts,
     )
+
+
+def _places(hosts: Sequence[Host], ranks: int, directory: Path) -> tuple[Host, ...]:
+    """Return how many ranks each host gets; none are named if all are on this one."""
+    used = share_out(hosts, ranks) if hosts else ()
+    if all(map(is_here, used)):
+        return ()
+    check_hosts(used, directory)
+    return used

@@ -46,7 +46,7 @@ class Status:
         self.micro_batch: int | None = None
         self._memory: mmap.mmap | None = None
         folder = os.environ.get(STATUS_VARIABLE)
-        if folder and rank is not None:
+        if folder and rank is not None and Path(folder).is_dir():  # on this host
             path = Path(folder) / f"rank{rank}"
             path.write_bytes(bytes(STATUS_BYTES))
             with path.open("r+b") as file:

@@ -11,25 +11,32 @@ from typing import NoReturn
 from gemsc.errors import GemscError
 from gemsc.runtime.training.manifest import LATEST
 
-__all__ = ["parse_arguments"]
+__all__ = ["Parser", "parse_arguments"]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise what is wrong."""
         raise GemscError(message, help="`gemsc run PROGRAM --help` lists the options")
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options of a program.
+def parse_arguments(
+    arguments: Sequence[str] | None,
+    parents: Sequence[argparse.ArgumentParser] = (),
+) -> argparse.Namespace:
+    """Read the options of a program; `--help` also lists those of `parents`.
 
     Raises:
         GemscError: an option is unknown or wrong, or names a folder that cannot be, or
             a GPU where there is none.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="gemsc run PROGRAM",
         description="Train a program that gemsc compiled.",
         epilog="Epochs and steps count from the first start, also after --resume.",
+        parents=parents,
     )
     parser.add_argument("--epochs", type=_count, default=1, help="passes over the data")
     parser.add_argument("--steps", type=_count, help="stop after this many steps")

@@ -1,0 +1,64 @@
+"""The options of `gemsc run` itself; all others are the ranks'."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemsc.errors import GemscError
+from gemsc.launch.hosts import Host, parse_hosts, read_hostfile
+from gemsc.runtime.training.arguments import Parser, parse_arguments
+
+__all__ = ["Launch", "split_arguments"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the ranks are started: on which hosts, and how often again."""
+
+    hosts: tuple[Host, ...] = ()
+    restarts: int = 0
+
+
+def split_arguments(
+    arguments: Sequence[str],
+) -> tuple[Launch, list[str], argparse.Namespace]:
+    """Return how to start the ranks, their arguments, and these as the ranks read them.
+
+    Raises:
+        GemscError: an option is unknown or wrong, or a host.
+    """
+    parser = Parser(add_help=False, allow_abbrev=False)
+    group = parser.add_argument_group("starting the ranks")
+    group.add_argument("--hosts", help="hosts with their numbers of ranks: a:2,b:2")
+    group.add_argument(
+        "--hostfile", type=Path, help="file with a line `a slots=2` for each host"
+    )
+    group.add_argument(
+        "--restarts",
+        type=_number,
+        default=0,
+        help="how often to go on from the last checkpoint when a rank dies",
+    )
+    own, rest = parser.parse_known_args(arguments)
+    options = parse_arguments(rest, parents=[parser])
+    hosts: tuple[Host, ...] = ()
+    if own.hosts is not None and own.hostfile is not None:
+        raise GemscError("--hosts and --hostfile are given", help="leave out one")
+    if own.hosts is not None:
+        hosts = parse_hosts(own.hosts)
+    elif own.hostfile is not None:
+        hosts = read_hostfile(own.hostfile)
+    if own.restarts and options.save is None:
+        raise GemscError(
+            "--restarts has no checkpoint to go on from", help="add --save FOLDER"
+        )
+    return Launch(hosts, own.restarts), rest, options
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0")
+    return int(text)
