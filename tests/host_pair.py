@@ -70,6 +70,10 @@ class Pair:
         out, err = process.communicate()
         return process.returncode, out, err
 
+    def memory(self, index: int) -> Path:
+        """Return the /dev/shm of what ssh starts on a host."""
+        return Path(f"/proc/{self.servers[index].pid}/root/dev/shm")
+
     def lose(self, index: int) -> None:
         """Cut a host off: ssh finds nobody, and no message arrives any more."""
         self.servers[index].kill()

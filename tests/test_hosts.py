@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command_line import MODEL, is_alive
-from host_pair import two_hosts
+from host_pair import Pair, two_hosts
 
 from gemsc.errors import GemscError
 from gemsc.launch import hosts as of_hosts
@@ -199,10 +200,10 @@ def test_hydra_uses_ssh(use_mpirun):
 TELLS = """
 
 def tell():
-    import os, socket, sys
+    import os, socket
     text = f"{os.environ['MY_DATA']} {os.environ.get('OMP_NUM_THREADS')}"
-    text += f" {'GLIBC_TUNABLES' in os.environ} {os.getpid()}"
-    open(f"on-{socket.gethostname()}", "w").write(text)
+    text += f" {'GLIBC_TUNABLES' in os.environ}"
+    open(f"on-{socket.gethostname()}-{os.getpid()}", "w").write(text)
 
 
 tell()
@@ -210,56 +211,61 @@ tell()
 
 
 @pytest.fixture
-def program(command, monkeypatch):
-    Path("model.py").write_text(MODEL)
-    monkeypatch.setenv("MY_DATA", "x y")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert command("compile", "model.py", "-o", "program").code == 0
-    return Path("program")
+def compile_for(command, monkeypatch) -> Callable[..., tuple[str, ...]]:
+    """Compile a program whose ranks say where they are, and return how to run it."""
+
+    def compile_for(pair: Pair, slots: int) -> tuple[str, ...]:
+        Path("model.py").write_text(MODEL)
+        monkeypatch.setenv("MY_DATA", "x y")
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        words = "compile", "model.py", "--data", slots, "-o", "program"
+        assert command(*words).code == 0
+        add_to_ranks(TELLS)
+        hosts = ",".join(f"{address}:{slots}" for address in pair.addresses)
+        return "gemsc", "run", "program", "--steps", "1", "--hosts", hosts
+
+    return compile_for
 
 
-def add_to_ranks(program: Path, text: str) -> None:
-    for rank in (0, 1):
-        with (program / f"rank{rank}.py").open("a") as file:
-            file.write(text)
+def add_to_ranks(text: str) -> None:
+    for path in Path("program").glob("rank*.py"):
+        path.write_text(path.read_text() + text)
 
 
 @pytest.mark.mpi
-def test_a_job_on_two_hosts(program, tmp_path):
-    add_to_ranks(program, TELLS)
+def test_a_job_on_two_hosts(compile_for, tmp_path):
     with two_hosts(tmp_path) as pair:
-        where = ",".join(pair.addresses)
-        code, out, err = pair.run(0, "gemsc", "run", program, "--hosts", where)
+        code, out, err = pair.run(0, *compile_for(pair, 1))
         assert (code, err) == (0, "")
         assert "accuracy" in out
         for space in pair.spaces:
-            assert Path(f"on-{space}").read_text().startswith("x y None True")
+            told = [path.read_text() for path in Path().glob(f"on-{space}-*")]
+            assert told == ["x y None True"]
 
 
 @pytest.mark.mpi
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["gemsc", "mpirun"])
-def test_ranks_on_another_host_end_with_the_command(program, tmp_path, victim):
-    add_to_ranks(program, TELLS + "import time\ntime.sleep(60)\n")
+def test_ranks_on_another_host_end_with_the_command(compile_for, tmp_path, victim):
     with two_hosts(tmp_path) as pair:
-        where = ",".join(pair.addresses)
-        process = pair.popen(0, "gemsc", "run", program, "--hosts", where)
-        told = [Path(f"on-{space}") for space in pair.spaces]
-        until(lambda: all(map(Path.exists, told)))
-        ranks = [int(path.read_text().split()[-1]) for path in told]
-        number = process.pid
-        if victim == "mpirun":
-            asked = subprocess.check_output(["pgrep", "-P", str(number)], text=True)
-            number = int(asked.split()[0])
-        os.kill(number, signal.SIGKILL)
-        until(lambda: not any(map(is_alive, ranks)))
-        process.communicate()
-        _, left, _ = pair.run(1, "ls", "/dev/shm")
-        assert left == ""
+        words = compile_for(pair, 2)
+        add_to_ranks("import time\ntime.sleep(100)\n")
+        with pair.popen(0, *words) as process:
+            until(lambda: len(list(Path().glob("on-*"))) == 4)
+            ranks = [int(path.name.split("-")[-1]) for path in Path().glob("on-*")]
+            assert all(map(is_alive, ranks))
+            assert os.listdir(pair.memory(1))
+            number = process.pid
+            if victim == "mpirun":
+                asked = subprocess.check_output(["pgrep", "-P", str(number)], text=True)
+                number = int(asked.split()[0])
+            os.kill(number, signal.SIGKILL)
+            until(lambda: not any(map(is_alive, ranks)))
+            until(lambda: not os.listdir(pair.memory(1)))
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + 20
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
