@@ -11,7 +11,7 @@ from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, parse_hosts, read_hostfile
 from gemsc.runtime.training.arguments import Parser, parse_arguments
 
-__all__ = ["Launch", "split_arguments"]
+__all__ = ["Launch", "read_launch"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Launch:
     restarts: int = 0
 
 
-def split_arguments(
+def read_launch(
     arguments: Sequence[str],
 ) -> tuple[Launch, list[str], argparse.Namespace]:
     """Return how to start the ranks, their arguments, and these as the ranks read them.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gemsc.launch.arguments import split_arguments
+from gemsc.launch.arguments import read_launch
 from gemsc.launch.hosts import Host, check_hosts, is_here, share_out
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
@@ -28,7 +28,7 @@ def start(
         GemscError: the program cannot run; nothing has been started.
     """
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
-    how, rest, options = split_arguments(arguments)
+    how, rest, options = read_launch(arguments)
     if options.resume is not None:
         check_checkpoint(options.resume, plan.ranks)
     hosts = _places(how.hosts, plan.ranks, directory)
