@@ -23,11 +23,11 @@ from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import choose_device
 from gemsc.runtime.training import checkpoint
 from gemsc.runtime.training.program_directory import check_dtype
-from gemsc.runtime.training.requests import Requests
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankPlace, RankProgram
+from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.read import read_tensors
@@ -106,7 +106,6 @@ class Trainer:
         self.device = streams.device
         self.callbacks: list[Any] = [*callbacks]  # each a Callback: it knows Trainer
         self.epoch = 0
-        self.requests = Requests()
         self._has_started = False
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
@@ -188,6 +187,11 @@ class Trainer:
     def step_number(self) -> int:
         """How many steps are done since the first start."""
         return self.worker.steps.done
+
+    @property
+    def requests(self) -> Requests:
+        """What this rank asks all for; see `Requests`."""
+        return self.worker.requests
 
     def start(self) -> None:
         """Tell the callbacks that training starts, once; `step` calls it, too."""

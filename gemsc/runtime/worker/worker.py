@@ -27,6 +27,7 @@ from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
+from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
@@ -74,6 +75,7 @@ class Worker:
         self.place = place
         self.float_dtype = float_dtype
         self.status = Status(place.world_rank)
+        self.requests = Requests()
         self.steps = Steps(
             program, place, accumulate=accumulate, float_dtype=float_dtype
         )
