@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+import math
 import operator
 import random
 from typing import Any
@@ -17,8 +18,8 @@ from record_support import Model, X, checked, mean, names, targets
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gemsc.errors import GemscError
-from gemsc.frontend import record
+from gemsc.errors import GemscError, InternalError
+from gemsc.frontend import check, gradients, record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Slot
@@ -401,6 +402,95 @@ def test_the_check_catches_a_missing_buffer_update() -> None:
     program.graph.erase_node(node)
     with pytest.raises(GemscError, match="buffer count differs"):
         check_against_eager(program, model, (X,), mean)
+
+
+def clamp(self: Any, x: Any) -> Any:
+    with torch.no_grad():
+        self.fc.weight[:2].clamp_(-0.1, 0.1)
+    return self.fc(x)
+
+
+def shrink(self: Any, x: Any) -> Any:
+    self.fc.weight.data.mul_(0.5)
+    return self.fc(x)
+
+
+def look_up(self: Any, x: Any) -> Any:
+    return self.fc(x) + self.table(torch.arange(3))
+
+
+@pytest.mark.parametrize("forward", [clamp, shrink, look_up])
+def test_the_check_leaves_weights_that_forward_changes(forward: Any) -> None:
+    model = Model(forward, table=nn.Embedding(4, 4, max_norm=0.01))
+    before = fingerprint(model)
+    program = record(model, (X,), loss=mean)
+    check_against_eager(program, model, (X,), mean)
+    assert fingerprint(model) == before
+
+
+def test_the_check_takes_weights_that_a_layer_changes_unseen_for_its_own() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            if not torch.compiler.is_compiling() and type(x) is torch.Tensor:
+                self.weight.detach().mul_(0.5)
+            return super().forward(x)
+
+    model = Model(lambda self, x: self.own(x), own=Scaled(4, 4))
+    program = record(model, (X,), loss=mean)
+    with pytest.raises(InternalError, match="changes 'own"):
+        check_against_eager(program, model, (X,), mean)
+
+
+class _Off(torch.autograd.Function):
+    """Another gradient in the eager run than in the graph, in one element of many."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        grad = grad.clone()
+        grad[-1] *= _Off.factor
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (1.0, ""),
+        (1.0 + 1e-7, ""),
+        (1.01, "the gradient of gains differs by 1.0e-02 of"),
+        (math.nan, "the gradient of gains is finite in one and not in the other"),
+    ],
+)
+def test_the_check_compares_every_chunk(
+    factor: float, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "CHUNK", 7)
+
+    def forward(self: Any, x: Any) -> Any:
+        return (_Off.apply(self.gains) * x).sum()
+
+    model = Model(forward)
+    model.register_parameter("gains", nn.Parameter(torch.ones(100)))
+    x = torch.ones(100)
+    program = record(model, (x,), loss=mean)
+    runs = iter((1.0, factor))
+
+    def run(*args: Any) -> Any:
+        _Off.factor = next(runs)
+        return original(*args)
+
+    original = check._finish
+    monkeypatch.setattr(check, "_finish", run)
+    if not message:
+        check_against_eager(program, model, (x,), mean)
+        return
+    with pytest.raises(GemscError, match=message):
+        check_against_eager(program, model, (x,), mean)
 
 
 def test_partial_functions_can_be_losses() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,19 +15,22 @@ from torch import fx, nn
 from gemsc.base.nests import map_tensors, normalize_inputs, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError, InternalError, SourceLocation
 from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
+from gemsc.frontend.gradients import Gradients, chunks_of
 from gemsc.frontend.values import returned
+from gemsc.ir.holder import attribute
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import location
+from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 
 __all__ = ["check_against_eager"]
 
 _SEED = 0
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
-_GRADIENT = "the gradient of "
 # A gradient that is zero but for rounding (a bias before a BatchNorm) has no scale of
 # its own: it is also measured by this part of the largest gradient.
 _NOISE = 0.1
@@ -36,8 +41,28 @@ _HALF_TOLERANCE = 1e-3
 class _Results:
     """Everything that one step gives, under names for people."""
 
-    tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     locations: dict[str, SourceLocation | None] = field(default_factory=dict)
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    gradients: Gradients = field(default_factory=Gradients)
+
+    def watch(self, prefix: str, owner: nn.Module) -> None:
+        """Take the gradients of a module from now on."""
+        self.owners[prefix] = owner
+        for name, parameter in owner.named_parameters(prefix):
+            self.gradients.watch(name, parameter)
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of all parameters."""
+        pairs = self.owners.items()
+        return [name for prefix, o in pairs for name, _ in o.named_parameters(prefix)]
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now."""
+        pairs = self.owners.items()
+        return {name: b for prefix, o in pairs for name, b in o.named_buffers(prefix)}
 
 
 def check_against_eager(
@@ -53,15 +78,19 @@ def check_against_eager(
 
     Outputs, loss, the gradient of each parameter and each buffer after the step must
     be equal, bit for bit or within the rounding of the dtype. Activation checkpoints
-    are off in the model, as they are in the program.
+    are off in the model, as they are in the program. The copies share the memory of
+    parameters that nothing writes to, and gradients wait in a file: it takes the
+    memory of one step's activations and of the largest gradient.
 
     Raises:
         GemscError: names the first thing that differs.
     """
     inputs = normalize_inputs(inputs)
+    shared = _shared(program)
+    versions = {name: parameter._version for name, parameter in shared.items()}
     try:
-        eager_model, eager_loss = copy.deepcopy((model, loss))
-        graph_module = copy.deepcopy(_holder(program.module))
+        eager_model, eager_loss = copy.deepcopy((model, loss), _memo(shared))
+        graph_module = copy.deepcopy(_holder(program.module), _memo(shared))
     except Exception as error:
         raise GemscError(
             f"the model cannot be copied: {type(error).__name__}: {error}",
@@ -77,7 +106,48 @@ def check_against_eager(
         with failures("the traced graph fails", code):
             values = {"input": _copied(inputs), "target": _copied(target)}
             actual = _run_graph(program, graph_module, values)
+    for name, parameter in shared.items():
+        if parameter._version != versions[name]:
+            raise InternalError(f"the model changes '{name}', which its graph does not")
     _compare(actual, expected)
+
+
+def _shared(program: Program) -> dict[str, nn.Parameter]:
+    """Return the parameters that no forward writes to: their copies need no memory."""
+    module = program.module
+    written = {
+        id(attribute(module, str(source.target)))
+        for node in program.graph.nodes
+        for source in map(_source, mutated_inputs(node, module))
+        if source.op == "get_attr"
+    }
+    for layer in module.modules():
+        if getattr(layer, "max_norm", None) is not None:  # of an embedding
+            written |= {id(parameter) for parameter in layer.parameters()}
+    for opaque in opaques(module).values():
+        written |= {id(parameter) for parameter in opaque.module.parameters()}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if type(parameter) is nn.Parameter and id(parameter) not in written
+    }
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the tensor that a value may be a view of."""
+    while node.op.startswith("call_") and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _memo(shared: dict[str, nn.Parameter]) -> dict[int, Any]:
+    """Return what `deepcopy` takes for these parameters: others on the same memory."""
+    memo: dict[int, Any] = {}
+    for parameter in shared.values():
+        new = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        new.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = new
+    return memo
 
 
 def _holder(module: nn.Module) -> nn.Module:
@@ -106,21 +176,23 @@ def _copied(values: Any) -> Any:
 
 
 def _run_eager(model: nn.Module, inputs: Any, loss: Any, target: Any) -> _Results:
+    results = _Results()
+    results.watch("", model)
+    if isinstance(loss, nn.Module):
+        results.watch(LOSS, loss)
     torch.manual_seed(_SEED)
     output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     outputs = tuple(returned(output).tensors)
     value = None
     if loss is not None:
         value = loss(output) if target is None else loss(output, target)
-    results = _Results()
     _finish(results, outputs, value)
-    _add_state(results, model, "")
-    if isinstance(loss, nn.Module):
-        _add_state(results, loss, f"{LOSS}.")
     return results
 
 
 def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
+    results = _Results()
+    results.watch("", module)
     torch.manual_seed(_SEED)
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     tensors = dict(tensor_leaves(fed))
@@ -128,14 +200,14 @@ def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
         placeholders[given.name]: tensors[given.path] for given in program.inputs
     }
     run_nodes(program.graph.nodes, values, module)
-    results = _Results()
     for index, node in enumerate(program.outputs):
         results.locations[f"output {index}"] = location(node)
     if program.loss is not None:
         results.locations["the loss"] = location(program.loss)
     loss = None if program.loss is None else values[program.loss]
-    _finish(results, tuple(values[node] for node in program.outputs), loss)
-    _add_state(results, module, "")
+    outputs = tuple(values[node] for node in program.outputs)
+    values.clear()
+    _finish(results, outputs, loss)
     return results
 
 
@@ -154,66 +226,88 @@ def _finish(
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _add_state(results: _Results, module: nn.Module, prefix: str) -> None:
-    for name, parameter in module.named_parameters():
-        results.tensors[f"{_GRADIENT}{prefix}{name}"] = parameter.grad
-    for name, buffer in module.named_buffers():
-        results.tensors[f"buffer {prefix}{name}"] = buffer
-
-
 def _compare(actual: _Results, expected: _Results) -> None:
-    gradients = (
-        float(tensor.abs().max())
-        for name, tensor in expected.tensors.items()
-        if name.startswith(_GRADIENT) and tensor is not None and tensor.numel()
-    )
-    noise = _NOISE * max(gradients, default=0.0)
-    for name, want in expected.tensors.items():
-        floor = noise if name.startswith(_GRADIENT) else 0.0
-        problem = _difference(actual.tensors.get(name), want, floor)
-        if problem:
-            raise GemscError(
-                f"the traced graph does not reproduce the model: {name} {problem}",
-                at=actual.locations.get(name),
-                help="try --frontend export",
-            )
+    have, want = actual.gradients, expected.gradients
+
+    @cache
+    def noise() -> float:
+        return _NOISE * max((want.largest(name) for name in want), default=0.0)
+
+    for name, tensor in expected.tensors.items():
+        _report(name, _difference(actual.tensors.get(name), tensor), actual)
+    for name in expected.parameters:
+        _report(f"the gradient of {name}", _unlike(have, want, name, noise), actual)
+    buffers = actual.buffers
+    for name, buffer in expected.buffers.items():
+        _report(f"buffer {name}", _difference(buffers.get(name), buffer), actual)
 
 
-def _difference(
-    have: torch.Tensor | None, want: torch.Tensor | None, floor: float
-) -> str | None:
-    if have is None or want is None:
-        return None if have is want else f"is {_word(have)} instead of {_word(want)}"
-    if have.shape != want.shape or have.dtype != want.dtype:
-        return (
-            f"is {have.dtype} {list(have.shape)} instead of "
-            f"{want.dtype} {list(want.shape)}"
+def _report(name: str, problem: str | None, actual: _Results) -> None:
+    if problem:
+        raise GemscError(
+            f"the traced graph does not reproduce the model: {name} {problem}",
+            at=actual.locations.get(name),
+            help="try --frontend export",
         )
-    if have.layout is not torch.strided:
-        have, want = have.to_dense(), want.to_dense()
-    if torch.equal(have, want):
-        return None
-    if not (want.is_floating_point() or want.is_complex()):
-        return "differs"
-    return _relative_difference(have, want, floor)
 
 
-def _relative_difference(
-    have: torch.Tensor, want: torch.Tensor, floor: float
+def _difference(have: torch.Tensor | None, want: torch.Tensor) -> str | None:
+    if have is None:
+        return "is missing instead of there"
+    kinds = ((tensor.dtype, tuple(tensor.shape)) for tensor in (have, want))
+    return _other_kind(*kinds) or _other_numbers(
+        lambda: chunks_of(have), lambda: chunks_of(want), want.dtype
+    )
+
+
+def _unlike(
+    have: Gradients, want: Gradients, name: str, floor: Callable[[], float]
 ) -> str | None:
-    tolerance = _TOLERANCES.get(want.dtype, _HALF_TOLERANCE)
-    if torch.allclose(have, want, rtol=0.0, atol=0.0, equal_nan=True):
+    if name not in have or name not in want:
+        words = [("missing", "there")[name in each] for each in (have, want)]
+        return None if words[0] == words[1] else f"is {words[0]} instead of {words[1]}"
+    return _other_kind(have.kind(name), want.kind(name)) or _other_numbers(
+        lambda: have.chunks(name),
+        lambda: want.chunks(name),
+        want.kind(name)[0],
+        floor,
+    )
+
+
+_Kind = tuple[torch.dtype, tuple[int, ...]]
+_Chunks = Callable[[], Iterator[torch.Tensor]]
+
+
+def _other_kind(have: _Kind, want: _Kind) -> str | None:
+    if have == want:
         return None
-    finite = torch.isfinite(want)
-    if not torch.equal(finite, torch.isfinite(have)) or not finite.any():
+    return f"is {have[0]} {list(have[1])} instead of {want[0]} {list(want[1])}"
+
+
+def _other_numbers(
+    have: _Chunks,
+    want: _Chunks,
+    dtype: torch.dtype,
+    floor: Callable[[], float] = lambda: 0.0,
+) -> str | None:
+    """Compare the numbers, chunk by chunk; say by how much they differ."""
+    if all(map(torch.equal, have(), want())):
+        return None
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return "differs"
+    is_equal, are_finite, scale, largest = True, True, -math.inf, 0.0
+    for mine, theirs in zip(have(), want(), strict=True):
+        finite = theirs.isfinite()
+        is_equal &= torch.allclose(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)
+        are_finite &= torch.equal(finite, mine.isfinite())
+        if finite.any():
+            scale = max(scale, float(theirs[finite].abs().max()))
+            largest = max(largest, float((mine - theirs)[finite].abs().max()))
+    if is_equal:
+        return None
+    if not are_finite or scale < 0:
         return "is finite in one and not in the other"
-    scale = float(want[finite].abs().max())
-    largest = float((have[finite] - want[finite]).abs().max())
-    if largest <= tolerance * max(scale, floor):
+    if largest <= _TOLERANCES.get(dtype, _HALF_TOLERANCE) * max(scale, floor()):
         return None
     relative = largest / scale if scale else math.inf
     return f"differs by {relative:.1e} of its largest element"
-
-
-def _word(tensor: torch.Tensor | None) -> str:
-    return "missing" if tensor is None else "there"
