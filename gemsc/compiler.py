@@ -24,6 +24,7 @@ from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
 from gemsc.frontend.optimizer import check_optimizer
+from gemsc.frontend.precision import autocast_of
 from gemsc.ir.flow import owned_tensors
 from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
@@ -121,6 +122,7 @@ def compile(
             example_target=example_target,
             optimizer=optimizer,
             frontend=options.frontend,
+            precision=options.precision,
             check=options.check,
             hardware=read_hardware(options.hardware),
             profile=options.profile,
@@ -148,6 +150,7 @@ def trace(
     example_target: Any = None,
     optimizer: Factory | None = None,
     frontend: str = "record",
+    precision: str = "float32",
     check: bool = True,
     evaluates: bool = True,
     hardware: Hardware | None = None,
@@ -162,13 +165,14 @@ def trace(
     """
     record = choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
+    how = {**feed, "autocast": autocast_of(model, precision)}
     trains, run = loss is not None, Runs(after_each)
 
     def compare(program: Program) -> None:
         check_against_eager(program, model, example_inputs, **feed, training=trains)
 
     def prepared(opaque: Mapping[str, Opaque]) -> Program:
-        program = record(model, example_inputs, training=trains, opaque=opaque, **feed)
+        program = record(model, example_inputs, training=trains, opaque=opaque, **how)
         annotate = Annotate(device=hardware.device if hardware else None)
         try:
             cut = SeparateTowers(), DetectSkips(), GroupBlocks()
@@ -198,7 +202,7 @@ def trace(
         if not evaluates:
             return Traced(program, program, None)
         known = opaques(program.module)
-        evaluation = record(model, example_inputs, training=False, opaque=known, **feed)
+        evaluation = record(model, example_inputs, training=False, opaque=known, **how)
         found = opaques(evaluation.module)
         if found.keys() != known.keys():  # what is not cut in one mode is in neither
             program = prepared(found)

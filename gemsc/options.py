@@ -14,6 +14,7 @@ from gemsc.errors import GemscError
 __all__ = [
     "AUTO",
     "BALANCES",
+    "PRECISIONS",
     "TRUNKS",
     "CompileOptions",
     "choose",
@@ -25,6 +26,7 @@ __all__ = [
 Entry = TypeVar("Entry")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
+PRECISIONS = ("float32", "bfloat16", "float16")
 TRUNKS = ("auto", "whole", "batch", "sequence")
 AUTO = -1  # a number that is left to the compiler
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
@@ -51,6 +53,8 @@ class CompileOptions:
     `branches` is like it, on the same ranks where a stage has both.
     `hardware` "" is one core of a CPU. `recompute` and `offload` "auto" take as few
     blocks as `device_memory` requires, "all" every block where that frees anything.
+    `precision` "bfloat16" or "float16" computes within `torch.autocast`; weights and
+    their gradients stay in float32.
     """
 
     ranks: int = option(2, "processes that hold one replica of the model")
@@ -68,6 +72,7 @@ class CompileOptions:
     )
     placement: str = option("natural")
     frontend: str = option("record")
+    precision: str = option("float32")
     device_memory: int | None = option(
         None, "memory limit of each rank, for example 16GiB", unit="bytes"
     )
@@ -285,6 +290,7 @@ class CompileOptions:
                         help=f"give one number for every stage, --{name} 2, or one for "
                         f"each stage: --{name} 2,1,4",
                     )
+        choose("precision", self.precision, dict.fromkeys(PRECISIONS))
         choose("trunk", self.trunk, dict.fromkeys(TRUNKS))
         for name in ("trunk", "whole"):
             value = getattr(self, name)

@@ -220,6 +220,11 @@ class Plan:
         return head + tomli_w.dumps(_without_none(asdict(plan)))
 
     @property
+    def precision(self) -> str:
+        """What stages compute in within `torch.autocast`; "float32" without it."""
+        return str(self.options.get("precision", "float32"))
+
+    @property
     def batch_size(self) -> int:
         """The samples of one step, over all copies of the model."""
         return self.data * self.micro_batches * self.micro_batch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,15 +11,44 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "Autocast",
     "as_real",
+    "autocasting",
     "cast",
     "cast_module",
+    "current_autocast",
     "default_dtype",
     "is_real",
+    "lowered",
     "model_dtype",
     "other_dtype",
     "within",
 ]
+
+
+Autocast = tuple[str, torch.dtype]  # type of device, and what matrices multiply in
+
+
+def autocasting(autocast: Autocast | None) -> AbstractContextManager[Any]:
+    """Compute in mixed precision, or as it is written for None: `torch.autocast`."""
+    if autocast is None:
+        return nullcontext()
+    device, dtype = autocast
+    return torch.autocast(device, dtype=dtype)
+
+
+def current_autocast(device: torch.device) -> Autocast | None:
+    """Return what is on, for `autocasting` later."""
+    kind = device.type
+    is_on = torch.is_autocast_enabled(kind)
+    return (kind, torch.get_autocast_dtype(kind)) if is_on else None
+
+
+def lowered(tensor: Tensor) -> Tensor:
+    """Return what autocast, if it is on, takes of an argument of a matrix product."""
+    autocast = current_autocast(tensor.device)
+    is_wide = not tensor.is_floating_point() or tensor.dtype is torch.float64
+    return tensor if autocast is None or is_wide else tensor.to(autocast[1])
 
 
 def is_real(dtype: torch.dtype) -> bool:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from gemsc.base.dtypes import lowered
+
 __all__ = ["WeightedCall", "WeightedCalls"]
 
 _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
@@ -35,7 +37,8 @@ class WeightedCall:
     """A call of a convolution or a linear layer.
 
     `shape` is (stride, padding, dilation, transposed, output_padding, groups) of a
-    convolution, as `torch.ops.aten.convolution` takes it; () of a linear layer.
+    convolution, as `torch.ops.aten.convolution` takes it; () of a linear layer. Weight
+    and bias are taken in the dtype of the input, as under autocast.
     """
 
     weight: Tensor
@@ -44,9 +47,11 @@ class WeightedCall:
 
     def run(self, x: Tensor) -> Tensor:
         """Return what the layer computes of x."""
+        weight = self.weight.to(x.dtype)
+        bias = self.bias.to(x.dtype) if self.bias is not None else None
         if not self.shape:
-            return F.linear(x, self.weight, self.bias)
-        return torch.convolution(x, self.weight, self.bias, *self.shape)
+            return F.linear(x, weight, bias)
+        return torch.convolution(x, weight, bias, *self.shape)
 
     def with_constants(self) -> WeightedCall:
         """Return the call of a weight and a bias that need no gradients."""
@@ -60,24 +65,30 @@ class WeightedCall:
         with_bias = self.bias is not None and self.bias.requires_grad
         if not self.shape:
             rows = _rows(gradient)
-            return rows.t().mm(_rows(x)), rows.sum(0) if with_bias else None
+            weight, bias = rows.t().mm(_rows(x)), rows.sum(0) if with_bias else None
+            return self._as_own(weight, bias)
         _, weight, bias = torch.ops.aten.convolution_backward(
             gradient,
             x,
-            self.weight,
+            self.weight.to(x.dtype),
             [self.bias.numel()] if self.bias is not None else None,
             *self.shape,
             [False, True, with_bias],
         )
-        return weight, bias if with_bias else None
+        return self._as_own(weight, bias if with_bias else None)
+
+    def _as_own(
+        self, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = self.weight.dtype
+        return weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
 class WeightedCalls(TorchFunctionMode):
     """While it is on, `seen(call, input)` computes what calls that train a weight do.
 
-    Left alone are calls under autocast, whose weights are copies; paddings given by
-    name; inputs without a batch; weights that are computed, not parameters; those with
-    hooks, which autograd calls.
+    Left alone are paddings given by name; inputs without a batch; weights that are
+    computed, not parameters; those with hooks, which autograd calls.
     """
 
     def __init__(self, seen: Callable[[WeightedCall, Tensor], Tensor]) -> None:
@@ -99,10 +110,8 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
     names = _TRANSPOSED if transposed else _NAMES
     given = dict(zip(names, args, strict=False)) | kwargs
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    device = x.device.type
     if (
         not torch.is_grad_enabled()
-        or torch.is_autocast_enabled(device)
         or not (isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad)
         or not (bias is None or bias.is_leaf)
         or any(_has_hooks(each) for each in (weight, bias) if each is not None)
@@ -120,7 +129,7 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
             _each(given.get("output_padding", 0), dims),
             given.get("groups", 1),
         )
-    return WeightedCall(weight, bias, shape), x
+    return WeightedCall(weight, bias, shape), lowered(x)
 
 
 def _has_hooks(tensor: Tensor) -> bool:

@@ -39,6 +39,7 @@ COMPARED = (
     "micro_batches",
     "balance",
     "placement",
+    "precision",
     "device_memory",
     "hardware",
     "profile",
@@ -183,6 +184,7 @@ def _plan(
         traced = trace(
             **given,
             frontend=options.frontend,
+            precision=options.precision,
             check=False,
             evaluates=False,
             hardware=read_hardware(options.hardware),

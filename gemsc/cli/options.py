@@ -13,7 +13,16 @@ import typer
 from gemsc.base.units import parse_bytes
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
-from gemsc.options import AUTO, BALANCES, TRUNKS, CompileOptions, flag, text_of, typed
+from gemsc.options import (
+    AUTO,
+    BALANCES,
+    PRECISIONS,
+    TRUNKS,
+    CompileOptions,
+    flag,
+    text_of,
+    typed,
+)
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
 
@@ -27,6 +36,7 @@ NAMES = {
     "balance": BALANCES,
     "placement": ("natural", "auto", *PLACEMENTS),
     "frontend": tuple(FRONTENDS),
+    "precision": PRECISIONS,
     "trunk": TRUNKS,
 }
 

@@ -145,6 +145,8 @@ class Constants:
                 line(f"tiles=Tiles({form}, tile={text.tile}),")
             if opaques(text.program.module):
                 line("depends_on_data=True,  # some gradients may be absent")
+            if text.program.autocast is not None:
+                line(f"precision={text.program.autocast[1]},  # of matrix products")
             line(f"train_step={'train_step' if trains else None},")
             line("eval_step=eval_step,")
         line(")")

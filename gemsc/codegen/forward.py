@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.dtypes import is_real
+from gemsc.base.dtypes import Autocast, is_real
 from gemsc.codegen.exchanges import note_of
 from gemsc.codegen.expressions import Named, access, expression, quoted
 from gemsc.codegen.rank_text import Segments, StageText
@@ -115,7 +115,9 @@ def _write_forward(
         if any(map(_mentions_dtype, here)):
             source, dtype = _dtype_source(stage, flow, local)
             writer.line(f"dtype = {source}")
-        if _mentions_device(here):
+        around = stage.program.autocast
+        alone = around and any(meta.region(n).autocast is None for n in here)
+        if alone or _mentions_device(here):
             source = local[flow.takes[0]] if flow.takes else "next(self.parameters())"
             writer.line(f"device = {source}.device")
         _Body(writer, stage, flow, names, local, named, dtype).write(sections)
@@ -225,7 +227,7 @@ class _Body:
 
     def _write_nodes(self, nodes: Sequence[fx.Node]) -> None:
         for region, run in _runs(nodes):
-            with _modes(self.writer, region):
+            with _modes(self.writer, region, self.stage.program.autocast):
                 for node in run:
                     self._add(node)
                 self._flush()
@@ -395,13 +397,18 @@ def _runs(nodes: Sequence[fx.Node]) -> Iterator[tuple[meta.Region, list[fx.Node]
 
 
 @contextmanager
-def _modes(writer: Writer, region: meta.Region) -> Iterator[None]:
+def _modes(
+    writer: Writer, region: meta.Region, around: Autocast | None
+) -> Iterator[None]:
+    """Write what differs from the modes in which a rank runs a stage."""
     modes: list[str] = []
     if not region.grad:
         modes.append("torch.no_grad()")
-    if region.autocast is not None:
+    if region.autocast is not None and region.autocast != around:
         device, dtype = region.autocast
         modes.append(f"torch.autocast({quoted(device)}, dtype={dtype})")
+    if region.autocast is None and around is not None:
+        modes.append("torch.autocast(device.type, enabled=False)")
     if region.draw is not None:
         modes.append(f"tiles.own_numbers({region.draw})")
     if not modes:

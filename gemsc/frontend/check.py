@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from gemsc.base.dtypes import Autocast, autocasting
 from gemsc.base.nests import map_tensors, normalize_inputs, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
@@ -102,7 +103,8 @@ def check_against_eager(
         code = check_against_eager.__code__
         with failures("the model fails in eager mode", code):
             fed = _copied(inputs), _copied(target)
-            expected = _run_eager(eager_model, fed[0], eager_loss, fed[1])
+            autocast = program.autocast
+            expected = _run_eager(eager_model, fed[0], eager_loss, fed[1], autocast)
         with failures("the traced graph fails", code):
             values = {"input": _copied(inputs), "target": _copied(target)}
             actual = _run_graph(program, graph_module, values)
@@ -175,17 +177,20 @@ def _copied(values: Any) -> Any:
     return map_tensors(values, copied)
 
 
-def _run_eager(model: nn.Module, inputs: Any, loss: Any, target: Any) -> _Results:
+def _run_eager(
+    model: nn.Module, inputs: Any, loss: Any, target: Any, autocast: Autocast | None
+) -> _Results:
     results = _Results()
     results.watch("", model)
     if isinstance(loss, nn.Module):
         results.watch(LOSS, loss)
     torch.manual_seed(_SEED)
-    output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    outputs = tuple(returned(output).tensors)
     value = None
-    if loss is not None:
-        value = loss(output) if target is None else loss(output, target)
+    with autocasting(autocast):
+        output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+        outputs = tuple(returned(output).tensors)
+        if loss is not None:
+            value = loss(output) if target is None else loss(output, target)
     _finish(results, outputs, value)
     return results
 

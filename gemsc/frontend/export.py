@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gemsc.base.dtypes import Autocast
 from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
@@ -44,6 +45,7 @@ def export(
     training: bool = True,
     name: str | None = None,
     opaque: Mapping[str, Opaque] | None = None,
+    autocast: Autocast | None = None,
 ) -> Program:
     """Return the program of `loss(model(*inputs), target)`, or of the model alone.
 
@@ -52,8 +54,14 @@ def export(
     into: `opaque`, what `record` found, is empty.
 
     Raises:
-        GemscError: at the user's line if torch.export gives one.
+        GemscError: at the user's line if torch.export gives one; with `autocast`, of
+            which its nodes would know nothing.
     """
+    if autocast is not None:
+        raise GemscError(
+            "--frontend export traces in the precision of the weights only",
+            help="use --frontend record, or leave out --precision",
+        )
     given = normalize_inputs(inputs)
     reject_unsupported(model)
     with preserve_rng():

@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from gemsc.base.dtypes import default_dtype, other_dtype, within
+from gemsc.base.dtypes import (
+    Autocast,
+    autocasting,
+    default_dtype,
+    other_dtype,
+    within,
+)
 from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
@@ -60,6 +66,7 @@ class _Request:
     target: Any
     training: bool
     opaque: Mapping[str, Opaque]
+    autocast: Autocast | None = None
     dtype: torch.dtype | None = None
 
 
@@ -82,6 +89,7 @@ def record(
     training: bool = True,
     name: str | None = None,
     opaque: Mapping[str, Opaque] | None = None,
+    autocast: Autocast | None = None,
 ) -> Program:
     """Return the program of `loss(model(*inputs), target)`, or of the model alone.
 
@@ -90,7 +98,8 @@ def record(
     the runs cannot be compiled. A third run, in another floating-point type, shows
     which dtypes came from a tensor. A submodule whose forward depends on data becomes
     one node; it runs for real, on another copy. `opaque` are such modules of the model
-    in its other mode: they are so in this one too.
+    in its other mode: they are so in this one too. All of this happens within
+    `autocast`.
 
     Raises:
         GemscError: at the user's line, for whatever cannot be traced.
@@ -100,8 +109,8 @@ def record(
     if isinstance(loss, nn.Module):
         reject_unsupported(loss)
     leaves = Leaves(*subject)
-    request = _Request(*subject, leaves.found)
-    with preserve_rng():
+    request = _Request(*subject, leaves.found, autocast)
+    with preserve_rng(), autocasting(autocast):
         leaves.take(opaque or {})
         trace = None
         while trace is None:
@@ -403,6 +412,7 @@ def _program(request: _Request, trace: _Trace, name: str) -> Program:
         sources=tuple(sorted(files)),
         frozen=trace.frozen,
         only_dtype=trace.only_dtype,
+        autocast=request.autocast,
         aliases=aliases,
     )
 

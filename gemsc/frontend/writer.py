@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ class GraphWriter:
         source = self.node_of(new)
         target = self._get_attr(name, old)
         node = self.graph.call_method("copy_", (target, source))
-        self._finish(node, old, Region(grad=False))
+        self._finish(node, old, replace(_region(), grad=False))
 
     def output(self, loss: torch.Tensor | None, outputs: list[fx.Node]) -> None:
         """End the graph."""

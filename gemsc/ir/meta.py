@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from gemsc.base.dtypes import Autocast
 from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.layout import Layout
 from gemsc.runtime.tiles.collectives import TileGrid
@@ -84,7 +85,7 @@ class Region:
     """
 
     grad: bool = True
-    autocast: tuple[str, torch.dtype] | None = None
+    autocast: Autocast | None = None
     draw: int | None = None
 
 

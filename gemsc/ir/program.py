@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from gemsc.base.cost import StateBytes
+from gemsc.base.dtypes import Autocast
 from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.base.parts import Part
 from gemsc.errors import InternalError, SourceLocation
@@ -201,7 +202,7 @@ class Program:
     `aliases` maps each further name of a tied parameter to its first name.
     `frozen` are the paths of layers that stay in eval mode while the model trains.
     `only_dtype` says why the program can run in the dtype of the trace only, "" if it
-    can run in others.
+    can run in others. `autocast` is what it runs within, where precision is mixed.
     `optimizer_bytes` is the state that the optimizer keeps of each parameter; those in
     `updated_whole()` it does not update element by element, which is tried when it is
     first asked for. Where ranks that hold the same parameters share the update,
@@ -227,6 +228,7 @@ class Program:
     frozen: frozenset[str] = frozenset()
     aliases: dict[str, str] = field(default_factory=dict)
     only_dtype: str = ""
+    autocast: Autocast | None = None
     towers: tuple[tuple[fx.Node, ...], ...] | None = None
     skips: tuple[Skip, ...] | None = None
     blocks: tuple[Block, ...] | None = None

@@ -15,7 +15,6 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy, with_graph
 from gemsc.ir.interpret import run_node
-from gemsc.ir.meta import Region
 from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
@@ -256,7 +255,8 @@ class _Rewriter:
             value=meta.value(source),
             location=meta.location(before),
             module_path=meta.module_path(before),
-            region=Region(),  # under no_grad, too, the change lets gradients through
+            # under no_grad, too, the change lets gradients through
+            region=replace(meta.region(before), grad=True),
         )
         self.order[clone] = self.order[before] - 0.5
         return clone

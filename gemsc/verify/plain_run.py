@@ -23,6 +23,7 @@ from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast, cast_module
 from gemsc.base.rng import seed_of
 from gemsc.user_model import UserModel
+from gemsc.verify.precision import FULL, Precision
 
 __all__ = ["PlainRun", "RunSettings"]
 
@@ -41,6 +42,7 @@ class RunSettings:
     seed: int = 0
     accumulate: int = 1
     clip_norm: float | None = None
+    precision: Precision = FULL
 
     @property
     def part_size(self) -> int:
@@ -121,6 +123,7 @@ class PlainRun:
         self.optimizer = make(pairs) if make else torch.optim.SGD(pairs, lr=0.01)
         make = self.user.scheduler
         self.scheduler = make(self.optimizer) if make else None
+        self.scaler = self.settings.precision.scaler()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -160,17 +163,21 @@ class PlainRun:
         micro_batches = list(self._micro_batches(samples))
         total = 0.0
         for input, target in micro_batches:
-            with same_draws():
+            with same_draws(), self.settings.precision.autocast():
                 loss = self.loss(self._forward(input), target)
-            (loss / len(micro_batches) / self.settings.accumulate).backward()
+            part = loss / len(micro_batches) / self.settings.accumulate
+            self.scaler.scale(part).backward()
             total += float(loss.detach().double())
         return total / len(micro_batches)
 
     def _update(self) -> None:
+        self.scaler.unscale_(self.optimizer)
         if self.settings.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.clip_norm)
-        self.optimizer.step()
-        if self.scheduler is not None:
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scheduler is not None and self.scaler.get_scale() >= before:
             self.scheduler.step()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -191,7 +198,7 @@ class PlainRun:
             full = samples + samples[-1:] * (size - len(samples))
             outputs, losses = [], []
             for input, target in self._micro_batches(full):
-                with same_draws():
+                with same_draws(), settings.precision.autocast():
                     outputs.append(self._forward(input))
                     losses.append(float(self.loss(outputs[-1], target).double()))
             if len(samples) == size:

@@ -23,6 +23,7 @@ from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.run_record import Figures, RunRecord
 from gemsc.user_model import UserModel
 from gemsc.verify.plain_run import PlainRun, RunSettings, Samples
+from gemsc.verify.precision import FULL, Precision
 from gemsc.verify.record import StepRecord
 from gemsc.verify.steps import (
     ALLOWED,
@@ -30,6 +31,7 @@ from gemsc.verify.steps import (
     TOLERANCE,
     compare,
     initial_model,
+    threads_of_a_rank,
     user_model_of,
 )
 from gemsc.weights.read import read_tensors
@@ -110,14 +112,17 @@ def verify_run(
         seed=options.seed,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
+        precision=Precision.of(plan, dtype),
     )
     model = initial_model(user, directory)
-    plain = _plain(user, model, settings, record)
+    with threads_of_a_rank(plan):
+        plain = _plain(user, model, settings, record)
     found = compare_runs(
         RunResult.of_run(record, saved), RunResult.of_plain(plain, record)
     )
     if found.worst > TOLERANCE[dtype] and dtype is not torch.float64:
-        exact = _plain(user, model, replace(settings, dtype=torch.float64))
+        wide = replace(settings, dtype=torch.float64, precision=FULL)
+        exact = _plain(user, model, wide)
         one, other = (RunResult.of_plain(run, record) for run in (plain, exact))
         found = replace(found, rounding=compare_runs(one, other).worst)
     return found

@@ -8,6 +8,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gemsc.runtime.data.batches import Batches, repeated
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
+from gemsc.verify.precision import FULL, Precision
 from gemsc.verify.record import StepRecord, read_record
 from gemsc.weights.read import read_tensors
 
@@ -39,6 +41,7 @@ __all__ = [
     "initial_model",
     "nudged",
     "reference_steps",
+    "threads_of_a_rank",
     "user_model_of",
     "verify_compiled",
     "verify_program",
@@ -114,6 +117,7 @@ def reference_steps(
     num_micro_batches: int,
     dtype: torch.dtype,
     optimizer: OptimizerFactory | None = None,
+    precision: Precision = FULL,
 ) -> StepRecord:
     """Train a copy of the user's model in this process, over the same micro-batches.
 
@@ -129,6 +133,7 @@ def reference_steps(
         cast_module(loss, dtype)
     pairs = [(n, p) for n, p in model.named_parameters()]
     update = (optimizer or _default_optimizer)(pairs)
+    scaler = precision.scaler()
     losses, gradients = [], {}
     for step, (input, target) in enumerate(batches):
         total = 0.0
@@ -138,17 +143,19 @@ def reference_steps(
             part = (m, num_micro_batches, batch)
             given = _micro_batch(cast(input, dtype), *part)
             wanted = _micro_batch(cast(target, dtype), *part)
-            with plain_forward(), default_dtype(dtype):
+            with plain_forward(), default_dtype(dtype), precision.autocast():
                 by_name = isinstance(given, Mapping)
                 output = model(**given) if by_name else model(*given)
                 value = loss(output, wanted)
-            torch.autograd.backward(value / num_micro_batches)
+            torch.autograd.backward(scaler.scale(value / num_micro_batches))
             total += float(value.detach().double())
         losses.append(total / num_micro_batches)
+        scaler.unscale_(update)
         if step == 0:
             present = {n: p.grad for n, p in pairs if p.grad is not None}
             gradients = {n: as_real(g).clone() for n, g in present.items()}
-        update.step()
+        scaler.step(update)
+        scaler.update()
         update.zero_grad(set_to_none=True)
     state = dict([*model.named_parameters(), *model.named_buffers()])
     state = {n: as_real(t.detach()) for n, t in state.items()}
@@ -213,9 +220,10 @@ def _errors(
 
 
 def _difference(mine: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference; infinities may be equal."""
+    """Return the largest difference; what is not finite may be equal."""
     mine, theirs = mine.double(), theirs.double()
-    difference = (mine - theirs).masked_fill(mine == theirs, 0.0)
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    difference = (mine - theirs).masked_fill(same, 0.0)
     return float(difference.abs().max()) if difference.numel() else 0.0
 
 
@@ -344,18 +352,21 @@ def _other_roundings(
     if dtype is not torch.float64 and not plan.only_dtype:
         yield _one_process(user, model, batches, plan, torch.float64)
     for number in range(NUDGES):
-        changed = nudged(model, number, dtype)
+        changed = nudged(model, number, dtype, Precision.of(plan, dtype).dtype)
         yield _one_process(user, changed, batches, plan, dtype)
 
 
-def nudged(model: nn.Module, seed: int, dtype: torch.dtype) -> nn.Module:
+def nudged(
+    model: nn.Module, seed: int, dtype: torch.dtype, lower: torch.dtype | None = None
+) -> nn.Module:
     """Return the model in a dtype, with weights that differ in their last bit.
 
-    What a ReLU or a pool decides may change with it, as with sums in another order.
+    What a ReLU or a pool decides may change with it, as with sums in another order. The
+    bit is that of the `lower` precision, where products are computed in one.
     """
     model = copy.deepcopy(model)
     cast_module(model, dtype)
-    last_bit = torch.finfo(dtype).eps
+    last_bit = torch.finfo(lower or dtype).eps
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -372,10 +383,8 @@ def _one_process(
     dtype: torch.dtype,
 ) -> StepRecord:
     """Train in this process, with the threads of one rank and the same draws."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_cores() // plan.ranks))
     try:
-        with same_draws():
+        with threads_of_a_rank(plan), same_draws():
             return reference_steps(
                 model,
                 user.make_loss(),
@@ -383,6 +392,7 @@ def _one_process(
                 plan.data * plan.micro_batches,
                 dtype,
                 user.optimizer,
+                Precision.of(plan, dtype),
             )
     except (RuntimeError, TypeError) as error:
         text = " ".join(str(error).split())
@@ -390,6 +400,15 @@ def _one_process(
             f"the model itself does not run in {dtype}: {text}",
             help="take dtypes from tensors (x.dtype), or verify in another --dtype",
         ) from error
+
+
+@contextmanager
+def threads_of_a_rank(plan: Plan) -> Iterator[None]:
+    """Let torch use as many threads as one of the ranks on this machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, num_cores() // plan.ranks))
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from gemsc.base.dtypes import autocasting, current_autocast
 from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.tiles.saving import Decomposed, decomposed, forget, saved_parts
@@ -99,6 +100,8 @@ class _Run:
         self._block = block
         self._inputs = inputs
         self._norms = norms
+        devices = [t.device for t in inputs] or [torch.device("cpu")]
+        self._autocast = current_autocast(devices[0])
         self._devices = {t.device for t in inputs if t.device.type == "cuda"}
         self._random = self._random_state()
         self.is_on_tiles = hasattr(block.__self__, "grid")  # type: ignore[attr-defined]
@@ -147,6 +150,7 @@ class _Run:
             with (
                 torch.enable_grad(),
                 self._same_random_numbers(),
+                autocasting(self._autocast),
                 _copied_statistics(self._norms) as copies,
                 saved_tensors_hooks(collect, _never),
             ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,8 @@ class Mailbox:
     Messages name the ranks of one copy of the model, whose first one is `first_rank`.
     Floating-point values travel as `float_dtype`, if it is given. `apart` says for
     which micro-batches each value of a message gets memory of its own, so that one can
-    go before the others.
+    go before the others. If it `casts`, values may come in other dtypes than they
+    travel in: the rules of autocast differ by device.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Mailbox:
         float_dtype: torch.dtype | None,
         *,
         apart: Callable[[int], bool],
+        casts: bool = False,
     ) -> None:
         self._transport = transport
         self._first_rank = first_rank
         self._rank = transport.host.rank - first_rank
         self._dtype = float_dtype
         self._apart = apart
+        self._casts = casts
         self._num_expected = 0
         self._training = True
         self._local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -92,6 +95,8 @@ class Mailbox:
             return
         self.release_arrived()
         if isinstance(message, GridMessage):
+            whole = [value.part(value.shape) for value in message.given]
+            tensors = self._cast(tensors, whole)
             for part in message.parts:
                 if part.source == self._rank:
                     self._start(part.message, message.cut(part, tensors))
@@ -99,7 +104,7 @@ class Mailbox:
             for tensor, value in zip(tensors, message.values, strict=True):
                 if tensor.shape != value.shape:
                     raise _misfit(value, tensor)
-            self._start(message, tensors)
+            self._start(message, self._cast(tensors, message.values))
 
     def receive(self, message: Message | GridMessage, m: int) -> tuple[Tensor, ...]:
         """Return a message's values, with `requires_grad` as the stage needs it."""
@@ -113,6 +118,14 @@ class Mailbox:
             for tensor, gradient in zip(tensors, message.gradients, strict=True):
                 tensor.requires_grad_(gradient)
         return tuple(tensors)
+
+    def _cast(
+        self, tensors: tuple[Tensor, ...], values: Sequence[Value]
+    ) -> tuple[Tensor, ...]:
+        if not self._casts:
+            return tensors
+        pairs = zip(tensors, values, strict=True)
+        return tuple(tensor.to(v.dtype_in(self._dtype)) for tensor, v in pairs)
 
     def _start(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
         """Start to send the values of a message, packed if they are several."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from gemsc.base.parts import Part, holder_of, parts_of
@@ -55,6 +56,7 @@ class RankProgram:
     deferred: of which micro-batches a backward leaves the weight gradients for later.
     tiles: the grid of which the rank computes a tile.
     depends_on_data: whether some gradients may be absent.
+    precision: what stages run in within `torch.autocast`; None without it.
     train_step: one training step of this rank; None without a loss.
     eval_step: one evaluation step of this rank.
     """
@@ -72,6 +74,7 @@ class RankProgram:
     deferred: Mapping[Run, Collection[int]] = field(default_factory=dict)
     tiles: Tiles | None = None
     depends_on_data: bool = False
+    precision: torch.dtype | None = None
     train_step: StepFunction | None
     eval_step: StepFunction
 

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from gemsc.base.boxes import Interval
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.runtime.worker.loss_scale import LossScale
 from gemsc.runtime.worker.own_rows import OwnRows
 from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics, tracking
@@ -27,7 +28,8 @@ class Updates:
 
     `parameters` are what this rank updates: all that it holds, or its rows of what
     other ranks hold, too. `scheduler` makes a step after each of the optimizer's;
-    `before` is called once the gradients are complete.
+    `before` is called once the gradients are complete. `scaler` is there where the
+    program computes in float16.
     """
 
     def __init__(
@@ -38,8 +40,13 @@ class Updates:
         place: RankPlace,
         steps: Steps,
         clip_norm: float | None = None,
+        *,
+        is_scaled: bool = False,
     ) -> None:
-        """Prepare the all-reduces; `clip_norm` bounds the norm of all gradients."""
+        """Prepare the all-reduces; `clip_norm` bounds the norm of all gradients.
+
+        If it `is_scaled`, the loss is multiplied by a factor before each backward.
+        """
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self.before: Callable[[], None] | None = None
@@ -64,6 +71,7 @@ class Updates:
                 self._own.share(group, self._summed[key], program.updated_whole)
         self.parameters = self._own.parameters(stages.parameters)
         self._statistics = self._running_statistics()
+        self.scaler = LossScale(transport) if is_scaled else None
 
     def begin(self) -> None:
         """Remember what running statistics were before the step."""
@@ -100,14 +108,18 @@ class Updates:
             statistics.finish()
 
     def apply(self) -> None:
-        """Let the optimizer make its step, drop the gradients, share what is new."""
-        if self._clip_norm is not None:
+        """Let the optimizer make its step, drop the gradients, share what is new.
+
+        Where a scaled gradient of any rank is not finite, no rank makes the step.
+        """
+        is_finite = self.scaler is None or self.scaler.unscale(self.parameters.values())
+        if self._clip_norm is not None and is_finite:
             self._clip(self._clip_norm)
         if self.before is not None:
             self.before()
-        if self.optimizer is not None:
+        if self.optimizer is not None and is_finite:
             self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler is not None and is_finite:
             self.scheduler.step()
         self._own.drop_gradients()
         for parameter in self._stages.parameters.values():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gemsc.base.draws import are_draws_same
+from gemsc.base.dtypes import Autocast, autocasting
 from gemsc.base.rng import seed_of, torch_seeded
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
@@ -79,12 +80,22 @@ class Worker:
         self.steps = Steps(
             program, place, accumulate=accumulate, float_dtype=float_dtype
         )
-        self.updates = Updates(transport, program, stages, place, self.steps, clip_norm)
+        self._autocast: Autocast | None = None
+        if program.precision is not None and float_dtype is not torch.float64:
+            self._autocast = self.device.type, program.precision
+        is_scaled = self._autocast is not None and program.precision is torch.float16
+        own = program, stages, place, self.steps, clip_norm
+        self.updates = Updates(transport, *own, is_scaled=is_scaled)
         self._seed = seed
         self._in_flight: dict[tuple[Run, int], _InFlight] = {}
         self._deferred: dict[tuple[Run, int], Deferred] = {}
+        is_mixed = self._autocast is not None
         self.mail = Mailbox(
-            transport, place.first_rank, float_dtype, apart=self._defers
+            transport,
+            place.first_rank,
+            None if is_mixed else float_dtype,  # as compiled
+            apart=self._defers,
+            casts=is_mixed,
         )
         self._grids: dict[int, Grid] = {}  # by stage, where it is split
         self.grid = self._make_grid()
@@ -176,7 +187,9 @@ class Worker:
     @property
     def loss_gradient(self) -> Tensor:
         """What each micro-batch's loss weighs here in the mean over the batch."""
-        return self.steps.loss_gradient()
+        scaler = self.updates.scaler
+        weight = self.steps.loss_gradient()
+        return weight if scaler is None else weight * scaler.factor
 
     def add_loss(self, loss: Tensor) -> None:
         """Book the loss of a micro-batch."""
@@ -185,13 +198,13 @@ class Worker:
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
         self.status.enter("evaluation", run, m)
-        with torch.no_grad():
+        with torch.no_grad(), autocasting(self._autocast):
             return self.stages[run](*inputs)
 
     def evaluate_apart(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage whose evaluation differs from its training in more than modes."""
         self.status.enter("evaluation", run, m)
-        with torch.no_grad():
+        with torch.no_grad(), autocasting(self._autocast):
             return self.stages[run].forward_eval(*inputs)  # type: ignore[operator]
 
     def gather(self, tensor: Tensor, exchange: Exchange) -> Tensor:
@@ -259,6 +272,7 @@ class Worker:
         self, run: Run, m: int, deferred: Deferred | None
     ) -> Iterator[AbstractContextManager[Any]]:
         """Yield what a stage's forward runs within."""
+        yield autocasting(self._autocast)
         if deferred is not None:
             yield deferred.forward()
         if run in self.stages.drawing and not are_draws_same():
