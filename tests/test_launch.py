@@ -13,10 +13,11 @@ import pytest
 from command_line import is_alive
 
 from gemsc.errors import GemscError
-from gemsc.launch import mpirun, scratch
+from gemsc.launch import mpirun
 from gemsc.launch.launch import TIMED_OUT, launch
 from gemsc.launch.mpirun import find_mpirun, mpirun_command
 from gemsc.launch.mpirun_words import in_our_words
+from gemsc.runtime.process import scratch
 
 RULE = b"-" * 74 + b"\n"
 ABORT = (
@@ -221,7 +222,7 @@ def test_the_scratch_folder_is_gone_after_the_job(shell_mpirun, tmp_path):
 KILLED_JOB = """
 import os, sys
 from pathlib import Path
-from gemsc.launch import scratch
+from gemsc.runtime.process import scratch
 scratch.SHARED_MEMORY = Path(sys.argv[1])
 with scratch.scratch_folder(2) as folder:
     print(folder, flush=True)
@@ -247,7 +248,7 @@ SLEEPER = """
 import os, sys, time
 from mpi4py import MPI
 from gemsc.base.process import end_with_launcher
-from gemsc.runtime.process.progress import Status
+from gemsc.runtime.process.status import Status
 end_with_launcher()
 Status(MPI.COMM_WORLD.rank).enter("backward", "stage 1", 3)
 MPI.COMM_WORLD.Barrier()

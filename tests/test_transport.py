@@ -202,7 +202,7 @@ def test_a_rank_that_raises_ends_the_job_in_seconds(tmp_path):
 def test_a_message_that_is_too_short_is_an_error(tmp_path):
     code, output = run_mpi(2, tmp_path, ("a_message_that_is_too_short",))
     assert code == 3
-    assert "receive from rank 1 with tag 1: 8 bytes came, not 12" in output
+    assert "message 1 from rank 1 to rank 0: 8 bytes came, not 12" in output
 
 
 @pytest.mark.mpi

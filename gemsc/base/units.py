@@ -10,9 +10,11 @@ from gemsc.errors import GemscError
 
 __all__ = [
     "parse_bytes",
+    "parse_seconds",
     "show_bytes",
     "show_enough_bytes",
     "show_flops",
+    "show_long",
     "show_micro_batches",
     "show_ranks",
     "show_seconds",
@@ -21,6 +23,7 @@ __all__ = [
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 DECIMAL = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 TIMES = ("us", "ms", "s")
+SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def show_bytes(count: float) -> str:
@@ -45,6 +48,14 @@ def show_flops(count: float) -> str:
 def show_seconds(seconds: float) -> str:
     """Return for example `3.2 ms`."""
     return _show(seconds * 1e6, 1000, TIMES, (0, 1, 2))
+
+
+def show_long(seconds: float) -> str:
+    """Return for example `45 s`, `10 min` or `2.5 h`: the form that people say."""
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{round(seconds / size, 1):g} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def show_micro_batches(count: int) -> str:
@@ -91,6 +102,20 @@ def parse_bytes(text: str) -> int:
             f"{text.strip()}B if bytes are meant",
         )
     return count
+
+
+def parse_seconds(text: str) -> float:
+    """Read `60s`, `1.5 min`, `2h`, `500ms`, `1d` or a plain number of seconds.
+
+    Raises:
+        GemscError: the text is not a time.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text)
+    if match is None or match[2] not in SECONDS:
+        raise GemscError(
+            f"'{text}' is not a time", help="write for example 60s or 10min"
+        )
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def show_ranks(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from gemsc.errors import GemscError
 from gemsc.runtime.process.failure import install_hooks, stop_all
-from gemsc.runtime.process.progress import Status
+from gemsc.runtime.process.status import Status
 from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.transport import Transport
 

@@ -19,8 +19,8 @@ from gemsc.base.process import end_with_parent
 from gemsc.launch.hosts import Host
 from gemsc.launch.mpirun import mpirun_command
 from gemsc.launch.mpirun_words import Tell, in_our_words
-from gemsc.launch.scratch import scratch_folder
-from gemsc.runtime.process.progress import REPORTED, STATUS_VARIABLE, read_status
+from gemsc.runtime.process.scratch import scratch_folder
+from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, read_status
 
 __all__ = ["TIMED_OUT", "launch"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gemsc.base.boxes import Box, shape_of
 from gemsc.messages.exchange import Exchange, Piece
-from gemsc.messages.message import Message, Value
+from gemsc.messages.message import Message, Value, name_of
 
 __all__ = ["GridMessage", "RankMessage", "TileValue"]
 
@@ -91,6 +91,10 @@ class GridMessage:
     dests: tuple[int, ...]
     values: tuple[TileValue, ...]
     is_gradient: bool = False
+
+    def __str__(self) -> str:
+        """Return for example `'x'` or `the gradient of 'x'`, for reports."""
+        return name_of(self.given, is_gradient=self.is_gradient)
 
     @property
     def is_local(self) -> bool:

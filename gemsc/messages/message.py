@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import within
 
-__all__ = ["Input", "Message", "Tiles", "Value"]
+__all__ = ["Input", "Message", "Tiles", "Value", "name_of"]
 
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
 
@@ -48,6 +50,10 @@ class Message:
     dest: int
     values: tuple[Value, ...]
     is_gradient: bool = False
+
+    def __str__(self) -> str:
+        """Return for example `'x'` or `the gradient of 'x'`, for reports."""
+        return name_of(self.values, is_gradient=self.is_gradient)
 
     @property
     def is_local(self) -> bool:
@@ -103,6 +109,13 @@ class Message:
             torch.Size(value.shape).numel() * dtype.itemsize
             for value, dtype in zip(self.values, dtypes, strict=True)
         ]
+
+
+def name_of(values: Sequence[Any], *, is_gradient: bool) -> str:
+    """Return what a message with these named values is called."""
+    names = " and ".join(f"'{value.name}'" for value in values[:3])
+    more = f" and {len(values) - 3} more" if len(values) > 3 else ""
+    return "the gradient of " * is_gradient + names + more
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.runtime.process.progress import REPORTED, STATUS_VARIABLE, Status
+from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
 
 if TYPE_CHECKING:
     from gemsc.runtime.transport.transport import Transport
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 __all__ = [
     "computed_lines",
     "describe_failure",
+    "end_job",
     "install_hooks",
+    "is_first",
+    "line_of",
     "stop_all",
     "watch_exit",
 ]
@@ -61,6 +64,16 @@ def _user_lines(trace: TracebackType | None) -> list[str]:
         elif _is_users(path):
             own = [f"{SourceLocation(frame.filename, number)}: {frame.line}"]
     return own + [line for line in generated if line not in own]
+
+
+def line_of(frames: traceback.StackSummary) -> str:
+    """Return the innermost line of a stack that is the user's or a rank file's."""
+    for frame in reversed(frames):
+        path = Path(frame.filename)
+        if RANK_FILE.fullmatch(path.name) or _is_users(path):
+            at = SourceLocation(frame.filename, frame.lineno or 0)
+            return f"{at} in {frame.name}: {frame.line}"
+    return ""
 
 
 def _user_place(trace: TracebackType | None) -> SourceLocation | None:
@@ -118,24 +131,29 @@ def stop_all(
     text = describe_failure(error, transport.rank, status)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
+    end_job(text, transport)
+
+
+def end_job(text: str, transport: Transport, code: int = 1) -> NoReturn:
+    """Print the report, unless another rank was first, and end every rank."""
     _report(text)
-    transport.abort(1)
+    transport.abort(code)
 
 
 def _report(text: str) -> None:
     """Print the text if no other rank has printed one; else leave it the time to."""
-    if _is_first():
+    if is_first(REPORTED):
         sys.stderr.write(f"{text}\n")  # at once: mpirun's own words may come next
         sys.stderr.flush()
     else:
         time.sleep(REPORT_SECONDS)
 
 
-def _is_first() -> bool:
-    """Whether no other rank has reported, as far as the launcher's folder can say."""
+def is_first(what: str) -> bool:
+    """Whether no other rank has asked for this, as far as the status folder can say."""
     try:
         if folder := os.environ.get(STATUS_VARIABLE):
-            os.close(os.open(Path(folder) / REPORTED, os.O_CREAT | os.O_EXCL))
+            os.close(os.open(Path(folder) / what, os.O_CREAT | os.O_EXCL))
     except OSError as error:  # another one: better two reports than none
         return not isinstance(error, FileExistsError)
     return True
@@ -156,8 +174,8 @@ def watch_exit(transport: Transport) -> None:
 
     def at_end() -> None:
         if codes and codes[0] not in (None, 0):
-            _report(f"error: rank {transport.rank} left with sys.exit({codes[0]!r})")
-            transport.abort(1)
+            rank = transport.rank
+            end_job(f"error: rank {rank} left with sys.exit({codes[0]!r})", transport)
 
     sys.exit = noting_exit
     atexit.register(at_end)

@@ -1,12 +1,10 @@
-"""What a rank is doing: for the report of a failure, and for people who wait."""
+"""What people who wait see of a run."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 import time
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -21,71 +19,9 @@ from rich.progress import (
 
 from gemsc.base.process import is_started_by_mpirun
 
-__all__ = ["REPORTED", "STATUS_VARIABLE", "ProgressBar", "Status", "read_status"]
+__all__ = ["ProgressBar"]
 
-STATUS_VARIABLE = "GEMSC_STATUS_FOLDER"
-REPORTED = "reported"  # file in that folder: a rank has said why all end
 BAR_VARIABLE = "GEMSC_PROGRESS_BAR"
-STATUS_BYTES = 256
-
-
-class Status:
-    """The action of the moment, in memory that outlives a killed process.
-
-    If the launcher named a folder, the text is kept in a mapped file there: writing it
-    costs a memory copy, and `gemsc run` can read what a killed rank was doing.
-    """
-
-    current: Status | None = None  # the one of this process, for its last report
-
-    def __init__(self, rank: int | None = None) -> None:
-        Status.current = self
-        self.step = 0
-        self.what = "the start"
-        self.stage: object = ""
-        self.micro_batch: int | None = None
-        self._memory: mmap.mmap | None = None
-        folder = os.environ.get(STATUS_VARIABLE)
-        if folder and rank is not None and Path(folder).is_dir():  # on this host
-            path = Path(folder) / f"rank{rank}"
-            path.write_bytes(bytes(STATUS_BYTES))
-            with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), STATUS_BYTES)
-            self._publish()
-
-    def enter(
-        self, what: str, stage: object = "", micro_batch: int | None = None
-    ) -> None:
-        """Say what begins."""
-        self.what, self.stage, self.micro_batch = what, stage, micro_batch
-        self._publish()
-
-    def idle(self) -> None:
-        """Say that a step has ended."""
-        self.enter("between two steps")
-
-    def __str__(self) -> str:
-        """Return for example `backward of stage 2, micro-batch 3, step 17`."""
-        text = self.what
-        if self.stage:
-            text += f" of {self.stage}"
-        if self.micro_batch is not None:
-            text += f", micro-batch {self.micro_batch}"
-        return f"{text}, step {self.step}"
-
-    def _publish(self) -> None:
-        if self._memory is not None:
-            text = str(self).encode()[: STATUS_BYTES - 1]
-            self._memory[: len(text) + 1] = text + b"\0"
-
-
-def read_status(folder: Path, rank: int) -> str | None:
-    """Return what a rank was doing when it last said so."""
-    try:
-        data = (folder / f"rank{rank}").read_bytes()
-    except OSError:
-        return None
-    return data.split(b"\0", 1)[0].decode(errors="replace") or None
 
 
 class ProgressBar:

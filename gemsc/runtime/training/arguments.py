@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
 from gemsc.runtime.training.manifest import LATEST
 
-__all__ = ["Parser", "parse_arguments"]
+__all__ = ["DEFAULT_TIMEOUT", "Parser", "parse_arguments"]
+
+DEFAULT_TIMEOUT = 600.0  # seconds
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,6 +59,13 @@ def parse_arguments(
     parser.add_argument(
         "--clip-norm", type=float, help="upper bound of the norm of all gradients"
     )
+    parser.add_argument(
+        "--timeout",
+        type=_limit,
+        default=DEFAULT_TIMEOUT,
+        metavar="TIME",
+        help="stop with a report if no rank goes on for so long: 60s, 10min, never",
+    )
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)
@@ -81,6 +91,15 @@ def _why_not_in(folder: Path) -> str:
     except OSError as error:
         return f"nothing can be written in {place}: {error.strerror}"
     return ""
+
+
+def _limit(text: str) -> float:
+    """Return seconds, 0 for never."""
+    try:
+        return 0.0 if text == "never" else parse_seconds(text)
+    except GemscError as error:
+        help = "write for example 60s, 10min or never"
+        raise argparse.ArgumentTypeError(f"{error.message}: {help}") from None
 
 
 def _count(text: str) -> int:

@@ -58,7 +58,7 @@ class Evaluator:
         window, size = batches.window, batches.size
         sums: Sums = defaultdict(float)
         counts: Sums = defaultdict(float)
-        for batch, seen in self.data.epoch(0):
+        for batch, seen in self.trainer.worker.status.while_reading(self.data.epoch(0)):
             self.record.add_evaluated(seen)
             input, target = batch.data
             with self.record.draws():

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import torch
 
+from gemsc.base.units import parse_seconds
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.failure import install_hooks, watch_exit
+from gemsc.runtime.process.watch import start_watch
+from gemsc.runtime.training.arguments import DEFAULT_TIMEOUT
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.train import share_cores
@@ -33,6 +36,7 @@ def load(
     accumulate: int = 1,
     clip_norm: float | None = None,
     callbacks: Iterable[Callback] = (),
+    timeout: float | str | None = DEFAULT_TIMEOUT,
 ) -> Trainer:
     """Return this rank's trainer; call it on every rank, started with mpirun.
 
@@ -43,17 +47,19 @@ def load(
     `callbacks` follow the training (see `gemsc.Callback`).
 
     From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
-    all ranks.
+    all ranks. So does a `timeout` (seconds, or a text such as "10min"; None for never)
+    in which no rank goes on and one waits for others.
 
     Raises:
         GemscError: the directory holds no program, or one for another number of ranks,
-            or its sources have changed.
+            or its sources have changed; the timeout is no time.
     """
     folder = Path(directory)
     claim_device(device)
     transport = MpiTransport()
     install_hooks(transport)
     watch_exit(transport)
+    start_watch(transport, _seconds(timeout))
     check_program(folder, transport.size)
     share_cores(transport)
     if dtype is not None:
@@ -70,3 +76,14 @@ def load(
         clip_norm=clip_norm,
         callbacks=callbacks,
     )
+
+
+def _seconds(timeout: float | str | None) -> float:
+    """Return seconds, 0 for never.
+
+    Raises:
+        GemscError: the text is not a time, or it is negative.
+    """
+    if timeout is None or timeout == "never":
+        return 0.0
+    return parse_seconds(str(timeout))

@@ -135,7 +135,9 @@ class Training:
     def _train_epoch(self, epoch: int, first: int, end: int) -> None:
         assert self.data is not None
         window, reads = self._batches.window, bool(self.trainer.worker.program.inputs)
-        source = self.data.epoch(epoch, first, reads=reads)
+        source = self.trainer.worker.status.while_reading(
+            self.data.epoch(epoch, first, reads=reads)
+        )
         for batch, seen in itertools.islice(source, end - first):
             input, target = batch.data
             with self.record.draws():

@@ -14,7 +14,8 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.failure import install_hooks, stop_all
-from gemsc.runtime.process.progress import Status
+from gemsc.runtime.process.status import Status
+from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program
@@ -42,6 +43,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     transport = MpiTransport()
     install_hooks(transport)
     try:
+        start_watch(transport, getattr(options, "timeout", 0.0))
         if transport.rank == 0:
             wrong = wrong or _refusal(directory, transport)
         refusal = next((r for r in transport.all_gather_object(wrong) if r), None)

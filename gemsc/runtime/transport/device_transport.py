@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemsc.runtime.transport.streams import Pending, Streams
 from gemsc.runtime.transport.transport import Group, Transport
-from gemsc.runtime.transport.waiting import Request, wait
+from gemsc.runtime.transport.waiting import Need, Request, wait
 
 __all__ = ["DeviceTransport", "Incoming"]
 
@@ -47,9 +47,19 @@ class _Deferred:
 
 @dataclass(frozen=True, slots=True)
 class _Until:
-    """A condition, to be waited for."""
+    """A condition on the device, to be waited for, and on operations in flight."""
 
     done: Callable[[], bool]
+    requests: tuple[Request, ...] = ()
+
+    @property
+    def need(self) -> Need:
+        """What the first operation takes that has been started."""
+        for request in self.requests:
+            found: Need | None = getattr(_plain(request), "need", None)
+            if found is not None:
+                return found
+        return Need("the device", ())
 
 
 @dataclass(slots=True, eq=False)
@@ -199,8 +209,14 @@ class DeviceTransport:
     def wait(self, *requests: Request) -> None:
         """Return when all are complete; what was deferred starts meanwhile."""
         if self._deferred:
-            wait(_Until(lambda: self._at_most(0) or all(r.done() for r in requests)))
-        self.host.wait(*map(_plain, requests))
+            wait(
+                _Until(
+                    lambda: self._at_most(0) or all(r.done() for r in requests),
+                    requests,
+                )
+            )
+        started = [_plain(request) for request in requests]
+        self.host.wait(*(request for request in started if request is not None))
         for request in requests:
             if isinstance(request, _Deferred):
                 request.finish()
@@ -211,9 +227,8 @@ class DeviceTransport:
         self.host.progress()
 
 
-def _plain(request: Request | None) -> Request:
-    """Return the transport's own request, which has been started."""
+def _plain(request: Request | None) -> Request | None:
+    """Return the transport's own request, if it has been started."""
     while isinstance(request, Incoming | _Deferred):
         request = request.request
-    assert request is not None
     return request

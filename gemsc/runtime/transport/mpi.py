@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import os
 import pickle
 import sys
@@ -25,7 +27,7 @@ from gemsc.runtime.transport.transport import (
     check_sum,
     shape_text,
 )
-from gemsc.runtime.transport.waiting import Request, wait
+from gemsc.runtime.transport.waiting import Need, Request, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiTransport"]
 
 CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
+LAST_SECONDS = 5.0  # for the library to end all ranks
 LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.launch.launch
 
@@ -50,7 +53,7 @@ def _import_mpi() -> Any:  # the module, which starts MPI when it is first impor
 class _MessageRequest:
     """A send, or a receive with a `status`; keeps the tensor until it is complete."""
 
-    __slots__ = ("_mpi", "_pieces", "_status", "_tensor", "_text")
+    __slots__ = ("_mpi", "_pieces", "_status", "_tensor", "need")
 
     def __init__(
         self,
@@ -58,13 +61,13 @@ class _MessageRequest:
         pieces: list[tuple[MPI.Request, int]],
         status: MPI.Status | None,
         tensor: Tensor,
-        text: str,
+        need: Need,
     ) -> None:
         self._mpi = mpi
         self._pieces = pieces  # with the bytes of each
         self._status = status
         self._tensor: Tensor | None = tensor
-        self._text = text
+        self.need = need
 
     def done(self) -> bool:
         while self._pieces:
@@ -72,14 +75,14 @@ class _MessageRequest:
             try:
                 complete = request.Test(self._status)
             except self._mpi.Exception as error:
-                raise InternalError(f"{self._text}: {error}") from error
+                raise InternalError(f"{self.need.what}: {error}") from error
             if not complete:
                 return False
             del self._pieces[0]
             if self._status is not None:  # MPI complains of longer messages only
                 count = self._status.Get_count(self._mpi.BYTE)
                 if count != num_bytes:
-                    text = f"{self._text}: {count} bytes came, not {num_bytes}"
+                    text = f"{self.need.what}: {count} bytes came, not {num_bytes}"
                     raise InternalError(text)
         self._tensor = None
         return True
@@ -88,15 +91,17 @@ class _MessageRequest:
 class _CollectiveRequest:
     """A collective operation in flight; keeps its tensors, and ends with `then`."""
 
-    __slots__ = ("_request", "_tensors", "_then")
+    __slots__ = ("_request", "_tensors", "_then", "need")
 
     def __init__(
         self,
         request: MPI.Request | None,
-        tensors: tuple[Tensor, ...],
+        need: Need,
+        tensors: tuple[Tensor, ...] = (),
         then: Callable[[], object] | None = None,
     ) -> None:
         self._request = request
+        self.need = need
         self._tensors = tensors
         self._then = then
 
@@ -114,20 +119,24 @@ class _CollectiveRequest:
 class _TestRequest:
     """Any other operation."""
 
-    __slots__ = ("_request",)
+    __slots__ = ("_request", "need")
 
-    def __init__(self, request: MPI.Request) -> None:
+    def __init__(self, request: MPI.Request, need: Need) -> None:
         self._request = request
+        self.need = need
 
     def done(self) -> bool:
         return self._request.Test()
 
 
 class MpiGroup:
-    """Some of the ranks, with a communicator of their own."""
+    """Some of the ranks, with a communicator of their own; `name` is for reports."""
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, mpi: Any, comm: MPI.Intracomm, ranks: tuple[int, ...], name: str
+    ) -> None:
         self.ranks = ranks
+        self._name = name
         self._mpi = mpi
         self._comm = comm
         self._types: dict[torch.dtype, MPI.Datatype] = {
@@ -145,7 +154,7 @@ class MpiGroup:
         check_sum(tensor)
         tensor = tensor.detach()
         if len(self.ranks) == 1:
-            return _CollectiveRequest(None, ())
+            return _CollectiveRequest(None, self._need("sum"))
         half = tensor.dtype in (torch.bfloat16, torch.float16)
         staged = tensor.to(torch.float32) if half else tensor
         if staged.dtype not in self._types:
@@ -156,7 +165,8 @@ class MpiGroup:
             self._mpi.SUM,
         )
         then = partial(tensor.copy_, staged) if staged is not tensor else None
-        return _CollectiveRequest(request, (tensor, staged), then)
+        need = self._need("sum")
+        return _CollectiveRequest(request, need, (tensor, staged), then)
 
     def reduce_scatter(
         self, tensor: Tensor, sizes: Sequence[int], result: Tensor
@@ -177,7 +187,8 @@ class MpiGroup:
         terms = list(torch.split(arrived, wanted))
         terms[me] = torch.split(tensor, list(sizes))[me]
         then = partial(add_in_order, terms, result)
-        return _CollectiveRequest(request, (tensor, arrived, result), then)
+        need = self._need("sum of shares")
+        return _CollectiveRequest(request, need, (tensor, arrived, result), then)
 
     def all_gather(
         self, tensor: Tensor, sizes: Sequence[int], result: Tensor
@@ -188,7 +199,10 @@ class MpiGroup:
             [self._buffer(tensor), self._unit(tensor)],
             [self._buffer(result), (list(sizes), _starts(sizes)), self._unit(result)],
         )
-        return _CollectiveRequest(request, (tensor, result))
+        return _CollectiveRequest(request, self._need("gathering"), (tensor, result))
+
+    def _need(self, what: str) -> Need:
+        return Need(f"the {what} '{self._name}'", self.ranks)
 
     def _buffer(self, tensor: Tensor) -> MPI.buffer:
         check_memory(tensor, cuda_aware=False)
@@ -270,14 +284,14 @@ class MpiTransport:
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
         pieces = self._post(self._messages.Isend, tensor, dest, tag)
-        text = f"rank {self.rank}: send to rank {dest} with tag {tag}"
-        return _MessageRequest(self._mpi, pieces, None, tensor, text)
+        need = Need(f"message {tag} from rank {self.rank} to rank {dest}", (dest,))
+        return _MessageRequest(self._mpi, pieces, None, tensor, need)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into the tensor's bytes."""
         pieces = self._post(self._messages.Irecv, tensor, source, tag)
-        text = f"rank {self.rank}: receive from rank {source} with tag {tag}"
-        return _MessageRequest(self._mpi, pieces, self._mpi.Status(), tensor, text)
+        need = Need(f"message {tag} from rank {source} to rank {self.rank}", (source,))
+        return _MessageRequest(self._mpi, pieces, self._mpi.Status(), tensor, need)
 
     def _post(
         self, start: Callable[..., MPI.Request], tensor: Tensor, peer: int, tag: int
@@ -312,40 +326,45 @@ class MpiTransport:
             if len(ranks) > 1:
                 members = self._control.Get_group().Incl(ranks)
                 comm = self._control.Create_group(members)
-            self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks)
+            self._groups[ranks, key] = MpiGroup(self._mpi, comm, ranks, key)
         return self._groups[ranks, key]
 
     def all_gather_object(self, value: object) -> list[object]:
         """Return every rank's value, by rank."""
+        what = "what each rank tells all others"
         data = numpy.frombuffer(bytearray(pickle.dumps(value)), numpy.uint8)
         sizes = numpy.zeros(self.size, numpy.int64)
-        self._finish(self._control.Iallgather(numpy.array([data.size]), sizes))
+        self._finish(self._control.Iallgather(numpy.array([data.size]), sizes), what)
         everything = numpy.empty(sizes.sum(), numpy.uint8)
-        self._finish(self._control.Iallgatherv(data, [everything, sizes]))
+        self._finish(self._control.Iallgatherv(data, [everything, sizes]), what)
         parts = numpy.split(everything, numpy.cumsum(sizes)[:-1])
         return [pickle.loads(part.tobytes()) for part in parts]
 
     def broadcast_object(self, value: object, root: int = 0) -> object:
         """Return the root's value on every rank."""
+        what = f"what rank {root} tells all others"
         data = numpy.frombuffer(bytearray(pickle.dumps(value)), numpy.uint8)
         size = numpy.array([data.size])
-        self._finish(self._control.Ibcast(size, root))
+        self._finish(self._control.Ibcast(size, root), what)
         if self.rank != root:
             data = numpy.empty(size[0], numpy.uint8)
-        self._finish(self._control.Ibcast(data, root))
+        self._finish(self._control.Ibcast(data, root), what)
         return pickle.loads(data.tobytes())
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        self._finish(self._control.Ibarrier())
+        self._finish(self._control.Ibarrier(), "all to come to one point")
 
-    def _finish(self, request: MPI.Request) -> None:
-        wait(_TestRequest(request))
+    def _finish(self, request: MPI.Request, what: str) -> None:
+        wait(_TestRequest(request, Need(what, tuple(range(self.size)))))
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks of the job with this exit code; what was printed is kept."""
         sys.stdout.flush()
         sys.stderr.flush()
+        with contextlib.suppress(OSError):  # it ends even if mpirun does not answer
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=nowhere)
         self._mpi.COMM_WORLD.Abort(code)
         raise SystemExit(code)
 

@@ -12,6 +12,9 @@ waits long takes 1 to 3 % of a core. Where one process may not read another's me
 large message goes piece by piece, a few in each turn: after a turn that took as long as
 the copy of a piece the next ones follow at once. benchmarks/transport.py has the
 figures.
+
+A wait that is long enough for a sleep is noted, for who watches over hangs: `wait_of`
+returns what a thread waits for.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import os
 import sys
 import threading
 import time
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-__all__ = ["Request", "wait"]
+__all__ = ["Need", "Request", "Wait", "wait", "wait_of"]
 
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
@@ -33,31 +36,63 @@ COPY_SECONDS = 50e-6  # a turn as long has moved data
 
 _PR_SET_TIMERSLACK = 29
 _prepared = threading.local()
+_waits: dict[int, Wait] = {}  # by thread: the one that it is in
 _yield_core = getattr(os, "sched_yield", lambda: None)  # not on every system
 
 
+class Need(NamedTuple):
+    """What an operation in flight takes: `what` of it is known, of which ranks."""
+
+    what: str
+    ranks: tuple[int, ...]
+
+
 class Request(Protocol):
-    """One operation in flight."""
+    """One operation in flight. It may have a `need`, which `Wait.needs` returns."""
 
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""
         ...
 
 
+class Wait(NamedTuple):
+    """When a thread began to wait (`time.perf_counter`), and for what it still does."""
+
+    begin: float
+    pending: tuple[Request, ...]
+
+    @property
+    def needs(self) -> list[Need]:
+        """What the requests take, as far as they say."""
+        found = [getattr(request, "need", None) for request in self.pending]
+        return [need for need in dict.fromkeys(found) if need is not None]
+
+
+def wait_of(thread: int) -> Wait | None:
+    """Return what a thread waits for, if it has waited long enough for a sleep."""
+    return _waits.get(thread)
+
+
 def wait(*requests: Request) -> None:
     """Return when all requests are complete; leave the core to others till then."""
-    started = before = time.perf_counter()
-    pending = requests
-    while pending := tuple(request for request in pending if not request.done()):
-        now = time.perf_counter()
-        if now - before > COPY_SECONDS:
-            started = now
-        if now - started < SPIN_SECONDS:
-            _yield_core()
-        else:
-            seconds = (now - started) * SLEEP_SHARE
-            _sleep(min(max(seconds, SHORTEST_SLEEP), LONGEST_SLEEP))
-        before = time.perf_counter()
+    begin = started = before = time.perf_counter()
+    pending, thread = requests, 0
+    try:
+        while pending := tuple(r for r in pending if not r.done()):
+            now = time.perf_counter()
+            if now - before > COPY_SECONDS:
+                started = now
+            if now - started < SPIN_SECONDS:
+                _yield_core()
+            else:
+                thread = threading.get_ident()
+                _waits[thread] = Wait(begin, pending)
+                seconds = (now - started) * SLEEP_SHARE
+                _sleep(min(max(seconds, SHORTEST_SLEEP), LONGEST_SLEEP))
+            before = time.perf_counter()
+    finally:
+        if thread:
+            del _waits[thread]
 
 
 def _sleep(seconds: float) -> None:

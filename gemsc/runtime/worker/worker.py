@@ -20,7 +20,7 @@ from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.memory.offload import OffloadedRun, Store, store_for
-from gemsc.runtime.process.progress import Status
+from gemsc.runtime.process.status import Status
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -75,7 +75,7 @@ class Worker:
         self.stages = stages
         self.place = place
         self.float_dtype = float_dtype
-        self.status = Status(place.world_rank)
+        self.status = Status.of(place.world_rank)
         self.requests = Requests()
         self.steps = Steps(
             program, place, accumulate=accumulate, float_dtype=float_dtype
@@ -117,6 +117,7 @@ class Worker:
 
     def end(self) -> None:
         """Wait until all that this rank sent has arrived."""
+        self.status.enter("the end of the step")
         self.mail.finish()
         self.steps.end()
         self.status.idle()
@@ -129,6 +130,8 @@ class Worker:
 
     def receive(self, message: Message | GridMessage, m: int) -> Any:
         """Return the message's value (a tuple if it has several), waiting politely."""
+        if not message.is_local:
+            self.status.enter("receive", message, m)
         tensors = self.mail.receive(message, m)
         return tensors[0] if len(tensors) == 1 else tensors
 

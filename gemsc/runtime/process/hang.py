@@ -1,0 +1,125 @@
+"""Whether a job hangs, and who is to blame: from what the watches of its ranks saw.
+
+A job hangs when no rank has gone on for some time. Going on is to begin another action
+(a receive, a micro-batch's forward, the update) or to come out of a wait: a rank that
+waits long for one that works does not hang, nor does a slow job. Whose turn it is, is
+where the chain of waits ends:
+
+    rank 2 waits for rank 1, which waits for rank 0, which has been in forward of ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gemsc.runtime.process.status import RankState
+
+__all__ = ["explain", "is_hanging", "limit_of", "seconds_of_silence"]
+
+LOST = 3.0  # seconds: a watch that has not looked for so long could not
+LONGEST = 9  # lines about ranks, of which one may say that there are more
+
+States = Mapping[int, RankState]
+
+
+def seconds_of_silence(states: States, now: float) -> float:
+    """Return for how long no rank has gone on."""
+    return now - max(state.changed for state in states.values()) if states else 0.0
+
+
+def limit_of(states: States) -> float:
+    """Return after how many seconds of silence the job is stopped; 0 for never."""
+    return max((state.limit for state in states.values()), default=0.0)
+
+
+def is_hanging(states: States, now: float, share: float = 1.0) -> bool:
+    """Whether no rank has gone on for as long as the limit, or a share of it.
+
+    Ranks that are all in the user's own loop, between two steps, may take their time.
+    """
+    limit = limit_of(states)
+    if not limit or all(state.is_idle for state in states.values()):
+        return False
+    return seconds_of_silence(states, now) >= limit * share
+
+
+def explain(states: States, now: float) -> list[str]:
+    """Return the chain of waits in one line, then what each rank does in one each."""
+    lines = [f"note: rank {rank}: {_doing(state)}" for rank, state in states.items()]
+    if len(lines) > LONGEST:
+        lines[LONGEST - 1 :] = [f"note: and {len(lines) - LONGEST + 1} more ranks"]
+    return [_chain(states, now), *lines]
+
+
+def _chain(states: States, now: float) -> str:
+    """Return who waits for whom, from a rank that waits to the one whose turn it is."""
+    waiting = [state.rank for state in states.values() if state.needs]
+    if not waiting:
+        first = next(iter(states.values()))
+        return f"rank {first.rank} {_since(first, now)}"
+    chain = [waiting[0]]
+    while (others := _awaited(states[chain[-1]], states)) and others[0] not in chain:
+        chain.append(others[0])
+        if others[0] not in states:
+            break
+    text = f"rank {chain[0]} "
+    text += "".join(f"waits for rank {rank}, which " for rank in chain[1:])
+    last = chain[-1]
+    if last not in states:
+        return text + "has said nothing here (another machine, or not started)"
+    if others:
+        return text + f"waits for rank {others[0]}: no message comes of this circle"
+    if states[last].needs:
+        what, _ = states[last].needs[0]
+        return text + f"waits for {what}, as do all ranks that it takes"
+    return text + _since(states[last], now)
+
+
+def _awaited(state: RankState, states: States) -> list[int]:
+    """Return the ranks that one waits for: those not at the same point themselves."""
+    found: dict[int, None] = {}
+    for need in state.needs:
+        for rank in _members(need[1]):
+            other = states.get(rank)
+            is_there = other is not None and need in other.needs
+            if rank != state.rank and not is_there:
+                found[rank] = None
+    # whose turn it is, rather than one that waits, too
+    return sorted(found, key=lambda rank: bool(rank in states and states[rank].needs))
+
+
+def _members(bits: int) -> list[int]:
+    return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
+
+
+def _since(state: RankState, now: float) -> str:
+    """Return what a rank that does not wait has been doing for how long."""
+    how = _why_silent(state, now)
+    seconds = f"for {now - state.changed:.0f} s"
+    return f"has been in {state.doing} {seconds}{f' ({how})' if how else ''}"
+
+
+def _doing(state: RankState) -> str:
+    parts = [state.doing]
+    if state.needs:
+        rest = f" and {len(state.needs) - 1} more" if len(state.needs) > 1 else ""
+        parts.append(f"waits for {state.needs[0][0]}{rest}")
+    if state.place:
+        parts.append(state.place)
+    return "; ".join(parts)
+
+
+def _why_silent(state: RankState, now: float) -> str:
+    """Return why not even the rank's watch has looked, or ""."""
+    if now - state.seen < LOST:
+        return ""
+    try:
+        letter = Path(f"/proc/{state.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "its process has ended"
+    if letter[0] in "Tt":
+        return f"its process is stopped: kill -CONT {state.pid} lets it go on"
+    if letter[0] == "D":
+        return "its process waits for a disk or a network drive"
+    return "its Python cannot run: something holds the interpreter's lock"

@@ -1,0 +1,160 @@
+"""The watch: a thread of each rank that looks, once a second, whether the job goes on.
+
+At half of the limit one rank warns, at the limit one reports what every rank waits for
+or computes, and all stop. A rank that is stopped, or whose interpreter is held, cannot
+look: the others, and `gemsc run`, read what its watch saw last.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from gemsc.base.units import show_long
+from gemsc.runtime.process.failure import end_job, is_first, line_of
+from gemsc.runtime.process.hang import explain, is_hanging, limit_of, seconds_of_silence
+from gemsc.runtime.process.scratch import scratch_folder
+from gemsc.runtime.process.status import (
+    STATUS_VARIABLE,
+    RankState,
+    Status,
+    read_states,
+)
+from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.transport.waiting import wait_of
+
+__all__ = ["Watch", "start_watch"]
+
+LONGEST_INTERVAL = 1.0  # seconds from look to look
+START_SECONDS = 600.0  # the least limit until the first step: weights are read, ...
+PAUSE = 3.0  # a look that comes so late: the process was stopped, the job may not hang
+
+
+class Watch:
+    """Looks after the thread that makes it, and after the other ranks of its machine.
+
+    `limit` is in seconds, 0 for never.
+    """
+
+    def __init__(self, transport: Transport, folder: Path, limit: float) -> None:
+        self._transport = transport
+        self._folder = folder
+        self._limit = limit
+        self._interval = min(LONGEST_INTERVAL, limit / 8 or LONGEST_INTERVAL)
+        self._thread = threading.get_ident()
+        self._marker: object = None
+        self._changed = self._seen = time.monotonic()
+
+    def start(self) -> None:
+        """Look from now on."""
+        threading.Thread(target=self._run, name="gemsc watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._interval)
+            with contextlib.suppress(OSError):  # the folder is gone: the job ends
+                self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Note what the rank does; if nobody has gone on for long, say so, and stop."""
+        self._publish(now)
+        if not self._limit or now - self._changed < self._limit / 2:
+            return
+        states = read_states(self._folder)
+        if is_hanging(states, now):
+            end_job(self._report(states, now), self._transport)
+        elif is_hanging(states, now, share=0.5):
+            since = max(state.changed for state in states.values())
+            if is_first(f"warned-{since:.3f}"):
+                _say(
+                    f"warning: no rank has gone on for {show_long(now - since)}: "
+                    f"{explain(states, now)[0]}; the job is stopped after "
+                    f"{show_long(limit_of(states))} (--timeout)"
+                )
+
+    def _publish(self, now: float) -> None:
+        status = Status.current
+        if status is None:
+            return
+        wait = wait_of(self._thread)
+        marker = (status.changes, wait and (wait.begin, len(wait.pending)))
+        late = now - self._seen - self._interval
+        if marker != self._marker:
+            self._marker, self._changed = marker, now
+        elif late > PAUSE:
+            self._changed += late
+        self._seen = now
+        is_early = self._limit > 0 and status.is_starting
+        is_over = now - self._changed < self._interval  # no place is worth the time
+        needs = wait.needs if wait is not None else []
+        state = RankState(
+            rank=self._transport.rank,
+            size=self._transport.size,
+            pid=os.getpid(),
+            limit=max(self._limit, START_SECONDS) if is_early else self._limit,
+            seen=now,
+            changed=self._changed,
+            doing=str(status),
+            place="" if is_over else self._place(),
+            is_idle=status.is_idle and wait is None,
+            needs=tuple((n.what, sum(1 << rank for rank in n.ranks)) for n in needs),
+        )
+        status.publish_state(state)
+
+    def _place(self) -> str:
+        """Return the line that runs: the user's, or that of the rank's file."""
+        frame = sys._current_frames().get(self._thread)
+        return line_of(traceback.extract_stack(frame)) if frame is not None else ""
+
+    def _report(self, states: dict[int, RankState], now: float) -> str:
+        first, *rest = explain(states, now)
+        silence = show_long(seconds_of_silence(states, now))
+        return "\n".join(
+            [
+                f"error: no rank has gone on for {silence}: {first}",
+                *rest,
+                "help: if it may take so long, give a longer --timeout, for example "
+                f"{show_long(10 * limit_of(states))}; `--timeout never` waits for ever",
+            ]
+        )
+
+
+def start_watch(transport: Transport, limit: float) -> None:
+    """Watch over this rank from now on; all ranks call it.
+
+    Where no launcher gave the ranks of a machine a folder for their states, the first
+    of them makes one, which is gone when that process ends.
+    """
+    folder = os.environ.get(STATUS_VARIABLE, "")
+    is_given = Path(folder).is_dir() if folder else False
+    if is_given:  # what follows is watched, too
+        _start(transport, folder, limit)
+    elif transport.local_rank == 0:
+        kept = ExitStack()
+        folder = str(kept.enter_context(scratch_folder(0)))
+        atexit.register(kept.close)
+    node = platform.node()
+    everyone: list[Any] = transport.all_gather_object((node, folder))
+    if not is_given:
+        folders = (found for its_node, found in everyone if its_node == node and found)
+        _start(transport, next(folders), limit)
+
+
+def _start(transport: Transport, folder: str, limit: float) -> None:
+    os.environ[STATUS_VARIABLE] = folder
+    Status(transport.rank)
+    Watch(transport, Path(folder), limit).start()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
