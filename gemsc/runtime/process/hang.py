@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gemsc.runtime.process.status import RankState
 
-__all__ = ["explain", "is_hanging", "limit_of", "seconds_of_silence"]
+__all__ = ["explain_hang", "is_hanging", "limit_of", "seconds_of_silence"]
 
 LOST = 3.0  # seconds: a watch that has not looked for so long could not
 LONGEST = 9  # lines about ranks, of which one may say that there are more
@@ -44,7 +44,7 @@ def is_hanging(states: States, now: float, share: float = 1.0) -> bool:
     return seconds_of_silence(states, now) >= limit * share
 
 
-def explain(states: States, now: float) -> list[str]:
+def explain_hang(states: States, now: float) -> list[str]:
     """Return the chain of waits in one line, then what each rank does in one each."""
     lines = [f"note: rank {rank}: {_doing(state)}" for rank, state in states.items()]
     if len(lines) > LONGEST:

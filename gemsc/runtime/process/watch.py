@@ -21,7 +21,12 @@ from typing import Any
 
 from gemsc.base.units import show_long
 from gemsc.runtime.process.failure import end_job, is_first, line_of
-from gemsc.runtime.process.hang import explain, is_hanging, limit_of, seconds_of_silence
+from gemsc.runtime.process.hang import (
+    explain_hang,
+    is_hanging,
+    limit_of,
+    seconds_of_silence,
+)
 from gemsc.runtime.process.scratch import scratch_folder
 from gemsc.runtime.process.status import (
     STATUS_VARIABLE,
@@ -32,14 +37,14 @@ from gemsc.runtime.process.status import (
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.transport.waiting import wait_of
 
-__all__ = ["Watch", "start_watch"]
+__all__ = ["HangWatch", "start_watch"]
 
 LONGEST_INTERVAL = 1.0  # seconds from look to look
 START_SECONDS = 600.0  # the least limit until the first step: weights are read, ...
 PAUSE = 3.0  # a look that comes so late: the process was stopped, the job may not hang
 
 
-class Watch:
+class HangWatch:
     """Looks after the thread that makes it, and after the other ranks of its machine.
 
     `limit` is in seconds, 0 for never.
@@ -77,7 +82,7 @@ class Watch:
             if is_first(f"warned-{since:.3f}"):
                 _say(
                     f"warning: no rank has gone on for {show_long(now - since)}: "
-                    f"{explain(states, now)[0]}; the job is stopped after "
+                    f"{explain_hang(states, now)[0]}; the job is stopped after "
                     f"{show_long(limit_of(states))} (--timeout)"
                 )
 
@@ -116,7 +121,7 @@ class Watch:
         return line_of(traceback.extract_stack(frame)) if frame is not None else ""
 
     def _report(self, states: dict[int, RankState], now: float) -> str:
-        first, *rest = explain(states, now)
+        first, *rest = explain_hang(states, now)
         silence = show_long(seconds_of_silence(states, now))
         return "\n".join(
             [
@@ -129,7 +134,7 @@ class Watch:
 
 
 def start_watch(transport: Transport, limit: float) -> None:
-    """Watch over this rank from now on; all ranks call it.
+    """HangWatch over this rank from now on; all ranks call it.
 
     Where no launcher gave the ranks of a machine a folder for their states, the first
     of them makes one, which is gone when that process ends.
@@ -152,7 +157,7 @@ def start_watch(transport: Transport, limit: float) -> None:
 def _start(transport: Transport, folder: str, limit: float) -> None:
     os.environ[STATUS_VARIABLE] = folder
     Status(transport.rank)
-    Watch(transport, Path(folder), limit).start()
+    HangWatch(transport, Path(folder), limit).start()
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemsc.runtime.transport.streams import Pending, Streams
 from gemsc.runtime.transport.transport import Group, Transport
-from gemsc.runtime.transport.waiting import Need, Request, wait
+from gemsc.runtime.transport.waiting import Awaited, Request, wait
 
 __all__ = ["DeviceTransport", "Incoming"]
 
@@ -53,13 +53,13 @@ class _Until:
     requests: tuple[Request, ...] = ()
 
     @property
-    def need(self) -> Need:
+    def need(self) -> Awaited:
         """What the first operation takes that has been started."""
         for request in self.requests:
-            found: Need | None = getattr(_plain(request), "need", None)
+            found: Awaited | None = getattr(_plain(request), "need", None)
             if found is not None:
                 return found
-        return Need("the device", ())
+        return Awaited("the device", ())
 
 
 @dataclass(slots=True, eq=False)

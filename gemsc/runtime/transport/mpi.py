@@ -27,7 +27,7 @@ from gemsc.runtime.transport.transport import (
     check_sum,
     shape_text,
 )
-from gemsc.runtime.transport.waiting import Need, Request, wait
+from gemsc.runtime.transport.waiting import Awaited, Request, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,7 +61,7 @@ class _MessageRequest:
         pieces: list[tuple[MPI.Request, int]],
         status: MPI.Status | None,
         tensor: Tensor,
-        need: Need,
+        need: Awaited,
     ) -> None:
         self._mpi = mpi
         self._pieces = pieces  # with the bytes of each
@@ -96,7 +96,7 @@ class _CollectiveRequest:
     def __init__(
         self,
         request: MPI.Request | None,
-        need: Need,
+        need: Awaited,
         tensors: tuple[Tensor, ...] = (),
         then: Callable[[], object] | None = None,
     ) -> None:
@@ -121,7 +121,7 @@ class _TestRequest:
 
     __slots__ = ("_request", "need")
 
-    def __init__(self, request: MPI.Request, need: Need) -> None:
+    def __init__(self, request: MPI.Request, need: Awaited) -> None:
         self._request = request
         self.need = need
 
@@ -201,8 +201,8 @@ class MpiGroup:
         )
         return _CollectiveRequest(request, self._need("gathering"), (tensor, result))
 
-    def _need(self, what: str) -> Need:
-        return Need(f"the {what} '{self._name}'", self.ranks)
+    def _need(self, what: str) -> Awaited:
+        return Awaited(f"the {what} '{self._name}'", self.ranks)
 
     def _buffer(self, tensor: Tensor) -> MPI.buffer:
         check_memory(tensor, cuda_aware=False)
@@ -284,13 +284,15 @@ class MpiTransport:
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
         pieces = self._post(self._messages.Isend, tensor, dest, tag)
-        need = Need(f"message {tag} from rank {self.rank} to rank {dest}", (dest,))
+        need = Awaited(f"message {tag} from rank {self.rank} to rank {dest}", (dest,))
         return _MessageRequest(self._mpi, pieces, None, tensor, need)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Request:
         """Start to receive into the tensor's bytes."""
         pieces = self._post(self._messages.Irecv, tensor, source, tag)
-        need = Need(f"message {tag} from rank {source} to rank {self.rank}", (source,))
+        need = Awaited(
+            f"message {tag} from rank {source} to rank {self.rank}", (source,)
+        )
         return _MessageRequest(self._mpi, pieces, self._mpi.Status(), tensor, need)
 
     def _post(
@@ -356,7 +358,7 @@ class MpiTransport:
         self._finish(self._control.Ibarrier(), "all to come to one point")
 
     def _finish(self, request: MPI.Request, what: str) -> None:
-        wait(_TestRequest(request, Need(what, tuple(range(self.size)))))
+        wait(_TestRequest(request, Awaited(what, tuple(range(self.size)))))
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks of the job with this exit code; what was printed is kept."""

@@ -26,7 +26,7 @@ import threading
 import time
 from typing import NamedTuple, Protocol
 
-__all__ = ["Need", "Request", "Wait", "wait", "wait_of"]
+__all__ = ["Awaited", "Request", "Wait", "wait", "wait_of"]
 
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
@@ -40,7 +40,7 @@ _waits: dict[int, Wait] = {}  # by thread: the one that it is in
 _yield_core = getattr(os, "sched_yield", lambda: None)  # not on every system
 
 
-class Need(NamedTuple):
+class Awaited(NamedTuple):
     """What an operation in flight takes: `what` of it is known, of which ranks."""
 
     what: str
@@ -62,7 +62,7 @@ class Wait(NamedTuple):
     pending: tuple[Request, ...]
 
     @property
-    def needs(self) -> list[Need]:
+    def needs(self) -> list[Awaited]:
         """What the requests take, as far as they say."""
         found = [getattr(request, "need", None) for request in self.pending]
         return [need for need in dict.fromkeys(found) if need is not None]
