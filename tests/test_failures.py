@@ -318,8 +318,8 @@ def test_ranks_that_all_fail_report_once(program: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trip", "says", "saved"),
     [
-        ("forward-nan:54", "error: the loss is nan at step 12, in epoch 2", 10),
-        ("backward-nan:40", "is not finite at step 10, in epoch 1", None),
+        ("forward-nan:54", "error: the loss is nan at step 12, in micro-batch 1\n", 10),
+        ("backward-nan:40", "is not finite at step 10\n", None),
     ],
 )
 def test_training_stops_once_it_has_failed_and_the_checkpoint_stays(

@@ -103,12 +103,20 @@ class Batches:
             return self.num_samples // self.size
         return -(-self.num_samples // self.size)
 
-    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
-        """Yield this part of each batch, from the `first` one on."""
+    def indices(self, number: int, batch: int) -> list[int]:
+        """Return the samples of a batch of an epoch, those of all parts."""
+        return self._order(number)[batch * self.size :][: self.size]
+
+    def _order(self, number: int) -> list[int]:
         order = list(range(self.num_samples))
         if self.shuffle:
             generator = torch.Generator().manual_seed(seed_of(self.seed, number))
             order = torch.randperm(self.num_samples, generator=generator).tolist()
+        return order
+
+    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
+        """Yield this part of each batch, from the `first` one on."""
+        order = self._order(number)
         rows = [order[i * self.size :][: self.size] for i in range(first, len(self))]
         end = self._start + self._part_size
         parts = [(row + row[-1:] * self.size)[self._start : end] for row in rows]

@@ -66,6 +66,13 @@ def parse_arguments(
         metavar="TIME",
         help="stop with a report if no rank goes on for so long: 60s, 10min, never",
     )
+    parser.add_argument(
+        "--on-nonfinite",
+        choices=["stop", "skip", "warn"],
+        default="stop",
+        help="what follows a loss or gradient that is NaN or infinite: stop (the "
+        "default), leave the update out, or say it and go on",
+    )
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)

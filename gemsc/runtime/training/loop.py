@@ -6,7 +6,6 @@ import argparse
 import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gemsc.base.rng import seed_of
@@ -22,9 +21,19 @@ from gemsc.runtime.training.hooks import Hooks
 from gemsc.runtime.training.manifest import LATEST, Manifest
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker.finite import (
+    ADVICE,
+    MOST_NAMED,
+    NotFiniteError,
+    Problem,
+    rows_not_finite,
+)
 from gemsc.user_model import UserModel
 
 __all__ = ["Training"]
+
+# what `--on-nonfinite` makes of an update
+DONE = {"skip": "this update is left out", "warn": "the update was made"}
 
 
 @dataclass
@@ -98,7 +107,7 @@ class Training:
         """Make the steps that are left, evaluating and saving after each epoch.
 
         Raises:
-            GemscError: no step is left, or the loss is not finite any more.
+            GemscError: no step is left, or a loss or gradient is not finite.
         """
         try:
             self._run()
@@ -123,7 +132,7 @@ class Training:
             self.trainer.tell("on_epoch", epoch, self._evaluate(epoch))
             self.trainer.agree()
             if self.options.save is not None:
-                self._save(self.options.save, epoch)
+                self.trainer.save(self.options.save)
         if self.trainer.is_stopping:
             self._say_why()
         self.trainer.tell("on_end")
@@ -140,11 +149,19 @@ class Training:
         )
         for batch, seen in itertools.islice(source, end - first):
             input, target = batch.data
-            with self.record.draws():
-                loss = self.trainer.step(input, target, window=window)
+            try:
+                with self.record.draws():
+                    loss = self.trainer.step(input, target, window=window)
+            except NotFiniteError as error:
+                for note in self._where(error.problem, batch.data):
+                    error.add_note(note)
+                error.help = self._advice()
+                raise
             self.record.add_step(loss, seen)
-            if not math.isfinite(loss):
-                raise self._diverged(f"the loss is {loss}", epoch)
+            if (problem := self.trainer.worker.problem) is not None:
+                where = "; ".join(self._where(problem, batch.data))
+                done = DONE[self.options.on_nonfinite]
+                self._say(f"warning: {problem}, {where}: {done}")
             if self.trainer.is_stopping:
                 return
 
@@ -167,30 +184,33 @@ class Training:
         reason = next(filter(None, reasons), "asked to")
         self._say(f"stopped after step {self.trainer.step_number}: {reason}")
 
-    def _save(self, folder: Path, epoch: int) -> None:
-        self._check_weights(epoch)
-        self.trainer.save(folder)
+    def _where(self, problem: Problem, data: Any) -> list[str]:
+        """Return in which samples of the step's batch a problem is; all ranks call it.
 
-    def _check_weights(self, epoch: int) -> None:
-        """Make sure that a checkpoint is worth to be kept: no loss has seen its update.
-
-        Raises:
-            GemscError: a trained parameter of any rank is not finite.
+        `data` is what this rank has read of the batch.
         """
-        named = self.trainer.stages.parameters.items()
-        wrong = [n for n, p in named if p.requires_grad and not p.isfinite().all()]
-        everyone: list[Any] = self.transport.all_gather_object(wrong)
-        if names := [name for theirs in everyone for name in theirs]:
-            raise self._diverged(f"'{names[0]}' is not finite", epoch)
+        batches, place = self._batches, self.trainer.worker.place
+        epoch, number = divmod(problem.step - 1, len(batches))
+        indices = batches.indices(epoch, number)
+        size = len(indices) // self.trainer.worker.steps.num_micro_batches
+        found = [
+            f"micro-batch {m} has samples "
+            + ", ".join(map(str, indices[m * size :][:size]))
+            for m in list(problem.losses)[:MOST_NAMED]
+        ]
+        first = place.copy * len(indices) // place.num_copies
+        own = [indices[first + row] for row in rows_not_finite(data)]
+        everyone: list[Any] = self.transport.all_gather_object(own)
+        wrong = sorted({index for theirs in everyone for index in theirs})
+        found += [f"sample {i} holds NaN or infinity" for i in wrong[:MOST_NAMED]]
+        return [f"in epoch {epoch + 1}", *found]
 
-    def _diverged(self, what: str, epoch: int) -> GemscError:
-        """Return what says that training has failed; all ranks raise it."""
-        help = "try a smaller learning rate, or --clip-norm 1; look at the data"
+    def _advice(self) -> str:
+        help = f"{ADVICE}; --on-nonfinite skip leaves such updates out"
         if (folder := self.options.save) is not None and (folder / LATEST).exists():
             step = Manifest.read(folder / LATEST).step
             help += f"; {folder} still holds the checkpoint of step {step}"
-        step = self.trainer.worker.steps.done
-        return GemscError(f"{what} at step {step}, in epoch {epoch + 1}", help=help)
+        return help
 
     def _say(self, text: str) -> None:
         if self.talks:

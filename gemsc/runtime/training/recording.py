@@ -31,7 +31,7 @@ CALLS = {
     "send": "send",
     "start_reduction": "reduction",
     "finish_reductions": "reduction",
-    "update": "update",
+    "sum_up": "wait",
     "end": "wait",
 }
 
@@ -54,6 +54,8 @@ class Recorder:
         for name, kind in CALLS.items():
             wrapped = self._noted(kind, getattr(self.worker, name), name in COMPUTED)
             setattr(self.worker, name, wrapped)
+        updates = self.worker.updates
+        updates.apply = self._noted("update", updates.apply, False)  # type: ignore[method-assign]
 
     def take(self) -> list[Record]:
         """Return what was noted since the last time."""

@@ -114,6 +114,7 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
         scheduler=user.scheduler,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
+        on_nonfinite=options.on_nonfinite,
     )
     if options.resume is not None:
         trainer.resume(options.resume)

@@ -26,6 +26,7 @@ from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
+from gemsc.runtime.worker.finite import Problem
 from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages
@@ -65,12 +66,14 @@ class StepReport:
     loss: mean over the batch, the same on every rank.
     samples: how many of them count, in all replicas.
     seconds: from the call to the end of this rank's part.
+    problem: what is not finite; the update was made or not, as `on_nonfinite` says.
     """
 
     step: int
     loss: float
     samples: int
     seconds: float
+    problem: Problem | None = None
 
 
 class Trainer:
@@ -88,6 +91,7 @@ class Trainer:
         scheduler: SchedulerFactory | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
+        on_nonfinite: str = "stop",
         streams: Streams | None = None,
         callbacks: Iterable[Any] = (),
     ) -> None:
@@ -97,8 +101,10 @@ class Trainer:
         learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
         learning rate after each update. Gradients of `accumulate` steps are averaged
         for one update; `clip_norm` bounds their norm over all ranks. `dtype` runs the
-        program in another floating-point type. `streams` are those of the device, if
-        they are not the usual ones. `callbacks` follow the training (see `Callback`).
+        program in another floating-point type. A loss or gradient that is not finite
+        raises on all ranks, before the update; `on_nonfinite="skip"` leaves that update
+        out, "warn" makes it. `streams` are those of the device, if they are not the
+        usual ones. `callbacks` follow the training (see `Callback`).
         """
         self.directory = directory
         self.transport = transport
@@ -125,6 +131,7 @@ class Trainer:
             place,
             accumulate=accumulate,
             clip_norm=clip_norm,
+            on_nonfinite=on_nonfinite,
             seed=seed,
             float_dtype=dtype,
         )
@@ -147,11 +154,11 @@ class Trainer:
         tensor, a tuple or a dict like `example_inputs()`, `target` what the loss
         takes. The batch holds all micro-batches, one after the other, in dimension 0.
         Where images are split over ranks, it may hold only this rank's `window`.
-        A loss that is not finite is returned like any other: it is the same on every
-        rank, so that all can stop.
 
         Raises:
             GemscError: the batch does not fit the program.
+            NotFiniteError: a loss or a gradient is not finite: see `on_nonfinite`.
+                Weights and optimizer are what they were before the step.
         """
         if self.program.train_step is None:
             raise GemscError(
@@ -162,13 +169,15 @@ class Trainer:
         start = time.perf_counter()
         self._begin(input, target, window, training=True)
         self.program.train_step(self.worker)
-        mean = self._mean_loss()
+        steps = self.worker.steps
+        mean = steps.total / steps.num_micro_batches
         self.worker.end()
         report = StepReport(
-            step=self.worker.steps.done,
+            step=steps.done,
             loss=mean,
             samples=self.plan.batch_size,
             seconds=time.perf_counter() - start,
+            problem=self.worker.problem,
         )
         self.tell("on_step", report)
         return mean
@@ -275,19 +284,11 @@ class Trainer:
         self.stages.set_mode(training=training)
 
     def _mean_loss(self) -> float:
-        """Return the mean loss; sends that wait for their data start meanwhile.
-
-        What this rank asks all for goes with it.
-        """
-        worker, transport = self.worker, self.transport
+        """Return the mean loss of an evaluation, the same on every rank."""
+        worker, steps = self.worker, self.worker.steps
         worker.status.enter("sum of the losses")
-        asked = torch.tensor(self.requests.numbers(), dtype=torch.float64)
-        sums = torch.cat([worker.steps.loss_sum().view(1), asked])
-        everyone = transport.group(tuple(range(transport.size)), "losses")
-        worker.transport.wait(everyone.all_reduce(sums))
-        loss, *asked_by = sums.tolist()
-        self.requests.agree(asked_by)
-        return float(loss) / worker.steps.num_micro_batches
+        (total,) = worker.sum_up(float(steps.loss_sum()))
+        return total / steps.num_micro_batches
 
 
 def load_program(directory: Path, rank: int) -> RankProgram:

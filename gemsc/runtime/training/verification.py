@@ -55,6 +55,7 @@ def record_steps(
         dtype=dtype,
         device=torch.device("cpu"),
         optimizer=optimizer,
+        on_nonfinite="warn",  # one process goes on, too
     )
     rank = transport.rank
 

@@ -9,17 +9,11 @@ is what torch.amp.GradScaler does, which knows the gradients of one process only
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor, nn
-
-from gemsc.runtime.transport.device_transport import DeviceTransport
-
 __all__ = ["LossScale"]
 
 FIRST = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
+SMALLEST = 1.0  # below it, what overflows is not what was scaled
 INTERVAL = 2000  # updates between two growths
 
 
@@ -29,33 +23,26 @@ class LossScale:
     `good` counts the updates since it last changed, `skipped` all that were left out.
     """
 
-    def __init__(self, transport: DeviceTransport) -> None:
+    def __init__(self) -> None:
         self.factor = FIRST
         self.good = 0
         self.skipped = 0
-        self._transport = transport
 
-    def unscale(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Divide this rank's gradients; return whether those of all ranks are finite.
+    def take(self, *, is_overflow: bool) -> bool:
+        """Change the factor after an update, or after one that is left out.
 
-        All ranks call this, once for each update: the next factor depends on it.
+        Returns whether a smaller factor may help: it cannot where none is left.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(1.0 / self.factor)
-        overflow = _count_overflows(gradients)
-        host = self._transport.host
-        everyone = host.group(tuple(range(host.size)), "overflow")
-        self._transport.wait(everyone.all_reduce(overflow))
-        is_finite = not overflow
-        self.good = self.good + 1 if is_finite else 0
-        if not is_finite:
-            self.factor *= BACKOFF
-            self.skipped += 1
-        elif self.good == INTERVAL:
-            self.factor *= GROWTH
-            self.good = 0
-        return is_finite
+        if not is_overflow:
+            self.good += 1
+            if self.good == INTERVAL:
+                self.factor *= GROWTH
+                self.good = 0
+            return True
+        self.good = 0
+        self.skipped += 1
+        self.factor *= BACKOFF
+        return self.factor >= SMALLEST
 
     def state_dict(self) -> dict[str, float]:
         """Return what a checkpoint keeps, as numbers for JSON."""
@@ -65,11 +52,3 @@ class LossScale:
         """Go on from what `state_dict` returned."""
         self.factor = float(state["factor"])
         self.good, self.skipped = int(state["good"]), int(state["skipped"])
-
-
-def _count_overflows(gradients: list[Tensor]) -> Tensor:
-    """Return how many gradients are not finite, on the host."""
-    if not gradients:
-        return torch.zeros(())
-    wrong = [(~gradient.isfinite().all()).float() for gradient in gradients]
-    return torch.stack(wrong).sum().cpu()

@@ -18,7 +18,8 @@ __all__ = ["Steps"]
 class Steps:
     """What a rank has of the step of the moment, and how many steps are done.
 
-    `results` has (loss, output) of each micro-batch of an evaluation.
+    `results` has (loss, output) of each micro-batch of an evaluation. `losses` are
+    those of this rank by micro-batch, counted over all replicas.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Steps:
             float_dtype,
         )
         self._batch: dict[str, Tensor] = {}
-        self._losses: list[Tensor] = []
+        self.losses: dict[int, Tensor] = {}
+        self.total = 0.0  # of the losses of all ranks
 
     def bind(
         self, sources: Mapping[str, Any], window: Window | None = None
@@ -56,7 +58,7 @@ class Steps:
         """Take the batch of a step (see `bind`)."""
         self.is_training = training
         self.results.clear()
-        self._losses.clear()
+        self.losses.clear()
         self._batch = batch
 
     def end(self) -> None:
@@ -74,9 +76,9 @@ class Steps:
         """Return what micro-batch m has of a tensor of the batch."""
         return self._shape.part(self._batch, name, m)
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Book the loss of a micro-batch."""
-        self._losses.append(loss.detach())
+    def add_loss(self, loss: Tensor, number: int | None = None) -> None:
+        """Book the loss of a micro-batch; without a number it is the next one."""
+        self.losses[len(self.losses) if number is None else number] = loss.detach()
 
     def add_result(self, loss: Tensor | None, output: Any) -> None:
         """Keep what the model returned for a micro-batch; a grid's first tile does."""
@@ -88,9 +90,9 @@ class Steps:
 
         All tiles of a grid have the same losses: they are those of its first one.
         """
-        if not self._losses or self._tile > 0:
+        if not self.losses or self._tile > 0:
             return torch.zeros((), dtype=torch.float64)
-        return torch.stack(self._losses).sum(dtype=torch.float64).cpu()
+        return torch.stack([*self.losses.values()]).sum(dtype=torch.float64).cpu()
 
     def loss_gradient(self) -> Tensor:
         """Return what each micro-batch's loss weighs here in the mean over the batch.
@@ -98,4 +100,4 @@ class Steps:
         Each tile has the whole loss; their gradients add up.
         """
         count = self.num_micro_batches * self._accumulate * self._num_tiles
-        return torch.full_like(self._losses[-1], 1.0 / count)
+        return torch.full_like(next(iter(self.losses.values())), 1.0 / count)

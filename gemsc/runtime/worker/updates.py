@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from gemsc.base.boxes import Interval
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.runtime.worker.finite import all_finite
 from gemsc.runtime.worker.loss_scale import LossScale
 from gemsc.runtime.worker.own_rows import OwnRows
 from gemsc.runtime.worker.program import RankPlace, RankProgram
@@ -71,7 +72,7 @@ class Updates:
                 self._own.share(group, self._summed[key], program.updated_whole)
         self.parameters = self._own.parameters(stages.parameters)
         self._statistics = self._running_statistics()
-        self.scaler = LossScale(transport) if is_scaled else None
+        self.scaler = LossScale() if is_scaled else None
 
     def begin(self) -> None:
         """Remember what running statistics were before the step."""
@@ -107,24 +108,37 @@ class Updates:
         for statistics in self._statistics.values():
             statistics.finish()
 
-    def apply(self) -> None:
-        """Let the optimizer make its step, drop the gradients, share what is new.
+    def is_finite(self) -> bool:
+        """Whether all gradients of this rank are finite; they are not scaled any more.
 
-        Where a scaled gradient of any rank is not finite, no rank makes the step.
+        Called once before `apply` or `leave_out`.
         """
-        is_finite = self.scaler is None or self.scaler.unscale(self.parameters.values())
-        if self._clip_norm is not None and is_finite:
+        factor = 1.0 if self.scaler is None else 1.0 / self.scaler.factor
+        return all_finite(self.parameters.values(), factor)
+
+    def apply(self) -> None:
+        """Let the optimizer make its step, drop the gradients, share what is new."""
+        if self._clip_norm is not None:
             self._clip(self._clip_norm)
         if self.before is not None:
             self.before()
-        if self.optimizer is not None and is_finite:
+        if self.optimizer is not None:
             self.optimizer.step()
-        if self.scheduler is not None and is_finite:
+        if self.scheduler is not None:
             self.scheduler.step()
+        self._drop_gradients()
+        self._own.gather(torch.Tensor.detach)
+
+    def leave_out(self) -> None:
+        """Drop the gradients, with no step of the optimizer; all ranks do."""
+        if self.before is not None:
+            self.before()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self._own.drop_gradients()
         for parameter in self._stages.parameters.values():
             parameter.grad = None
-        self._own.gather(torch.Tensor.detach)
 
     @property
     def own_rows(self) -> dict[str, Interval]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
 from gemsc.runtime.worker.deferral import Deferred
+from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages
@@ -64,11 +66,13 @@ class Worker:
         float_dtype: torch.dtype | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
+        on_nonfinite: str = "stop",
     ) -> None:
         """Prepare a rank.
 
         Gradients of `accumulate` steps are averaged for one update; `clip_norm` bounds
         their norm over all ranks. The program runs in `float_dtype`, if it is given.
+        `on_nonfinite` is "stop", "skip" or "warn" (see `finite.py`).
         """
         self.transport = transport
         self.program = program
@@ -86,6 +90,13 @@ class Worker:
         is_scaled = self._autocast is not None and program.precision is torch.float16
         own = program, stages, place, self.steps, clip_norm
         self.updates = Updates(transport, *own, is_scaled=is_scaled)
+        self.problem: Problem | None = None  # of the last step
+        self._on_nonfinite = on_nonfinite
+        self._is_spoilt = False  # the update that comes, perhaps by a step before it
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # and what they were
+        everyone = tuple(range(transport.host.size))
+        self._everyone = transport.host.group(everyone, "losses")
+        self._number = 0  # of the micro-batch that ran last, over all replicas
         self._seed = seed
         self._in_flight: dict[tuple[Run, int], _InFlight] = {}
         self._deferred: dict[tuple[Run, int], Deferred] = {}
@@ -114,6 +125,10 @@ class Worker:
         self.mail.begin(count, training=training)
         if training:
             self.updates.begin()
+        if training and self._on_nonfinite == "skip":
+            stages = self.stages.values()
+            buffers = [buffer for stage in stages for buffer in stage.buffers()]
+            self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
 
     def end(self) -> None:
         """Wait until all that this rank sent has arrived."""
@@ -142,6 +157,7 @@ class Worker:
     def run(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage forward and keep what its backward needs."""
         self.status.enter("forward", run, m)
+        self._number = self._number_of(run, m)
         self.mail.release_arrived()
         stage = self.stages[run]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
@@ -195,8 +211,8 @@ class Worker:
         return weight if scaler is None else weight * scaler.factor
 
     def add_loss(self, loss: Tensor) -> None:
-        """Book the loss of a micro-batch."""
-        self.steps.add_loss(loss)
+        """Book the loss of the micro-batch that ran last."""
+        self.steps.add_loss(loss, self._number)
 
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
@@ -229,12 +245,73 @@ class Worker:
         self.updates.finish_reductions()
 
     def update(self) -> None:
-        """Let the optimizer make its step and drop the gradients, if it is time."""
-        if self.steps.is_update:
+        """Let the optimizer make its step and drop the gradients, if it is time.
+
+        Raises:
+            NotFiniteError: a loss or a gradient is not finite; on all ranks.
+        """
+        self._look_for_problem()
+        if not self.steps.is_update:
+            return
+        if self._is_spoilt:
+            self.updates.leave_out()
+        else:
             self.status.enter("optimizer step")
             self.updates.apply()
+        self._is_spoilt = False
+
+    def sum_up(self, *numbers: float) -> list[float]:
+        """Return the sums of some numbers over all ranks.
+
+        What this rank asks all for goes with them.
+        """
+        sums = torch.tensor([*numbers, *self.requests.numbers()], dtype=torch.float64)
+        self.transport.wait(self._everyone.all_reduce(sums))
+        found: list[float] = sums.tolist()
+        self.requests.agree(found[len(numbers) :])
+        return found[: len(numbers)]
 
     # -------------------------------------------------------- helpers
+
+    def _look_for_problem(self) -> None:
+        """Add up the losses; find out whether they and all gradients are finite."""
+        steps, scaler, self.problem = self.steps, self.updates.scaler, None
+        is_wrong = steps.is_update and not self.updates.is_finite()
+        self.status.enter("sum of the losses")
+        steps.total, num_wrong = self.sum_up(float(steps.loss_sum()), is_wrong)
+        is_finite = math.isfinite(steps.total)
+        if scaler is not None and steps.is_update and is_finite:
+            self._is_spoilt |= bool(num_wrong)
+            num_wrong *= not scaler.take(is_overflow=bool(num_wrong))
+        if is_finite and not num_wrong:
+            return
+        self.problem = self._problem(is_wrong=is_wrong)
+        if self._on_nonfinite == "stop":
+            self.updates.leave_out()
+            self.mail.finish()
+            raise NotFiniteError(self.problem)
+        if self._on_nonfinite == "skip":
+            self._is_spoilt = True
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+
+    def _problem(self, *, is_wrong: bool) -> Problem:
+        """Return what is not finite on any rank; here, it `is_wrong` with gradients."""
+        losses = {m: float(loss) for m, loss in self.steps.losses.items()}
+        losses = {m: loss for m, loss in losses.items() if not math.isfinite(loss)}
+        names = not_finite(self.updates.parameters) if is_wrong else []
+        everyone: list[Any] = self.transport.host.all_gather_object((losses, names))
+        found = {m: loss for theirs, _ in everyone for m, loss in theirs.items()}
+        return Problem(
+            self.steps.done + 1,
+            dict(sorted(found.items())),
+            tuple(dict.fromkeys(name for _, theirs in everyone for name in theirs)),
+        )
+
+    def _number_of(self, run: Run, m: int) -> int:
+        """Return the number of a micro-batch over all replicas."""
+        replica = self.place.number_of(run, self.program.num_replicas)
+        return replica * self.program.num_micro_batches + m
 
     def defers(self, run: Run, m: int) -> bool:
         """Whether a backward leaves the weight gradients for `weights`."""
@@ -280,8 +357,7 @@ class Worker:
             yield deferred.forward()
         if run in self.stages.drawing and not are_draws_same():
             # by what is computed and not by where
-            number = self.place.number_of(run, self.program.num_replicas)
-            number = number * self.program.num_micro_batches + m
+            number = self._number_of(run, m)
             seed = seed_of(self._seed, self.steps.done, run.stage_name, number)
             yield torch_seeded(seed, self.device)
         if self._grids:  # keep halos as what other tiles sent, no copies

@@ -1,0 +1,112 @@
+"""Numbers that are not finite: found before they reach a weight, and named.
+
+Each rank looks at its losses and, in one pass, at its gradients. One sum over all ranks
+before the optimizer's step has the losses and the number of such ranks. Then "stop"
+raises, "skip" leaves the update out, and "warn" makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.errors import GemscError
+
+__all__ = [
+    "ADVICE",
+    "MOST_NAMED",
+    "NotFiniteError",
+    "Problem",
+    "all_finite",
+    "not_finite",
+    "rows_not_finite",
+]
+
+MOST_NAMED = 3
+ADVICE = "try a smaller learning rate, or --clip-norm 1; look at the data"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is not finite in a step, the same on every rank.
+
+    step: its number since the first start, from 1.
+    losses: by micro-batch of the whole batch, those that are not finite.
+    gradients: names of the parameters whose gradients are not finite.
+    """
+
+    step: int
+    losses: Mapping[int, float]
+    gradients: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return `the loss is nan at step 12, in micro-batch 3`, or the like."""
+        found = [*self.losses.items()]
+        if found:
+            numbers = _listed([str(m) for m, _ in found])
+            plural = "es" * (len(found) > 1)
+            return (
+                f"the loss is {found[0][1]} at step {self.step}, in micro-batch"
+                f"{plural} {numbers}"
+            )
+        if not self.gradients:  # each loss is finite, their sum is not
+            return f"the loss is not finite at step {self.step}"
+        names = _listed([f"'{name}'" for name in self.gradients])
+        return f"the gradient of {names} is not finite at step {self.step}"
+
+
+class NotFiniteError(GemscError):
+    """A step whose loss or gradient is not finite; its update was not made."""
+
+    def __init__(self, problem: Problem) -> None:
+        """Keep what was found."""
+        super().__init__(str(problem), help=ADVICE)
+        self.problem = problem
+
+
+def all_finite(parameters: Iterable[nn.Parameter], factor: float = 1.0) -> bool:
+    """Multiply all gradients by a factor; return whether all of them are finite.
+
+    It is one pass over them, and one number for the host.
+    """
+    gradients = [_real(p.grad) for p in parameters if p.grad is not None]
+    if not gradients:
+        return True
+    like: Any = {"device": gradients[0].device, "dtype": torch.float32}
+    found, by = torch.zeros((), **like), torch.tensor(factor, **like)
+    # what torch.amp.GradScaler calls
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, by)
+    return not found.item()
+
+
+def not_finite(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of parameters whose gradients are not finite."""
+    named = ((name, p.grad) for name, p in parameters.items() if p.grad is not None)
+    return [name for name, grad in named if not _real(grad).isfinite().all()]
+
+
+def rows_not_finite(batch: Any) -> list[int]:
+    """Return the numbers of a batch's samples that hold a NaN or an infinity."""
+    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
+    wrong = [
+        ~leaf.isfinite().reshape(len(leaf), -1).all(1) for leaf in leaves if len(leaf)
+    ]
+    return sorted({row for rows in wrong for row in rows.nonzero().flatten().tolist()})
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """Return the numbers that a gradient keeps, in its memory."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

@@ -1,0 +1,194 @@
+"""Losses and gradients that are not finite: found before the update, and named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import Net, X, batch_of, on_ranks, written
+from torch import Tensor, nn
+
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.worker.finite import NotFiniteError, all_finite, not_finite
+
+NAN = float("nan")
+COUNT = 4  # micro-batches of two samples
+
+
+class Spoils(torch.autograd.Function):
+    """Passes on what it gets; its gradient is not finite where the value is above 9."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(max=9.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * torch.where(x > 9, math.inf, 1.0)
+
+
+def forward(self: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(self.b(self.norm(self.a(x))))
+    result: Tensor = self.d(torch.tanh(self.c(hidden)))
+    return result
+
+
+def program(folder: Path, ranks: int = 2, **options: Any) -> None:
+    model = Net(forward, norm=nn.BatchNorm1d(4))
+    written(folder, model, ranks=ranks, micro_batches=COUNT, **options)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def batch(bad: int | None = None, value: float = NAN) -> tuple[Tensor, Tensor]:
+    x, target = batch_of((X, X), COUNT)
+    if bad is not None:
+        x[2 * bad + 1, 2] = value
+    return x, target
+
+
+def states(trainer: Trainer) -> dict[str, Tensor]:
+    optimizer = trainer.worker.updates.optimizer
+    assert optimizer is not None
+    found = {n: tensor.clone() for n, tensor in trainer.stages.tensors().items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        found |= {f"{number} {key}": value.clone() for key, value in state.items()}
+    return found
+
+
+def is_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    return before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "master"},
+        {"shard_optimizer": True, "schedule": "master"},
+        {"ranks": 4, "data": 2},
+    ],
+)
+def test_the_first_bad_loss_stops_before_the_update(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    program(tmp_path, **options)
+
+    def work(trainer: Trainer) -> tuple[NotFiniteError, bool]:
+        trainer.step(*batch())
+        before = states(trainer)
+        with pytest.raises(NotFiniteError) as caught:
+            trainer.step(*batch(bad=3))
+        after = {n: t for n, t in states(trainer).items() if "norm." not in n}
+        return caught.value, is_same({n: before[n] for n in after}, after)
+
+    for error, kept in on_ranks(
+        tmp_path, options.get("ranks", 2), work, optimizer=adam
+    ):
+        # batch normalization keeps micro-batches apart
+        assert error.message == "the loss is nan at step 2, in micro-batch 3"
+        assert kept
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_bad_gradient_of_one_rank_stops_all(
+    tmp_path: Path, clip_norm: float | None
+) -> None:
+    model = Net(lambda net, x: net.d(torch.tanh(net.c(net.b(spoils(net.a(x)))))))
+    written(tmp_path, model, micro_batches=COUNT)
+
+    def work(trainer: Trainer) -> tuple[str, bool]:
+        trainer.step(*batch())
+        before = states(trainer)
+        with pytest.raises(NotFiniteError) as caught:
+            trainer.step(*batch(1, 1e4))
+        return caught.value.message, is_same(before, states(trainer))
+
+    found = on_ranks(tmp_path, 2, work, optimizer=adam, clip_norm=clip_norm)
+    says = "the gradient of 'a.weight', 'a.bias' is not finite at step 2"
+    assert found == [(says, True)] * 2
+
+
+def spoils(x: Tensor) -> Tensor:
+    result: Tensor = Spoils.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def test_a_step_that_is_skipped_leaves_nothing_behind(tmp_path: Path) -> None:
+    program(tmp_path)
+
+    def run(trainer: Trainer, *batches: Any) -> tuple[list[float], dict[str, Tensor]]:
+        losses = [trainer.step(*each) for each in batches]
+        return losses, states(trainer)
+
+    options: Any = {"optimizer": adam, "on_nonfinite": "skip"}
+    with_bad = on_ranks(
+        tmp_path, 2, lambda t: run(t, batch(), batch(2), batch()), **options
+    )
+    without = on_ranks(tmp_path, 2, lambda t: run(t, batch(), batch()), **options)
+    for (losses, state), (wanted, right) in zip(with_bad, without, strict=True):
+        assert math.isnan(losses[1])
+        assert [losses[0], losses[2]] == wanted
+        assert is_same(state, right)
+
+
+def test_of_accumulated_steps_a_bad_one_takes_all(tmp_path: Path) -> None:
+    program(tmp_path)
+
+    def work(trainer: Trainer) -> bool:
+        before = {n: p.clone() for n, p in trainer.stages.parameters.items()}
+        trainer.step(*batch(bad=0))
+        trainer.step(*batch())
+        after = {**trainer.stages.parameters}
+        kept = is_same(before, after)
+        trainer.step(*batch())
+        trainer.step(*batch())
+        return kept and not is_same(before, after)
+
+    options: Any = {"accumulate": 2, "on_nonfinite": "skip", "optimizer": adam}
+    assert on_ranks(tmp_path, 2, work, **options) == [True, True]
+
+
+def test_with_a_warning_training_goes_on(tmp_path: Path) -> None:
+    program(tmp_path)
+
+    def work(trainer: Trainer) -> tuple[float, bool]:
+        loss = trainer.step(*batch(bad=0))
+        assert trainer.worker.problem is not None
+        assert list(trainer.worker.problem.losses) == [0]
+        named = trainer.stages.parameters.values()
+        return loss, any(not p.isfinite().all() for p in named)
+
+    for loss, spoilt in on_ranks(tmp_path, 2, work, on_nonfinite="warn"):
+        assert math.isnan(loss)
+        assert spoilt
+
+
+def test_gradients_of_any_kind_are_looked_at() -> None:
+    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+    named = {str(kind): nn.Parameter(torch.ones(3, 2, dtype=kind)) for kind in kinds}
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    named["sparse"] = table.weight
+    named["none"] = nn.Parameter(torch.ones(1))
+    assert all_finite(named.values())
+    for name, parameter in named.items():
+        if parameter.grad is None:
+            continue
+        grad = parameter.grad
+        values = grad._values() if grad.is_sparse else grad
+        values[1, 1] = math.inf
+        assert not all_finite(named.values())
+        assert not_finite(named) == [name]
+        values[1, 1] = 1
