@@ -97,7 +97,7 @@ MAY_IMPORT["cli"] = tuple(MAY_IMPORT)
 # To import mpi4py.MPI starts MPI: only a rank may do so. PyTorch takes a second to
 # load: what starts ranks does so only to ask for a GPU.
 IN_FUNCTIONS = {
-    ("gemsc.runtime.transport.mpi", "mpi4py"),
+    ("gemsc.runtime.transport.launcher", "mpi4py"),
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gemsc.base.process import num_cores
+from gemsc.base.process import is_started_by_mpirun, num_cores
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import claim_device
@@ -22,6 +22,7 @@ from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.recording import record_timed_steps
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import run_recorded_steps
+from gemsc.runtime.transport.launcher import check_launcher, is_first_started
 from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
@@ -40,7 +41,9 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
         wrong = str(error)
     else:
         claim_device(_device(options))
-    transport = MpiTransport()
+    transport = _start_mpi(directory)
+    if transport is None:
+        return 1
     install_hooks(transport)
     try:
         start_watch(transport, getattr(options, "timeout", 0.0))
@@ -72,6 +75,27 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
 def _device(options: argparse.Namespace) -> torch.device | None:
     """Return the device asked for; None leaves the choice."""
     return None if options.device == "auto" else torch.device(options.device)
+
+
+def _start_mpi(directory: Path) -> MpiTransport | None:
+    """Return the end of the messages; None, and a word, if this rank would be alone."""
+    try:
+        check_launcher()
+        if not is_started_by_mpirun():
+            _check_alone(directory, Plan.read(directory / "plan.toml").ranks)
+        return MpiTransport()
+    except GemscError as error:  # no rank knows of the others
+        if is_first_started():
+            print(error, file=sys.stderr, flush=True)  # noqa: T201
+    return None
+
+
+def _check_alone(directory: Path, ranks: int) -> None:
+    if ranks > 1:
+        raise GemscError(
+            f"{directory} has {ranks} ranks, and no mpirun started this one",
+            help=f"use mpirun -n {ranks}, srun --mpi=pmix -n {ranks}, or `gemsc run`",
+        )
 
 
 def _refusal(directory: Path, transport: Transport) -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gemsc.base.process import end_with_launcher
 from gemsc.errors import GemscError, InternalError
+from gemsc.runtime.transport.launcher import check_size, start_mpi
 from gemsc.runtime.transport.transport import (
     add_in_order,
     check_memory,
@@ -37,17 +38,6 @@ __all__ = ["MpiTransport"]
 CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
 LAST_SECONDS = 5.0  # for the library to end all ranks
 LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4
-NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.launch.launch
-
-
-def _import_mpi() -> Any:  # the module, which starts MPI when it is first imported
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise GemscError(
-            f"no MPI library for Python: {error}", help="pip install 'gemsc[mpi]'"
-        ) from error
-    return MPI
 
 
 class _MessageRequest:
@@ -233,11 +223,12 @@ class MpiTransport:
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         end_with_launcher()
-        self._mpi = _import_mpi()
+        self._mpi = start_mpi()
         world: MPI.Intracomm = comm if comm is not None else self._mpi.COMM_WORLD
         self.rank = world.Get_rank()
         self.size = world.Get_size()
-        self._check_launcher(whole_world=comm is None)
+        if comm is None:
+            check_size(self.size, self._mpi.Get_library_version())
         self._messages = world.Dup()
         self._control = world.Dup()
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
@@ -250,16 +241,6 @@ class MpiTransport:
             return machine.allgather(self.rank)
         finally:
             machine.Free()
-
-    def _check_launcher(self, *, whole_world: bool) -> None:
-        """Find an mpirun and an mpi4py of different MPI libraries: all are rank 0."""
-        expected = os.environ.get(NUM_RANKS_VARIABLE, "")
-        if whole_world and expected.isdecimal() and int(expected) != self.size:
-            library = self._mpi.Get_library_version().strip("\0").split(",")[0]
-            raise GemscError(
-                f"{expected} ranks were started, but MPI counts {self.size}",
-                help=f"mpi4py uses {library}: start the ranks with its own mpirun",
-            )
 
     @property
     def local_rank(self) -> int:

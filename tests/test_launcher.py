@@ -1,0 +1,112 @@
+"""Whether a process is one rank of a job: its launcher and MPI must agree."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from command_line import MODEL, run_words
+
+from gemsc.errors import GemscError
+from gemsc.runtime.transport import launcher
+from gemsc.runtime.transport.launcher import (
+    check_launcher,
+    check_size,
+    is_first_started,
+)
+
+NAMES = {*launcher.RANKS, launcher.SLURM_TASKS, "GEMSC_NUM_RANKS", "PMI_SIZE"}
+OPEN_MPI, MPICH = "Open MPI v5.0.11, package: x", "MPICH Version:\t4.3.2\nMore"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return a function that sets what a launcher sets."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+    def started(**variables: object) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return started
+
+
+def test_tasks_that_cannot_find_each_other_are_refused_before_mpi_starts(started):
+    check_launcher()
+    started(SLURM_STEP_NUM_TASKS=1)
+    check_launcher()
+    started(SLURM_STEP_NUM_TASKS=4)
+    with pytest.raises(GemscError, match=r"started 4 processes.*\n.*srun --mpi=pmix"):
+        check_launcher()
+    started(PMIX_RANK=0)
+    check_launcher()
+
+
+@pytest.mark.parametrize(
+    ("version", "variables", "cure"),
+    [
+        (OPEN_MPI, {"PMI_RANK": 0}, r"Open MPI v5\.0\.11\n.*srun --mpi=pmix"),
+        (MPICH, {"OMPI_COMM_WORLD_RANK": 0, "PMIX_RANK": 0}, "MPICH.*\n.*--mpi=pmi2"),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_RANK": 0, "PMIX_RANK": 0}, None),
+        (OPEN_MPI, {"PMIX_RANK": 0}, None),
+        (MPICH, {"PMIX_RANK": 0}, None),  # it may be built with PMIx
+        (MPICH, {"PMI_RANK": 0}, None),
+        (MPICH, {}, None),
+    ],
+)
+def test_a_launcher_of_another_library_is_found_before_mpi_starts(
+    started, monkeypatch, version, variables, cure
+):
+    begun = []
+    library = SimpleNamespace(
+        Is_initialized=lambda: False,
+        Get_library_version=lambda: version,
+        Init_thread=lambda: begun.append(os.environ.get(launcher.TRANSPORTS)),
+    )
+    package = SimpleNamespace(rc=lambda **options: None, MPI=library)
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.delenv(launcher.TRANSPORTS, raising=False)
+    started(**variables)
+    if cure is None:
+        assert launcher.start_mpi() is library
+        assert begun == [None if variables else "^sm"]
+        assert launcher.TRANSPORTS not in os.environ
+        return
+    with pytest.raises(GemscError, match=cure):
+        launcher.start_mpi()
+    assert not begun
+
+
+def test_mpi_must_count_as_many_ranks_as_were_started(started):
+    check_size(1, MPICH)
+    started(PMI_SIZE=2)
+    check_size(2, MPICH)
+    with pytest.raises(GemscError, match="2 ranks were started, but MPI counts 1"):
+        check_size(1, MPICH)
+    started(GEMSC_NUM_RANKS=3)
+    with pytest.raises(GemscError, match=r"3 ranks .*\n.*MPICH Version:\t4\.3\.2: "):
+        check_size(2, MPICH)
+
+
+def test_one_process_speaks_for_all(started):
+    assert is_first_started()
+    started(SLURM_PROCID=0)
+    assert is_first_started()
+    started(PMI_RANK=1)
+    assert not is_first_started()
+
+
+def test_ranks_started_by_hand_say_so_and_leave_nothing(command):
+    Path("model.py").write_text(MODEL)
+    assert command("compile", "model.py", "-o", "program").code == 0
+    memory = Path("/dev/shm")
+    before = set(memory.glob("sm_segment.*"))
+    done = run_words(sys.executable, "program")
+    assert done.code == 1
+    assert "program has 2 ranks, and no mpirun started this one\nhelp: " in done.err
+    second = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}  # the first one speaks
+    done = run_words(sys.executable, "program", **second)
+    assert (done.code, done.err) == (1, "")
+    assert set(memory.glob("sm_segment.*")) <= before
