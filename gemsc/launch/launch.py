@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,13 +21,27 @@ from gemsc.base.process import end_with_parent
 from gemsc.launch.hosts import Host
 from gemsc.launch.mpirun import mpirun_command
 from gemsc.launch.mpirun_words import Tell, in_our_words
+from gemsc.runtime.process.hang import hang_report, is_hanging
 from gemsc.runtime.process.scratch import scratch_folder
-from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, read_status
+from gemsc.runtime.process.status import (
+    REPORTED,
+    STATUS_VARIABLE,
+    read_states,
+    read_status,
+)
+from gemsc.runtime.process.stop import (
+    ECHO_SECONDS,
+    STOPPED,
+    STOPPING,
+    signal_name,
+)
 
 __all__ = ["TIMED_OUT", "launch"]
 
 TIMED_OUT = 124  # exit code, the same as that of timeout(1)
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOPPING)
+LOOK_SECONDS = 5.0  # from one look whether the ranks hang to the next
+LATER_SECONDS = 3.0  # than the ranks' own reports
 GRACE_SECONDS = 5.0  # from asking mpirun to end to killing it
 LONGEST_REPORT = 9  # lines, of which one may say that there are more
 
@@ -52,7 +68,8 @@ def launch(
     them. `hosts` take exactly these ranks; without any, all are on this machine. `env`
     adds to the environment; `stdout` and `stderr` are as for
     `subprocess.Popen`, less PIPE. The exit code is 124 after `timeout` seconds, and
-    128 + n after signal n.
+    128 + n after signal n; the first SIGTERM or SIGUSR1 only asks ranks that can save
+    to leave, with exit code 75.
     """
     target = _descriptor(stderr)
     with scratch_folder(num_ranks) as scratch:
@@ -65,7 +82,7 @@ def launch(
             hosts=hosts,
             env={STATUS_VARIABLE: str(notes.folder)} | dict(env or {}),
         )
-        with _forwarded_signals() as signals:
+        with _forwarded_signals(notes.folder) as signals:
             process = subprocess.Popen(
                 command,
                 cwd=cwd,
@@ -78,14 +95,14 @@ def launch(
             )
             signals.pass_on_to(process)
             reader = _start_reader(process, target, notes.of_rank)
-            code = _wait(process, timeout)
+            code = _wait(process, timeout, notes, target)
         seen = signals.seen
         if reader is not None:
             reader.join(GRACE_SECONDS)
         if seen:
-            _write(target, notes.of_all(f"stopped by {_named(seen[0])}"))
+            _write(target, notes.of_all(f"stopped by {signal_name(seen[0])}"))
         elif code < 0:
-            _write(target, notes.of_all(f"mpirun was ended by {_named(-code)}"))
+            _write(target, notes.of_all(f"mpirun was ended by {signal_name(-code)}"))
     if seen:
         return 128 + seen[0]
     return 128 - code if code < 0 else code
@@ -98,10 +115,6 @@ def _descriptor(stderr: int | IO[str] | None) -> int:
     return stderr if isinstance(stderr, int) else stderr.fileno()
 
 
-def _named(number: int) -> str:
-    return f"signal {number} ({signal.strsignal(number)})"
-
-
 @dataclass(frozen=True)
 class _Notes:
     """What the ranks of a job noted in `folder` of what they do."""
@@ -112,6 +125,8 @@ class _Notes:
 
     def of_rank(self, rank: int, how: str) -> str:
         """Return the report of a rank that could not say itself how it ended."""
+        if how.endswith(f" exit code {STOPPED}"):
+            return ""  # it has said so
         doing = read_status(self.folder, rank)
         if doing is None or self._is_reported:
             return f"rank {rank} {how}"
@@ -128,22 +143,47 @@ class _Notes:
             lines[LONGEST_REPORT:] = [f"note: and {len(lines) - LONGEST_REPORT} more"]
         return ("\n".join(lines) + "\n").encode()
 
+    def of_hang(self, now: float) -> bytes:
+        """Return the report of ranks that hang and cannot say so, b"" if they can."""
+        states = read_states(self.folder)
+        if not is_hanging(states, now - LATER_SECONDS) or self._is_reported:
+            return b""
+        return (hang_report(states, now) + "\n").encode()
+
     @property
     def _is_reported(self) -> bool:
         return (self.folder / REPORTED).exists()
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float | None) -> int:
-    try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        _signal_group(process, signal.SIGTERM)
+def _wait(
+    process: subprocess.Popen[bytes],
+    timeout: float | None,
+    notes: _Notes,
+    target: int,
+) -> int:
+    """Return mpirun's exit code; end it after a time, or if it hangs unsaid."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    looked = time.monotonic()
+    while (now := time.monotonic()) < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(LOOK_SECONDS, deadline - now))
+        is_awake = now - looked < 2 * LOOK_SECONDS  # else all may have been stopped
+        looked = now
+        if is_awake and (report := notes.of_hang(now)):
+            _write(target, report)
+            _end(process)
+            return 1
+    _end(process)
+    return TIMED_OUT
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _signal_group(process, signal.SIGTERM)
     try:
         process.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         _signal_group(process, signal.SIGKILL)
         process.wait()
-    return TIMED_OUT
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
@@ -158,7 +198,9 @@ class _Signals:
     What is `seen` before mpirun runs is passed on once it does.
     """
 
+    folder: Path  # of the ranks' states
     seen: list[int] = field(default_factory=list)
+    asked_at: float | None = None
     process: subprocess.Popen[bytes] | None = None
     killer: threading.Timer | None = None
 
@@ -168,8 +210,24 @@ class _Signals:
             self._pass_on(self.seen[0])
 
     def catch(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number in STOPPING:
+            if self.asked_at is None and self._ask(number):
+                self.asked_at = now
+                return
+            if self.asked_at is not None and now - self.asked_at < ECHO_SECONDS:
+                return
         self.seen.append(number)
         self._pass_on(number)
+
+    def _ask(self, number: int) -> bool:
+        """Ask the ranks that can leave with a checkpoint; whether there are any."""
+        states = read_states(self.folder).values()
+        for state in states:
+            if state.can_stop:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(state.pid, number)
+        return any(state.can_stop for state in states)
 
     def _pass_on(self, number: int) -> None:
         """End mpirun, which does not handle all signals; kill it if it goes on."""
@@ -185,9 +243,9 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _forwarded_signals() -> Iterator[_Signals]:
+def _forwarded_signals(folder: Path) -> Iterator[_Signals]:
     """Catch what shall end this process: only the main thread can."""
-    signals = _Signals()
+    signals = _Signals(folder)
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return

@@ -48,7 +48,8 @@ def in_our_words(pieces: Iterable[bytes], tell: Tell) -> Iterator[bytes]:
         for pattern, how in _ENDS:
             if found := re.search(pattern, paragraph[0]):
                 rank, *rest = (group.decode() for group in found.groups())
-                return f"{tell(int(rank), how.format(*rest))}\n".encode()
+                told = tell(int(rank), how.format(*rest))
+                return f"{told}\n".encode() if told else b""
         return b""
 
     held = b""

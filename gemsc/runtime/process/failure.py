@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
+from gemsc.runtime.process.stop import STOPPED
 
 if TYPE_CHECKING:
     from gemsc.runtime.transport.transport import Transport
@@ -173,7 +174,7 @@ def watch_exit(transport: Transport) -> None:
         exit_(code)
 
     def at_end() -> None:
-        if codes and codes[0] not in (None, 0):
+        if codes and codes[0] not in (None, 0, STOPPED):
             rank = transport.rank
             end_job(f"error: rank {rank} left with sys.exit({codes[0]!r})", transport)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from gemsc.base.units import show_long
 from gemsc.runtime.process.status import RankState
 
-__all__ = ["explain_hang", "is_hanging", "limit_of", "seconds_of_silence"]
+__all__ = ["explain_hang", "hang_report", "is_hanging", "limit_of"]
 
 LOST = 3.0  # seconds: a watch that has not looked for so long could not
 LONGEST = 9  # lines about ranks, of which one may say that there are more
@@ -23,7 +24,7 @@ LONGEST = 9  # lines about ranks, of which one may say that there are more
 States = Mapping[int, RankState]
 
 
-def seconds_of_silence(states: States, now: float) -> float:
+def _silence(states: States, now: float) -> float:
     """Return for how long no rank has gone on."""
     return now - max(state.changed for state in states.values()) if states else 0.0
 
@@ -41,7 +42,17 @@ def is_hanging(states: States, now: float, share: float = 1.0) -> bool:
     limit = limit_of(states)
     if not limit or all(state.is_idle for state in states.values()):
         return False
-    return seconds_of_silence(states, now) >= limit * share
+    return _silence(states, now) >= limit * share
+
+
+def hang_report(states: States, now: float) -> str:
+    """Return the report of a job that hangs."""
+    first, *rest = explain_hang(states, now)
+    silence = show_long(_silence(states, now))
+    longer = show_long(10 * limit_of(states)).replace(" ", "")
+    help = f"if it may take so long, --timeout {longer}; `never` waits for ever"
+    text = [f"error: no rank has gone on for {silence}: {first}", *rest]
+    return "\n".join([*text, f"help: {help}"])
 
 
 def explain_hang(states: States, now: float) -> list[str]:

@@ -21,12 +21,7 @@ from typing import Any
 
 from gemsc.base.units import show_long
 from gemsc.runtime.process.failure import end_job, is_first, line_of
-from gemsc.runtime.process.hang import (
-    explain_hang,
-    is_hanging,
-    limit_of,
-    seconds_of_silence,
-)
+from gemsc.runtime.process.hang import explain_hang, hang_report, is_hanging, limit_of
 from gemsc.runtime.process.scratch import scratch_folder
 from gemsc.runtime.process.status import (
     STATUS_VARIABLE,
@@ -34,6 +29,7 @@ from gemsc.runtime.process.status import (
     Status,
     read_states,
 )
+from gemsc.runtime.process.stop import GRACE_SECONDS, StopSignal, signal_name
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.transport.waiting import wait_of
 
@@ -72,11 +68,18 @@ class HangWatch:
     def look(self, now: float) -> None:
         """Note what the rank does; if nobody has gone on for long, say so, and stop."""
         self._publish(now)
+        stop = StopSignal.current
+        if stop is not None and stop.number is not None and stop.is_overdue(now):
+            states = read_states(self._folder)
+            text = f"error: {signal_name(stop.number)} came, and {GRACE_SECONDS:.0f} s "
+            text += "later the step has not ended: "
+            lines = "\n".join(explain_hang(states, now))
+            end_job(text + lines, self._transport, 128 + stop.number)
         if not self._limit or now - self._changed < self._limit / 2:
             return
         states = read_states(self._folder)
         if is_hanging(states, now):
-            end_job(self._report(states, now), self._transport)
+            end_job(hang_report(states, now), self._transport)
         elif is_hanging(states, now, share=0.5):
             since = max(state.changed for state in states.values())
             if is_first(f"warned-{since:.3f}"):
@@ -110,6 +113,7 @@ class HangWatch:
             changed=self._changed,
             doing=str(status),
             place="" if is_over else self._place(),
+            can_stop=StopSignal.current is not None,
             is_idle=status.is_idle and wait is None,
             needs=tuple((n.what, sum(1 << rank for rank in n.ranks)) for n in needs),
         )
@@ -119,18 +123,6 @@ class HangWatch:
         """Return the line that runs: the user's, or that of the rank's file."""
         frame = sys._current_frames().get(self._thread)
         return line_of(traceback.extract_stack(frame)) if frame is not None else ""
-
-    def _report(self, states: dict[int, RankState], now: float) -> str:
-        first, *rest = explain_hang(states, now)
-        silence = show_long(seconds_of_silence(states, now))
-        return "\n".join(
-            [
-                f"error: no rank has gone on for {silence}: {first}",
-                *rest,
-                "help: if it may take so long, give a longer --timeout, for example "
-                f"{show_long(10 * limit_of(states))}; `--timeout never` waits for ever",
-            ]
-        )
 
 
 def start_watch(transport: Transport, limit: float) -> None:

@@ -48,7 +48,8 @@ def load(
 
     From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
     all ranks. So does a `timeout` (seconds, or a text such as "10min"; None for never)
-    in which no rank goes on and one waits for others.
+    in which no rank goes on and one waits for others. SIGTERM and SIGUSR1 set
+    `trainer.is_leaving`: ask it after each step, save, and `sys.exit(75)`.
 
     Raises:
         GemscError: the directory holds no program, or one for another number of ranks,
@@ -64,7 +65,7 @@ def load(
     share_cores(transport)
     if dtype is not None:
         torch.set_default_dtype(dtype)  # also of what forward makes
-    return Trainer(
+    trainer = Trainer(
         folder,
         transport,
         optimizer=optimizer,
@@ -76,6 +77,8 @@ def load(
         clip_norm=clip_norm,
         callbacks=callbacks,
     )
+    trainer.leave_on_signals()
+    return trainer
 
 
 def _seconds(timeout: float | str | None) -> float:

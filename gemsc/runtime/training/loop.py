@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shlex
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from gemsc.plan import Plan
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import TiledDataset, window_of
+from gemsc.runtime.process.failure import is_first
+from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.training.bar import Bar
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.evaluation import Evaluator
@@ -129,10 +133,15 @@ class Training:
             self.trainer.epoch = epoch
             self._train_epoch(epoch, first, min(each, first + total - done))
             done = self.trainer.worker.steps.done
+            if self.trainer.is_leaving and done % each:
+                break
             self.trainer.tell("on_epoch", epoch, self._evaluate(epoch))
             self.trainer.agree()
             if self.options.save is not None:
                 self.trainer.save(self.options.save)
+        if self.trainer.is_leaving:
+            self._leave(done, each)
+            return
         if self.trainer.is_stopping:
             self._say_why()
         self.trainer.tell("on_end")
@@ -176,6 +185,26 @@ class Training:
             self._say("warning: the held-out loss is not finite")
         self.trainer.tell("on_evaluation", figures)
         return figures
+
+    def _leave(self, done: int, each: int) -> None:
+        """Save in the midst of an epoch, and say how to go on."""
+        folder = self.options.save
+        where = "no checkpoint: there was no --save"
+        if folder is not None:
+            if done % each:
+                self.trainer.save(folder)
+            where = f"checkpoint in {folder}; go on with: gemsc run "
+            where += shlex.join([str(self.trainer.directory), *self._arguments()])
+        if self.talks and is_first(REPORTED):
+            self._say(f"stopped on request at step {done}; {where}")
+
+    def _arguments(self) -> list[str]:
+        """Return the options of this run, with those that let it go on."""
+        given = sys.argv[1:]
+        if "--resume" in given:
+            at = given.index("--resume")
+            given = given[:at] + given[at + 2 :]
+        return [*given, "--resume", str(self.options.save)]
 
     def _say_why(self) -> None:
         """Say why the run ends before its time."""

@@ -15,6 +15,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.failure import install_hooks, stop_all
 from gemsc.runtime.process.status import Status
+from gemsc.runtime.process.stop import STOPPED
 from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
@@ -34,7 +35,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def main(directory: Path, arguments: list[str] | None = None) -> int:
     """Run this rank under mpirun; return the exit code."""
-    options, wrong = argparse.Namespace(), None
+    options, wrong, code = argparse.Namespace(), None, 0
     try:
         options = parse_arguments(arguments)
     except GemscError as error:
@@ -65,11 +66,11 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
                 directory, transport, options.record_into, options.steps or 1
             )
         else:
-            train(directory, transport, options)
+            code = train(directory, transport, options)
         transport.close()
     except BaseException as error:
         stop_all(error, transport, Status.current)
-    return 0
+    return code
 
 
 def _device(options: argparse.Namespace) -> torch.device | None:
@@ -113,8 +114,8 @@ def share_cores(transport: Transport) -> None:
         torch.set_num_threads(max(1, num_cores() // transport.local_size))
 
 
-def train(directory: Path, transport: Transport, options: argparse.Namespace) -> None:
-    """Train for the epochs or steps asked for, evaluating after each epoch."""
+def train(directory: Path, transport: Transport, options: argparse.Namespace) -> int:
+    """Train for the epochs or steps asked for; return the exit code."""
     plan = Plan.read(directory / "plan.toml")
     if not plan.spec:
         raise GemscError(
@@ -142,4 +143,6 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
     )
     if options.resume is not None:
         trainer.resume(options.resume)
+    trainer.leave_on_signals()
     Training(trainer, user, plan, options).run()
+    return STOPPED if trainer.is_leaving else 0

@@ -21,6 +21,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import choose_device
+from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training import checkpoint
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -218,8 +219,23 @@ class Trainer:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether all ranks know that one has called `stop`."""
-        return self.requests.agreed("stop")
+        """Whether all ranks know that one has called `stop`, or was sent a signal."""
+        return self.is_leaving or self.requests.agreed("stop")
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether all ranks know that one was sent SIGTERM or SIGUSR1.
+
+        Then save, and leave with exit code 75: who starts jobs may start it again.
+        """
+        found = self.requests.agreed("leave")
+        if found and StopSignal.current is not None:
+            StopSignal.current.is_answered = True
+        return found
+
+    def leave_on_signals(self) -> None:
+        """Let SIGTERM and SIGUSR1 set `is_leaving` after the step, on all ranks."""
+        StopSignal.catch(partial(self.requests.ask, "leave"))
 
     def agree(self) -> None:
         """Let all ranks know between two steps what one has asked for."""

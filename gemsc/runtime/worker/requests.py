@@ -1,6 +1,6 @@
-"""What one rank asks for and all do after the same step: to stop, to save.
+"""What one rank asks for and all do after the same step: to stop, to save, to leave.
 
-ask("stop", "SIGTERM")      on any rank, at any time, also in a signal handler
+ask("stop", "enough")       on any rank, at any time, also in a signal handler
 numbers, agree              around the next sum of the losses, which carries them
 agreed("stop")              after that sum, the same on every rank
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 __all__ = ["Requests"]
 
-KINDS = ("stop", "save")
+KINDS = ("stop", "save", "leave")
 
 
 class Requests:
@@ -22,7 +22,7 @@ class Requests:
         self._agreed: set[str] = set()
 
     def ask(self, kind: str, reason: str = "") -> None:
-        """Ask all ranks for "stop" or "save"; the first reason stays."""
+        """Ask all ranks for "stop", "save" or "leave"; the first reason stays."""
         self._asked.setdefault(kind, reason)
 
     def reason(self, kind: str) -> str:

@@ -1,0 +1,99 @@
+"""SIGTERM and SIGUSR1 to a rank: end after this step, with a checkpoint.
+
+A scheduler that takes a machine away sends one of them first. The first one asks all
+ranks, on the way of `Requests`; SIGINT, and a second SIGTERM, end the rank at once.
+After a SIGTERM the watch ends a job whose step does not end within GRACE_SECONDS;
+SIGUSR1 leaves it the time that the scheduler gives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from gemsc.base.process import end_with_parent
+
+__all__ = [
+    "ECHO_SECONDS",
+    "GRACE_SECONDS",
+    "STOPPED",
+    "STOPPING",
+    "StopSignal",
+    "signal_name",
+]
+
+STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: start me again
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+GRACE_SECONDS = 30.0  # what Slurm gives between SIGTERM and SIGKILL
+ECHO_SECONDS = 1.0  # one signal may come twice: to the launcher, and to all processes
+
+
+class StopSignal:
+    """The signal that asked this process to stop, and how far that has come.
+
+    `number` is None before; `is_answered` once the training loop knows of it.
+    """
+
+    current: StopSignal | None = None  # the one of this process
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.is_answered = False
+        self._time = 0.0
+        self._ask: Callable[[str], None] = lambda reason: None
+
+    @classmethod
+    def catch(cls, ask: Callable[[str], None]) -> None:
+        """From now on, call `ask` with the reason; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if cls.current is None:
+            os.register_at_fork(before=_note_thread, after_in_child=_be_a_child)
+        cls.current = cls()
+        cls.current._ask = ask
+        for number in STOPPING:
+            signal.signal(number, cls.current._come)
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self._time = number, now
+            self._ask(f"{signal_name(number)} came")
+        elif number == signal.SIGTERM and now - self._time > ECHO_SECONDS:
+            if self.number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            self.number, self._time = number, now
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the step should have ended by now."""
+        waits = self.number == signal.SIGTERM and not self.is_answered
+        return waits and now - self._time > GRACE_SECONDS
+
+
+def signal_name(number: int) -> str:
+    """Return for example `signal 15 (Terminated)`."""
+    return f"signal {number} ({signal.strsignal(number)})"
+
+
+# Processes that a rank forks, as data loaders do, do not answer for it: they end by the
+# usual signals, and with it. The system counts a process's thread as its parent: a
+# fork of another thread than the main one, which may end first, goes on.
+
+_fork = threading.local()
+
+
+def _note_thread() -> None:
+    _fork.parent = os.getpid()
+    _fork.is_main = threading.current_thread() is threading.main_thread()
+
+
+def _be_a_child() -> None:
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    if _fork.is_main:
+        end_with_parent(_fork.parent, signal.SIGKILL)
