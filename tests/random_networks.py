@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
+from nightly import at_night
 from torch import Tensor, nn
 
 __all__ = ["RandomNetwork", "random_case", "seeds"]
@@ -408,11 +408,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def seeds(now: int, nightly: int, size: int) -> list[Any]:
     """Return the first seed of each test; those from `now` on are for nights."""
-    late = pytest.mark.nightly
-    return [
-        pytest.param(first, marks=late if first >= now else ())
-        for first in range(0, nightly, size)
-    ]
+    return [*range(0, now, size), *at_night(*range(now, nightly, size))]
 
 
 def random_case(

@@ -20,6 +20,7 @@ from command_line import (
     line_of,
 )
 from local_transport import LocalTransport, run_local
+from nightly import at_night
 from torch import nn
 
 from gemsc.compiler import compile as gemsc_compile
@@ -325,7 +326,9 @@ RUN_MISTAKES = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", RUN_MISTAKES)
+@pytest.mark.parametrize(
+    "name", ["samples of another shape", *at_night("no dataset", "small dataset")]
+)
 def test_a_mistake_that_only_a_rank_can_find_is_told_once(
     name: str, gemsc: Gemsc, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from nightly import at_night
 from parity_support import options
 from torch import Tensor, nn
 
@@ -17,9 +18,7 @@ from gemsc.compiler import Traced, lower, trace
 BATCH, SIZE, WIDTH = 12, 16, 16
 PARTS = (12, 8, 4, 4)  # channels that each branch gives, or has inside
 CHANNEL = BATCH * SIZE * SIZE * torch.float32.itemsize  # bytes
-RANKS = pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.nightly)]
-)
+RANKS = pytest.mark.parametrize("ranks", [2, *at_night(4)])
 INPUT, JOINED = WIDTH * CHANNEL, sum(PARTS) * CHANNEL
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here, start
+from nightly import at_night
 from safetensors.torch import load_file
 
 from gemsc.cli.command import COMMANDS, main
@@ -206,7 +207,7 @@ def test_a_program_of_another_name_runs_and_is_exact(
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", *at_night("float32")])
 def test_a_program_that_computes_something_else_is_not_exact(
     dtype: str, gemsc: Gemsc, tmp_path: Path
 ) -> None:

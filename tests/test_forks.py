@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from branch_models import BRANCH_MODELS, ConvNorm, InceptionE, ParallelLayer
 from models import Cell
 from networks import mean
+from nightly import at_night
 from program_support import Net, node
 from random_branches import random_branches
 from tile_support import one_stage
@@ -483,9 +484,7 @@ class Every:
 SMALL, LARGE = (0, 2, 3, 6, 10), (1, 4, 5, 7, 8, 9, 11, 12, 13)
 
 
-@pytest.mark.parametrize(
-    "seed", [*SMALL, *(pytest.param(n, marks=pytest.mark.nightly) for n in LARGE)]
-)
+@pytest.mark.parametrize("seed", [*SMALL, *at_night(*LARGE)])
 def test_no_other_choice_of_forks_saves_more(seed: int) -> None:
     case = random_branches(seed)
     program = traced(case.model, *case.inputs)

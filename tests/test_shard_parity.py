@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Gemsc, gemsc_here
+from nightly import at_night
 from parity_support import (
     FLOAT64,
     cells,
@@ -102,7 +103,7 @@ SAMPLE = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("processes", [2, *at_night(4)])
 def test_processes_compute_what_one_process_does(
     processes: int, tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ def optimizer(params):
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_the_command_line_compiles_and_verifies(tmp_path: Path, gemsc: Gemsc) -> None:
     tests = str(Path(__file__).parent)
     (tmp_path / "net.py").write_text(FILE.format(tests=tests, name="gpt dropout"))

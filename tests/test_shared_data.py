@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here, line_of
 from local_transport import run_local
+from nightly import at_night
 
 from gemsc.base.digest import digest
 from gemsc.errors import GemscError, SourceLocation
@@ -186,7 +187,7 @@ NAMES = ("dataset", "eval_dataset")
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["dataset", *at_night("eval_dataset")])
 def test_a_generator_without_a_seed_stops_the_run(
     name: str, tmp_path: Path, gemsc: Gemsc
 ) -> None:
