@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from program_support import WIDTH, Net, on_ranks, written
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from gemsc.errors import SourceLocation
 from gemsc.plan import Plan
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
@@ -32,13 +34,23 @@ def pairs(count: int = 12, seed: int = 0) -> TensorDataset:
     return TensorDataset(*numbers.to(torch.get_default_dtype()))
 
 
+class FromTest(UserModel):
+    """What a test's file defines: `ast` is for one thread at a time."""
+
+    lock = threading.Lock()
+
+    def line_of(self, name: str) -> SourceLocation | None:
+        with self.lock:
+            return super().line_of(name)
+
+
 def user_of(**names: Any) -> UserModel:
     """Return what a file defines that has these names; its lines are the test's."""
     frame = sys._getframe(1)
     path = Path(frame.f_code.co_filename)
     module: Any = sys.modules[__name__]
     given: dict[str, Any] = {"dataset": pairs, **names}
-    return UserModel(path, module, "model", None, None, **given)
+    return FromTest(path, module, "model", None, None, **given)
 
 
 def program(folder: Path, **options: Any) -> Path:

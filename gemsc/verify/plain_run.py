@@ -43,6 +43,7 @@ class RunSettings:
     accumulate: int = 1
     clip_norm: float | None = None
     precision: Precision = FULL
+    trains_rest: bool = False
 
     @property
     def part_size(self) -> int:
@@ -127,9 +128,10 @@ class PlainRun:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches the dataset fills."""
-        size = self.settings.replicas * self.settings.part_size
-        return len(self.samples.data) // size
+        """How many batches the dataset fills, with what is left if that is trained."""
+        settings, count = self.settings, len(self.samples.data)
+        full, rest = divmod(count, settings.replicas * settings.part_size)
+        return full + (settings.trains_rest and rest >= settings.micro_batch_size)
 
     @property
     def may_leave_out(self) -> bool:
@@ -151,7 +153,9 @@ class PlainRun:
                 generator = torch.Generator()
                 generator.manual_seed(seed_of(settings.seed, epoch))
                 order = torch.randperm(count, generator=generator).tolist()
-            self.rows.append(order[number * size :][:size])
+            rows = order[number * size :][:size]
+            whole = len(rows) - len(rows) % settings.micro_batch_size
+            self.rows.append(rows[:whole])
             self.losses.append(self._step(self.samples.take(epoch, self.rows[-1])))
             if (step + 1) % settings.accumulate == 0:
                 self._update()

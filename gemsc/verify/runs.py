@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 # what the plain loop knows of, besides the number of steps
-OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm")
+OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm", "--last-batch")
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def verify_run(
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
         precision=Precision.of(plan, dtype),
+        trains_rest=options.last_batch == "train",
     )
     model = initial_model(user, directory)
     with threads_of_a_rank(plan):

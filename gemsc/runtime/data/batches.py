@@ -65,8 +65,9 @@ class Batches:
     """Batches of `size` samples, shuffled anew each epoch or in order.
 
     Copies of the model share a batch: each reads its own `part` of `num_parts`.
-    A last batch that is not full is dropped in training (`shuffle`); in evaluation it
-    is filled up with its last sample. Of a `TiledDataset` the `window` of each image
+    A last batch that is not full has as many times `least` samples as there are, by
+    default none in training (`shuffle`) and all in evaluation. It is filled up with its
+    last sample. Of a `TiledDataset` the `window` of each image
     is read. The first batch of an epoch has digests; with `compare_all`, every batch.
     """
 
@@ -82,6 +83,7 @@ class Batches:
         num_parts: int = 1,
         window: Window | None = None,
         compare_all: bool = False,
+        least: int | None = None,
     ) -> None:
         if window is None and isinstance(dataset, TiledDataset):
             box = tuple((0, size) for size in dataset.shape)
@@ -92,6 +94,7 @@ class Batches:
         self.shuffle = shuffle
         self.workers = workers
         self.compare_all = compare_all
+        self.least = least or (size if shuffle else 1)
         self.num_samples = _length(dataset)
         self._part_size = size // num_parts
         self._start = part * self._part_size
@@ -99,13 +102,16 @@ class Batches:
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
-        if self.shuffle:
-            return self.num_samples // self.size
-        return -(-self.num_samples // self.size)
+        return max((self.num_samples - self.least) // self.size + 1, 0)
+
+    def count(self, batch: int) -> int:
+        """Return how many samples of a batch of an epoch count, of all parts."""
+        left = self.num_samples - batch * self.size
+        return min(left - left % self.least, self.size)
 
     def indices(self, number: int, batch: int) -> list[int]:
         """Return the samples of a batch of an epoch, those of all parts."""
-        return self._order(number)[batch * self.size :][: self.size]
+        return self._order(number)[batch * self.size :][: self.count(batch)]
 
     def _order(self, number: int) -> list[int]:
         order = list(range(self.num_samples))
@@ -117,7 +123,8 @@ class Batches:
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
         """Yield this part of each batch, from the `first` one on."""
         order = self._order(number)
-        rows = [order[i * self.size :][: self.size] for i in range(first, len(self))]
+        numbers = range(first, len(self))
+        rows = [order[i * self.size :][: self.count(i)] for i in numbers]
         end = self._start + self._part_size
         parts = [(row + row[-1:] * self.size)[self._start : end] for row in rows]
         keys = [

@@ -54,6 +54,12 @@ def parse_arguments(
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument(
+        "--last-batch",
+        choices=["drop", "train"],
+        default="drop",
+        help="leave out what does not fill a batch, or train on its micro-batches",
+    )
+    parser.add_argument(
         "--accumulate", type=_count, default=1, help="steps averaged for one update"
     )
     parser.add_argument(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import shlex
 import sys
@@ -86,6 +85,8 @@ class Training:
         items = self.user.make_dataset(name, seed=seed)
         worker = self.trainer.worker
         window = None
+        trains_rest = shuffle and self.options.last_batch == "train"
+        least = self.plan.micro_batch_size if trains_rest else None
         if isinstance(items, TiledDataset):
             window = window_of(worker.program.inputs.values(), tuple(items.shape))
         batches = Batches(
@@ -98,12 +99,14 @@ class Training:
             num_parts=worker.place.num_copies,
             window=window,
             compare_all=self.record.is_kept,
+            least=least,
         )
         shared = SharedData(batches, self.transport, name, self.user.line_of(name))
         if len(batches) == 0:
             raise GemscError(
                 f"the dataset has {batches.num_samples} samples, one step takes {size}",
-                help="compile with fewer --micro-batches, or give more data",
+                help="compile with fewer --micro-batches, give more data, or use "
+                "--last-batch train",
             )
         return shared
 
@@ -156,11 +159,15 @@ class Training:
         source = self.trainer.worker.status.while_reading(
             self.data.epoch(epoch, first, reads=reads)
         )
-        for batch, seen in itertools.islice(source, end - first):
+        size = self.plan.micro_batch_size
+        for number, (batch, seen) in zip(range(first, end), source, strict=False):
             input, target = batch.data
+            count = self._batches.count(number) // size
             try:
                 with self.record.draws():
-                    loss = self.trainer.step(input, target, window=window)
+                    loss = self.trainer.step(
+                        input, target, window=window, micro_batches=count
+                    )
             except NotFiniteError as error:
                 for note in self._where(error.problem, batch.data):
                     error.add_note(note)
@@ -221,14 +228,14 @@ class Training:
         batches, place = self._batches, self.trainer.worker.place
         epoch, number = divmod(problem.step - 1, len(batches))
         indices = batches.indices(epoch, number)
-        size = len(indices) // self.trainer.worker.steps.num_micro_batches
+        size = self.plan.micro_batch_size
         found = [
             f"micro-batch {m} has samples "
             + ", ".join(map(str, indices[m * size :][:size]))
             for m in list(problem.losses)[:MOST_NAMED]
         ]
-        first = place.copy * len(indices) // place.num_copies
-        own = [indices[first + row] for row in rows_not_finite(data)]
+        own = indices[place.copy * batches.size // place.num_copies :]
+        own = [own[row] for row in rows_not_finite(data) if row < len(own)]
         everyone: list[Any] = self.transport.all_gather_object(own)
         wrong = sorted({index for theirs in everyone for index in theirs})
         found += [f"sample {i} holds NaN or infinity" for i in wrong[:MOST_NAMED]]

@@ -147,7 +147,12 @@ class Trainer:
                 updates.scheduler = scheduler(updates.optimizer)
 
     def step(
-        self, input: Any, target: Any = None, *, window: Window | None = None
+        self,
+        input: Any,
+        target: Any = None,
+        *,
+        window: Window | None = None,
+        micro_batches: int | None = None,
     ) -> float:
         """Train on one batch; return its mean loss, the same on every rank.
 
@@ -155,6 +160,8 @@ class Trainer:
         tensor, a tuple or a dict like `example_inputs()`, `target` what the loss
         takes. The batch holds all micro-batches, one after the other, in dimension 0.
         Where images are split over ranks, it may hold only this rank's `window`.
+        The first `micro_batches` of them count, by default all: what follows only fills
+        up the batch.
 
         Raises:
             GemscError: the batch does not fit the program.
@@ -168,15 +175,15 @@ class Trainer:
             )
         self.start()
         start = time.perf_counter()
-        self._begin(input, target, window, training=True)
+        self._begin(input, target, window, training=True, count=micro_batches)
         self.program.train_step(self.worker)
         steps = self.worker.steps
-        mean = steps.total / steps.num_micro_batches
+        mean = steps.total / steps.count
         self.worker.end()
         report = StepReport(
             step=steps.done,
             loss=mean,
-            samples=self.plan.batch_size,
+            samples=steps.count * self.plan.micro_batch_size,
             seconds=time.perf_counter() - start,
             problem=self.worker.problem,
         )
@@ -293,10 +300,17 @@ class Trainer:
         checkpoint.resume(self.worker, directory)
 
     def _begin(
-        self, input: Any, target: Any, window: Window | None, *, training: bool
+        self,
+        input: Any,
+        target: Any,
+        window: Window | None,
+        *,
+        training: bool,
+        count: int | None = None,
     ) -> None:
         sources = {"input": as_structure(input), "target": target}
-        self.worker.begin(self.worker.steps.bind(sources, window), training=training)
+        batch = self.worker.steps.bind(sources, window)
+        self.worker.begin(batch, training=training, count=count)
         self.stages.set_mode(training=training)
 
     def _mean_loss(self) -> float:
@@ -304,7 +318,7 @@ class Trainer:
         worker, steps = self.worker, self.worker.steps
         worker.status.enter("sum of the losses")
         (total,) = worker.sum_up(float(steps.loss_sum()))
-        return total / steps.num_micro_batches
+        return total / steps.count
 
 
 def load_program(directory: Path, rank: int) -> RankProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -12,7 +13,23 @@ from gemsc.base.dtypes import cast_module
 from gemsc.runtime.worker.program import Run
 from gemsc.weights.stage import fill, model_state, stage_tensors
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "without_trace"]
+
+
+@contextmanager
+def without_trace(stage: nn.Module) -> Iterator[None]:
+    """Run a stage for its outputs alone: no gradients, and buffers as they were."""
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in stage.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    with torch.no_grad():
+        yield
+    for module, name, buffer, value in before:
+        module._buffers[name] = buffer
+        buffer.data.copy_(value)  # autograd may hold it for micro-batches in flight
 
 
 class Stages(dict[Run, nn.Module]):

@@ -18,6 +18,8 @@ __all__ = ["Steps"]
 class Steps:
     """What a rank has of the step of the moment, and how many steps are done.
 
+    Of the micro-batches of all replicas, the first `count` count in this step; the
+    others only fill up the batch, and leave no trace.
     `results` has (loss, output) of each micro-batch of an evaluation. `losses` are
     those of this rank by micro-batch, counted over all replicas.
     """
@@ -35,6 +37,7 @@ class Steps:
         self.is_training = True
         self.results: list[tuple[Tensor | None, Any]] = []
         self.num_micro_batches = program.copy_micro_batches * place.num_copies
+        self.count = self.num_micro_batches
         self._accumulate = accumulate
         self._tile, self._num_tiles = program.tile, program.num_tiles
         self._shape = BatchShape(
@@ -54,8 +57,11 @@ class Steps:
         """Return what this rank takes of a batch (see `BatchShape.bind`)."""
         return self._shape.bind(sources, window)
 
-    def begin(self, batch: dict[str, Tensor], *, training: bool) -> None:
-        """Take the batch of a step (see `bind`)."""
+    def begin(
+        self, batch: dict[str, Tensor], *, training: bool, count: int | None = None
+    ) -> None:
+        """Take the batch of a step (see `bind`); all of it counts without a `count`."""
+        self.count = self.num_micro_batches if count is None else count
         self.is_training = training
         self.results.clear()
         self.losses.clear()
@@ -90,14 +96,15 @@ class Steps:
 
         All tiles of a grid have the same losses: they are those of its first one.
         """
-        if not self.losses or self._tile > 0:
+        losses = [loss for m, loss in self.losses.items() if m < self.count]
+        if not losses or self._tile > 0:
             return torch.zeros((), dtype=torch.float64)
-        return torch.stack([*self.losses.values()]).sum(dtype=torch.float64).cpu()
+        return torch.stack(losses).sum(dtype=torch.float64).cpu()
 
     def loss_gradient(self) -> Tensor:
         """Return what each micro-batch's loss weighs here in the mean over the batch.
 
         Each tile has the whole loss; their gradients add up.
         """
-        count = self.num_micro_batches * self._accumulate * self._num_tiles
+        count = self.count * self._accumulate * self._num_tiles
         return torch.full_like(next(iter(self.losses.values())), 1.0 / count)

@@ -97,10 +97,13 @@ class Updates:
                 if parameter.grad is None and not self._program.depends_on_data:
                     parameter.grad = torch.zeros_like(parameter)
                 self._start(name, {name: parameter})
+        num_runs = self._steps.count / self._program.num_micro_batches
         waits = [
             request
             for key, statistics in self._statistics.items()
-            for request in statistics.start(self._transport, self._groups.get(key))
+            for request in statistics.start(
+                self._transport, self._groups.get(key), num_runs
+            )
         ]
         self._sums.finish()
         self._own.take_gradients()
@@ -151,7 +154,8 @@ class Updates:
 
     def _start(self, key: str, parameters: Mapping[str, nn.Parameter]) -> None:
         program, group = self._program, self._groups[key]
-        counted = program.depends_on_data or program.branches
+        is_partial = self._steps.count < self._steps.num_micro_batches
+        counted = program.depends_on_data or program.branches or is_partial
         self._sums.start(group, parameters, self._own.rows, counted=counted)
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
@@ -166,7 +170,7 @@ class Updates:
                 key = self._program.sum_of(run, f"{name}.running_mean")
                 runs[key].setdefault(number, []).append(layer)
         return {
-            key: RunningStatistics(layers, num_runs, counts=self._counts(key))
+            key: RunningStatistics(layers, counts=self._counts(key))
             for key, layers in runs.items()
         }
 

@@ -31,7 +31,7 @@ from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.requests import Requests
-from gemsc.runtime.worker.stages import Stages
+from gemsc.runtime.worker.stages import Stages, without_trace
 from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
 
@@ -116,9 +116,11 @@ class Worker:
         """Where this rank computes."""
         return self.transport.streams.device
 
-    def begin(self, batch: dict[str, Tensor], *, training: bool) -> None:
-        """Begin a step with this rank's part of a batch (see `Steps.bind`)."""
-        self.steps.begin(batch, training=training)
+    def begin(
+        self, batch: dict[str, Tensor], *, training: bool, count: int | None = None
+    ) -> None:
+        """Begin a step with this rank's part of a batch (see `Steps`)."""
+        self.steps.begin(batch, training=training, count=count)
         self.status.step = self.steps.done
         program = self.program
         count = program.num_micro_batches if training else program.copy_micro_batches
@@ -158,18 +160,21 @@ class Worker:
         """Run a stage forward and keep what its backward needs."""
         self.status.enter("forward", run, m)
         self._number = self._number_of(run, m)
+        counts = self._number < self.steps.count
         self.mail.release_arrived()
         stage = self.stages[run]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, stage, staying)
-        deferred = Deferred() if self.defers(run, m) else None
+        deferred = Deferred() if counts and self.defers(run, m) else None
         with ExitStack() as around:
             for context in self._contexts(run, m, deferred):
                 around.enter_context(context)
             around.enter_context(offloaded)
+            if not counts:
+                around.enter_context(without_trace(stage))
             result = stage(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
-        edges = tuple(map(edge_of, outputs))
+        edges = tuple(edge_of(output) if counts else None for output in outputs)
         self._in_flight[run, m] = _InFlight(staying, edges, offloaded, deferred)
         return result
 
@@ -201,7 +206,8 @@ class Worker:
         """Add up the weight gradients that a stage's backward deferred."""
         self.status.enter("weight gradients", run, m)
         self.mail.release_arrived()
-        self._deferred.pop((run, m)).compute()
+        if self._number_of(run, m) < self.steps.count:
+            self._deferred.pop((run, m)).compute()
 
     @property
     def loss_gradient(self) -> Tensor:
@@ -298,7 +304,12 @@ class Worker:
     def _problem(self, *, is_wrong: bool) -> Problem:
         """Return what is not finite on any rank; here, it `is_wrong` with gradients."""
         losses = {m: float(loss) for m, loss in self.steps.losses.items()}
-        losses = {m: loss for m, loss in losses.items() if not math.isfinite(loss)}
+        count = self.steps.count
+        losses = {
+            m: loss
+            for m, loss in losses.items()
+            if m < count and not math.isfinite(loss)
+        }
         names = not_finite(self.updates.parameters) if is_wrong else []
         everyone: list[Any] = self.transport.host.all_gather_object((losses, names))
         found = {m: loss for theirs, _ in everyone for m, loss in theirs.items()}

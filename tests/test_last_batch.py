@@ -1,0 +1,141 @@
+"""A batch that is not full: its whole micro-batches train as they do in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import WIDTH, Net, mse, on_ranks, written
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from training_support import pairs, program, run, user_of
+
+from gemsc.errors import GemscError
+from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.weights.read import read_tensors
+from gemsc.weights.write import write_tensors
+
+NUM = 4  # micro-batches of all replicas
+COUNTS = (4, 1, 2, 3, 4)  # of each step
+SIZE = 2
+
+
+def forward(self: Any, x: Tensor) -> Tensor:
+    x = torch.tanh(self.norm(self.a(x)))
+    x = torch.tanh(self.other(self.b(x)))
+    return self.d(torch.relu(self.norm(self.c(x))))  # one norm, twice
+
+
+def network() -> Net:
+    return Net(
+        forward, norm=nn.BatchNorm1d(WIDTH), other=nn.BatchNorm1d(WIDTH, 1e-5, 0.3)
+    )
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Return full batches, of which the last samples may not count."""
+    numbers = torch.randn(2, len(COUNTS), NUM * SIZE, WIDTH)
+    return [*zip(*numbers, strict=True)]
+
+
+def in_one_process(
+    given: list[tuple[Tensor, Tensor]],
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> tuple[list[float], dict[str, Tensor]]:
+    model = copy.deepcopy(network()).double()
+    optimizer, losses = sgd(model.parameters()), []
+    for step, (count, (x, target)) in enumerate(zip(COUNTS, given, strict=True)):
+        parts = [*zip(x.split(SIZE), target.split(SIZE), strict=True)][:count]
+        loss = torch.stack([mse(model(a), b) for a, b in parts]).mean()
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if (step + 1) % accumulate == 0:
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+# options, and what a trainer gets
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1f1b": ({"schedule": "1f1b", "recompute": ("all",)}, {"clip_norm": 0.1}),
+    "mirrored": ({"schedule": "bidirectional"}, {}),
+    "deferred": ({"schedule": "zb-h1"}, {"accumulate": 2}),
+    "data": ({"data": 2, "micro_batches": 2, "shard_optimizer": True}, {}),
+    "shards": ({"shards": (2,), "ranks": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_does_not_count_leaves_no_trace(
+    way: str, tmp_path: Path, in_double: None
+) -> None:
+    given, settings = WAYS[way]
+    options = {"ranks": 2, "micro_batches": NUM, **given}
+    x = torch.randn(SIZE, WIDTH)
+    written(tmp_path, network().double(), (x,), target=x, optimizer=sgd, **options)
+    data = batches()
+    losses, state = in_one_process(data, **settings)
+    write_tensors(tmp_path / "expected", state)
+
+    def work(trainer: Trainer) -> set[str]:
+        found = [
+            trainer.step(x, target, micro_batches=count)
+            for count, (x, target) in zip(COUNTS, data, strict=True)
+        ]
+        assert found == pytest.approx(losses, rel=1e-12)
+        names, parts = trainer.state_dict().keys(), trainer.program.parts
+        expected = read_tensors(tmp_path / "expected", names=names, parts=parts)
+        for name, tensor in trainer.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
+        return {*names}
+
+    ranks = options["ranks"] * options.get("data", 1)
+    assert set().union(*on_ranks(tmp_path, ranks, work, optimizer=sgd, **settings)) == {
+        *state
+    }
+
+
+@pytest.mark.parametrize(
+    ("samples", "least", "counts"),
+    [(8, 2, [4, 4]), (11, 2, [4, 4, 2]), (9, 2, [4, 4]), (3, 2, [2]), (3, 4, [])],
+)
+def test_how_many_samples_count(samples: int, least: int, counts: list[int]) -> None:
+    data = TensorDataset(torch.arange(samples), torch.arange(samples))
+    found = Batches(data, 4, seed=0, shuffle=True, least=least)
+    assert [found.count(i) for i in range(len(found))] == counts
+    real = [batch.data[0][: batch.real].tolist() for batch in found.epoch(0)]
+    assert [len(rows) for rows in real] == counts
+    assert real == [found.indices(0, i) for i in range(len(found))]
+
+
+def test_a_run_trains_on_the_rest_of_each_epoch(tmp_path: Path) -> None:
+    seen: list[int] = []
+    user = user_of(
+        dataset=lambda: pairs(11),
+        on_step=lambda trainer, report: seen.append(report.samples),
+    )
+    program(tmp_path)  # 4 samples a step
+    run(tmp_path, user, "--epochs", "2", "--last-batch", "train")
+    assert seen[::2] == seen[1::2] == [4, 4, 2] * 2
+    seen.clear()
+    run(
+        tmp_path,
+        user_of(dataset=lambda: pairs(3), on_step=user.on_step),
+        "--last-batch",
+        "train",
+    )
+    assert seen == [2, 2]
+    with pytest.raises(GemscError, match="has 3 samples, one step takes 4") as caught:
+        run(tmp_path, user_of(dataset=lambda: pairs(3)))
+    assert "--last-batch train" in str(caught.value.help)
