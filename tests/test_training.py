@@ -120,4 +120,4 @@ def test_load_takes_what_a_trainer_takes() -> None:
     """Options of a run are those of one's own loop."""
     ours = {"directory", "transport", "streams", "self"}
     taken = inspect.signature(Trainer.__init__).parameters.keys() - ours
-    assert taken == inspect.signature(gemsc.load).parameters.keys() - ours
+    assert taken <= inspect.signature(gemsc.load).parameters.keys()
