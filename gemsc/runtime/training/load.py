@@ -35,6 +35,7 @@ def load(
     scheduler: SchedulerFactory | None = None,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    on_nonfinite: str = "stop",
     callbacks: Iterable[Callback] = (),
     timeout: float | str | None = DEFAULT_TIMEOUT,
 ) -> Trainer:
@@ -43,8 +44,8 @@ def load(
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
     learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
     learning rate after each update. `dtype`, torch.float64 for example, becomes the
-    default dtype, too. `seed`, `accumulate` and `clip_norm` are those of `gemsc run`;
-    `callbacks` follow the training (see `gemsc.Callback`).
+    default dtype, too. `seed`, `accumulate`, `clip_norm` and `on_nonfinite` are those
+    of `gemsc run`; `callbacks` follow the training (see `gemsc.Callback`).
 
     From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
     all ranks. So does a `timeout` (seconds, or a text such as "10min"; None for never)
@@ -75,6 +76,7 @@ def load(
         scheduler=scheduler,
         accumulate=accumulate,
         clip_norm=clip_norm,
+        on_nonfinite=on_nonfinite,
         callbacks=callbacks,
     )
     trainer.leave_on_signals()
