@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from local_transport import run_local
 from networks import mean
 from ruff.__main__ import find_ruff_bin
+from safetensors.torch import load_file
 from support import run_on_threads
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -23,6 +24,7 @@ from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.insert_comms import InsertComms
 from gemsc.passes.manager import run_passes
 from gemsc.passes.place_stages import PlaceStages
+from gemsc.runtime.checkpoint.export import export_model
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
 from gemsc.verify.steps import Comparison, compare, reference_steps
 
@@ -104,6 +106,12 @@ def on_ranks(
     return run_local(
         ranks, lambda transport: work(Trainer(directory, transport, **options))
     )
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """Return the model of a checkpoint, as `gemsc export` gives it."""
+    export_model(folder, folder / "model.safetensors")
+    return load_file(folder / "model.safetensors")
 
 
 def batch_of(values: Any, micro_batches: int, size: int = len(X)) -> Any:

@@ -192,7 +192,8 @@ def test_a_missing_file_is_found_before_ranks_start(
         ),
         (
             "--resume program",
-            "program is not a checkpoint: it has no model.safetensors",
+            "program is not a checkpoint: it has no latest, no step- folder and no "
+            "model.safetensors",
         ),
     ],
 )

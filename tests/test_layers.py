@@ -42,9 +42,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("errors", "base", "weights", "messages", "plan"),
         *(*RUNTIME, "runtime.memory", "runtime.data"),
     ),
+    "runtime.checkpoint": ("errors", "base", "weights", "runtime.worker"),
     "runtime.training": (
         *("errors", "base", "weights", "messages", "plan", "user_model"),
         *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),
+        "runtime.checkpoint",
     ),
     # what generated files import: names out of the rooms above
     "runtime": (
@@ -79,7 +81,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
         *("passes.branches", "search", "codegen", "compiled"),
     ),
-    "launch": ("errors", "base", "plan", "runtime.process", "runtime.training"),
+    "launch": (
+        *("errors", "base", "plan", "runtime.process", "runtime.training"),
+        "runtime.checkpoint",
+    ),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "verify": (
         *("errors", "base", "weights", "plan", "user_model", "launch"),

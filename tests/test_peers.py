@@ -25,6 +25,7 @@ from program_support import (
     mse,
     on_ranks,
     trunk,
+    weights_in,
     written,
 )
 from safetensors.torch import load_file
@@ -138,7 +139,7 @@ def test_every_checkpoint_has_the_running_statistics_of_one_process(
     batches = [((x + step,), target) for step in range(2)]
     for step in range(2):
         expected = reference_steps(model, mse, batches[: step + 1], 4, torch.float32)
-        saved = load_file(tmp_path / str(step) / "model.safetensors")
+        saved = weights_in(tmp_path / str(step))
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             torch.testing.assert_close(
                 saved[f"norm.{name}"], expected.state[f"norm.{name}"]
@@ -249,7 +250,7 @@ def test_tied_parameters_stay_equal_and_the_checkpoint_holds_them_once(
     first, second = on_ranks(tmp_path / "program", 2, work)
     assert torch.equal(first, second)
     assert not torch.equal(first, model.embedding.weight)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(weights_in(tmp_path))
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, first)
 

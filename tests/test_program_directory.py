@@ -126,13 +126,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     at_once, in_two = (load_file(f"{name}/model.safetensors") for name in names)
     assert at_once.keys() == in_two.keys()
     assert all(torch.equal(at_once[name], in_two[name]) for name in at_once)
-    for rank in range(2):
-        states = [
-            torch.load(f"{name}/latest/optimizer-rank{rank}.pt") for name in names
-        ]
-        assert states[0]["steps"] == states[1]["steps"] == 9
-        adams = [state["states"]["optimizer"]["state"] for state in states]
-        torch.testing.assert_close(*adams, rtol=0, atol=0)
+    for rank in range(2):  # optimizer and generators, too
+        stored = [load_file(f"{n}/latest/rank{rank}.safetensors") for n in names]
+        assert any(key.startswith("optimizer/exp_avg/") for key in stored[0])
+        assert stored[0].keys() == stored[1].keys()
+        assert all(torch.equal(stored[0][key], stored[1][key]) for key in stored[0])
 
     model = load_user_model("model.py").make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -18,9 +18,9 @@ from program_support import (
     mse,
     on_ranks,
     trunk,
+    weights_in,
     written,
 )
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gemsc.errors import GemscError
@@ -280,7 +280,7 @@ def test_parameters_and_buffers_without_use_stay_in_checkpoints(tmp_path: Path) 
     assert is_exact(against_one_process(tmp_path / "a", model))
     written(tmp_path / "b", model)
     on_ranks(tmp_path / "b", 2, lambda t: t.save(tmp_path))
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(weights_in(tmp_path))
 
 
 def test_gradients_stop_where_a_consumer_detaches(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def steps(
     directory: Path, batches: list[Any], resume: Path | None = None, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     def work(trainer: Trainer) -> tuple[list[float], dict[str, Tensor]]:
-        if resume is not None and (resume / "model.safetensors").exists():
+        if resume is not None and (resume / "latest").exists():
             trainer.resume(resume)
         losses = [trainer.step(x, target) for x, target in batches]
         if resume is not None:
@@ -380,7 +380,7 @@ def test_a_checkpoint_is_that_of_the_users_model(tmp_path: Path) -> None:
     model = Net(normed, norm=nn.BatchNorm1d(4))
     written(tmp_path / "program", model, micro_batches=2)
     _, state = steps(tmp_path / "program", [batch_of((X, X), 2)], tmp_path)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(weights_in(tmp_path))
     assert int(model.norm.num_batches_tracked) == 2
     assert state.keys() == model.state_dict().keys()
 
@@ -393,7 +393,7 @@ def test_a_tied_model_takes_its_checkpoint(tmp_path: Path) -> None:
     model.c.weight = model.a.weight
     written(tmp_path / "program", model, micro_batches=2)
     steps(tmp_path / "program", [batch_of((X, X), 2)], tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
+    saved = weights_in(tmp_path)
     model.load_state_dict(saved)
     assert torch.equal(saved["a.weight"], saved["c.weight"])
 
@@ -404,7 +404,7 @@ def test_tensors_of_the_loss_are_not_in_the_models_checkpoint(tmp_path: Path) ->
     target = torch.tensor([1, 2])
     written(tmp_path / "program", model, loss=loss, target=target, micro_batches=1)
     on_ranks(tmp_path / "program", 2, lambda t: t.save(tmp_path))
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.load_state_dict(weights_in(tmp_path))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

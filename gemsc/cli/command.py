@@ -30,6 +30,7 @@ COMMANDS = {
     "compile": "gemsc.cli.compile",
     "plan": "gemsc.cli.compile",
     "run": "gemsc.cli.run",
+    "export": "gemsc.cli.export",
     "verify": "gemsc.cli.verify",
     "show": "gemsc.cli.show",
     "graph": "gemsc.cli.show",

@@ -11,9 +11,9 @@ from gemsc.launch.arguments import read_launch
 from gemsc.launch.hosts import Host, check_hosts, is_here, share_out
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
+from gemsc.runtime.checkpoint.folder import check_checkpoint
 from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.progress import BAR_VARIABLE
-from gemsc.runtime.training.manifest import check_checkpoint
 from gemsc.runtime.training.program_directory import check_program
 
 __all__ = ["start"]
@@ -30,7 +30,7 @@ def start(
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
     how, rest, options = read_launch(arguments)
     if options.resume is not None:
-        check_checkpoint(options.resume, plan.ranks)
+        check_checkpoint(options.resume)
     hosts = _places(how.hosts, plan.ranks, directory)
     environment = {}
     if sys.stdout.isatty():

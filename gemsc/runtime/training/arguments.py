@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
-from gemsc.runtime.training.manifest import LATEST
+from gemsc.runtime.checkpoint.folder import LATEST
 
 __all__ = ["DEFAULT_TIMEOUT", "Parser", "parse_arguments"]
 

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
 __all__ = ["Callback"]
@@ -57,3 +59,11 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` gave."""
+
+    def tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return tensors of this rank that a checkpoint shall hold, and gives back.
+
+        By kind, then by the name of the parameter whose shape each has on this rank:
+        `{"average": {"conv.weight": tensor, ...}}`. Resuming copies into them.
+        """
+        return {}

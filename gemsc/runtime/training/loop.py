@@ -12,6 +12,9 @@ from typing import Any
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.checkpoint.export import export_model
+from gemsc.runtime.checkpoint.folder import LATEST, MODEL
+from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import TiledDataset, window_of
@@ -21,7 +24,6 @@ from gemsc.runtime.training.bar import Bar
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.hooks import Hooks
-from gemsc.runtime.training.manifest import LATEST, Manifest
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.worker.finite import (
@@ -149,6 +151,8 @@ class Training:
             self._say_why()
         self.trainer.tell("on_end")
         if self.options.save is not None:
+            if self.talks:
+                export_model(self.options.save, self.options.save / MODEL)
             self._say(f"saved {self.options.save / 'model.safetensors'}")
         if self.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)

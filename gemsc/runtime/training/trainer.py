@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.checkpoint.read import resume
+from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import choose_device
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training import checkpoint
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
@@ -114,6 +115,7 @@ class Trainer:
         self.callbacks: list[Any] = [*callbacks]  # each a Callback: it knows Trainer
         self.epoch = 0
         self._has_started = False
+        self._saving = PendingSave()
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
         place = RankPlace(
@@ -173,6 +175,7 @@ class Trainer:
                 "this program cannot train: it was compiled without a loss",
                 help="add loss(output, target) to the model's file and compile again",
             )
+        self._saving.check()
         self.start()
         start = time.perf_counter()
         self._begin(input, target, window, training=True, count=micro_batches)
@@ -279,25 +282,95 @@ class Trainer:
         """
         return self.stages.state_dict()
 
-    def save(self, directory: Path) -> None:
+    def save(
+        self,
+        directory: Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        best: bool = False,
+        background: bool = False,
+    ) -> None:
         """Write a checkpoint; all ranks call this after the same step.
 
-        `directory` then holds `model.safetensors`, the whole model under the user's
-        names, so that `model.load_state_dict(safetensors.torch.load_file(path))` takes
-        it, and `latest`, all that `resume` needs. An older checkpoint stays complete
-        until the new one is.
-        """
-        checkpoint.save(self.worker, directory)
-        self.tell("on_save", directory)
-
-    def resume(self, directory: Path) -> None:
-        """Continue from what `save` wrote; a folder of weights alone sets the weights.
+        It is a folder in `directory`, `step-000120`, that any layout of the same model
+        can `resume` from, on any number of ranks. The `keep` newest ones stay, and the
+        one that was saved as the `best`. `extra` (numbers, texts, lists, dicts; that of
+        rank 0) comes back from `resume`. In the `background` a thread of each rank
+        writes a copy of the state while training goes on: `finish_saving` waits for
+        them. `gemsc export` makes one plain file of weights of it.
 
         Raises:
-            GemscError: the folder holds no checkpoint of this program, or a damaged
-                one; nothing was changed.
+            GemscError: it cannot be written, on any rank; older ones stay as they are.
         """
-        checkpoint.resume(self.worker, directory)
+        self.finish_saving()
+        self.worker.status.enter("checkpoint")
+        self._saving = save(
+            self.worker,
+            directory,
+            extra={"own": dict(extra or {}), "callbacks": self._states()},
+            tensors=self._tensors(),
+            keep=keep,
+            best=best,
+            background=background,
+        )
+        self.worker.status.idle()
+        if not background:
+            self.tell("on_save", directory)
+
+    def finish_saving(self) -> None:
+        """Return once the last checkpoint is complete; all ranks call this.
+
+        Raises:
+            GemscError: it could not be written, on any rank.
+        """
+        pending, self._saving = self._saving, PendingSave()
+        if pending.folder is None:
+            return
+        self.worker.status.enter("checkpoint")
+        for theirs in self.transport.all_gather_object(pending.wait()):
+            if isinstance(theirs, GemscError):
+                raise theirs
+        self.worker.status.idle()
+        self.tell("on_save", pending.folder)
+
+    def resume(self, directory: Path) -> dict[str, Any]:
+        """Continue from what `save` wrote; return its `extra`.
+
+        Generators of random numbers, too, go on where they were. From a safetensors
+        file, or a folder with a `model.safetensors`, the weights alone are taken.
+
+        Raises:
+            GemscError: there is no checkpoint of this program, or a damaged one;
+                nothing was changed.
+        """
+        self.worker.status.enter("resume")
+        found = resume(self.worker, directory, self._tensors())
+        for name, callback in self._named():
+            if (state := found.get("callbacks", {}).get(name)) is not None:
+                callback.load_state_dict(state)
+        self.worker.status.idle()
+        own: dict[str, Any] = found.get("own", {})
+        return own
+
+    def _named(self) -> list[tuple[str, Any]]:
+        """Return the callbacks, each with a name of its own."""
+        names = [type(each).__name__ for each in self.callbacks]
+        numbers = [names[:i].count(name) for i, name in enumerate(names)]
+        pairs = zip(names, numbers, strict=True)
+        named = [f"{name} {number}" if number else name for name, number in pairs]
+        return [*zip(named, self.callbacks, strict=True)]
+
+    def _states(self) -> dict[str, Any]:
+        states = {name: each.state_dict() for name, each in self._named()}
+        return {name: state for name, state in states.items() if state}
+
+    def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        return {
+            kind: named
+            for callback in self.callbacks
+            for kind, named in callback.tensors().items()
+        }
 
     def _begin(
         self,

@@ -38,7 +38,7 @@ class Steps:
         self.results: list[tuple[Tensor | None, Any]] = []
         self.num_micro_batches = program.copy_micro_batches * place.num_copies
         self.count = self.num_micro_batches
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self._tile, self._num_tiles = program.tile, program.num_tiles
         self._shape = BatchShape(
             program.inputs,
@@ -76,7 +76,7 @@ class Steps:
     @property
     def is_update(self) -> bool:
         """Whether this step ends with an update."""
-        return (self.done + 1) % self._accumulate == 0
+        return (self.done + 1) % self.accumulate == 0
 
     def part(self, name: str, m: int) -> Tensor:
         """Return what micro-batch m has of a tensor of the batch."""
@@ -106,5 +106,5 @@ class Steps:
 
         Each tile has the whole loss; their gradients add up.
         """
-        count = self.count * self._accumulate * self._num_tiles
+        count = self.count * self.accumulate * self._num_tiles
         return torch.full_like(next(iter(self.losses.values())), 1.0 / count)

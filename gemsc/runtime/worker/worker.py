@@ -97,7 +97,7 @@ class Worker:
         everyone = tuple(range(transport.host.size))
         self._everyone = transport.host.group(everyone, "losses")
         self._number = 0  # of the micro-batch that ran last, over all replicas
-        self._seed = seed
+        self.seed = seed
         self._in_flight: dict[tuple[Run, int], _InFlight] = {}
         self._deferred: dict[tuple[Run, int], Deferred] = {}
         is_mixed = self._autocast is not None
@@ -369,7 +369,7 @@ class Worker:
         if run in self.stages.drawing and not are_draws_same():
             # by what is computed and not by where
             number = self._number_of(run, m)
-            seed = seed_of(self._seed, self.steps.done, run.stage_name, number)
+            seed = seed_of(self.seed, self.steps.done, run.stage_name, number)
             yield torch_seeded(seed, self.device)
         if self._grids:  # keep halos as what other tiles sent, no copies
             yield saved_in_parts(active_meter())

@@ -1,0 +1,64 @@
+"""Export: one plain state_dict of a checkpoint, under the user's own names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.files import StoredTensors
+from gemsc.runtime.checkpoint.folder import check_checkpoint, check_digests, with_advice
+from gemsc.runtime.checkpoint.holdings import MODEL_KEY
+from gemsc.runtime.checkpoint.pieces import TensorPiece
+from gemsc.runtime.checkpoint.state_json import DTYPES
+from gemsc.weights.write import Entry, write_stream
+
+__all__ = ["export_model"]
+
+
+def export_model(directory: Path, path: Path) -> int:
+    """Write the model of a checkpoint as one safetensors file; return its step.
+
+    `model.load_state_dict(safetensors.torch.load_file(path))` takes it. One tensor at a
+    time is in memory.
+
+    Raises:
+        GemscError: there is no whole checkpoint, or nothing can be written.
+    """
+    found = check_checkpoint(directory)
+    if (manifest := found.manifest) is None:
+        raise GemscError(
+            f"{directory} holds weights alone: there is nothing to export",
+            help=f"use {found.place} as it is",
+        )
+    keys = {
+        key.removeprefix(MODEL_KEY): key
+        for key in manifest.tensors
+        if key.startswith(MODEL_KEY)
+    }
+    keys |= {alias: f"{MODEL_KEY}{name}" for alias, name in manifest.aliases.items()}
+    try:
+        check_digests(found.place, manifest, 0, 1)
+        with StoredTensors(found.place, manifest.tensors) as stored:
+            table = {}
+            for name, key in keys.items():
+                stored.check(key, TensorPiece.whole(stored.shape(key)))
+                table[name] = Entry(
+                    DTYPES[manifest.tensors[key].dtype], stored.shape(key)
+                )
+
+            def read(name: str) -> Tensor:
+                return stored.whole(keys[name])
+
+            write_stream(path, table, read)
+    except GemscError as error:
+        if "is damaged" in error.message:
+            raise with_advice(error, found.place) from None
+        raise
+    except OSError as error:
+        raise GemscError(
+            f"{path} cannot be written: {error.strerror}",
+            help="give another file with -o",
+        ) from None
+    return manifest.step

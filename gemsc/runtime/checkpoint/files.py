@@ -1,0 +1,165 @@
+"""The files of a checkpoint, read in slices by whoever needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.holdings import MODEL_KEY
+from gemsc.runtime.checkpoint.manifest import Stored, damaged
+from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
+from gemsc.runtime.checkpoint.state_json import DTYPES, dtype_name
+from gemsc.weights.write import DTYPES as NAMES
+
+__all__ = ["StoredTensors"]
+
+
+class StoredTensors:
+    """The tensors in the files of a folder, by their keys in its manifest."""
+
+    def __init__(self, folder: Path, table: Mapping[str, Stored]) -> None:
+        """Open nothing yet."""
+        self._folder = folder
+        self._table = {**table}
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._table
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        return self._table[key].shape
+
+    @classmethod
+    def of_weights(cls, path: Path) -> Self:
+        """Return the tensors of a file that somebody wrote, by their names.
+
+        Raises:
+            GemscError: it is no safetensors file, or damaged.
+        """
+        found = cls(path.parent, {})
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    stored = file.get_slice(name)
+                    shape = tuple(stored.get_shape())
+                    pieces = ((path.name, TensorPiece.whole(shape)),)
+                    dtype = dtype_name(NAMES[stored.get_dtype()])
+                    found._table[name] = Stored(dtype, shape, pieces)
+        except (SafetensorError, OSError, KeyError) as error:
+            raise GemscError(
+                f"{path} cannot be read: {str(error) or 'it is empty'}",
+                help="give weights in safetensors format, complete",
+            ) from None
+        return found
+
+    def check(self, key: str, piece: TensorPiece, *, sums: bool = False) -> None:
+        """Make sure that the files have a piece, which need not be one of theirs.
+
+        With `sums` the tensor is the sum of all that is stored of it.
+
+        Raises:
+            GemscError: they do not.
+        """
+        name = key.removeprefix(MODEL_KEY)
+        if key not in self._table:
+            raise GemscError(
+                f"{self._folder} has no '{name}'",
+                help="give a checkpoint of this model",
+            )
+        stored = self._table[key]
+        if stored.shape != piece.shape:
+            raise GemscError(
+                f"{self._folder}: '{name}' has shape {list(stored.shape)}, the program "
+                f"needs {list(piece.shape)}",
+                help="give a checkpoint of this model",
+            )
+        if not sums and not make_up(piece, (held for _, held in stored.pieces)):
+            raise damaged(self._folder, f"is damaged: it has not all of '{name}'")
+        for file, held in stored.pieces:
+            if held.count and next(piece.overlap(held), None) is None:
+                continue
+            found = self._slice(file, key)
+            sizes = tuple(found.get_shape()) or (1,)
+            dtype = NAMES.get(found.get_dtype())
+            if sizes != held.sizes or dtype is not DTYPES.get(stored.dtype, ""):
+                what = f"is damaged: '{key}' is not what was saved"
+                raise damaged(self._folder / file, what)
+
+    def copy(self, key: str, piece: TensorPiece, target: Tensor) -> None:
+        """Copy a piece that was checked to where it belongs."""
+        for file, held in self._table[key].pieces:
+            self._each(file, key, piece, held, target, Tensor.copy_)
+
+    def add(
+        self, key: str, piece: TensorPiece, target: Tensor, only: str | None
+    ) -> None:
+        """Add what all files, or one only, have of a piece checked with `sums`."""
+        for file, held in self._table[key].pieces:
+            if only in (None, file):
+                self._each(file, key, piece, held, target, Tensor.add_)
+
+    def read(self, key: str, piece: TensorPiece) -> Tensor:
+        """Return a piece as a tensor of its own."""
+        self.check(key, piece)
+        dtype = DTYPES[self._table[key].dtype]
+        found = torch.empty(piece.sizes, dtype=dtype)
+        self.copy(key, piece, found)
+        return found
+
+    def whole(self, key: str) -> Tensor:
+        """Return a whole tensor."""
+        shape = self._table[key].shape
+        return self.read(key, TensorPiece.whole(shape)).view(shape)
+
+    def _each(
+        self,
+        file: str,
+        key: str,
+        piece: TensorPiece,
+        held: TensorPiece,
+        target: Tensor,
+        act: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        """Do something with all that a file has of a piece."""
+        target = target if target.dim() else target.view(1)
+        for own, theirs in piece.overlap(held):
+            try:
+                found = self._slice(file, key)
+                values = found[theirs if found.get_shape() else ...].view_as(
+                    target[own]
+                )
+            except (SafetensorError, OSError) as error:
+                raise damaged(self._folder / file, f"is damaged: {error}") from None
+            act(target[own], values.view_as(target[own]).to(target.device))
+
+    def _slice(self, file: str, key: str) -> Any:
+        path = self._folder / file
+        try:
+            if file not in self._files:
+                opened = safe_open(path, "pt")
+                self._files[file] = self._stack.enter_context(opened)
+            return self._files[file].get_slice(key)
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, f"is damaged: {error}") from None

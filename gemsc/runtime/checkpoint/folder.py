@@ -1,0 +1,239 @@
+"""The folder of a run: whole checkpoints, and links to the latest and the best one.
+
+    latest -> step-000120        switched by one rename
+    best -> step-000080
+    step-000120/manifest.json    what there is, with sizes and digests
+    step-000120/rank0.safetensors, rank1.safetensors, ...
+
+A checkpoint is written beside, as `.step-000120`, and forced to the disk before it gets
+its name by one rename: whenever a job is killed, a folder that is called `step-...` is
+whole. What a kill left is removed at the next save.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemsc.base.files import sync
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
+from gemsc.weights.facts import facts_of
+
+__all__ = [
+    "BEST",
+    "LATEST",
+    "MODEL",
+    "Found",
+    "check_checkpoint",
+    "check_digests",
+    "clear_space",
+    "discard",
+    "mark_best",
+    "publish",
+    "with_advice",
+]
+
+LATEST, BEST = "latest", "best"
+MODEL = "model.safetensors"
+ENDINGS = "", "-again", "-once-more"  # a run that starts anew comes to the same step
+STEP = re.compile(r"step-(\d{6,18})(-again|-once-more)?")
+HIDDEN = re.compile(rf"\.{STEP.pattern}(-old)?")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint: its folder and its manifest, or weights alone and no manifest."""
+
+    place: Path
+    manifest: Manifest | None
+
+
+# ------------------------------------------------------------------- reading
+
+
+def check_checkpoint(directory: Path) -> Found:
+    """Return what there is to resume from; sizes are compared, digests are not.
+
+    `directory` is a run's folder, one of its `step-` folders, or weights alone: a file
+    in safetensors format, or a folder that holds one as model.safetensors.
+
+    Raises:
+        GemscError: it is none of these, or not whole.
+    """
+    try:
+        folder = _step_in(directory)
+        if folder is None:
+            return Found(_weights_in(directory), None)
+    except OSError as error:
+        raise GemscError(
+            f"{directory} cannot be read: {error.strerror}",
+            help="give the folder of a run, or one of its step- folders",
+        ) from None
+    try:
+        return Found(folder, _check_sizes(folder))
+    except GemscError as error:
+        raise with_advice(error, folder) from None
+
+
+def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> None:
+    """Read every file of one rank's part, and compare what is in it.
+
+    Raises:
+        GemscError: a file is not the one that was saved.
+    """
+    for name in sorted(manifest.files)[part::parts]:
+        path = folder / name
+        try:
+            found = facts_of(path)
+        except OSError as error:
+            raise damaged(path, f"cannot be read: {error.strerror}") from None
+        if found != manifest.files[name]:
+            raise damaged(path, "is damaged: it is not what was saved")
+
+
+def with_advice(error: GemscError, folder: Path) -> GemscError:
+    """Return what is wrong with a checkpoint, with the name of another one."""
+    place = folder.resolve()
+    for other in reversed(_steps_of(folder.parent)):
+        if other.resolve() == place:
+            continue
+        try:
+            check_digests(other, _check_sizes(other), 0, 1)
+        except GemscError:
+            continue
+        help = f"{other} is whole: go on from there with --resume {other}"
+        return GemscError(error.message, help=help)
+    return GemscError(
+        error.message,
+        help=f"no other checkpoint in {folder.parent} is whole: give another folder, "
+        "or start anew without --resume",
+    )
+
+
+def _step_in(directory: Path) -> Path | None:
+    """Return the folder that holds the files of a checkpoint, if there is one."""
+    if (link := directory / LATEST).is_symlink() or link.exists():
+        return link
+    if (directory / MANIFEST).exists() or STEP.fullmatch(directory.resolve().name):
+        return directory
+    found = _steps_of(directory)
+    return found[-1] if found else None
+
+
+def _steps_of(directory: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the one that was written last at the end."""
+    found = [
+        path
+        for path in directory.glob("step-*")
+        if STEP.fullmatch(path.name) and (path / MANIFEST).is_file()
+    ]
+    return sorted(found, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, p.name))
+
+
+def _check_sizes(folder: Path) -> Manifest:
+    manifest = Manifest.read(folder)
+    for name, facts in manifest.files.items():
+        path = folder / name
+        if path.is_dir():
+            raise damaged(path, "is a folder, not a file")
+        if not path.is_file():
+            raise damaged(path, "is missing")
+        if (size := path.stat().st_size) != facts.bytes:
+            raise damaged(path, f"is damaged: {size} bytes, not {facts.bytes}")
+    return manifest
+
+
+def _weights_in(directory: Path) -> Path:
+    """Return the file of weights that is meant."""
+    if directory.is_file():
+        if directory.suffix == ".safetensors":
+            return directory
+        raise GemscError(
+            f"{directory} is not a checkpoint",
+            help="give the folder of a run, or weights as a .safetensors file: "
+            "safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')",
+        )
+    if not directory.exists():
+        raise GemscError(
+            f"there is no {directory}", help="give the folder that --save wrote"
+        )
+    if any(directory.glob("optimizer-rank*.pt")):
+        raise GemscError(
+            f"{directory} was saved by an older gemsc: nothing says whether its files "
+            "are of the same step",
+            help=f"for the weights alone: --resume {directory / MODEL}",
+        )
+    if not (directory / MODEL).is_file():
+        raise GemscError(
+            f"{directory} is not a checkpoint: it has no {LATEST}, no step- folder "
+            f"and no {MODEL}",
+            help="give the folder that --save wrote",
+        )
+    return directory / MODEL
+
+
+# ------------------------------------------------------------------- writing
+
+
+def clear_space(directory: Path, step: int) -> Path:
+    """Return an empty folder to write a checkpoint in; remove what kills have left."""
+    for path in directory.glob(".step-*"):
+        if HIDDEN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+    beside = directory / f".step-{step:06d}"
+    beside.mkdir(parents=True)
+    return beside
+
+
+def discard(beside: Path) -> None:
+    """Remove a checkpoint that could not be completed."""
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def publish(directory: Path, beside: Path, *, keep: int, best: bool) -> None:
+    """Give a checkpoint its name, switch the links, remove all but the newest."""
+    sync(beside)
+    linked = {_target(directory / link) for link in (LATEST, BEST)}
+    names = (beside.name.removeprefix(".") + ending for ending in ENDINGS)
+    new = directory / next(name for name in names if name not in linked)
+    _remove([new])
+    beside.rename(new)
+    sync(directory)
+    _link(directory / LATEST, new.name)
+    if best:
+        mark_best(directory)
+    sync(directory)
+    kept = {new.name, _target(directory / BEST)}
+    others = [path for path in _steps_of(directory) if path.name not in kept]
+    _remove(others[: max(0, len(others) - keep + 1)])
+
+
+def mark_best(directory: Path) -> None:
+    """Let `best` lead to the latest checkpoint, which is then kept."""
+    _link(directory / BEST, _target(directory / LATEST))
+
+
+def _target(link: Path) -> str:
+    """Return the name of the folder that a link leads to, "" if there is no link."""
+    return os.path.basename(os.readlink(link)) if link.is_symlink() else ""
+
+
+def _link(path: Path, target: str) -> None:
+    """Let a path lead to another, whatever it was before."""
+    beside = path.with_name(f".{path.name}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target)
+    beside.replace(path)
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    """Remove checkpoints, and nothing of anybody else."""
+    for folder in folders:
+        if (folder / MANIFEST).is_file() and not folder.is_symlink():
+            old = folder.rename(folder.with_name(f".{folder.name}-old"))
+            shutil.rmtree(old)

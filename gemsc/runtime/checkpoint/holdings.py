@@ -1,0 +1,112 @@
+"""What a rank holds of the whole model: tensors by key, each a piece of a whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemsc.runtime.checkpoint.pieces import TensorPiece
+from gemsc.runtime.worker.worker import Worker
+from gemsc.weights.stage import NOT_OF_THE_MODEL, model_state, stage_tensors
+
+__all__ = ["BESIDE_KEY", "MODEL_KEY", "Extra", "HeldTensor", "Holdings", "gradient_key"]
+
+MODEL_KEY = "model/"  # before the user's names
+BESIDE_KEY = "beside/"  # what a state_dict leaves out, and tensors of the loss
+CONSTANTS = "_constants."  # of the program itself
+
+Extra = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensor:
+    """A tensor of this rank; of those who hold the same, the first one writes it."""
+
+    key: str
+    tensor: Tensor
+    piece: TensorPiece
+    is_written: bool
+
+
+@dataclass
+class Holdings:
+    """The tensors of a rank, and which pieces of the user's ones they are."""
+
+    worker: Worker
+
+    def __post_init__(self) -> None:
+        stages = self.worker.stages
+        self._runs = {n: run for run, s in stages.items() for n in stage_tensors(s)}
+
+    def piece(self, name: str, shape: torch.Size) -> TensorPiece:
+        """Return what this rank has of a tensor."""
+        part = self.worker.program.parts.get(name)
+        return TensorPiece.whole(shape) if part is None else TensorPiece.of_part(part)
+
+    def updated(self, name: str, parameter: Tensor) -> HeldTensor:
+        """Return a parameter that this rank's optimizer has, or its rows of one."""
+        whole = self.worker.stages.parameters[name]
+        piece, rows = self.piece(name, whole.shape), self.worker.updates.own_rows
+        if name not in rows:
+            return HeldTensor(name, parameter, piece, self.is_first(name))
+        return HeldTensor(name, parameter, piece.rows(*rows[name]), True)
+
+    def is_first(self, name: str) -> bool:
+        """Whether this rank is the first one that holds its piece of a tensor."""
+        program, place = self.worker.program, self.worker.place
+        key = program.sum_of(self._runs[name], name)
+        return place.copy == 0 and program.is_first(key, place.rank)
+
+    def tensors(self, extra: Extra) -> Iterator[HeldTensor]:
+        """Yield parameters, buffers, and what belongs to them (averages of weights)."""
+        found: dict[str, tuple[str, Tensor]] = {}
+        for stage in self.worker.stages.values():
+            kept = model_state(stage)
+            for name, tensor in stage_tensors(stage).items():
+                place = MODEL_KEY if name in kept else BESIDE_KEY
+                if not name.startswith(CONSTANTS):
+                    found[f"{place}{name}"] = name, tensor
+        for kind, named in extra.items():
+            for name, tensor in named.items():
+                found[f"{kind}/{name}"] = name, tensor
+        for key, (name, tensor) in found.items():
+            yield self._held(key, name, tensor)
+
+    def gradients(self) -> Iterator[HeldTensor]:
+        """Yield the gradients that wait for an update: what is meant is their sum."""
+        for name, parameter in self.worker.stages.parameters.items():
+            if parameter.grad is not None:
+                piece = self.piece(name, parameter.shape)
+                yield HeldTensor(gradient_key(name), parameter.grad, piece, True)
+
+    def aliases(self) -> dict[str, str]:
+        """Return each further name of a tensor of the model, with its first name."""
+        found = {}
+        for stage in self.worker.stages.values():
+            firsts = {id(tensor): name for name, tensor in stage_tensors(stage).items()}
+            for named in (stage.named_parameters, stage.named_buffers):
+                for name, tensor in named(remove_duplicate=False):
+                    first = firsts[id(tensor)]
+                    if name != first and not name.startswith(NOT_OF_THE_MODEL):
+                        found[name] = first
+        return found
+
+    def digest(self) -> str:
+        """Return what two ranks with the same parameters have in common."""
+        named = self.worker.stages.parameters.items()
+        pieces = [(n, self.piece(n, p.shape).intervals) for n, p in named]
+        return hashlib.sha256(repr(pieces).encode()).hexdigest()
+
+    def _held(self, key: str, name: str, tensor: Tensor) -> HeldTensor:
+        piece = self.piece(name, tensor.shape)
+        is_written = self.is_first(name) and (piece.count > 0 or piece.is_whole)
+        return HeldTensor(key, tensor.detach(), piece, is_written)
+
+
+def gradient_key(name: str) -> str:
+    """Return the key of a parameter's gradient."""
+    return f"gradient/{name}"

@@ -1,0 +1,248 @@
+"""The state of an optimizer by the names of parameters, for any layout of the ranks.
+
+    optimizer/exp_avg/conv.weight    shaped like the parameter: a tensor in pieces
+    values: conv.weight: step        anything else: with the rank's piece of the weight
+    groups: names, values            learning rates and the like
+
+On other ranks a group of parameters takes the values of the saved group that its first
+parameter was in, and a scheduler's lists of one value for each group go with them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.holdings import HeldTensor
+from gemsc.runtime.checkpoint.pieces import TensorPiece
+
+__all__ = [
+    "WEIGHTS_ALONE",
+    "SavedOptimizer",
+    "UpdatedParameter",
+    "slots_of",
+    "split_state",
+]
+
+PARAMETERS = "params", "param_names"  # of a group: they are not values
+WEIGHTS_ALONE = (
+    "or `gemsc export` the checkpoint and resume from that file, the weights alone"
+)
+State = dict[str, Any]
+Source = tuple[int, int] | None  # rank and number of a saved group
+
+
+@dataclass(frozen=True)
+class UpdatedParameter:
+    """A parameter of a rank's optimizer: its place in the state, and what it is."""
+
+    index: Any
+    group: int
+    parameter: nn.Parameter
+    held: HeldTensor
+
+    @property
+    def name(self) -> str:
+        """The user's name."""
+        return self.held.key
+
+    def holds(self, state: str, value: object) -> bool:
+        """Whether a value of the state has one element for each of the parameter."""
+        if not isinstance(value, Tensor) or "/" in state:
+            return False
+        is_number = not self.held.piece.shape
+        return value.shape == self.parameter.shape and not (
+            is_number and state == "step"
+        )
+
+
+def slots_of(
+    optimizer: Any, state: State, held: Mapping[int, HeldTensor]
+) -> list[UpdatedParameter]:
+    """Return what an optimizer has, in order; `held` is by the id of a parameter.
+
+    Raises:
+        GemscError: a parameter of it is none of the program.
+    """
+    slots = []
+    groups = zip(optimizer.param_groups, state.get("param_groups", ()), strict=False)
+    for number, (group, saved) in enumerate(groups):
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            if id(parameter) not in held:
+                raise GemscError(
+                    "the optimizer has a parameter that is none of the program's",
+                    help="give it the parameters that optimizer() gets, and no others",
+                )
+            slots.append(
+                UpdatedParameter(index, number, parameter, held[id(parameter)])
+            )
+    return slots
+
+
+def tensor_key(state: str, name: str) -> str:
+    """Return the key of a tensor of the state."""
+    return f"optimizer/{state}/{name}"
+
+
+def split_state(
+    state: State, slots: Sequence[UpdatedParameter]
+) -> tuple[list[HeldTensor], State]:
+    """Return the tensors in pieces of a state, and the rest of it."""
+    tensors, values = [], {}
+    for slot in slots:
+        rest = {}
+        for key, value in state["state"].get(slot.index, {}).items():
+            if slot.holds(str(key), value):
+                piece, is_written = slot.held.piece, slot.held.is_written
+                name = tensor_key(key, slot.name)
+                tensors.append(HeldTensor(name, value.detach(), piece, is_written))
+            else:
+                rest[key] = value
+        if rest and slot.held.is_written:
+            rows = [[[*each] for each in row] for row in slot.held.piece.intervals]
+            values[slot.name] = {"piece": rows, "state": rest}
+    groups = [
+        {
+            "names": [slot.name for slot in slots if slot.group == number],
+            "values": {k: v for k, v in group.items() if k not in PARAMETERS},
+        }
+        for number, group in enumerate(state.get("param_groups", ()))
+    ]
+    rest = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    return tensors, {"groups": groups, "values": values, "rest": rest}
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """What all ranks have saved of optimizer and scheduler, in order of the ranks.
+
+    It is still JSON, of which `decode` makes values. `states` are the names of the
+    tensors in pieces that each parameter has.
+    """
+
+    ranks: Sequence[State]
+    states: Mapping[str, Sequence[str]]
+    decode: Callable[[Any], Any]
+
+    def groups(
+        self, slots: Sequence[UpdatedParameter], count: int, rank: int
+    ) -> list[Source]:
+        """Return from which saved group, of which rank, each group takes its values.
+
+        A group that was saved on the same rank with the same parameters is that one;
+        None is a group with a first parameter that was not saved.
+        """
+        own = self.ranks[rank]["groups"] if rank < len(self.ranks) else []
+        found: list[Source] = []
+        for number in range(count):
+            names = [slot.name for slot in slots if slot.group == number]
+            if number < len(own) and own[number]["names"] == names:
+                found.append((rank, number))
+            else:
+                found.append(self._group_of.get(names[0]) if names else None)
+        return found
+
+    def state(
+        self,
+        current: State,
+        slots: Sequence[UpdatedParameter],
+        sources: Sequence[Source],
+        read: Callable[[str, TensorPiece], Tensor],
+    ) -> State:
+        """Return the state of an optimizer as its `load_state_dict` takes it.
+
+        `read` gives a piece of the tensor with a key.
+        """
+        state: State = {}
+        for slot in slots:
+            found = self._rest_of(slot)
+            for key in self.states.get(slot.name, ()):
+                tensor = read(tensor_key(key, slot.name), slot.held.piece)
+                found[key] = tensor.view(slot.parameter.shape)
+            if found:
+                state[slot.index] = found
+        groups = []
+        for group, source in zip(current["param_groups"], sources, strict=True):
+            values = {}
+            if source is not None:
+                rank, number = source
+                values = self.decode(self.ranks[rank]["groups"][number]["values"])
+            groups.append({**group, **values})
+        return {**current, "state": state, "param_groups": groups}
+
+    def scheduler(self, sources: Sequence[Source], rank: int) -> Any:
+        """Return the state of the scheduler of a rank whose groups have `sources`."""
+        places = [source for source in sources if source is not None]
+        base = places[0][0] if places else min(rank, len(self.ranks) - 1)
+        ranks = {base, *(rank for rank, _ in places)}
+        states = {rank: self.decode(self.ranks[rank]["scheduler"]) for rank in ranks}
+        every = [(base, number) for number in range(len(self.ranks[base]["groups"]))]
+        if places in ([], every):
+            return states[base]
+        return _merged(states, base, places, len(every))
+
+    @cached_property
+    def _group_of(self) -> dict[str, tuple[int, int]]:
+        """Where each parameter was: the rank and the number of the group."""
+        found: dict[str, tuple[int, int]] = {}
+        for rank, saved in enumerate(self.ranks):
+            for number, group in enumerate(saved["groups"]):
+                for name in group["names"]:
+                    found.setdefault(name, (rank, number))
+        return found
+
+    @cached_property
+    def _values_of(self) -> dict[str, list[State]]:
+        """What ranks have saved of each parameter that is not in pieces."""
+        found: dict[str, list[State]] = defaultdict(list)
+        for saved in self.ranks:
+            for name, values in saved["values"].items():
+                found[name].append(values)
+        return found
+
+    def _rest_of(self, slot: UpdatedParameter) -> State:
+        """Return what is not in pieces: of the same piece, or the same for any."""
+        everyone = self._values_of.get(slot.name, [])
+        for each in everyone:
+            if (
+                TensorPiece.read(slot.held.piece.shape, each["piece"])
+                == slot.held.piece
+            ):
+                return dict(self.decode(each["state"]))
+        found = dict(self.decode(everyone[0]["state"])) if everyone else {}
+        for key, value in found.items():
+            if isinstance(value, Tensor) and value.dim():
+                raise GemscError(
+                    f"the optimizer keeps '{key}' of '{slot.name}' in a form that "
+                    "belongs to the ranks that saved it",
+                    help=f"compile with the split of the saved run, {WEIGHTS_ALONE}",
+                )
+        return found
+
+
+def _merged(
+    states: Mapping[int, Any], base: int, places: Sequence[tuple[int, int]], groups: int
+) -> Any:
+    """Put together the lists of one value for each of the groups that ranks saved."""
+    state = states[base]
+    if isinstance(state, dict):
+        return {
+            key: _merged({r: s[key] for r, s in states.items()}, base, places, groups)
+            for key in state
+        }
+    if not isinstance(state, list):
+        return state
+    if any(isinstance(each, dict) for each in state):  # schedulers in a scheduler
+        return [
+            _merged({r: s[i] for r, s in states.items()}, base, places, groups)
+            for i in range(len(state))
+        ]
+    if len(state) != groups:
+        return state
+    return [states[rank][number] for rank, number in places]

@@ -1,0 +1,256 @@
+"""Resume: read and check what was saved, and take it once it fits on all ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.files import StoredTensors
+from gemsc.runtime.checkpoint.folder import (
+    check_checkpoint,
+    check_digests,
+    with_advice,
+)
+from gemsc.runtime.checkpoint.generators import check_generators, set_generators
+from gemsc.runtime.checkpoint.holdings import (
+    BESIDE_KEY,
+    MODEL_KEY,
+    Extra,
+    Holdings,
+    gradient_key,
+)
+from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
+from gemsc.runtime.checkpoint.optimizer_state import (
+    WEIGHTS_ALONE,
+    SavedOptimizer,
+    slots_of,
+)
+from gemsc.runtime.checkpoint.pieces import TensorPiece
+from gemsc.runtime.checkpoint.state_json import decode
+from gemsc.runtime.worker.worker import Worker
+
+__all__ = ["resume"]
+
+
+@dataclass
+class _Fit:
+    """What fits this rank, and is done once all ranks have that.
+
+    `is_same` says whether the rank has the layout of the one that saved.
+    """
+
+    acts: list[Callable[[], object]] = field(default_factory=list)
+    take_gradients: Callable[[bool], object] | None = None
+    is_same: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def resume(worker: Worker, directory: Path, tensors: Extra) -> dict[str, Any]:
+    """Take what `save` wrote, once it fits on all ranks: see `Trainer.resume`."""
+    transport, updates = worker.transport.host, worker.updates
+    stateful = [each for each in (updates.optimizer, updates.scheduler) if each]
+    before = [each.state_dict() for each in stateful]
+    fit, problem = _Fit(), None
+    with ExitStack() as opened, torch.no_grad():
+        try:
+            fit = _fit(_Reader(worker, tensors), directory, opened)
+        except GemscError as error:
+            problem = error
+        everyone: list[Any] = transport.all_gather_object((problem, fit.is_same))
+        for theirs, _ in everyone:
+            if theirs is not None:  # perhaps of another rank
+                for part, state in zip(stateful, before, strict=True):
+                    part.load_state_dict(state)
+                raise theirs
+        for act in fit.acts:
+            act()
+        if fit.take_gradients is not None:
+            fit.take_gradients(all(is_same for _, is_same in everyone))
+    return fit.extra
+
+
+def _fit(reader: _Reader, directory: Path, opened: ExitStack) -> _Fit:
+    found, transport = check_checkpoint(directory), reader.worker.transport.host
+    if (manifest := found.manifest) is None:
+        stored = opened.enter_context(StoredTensors.of_weights(found.place))
+        return _Fit([*reader.weights(stored, "", {})])
+    try:
+        check_digests(found.place, manifest, transport.rank, transport.size)
+        stored = opened.enter_context(StoredTensors(found.place, manifest.tensors))
+        with _checked(found.place):
+            return reader.everything(stored, manifest)
+    except GemscError as error:
+        if "is damaged" in error.message:
+            raise with_advice(error, found.place) from None
+        raise
+
+
+@contextmanager
+def _checked(folder: Path) -> Iterator[None]:
+    """Say that a manifest is damaged whose parts are not what they must be."""
+    try:
+        yield
+    except (
+        *(KeyError, TypeError, ValueError, AttributeError, IndexError),
+        *(ArithmeticError, RecursionError, RuntimeError),
+    ) as error:
+        what = f"is damaged: {type(error).__name__} {str(error)[:100]}"
+        raise damaged(folder / MANIFEST, what) from error
+
+
+@dataclass
+class _Reader:
+    """Makes what this rank needs of what was saved, in whatever layout."""
+
+    worker: Worker
+    tensors: Extra
+
+    def __post_init__(self) -> None:
+        self.holdings = Holdings(self.worker)
+
+    def weights(
+        self, stored: StoredTensors, key: str, extra: Extra
+    ) -> Iterator[Callable[[], object]]:
+        """Yield what fills this rank's tensors; `key` stands before the names."""
+        for held in self.holdings.tensors(extra):
+            name = held.key
+            if name.startswith(MODEL_KEY):
+                name = f"{key}{name.removeprefix(MODEL_KEY)}"
+            elif name not in stored and name.startswith(BESIDE_KEY):
+                continue
+            stored.check(name, held.piece)
+            yield partial(stored.copy, name, held.piece, held.tensor)
+
+    def everything(self, stored: StoredTensors, manifest: Manifest) -> _Fit:
+        """Return what fits; optimizer and scheduler have taken their state already."""
+        worker, progress = self.worker, manifest.progress
+        read = partial(decode, get=stored.whole)
+        rank, ranks = worker.transport.host.rank, progress["ranks"]
+        if len(ranks) != manifest.ranks:
+            raise ValueError("it does not know all ranks")
+        self._check_run(manifest)
+        kinds = {key.partition("/")[0] for key in manifest.tensors}
+        extra = {kind: each for kind, each in self.tensors.items() if kind in kinds}
+        acts = [*self.weights(stored, MODEL_KEY, extra)]
+        acts.append(partial(setattr, worker.steps, "done", manifest.step))
+        generators = read(ranks[rank % len(ranks)]["generators"])
+        check_generators(generators)
+        acts.append(partial(set_generators, generators, worker.device))
+        scaler, scale = worker.updates.scaler, progress["scaler"]
+        if scaler is not None and scale is not None:
+            numbers = {key: float(each) for key, each in scale.items()}
+            acts.append(partial(scaler.load_state_dict, numbers))
+        gradients = self._gradients(stored)
+        self._load_states(SavedOptimizer(ranks, _states_of(manifest), read), stored)
+        is_same = len(ranks) == worker.transport.host.size
+        return _Fit(
+            acts,
+            partial(self._take_gradients, stored, gradients),
+            is_same and ranks[rank]["layout"] == self.holdings.digest(),
+            dict(read(progress["extra"])),
+        )
+
+    def _check_run(self, manifest: Manifest) -> None:
+        """Make sure that this run goes on as the one that was saved."""
+        worker, progress = self.worker, manifest.progress
+        saved, accumulate = progress["accumulate"], worker.steps.accumulate
+        if manifest.step % saved and saved != accumulate:
+            raise GemscError(
+                f"step {manifest.step} of the checkpoint is one of {saved} that make "
+                f"one update together, in the program {accumulate} do",
+                help=f"resume with --accumulate {saved}, {WEIGHTS_ALONE}",
+            )
+        if progress["seed"] != worker.seed:
+            raise GemscError(
+                f"the checkpoint is of a run with seed {progress['seed']}, this one "
+                f"has {worker.seed}: samples would come in another order",
+                help=f"leave out --seed, {WEIGHTS_ALONE}",
+            )
+
+    # ------------------------------------------------------- gradients
+
+    def _gradients(
+        self, stored: StoredTensors
+    ) -> list[tuple[str, nn.Parameter, TensorPiece]]:
+        """Return which parameters have gradients of steps without an update."""
+        found = []
+        for name, parameter in self.worker.stages.parameters.items():
+            if gradient_key(name) in stored:
+                piece = self.holdings.piece(name, parameter.shape)
+                stored.check(gradient_key(name), piece, sums=True)
+                found.append((name, parameter, piece))
+        return found
+
+    def _take_gradients(
+        self,
+        stored: StoredTensors,
+        gradients: list[tuple[str, nn.Parameter, TensorPiece]],
+        same: bool,
+    ) -> None:
+        """Give parameters their gradients: the same ranks take their own.
+
+        Otherwise the first rank that holds a parameter takes the sum of all.
+        """
+        transport = self.worker.transport.host
+        for name, parameter, piece in gradients:
+            if same or self.holdings.is_first(name):
+                parameter.grad = torch.zeros_like(parameter)
+                file = f"rank{transport.rank}.safetensors" if same else None
+                stored.add(gradient_key(name), piece, parameter.grad, file)
+
+    # ------------------------------------------------ optimizer, scheduler
+
+    def _load_states(self, saved: SavedOptimizer, stored: StoredTensors) -> None:
+        updates, holdings = self.worker.updates, self.holdings
+        for key in ("optimizer", "scheduler"):
+            now = getattr(updates, key)
+            for theirs in saved.ranks:
+                before = theirs["kinds"].get(key)
+                if now is not None and before not in (None, kind := type(now).__name__):
+                    raise GemscError(
+                        f"the checkpoint has the {key} {before}, the program {kind}",
+                        help=f"use {before} again, {WEIGHTS_ALONE}",
+                    )
+        if updates.optimizer is None:
+            return
+        current = updates.optimizer.state_dict()
+        held = {id(p): holdings.updated(n, p) for n, p in updates.parameters.items()}
+        slots = slots_of(updates.optimizer, current, held)
+        rank = self.worker.transport.host.rank
+        sources = saved.groups(slots, len(current.get("param_groups", ())), rank)
+        state = saved.state(current, slots, sources, stored.read)
+        _load("optimizer", updates.optimizer, state)
+        if updates.scheduler is not None:
+            found = saved.scheduler(sources, rank)
+            if found is not None:
+                _load("scheduler", updates.scheduler, found)
+
+
+def _load(key: str, part: Any, state: Any) -> None:
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise GemscError(
+            f"the state of the {key} does not fit {type(part).__name__}: {error}",
+            help=f"create it as in the run that was saved, {WEIGHTS_ALONE}",
+        ) from error
+
+
+def _states_of(manifest: Manifest) -> dict[str, list[str]]:
+    """Return the names of the tensors that an optimizer keeps of each parameter."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for key in manifest.tensors:
+        kind, _, rest = key.partition("/")
+        state, _, name = rest.partition("/")
+        if kind == "optimizer":
+            found[name].append(state)
+    return found

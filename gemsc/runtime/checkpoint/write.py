@@ -1,0 +1,326 @@
+"""Save: each rank streams its pieces into a file, the first one makes it a checkpoint.
+
+    all ranks    rank1.safetensors, then rank1.json: size, digest, pieces, progress
+    rank 0       once all of these are there: manifest.json, then the step's name
+
+In the background the same is done by a thread of each rank, with copies of the tensors
+in the host's memory; threads talk through the folder alone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from gemsc.base.files import write_text
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.folder import clear_space, discard, publish
+from gemsc.runtime.checkpoint.generators import generator_states
+from gemsc.runtime.checkpoint.holdings import Extra, HeldTensor, Holdings
+from gemsc.runtime.checkpoint.manifest import Manifest, Stored
+from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
+from gemsc.runtime.checkpoint.pieces import TensorPiece
+from gemsc.runtime.checkpoint.state_json import dtype_name, encode
+from gemsc.runtime.worker.worker import Worker
+from gemsc.weights.facts import FileFacts
+from gemsc.weights.write import Entry, write_stream
+
+__all__ = ["PendingSave", "save"]
+
+POLL_SECONDS = 0.05
+FAILED = "failed"
+
+
+@dataclass
+class PendingSave:
+    """A checkpoint that a thread of this rank writes; all threads are waited for."""
+
+    folder: Path | None = None
+    thread: threading.Thread | None = None
+    problem: GemscError | None = None
+
+    def run(self, act: Callable[[], None]) -> None:
+        """Do the work in a thread."""
+
+        def work() -> None:
+            try:
+                act()
+            except GemscError as error:
+                self.problem = error
+
+        self.thread = threading.Thread(target=work, name="checkpoint")
+        self.thread.start()
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far."""
+        if self.problem is not None:
+            raise self.problem
+
+    def wait(self) -> GemscError | None:
+        """Return what went wrong, once the thread has come to its end."""
+        if self.thread is not None:
+            self.thread.join()
+        return self.problem
+
+
+def save(
+    worker: Worker,
+    directory: Path,
+    *,
+    extra: Mapping[str, Any],
+    tensors: Extra,
+    keep: int,
+    best: bool,
+    background: bool,
+) -> PendingSave:
+    """Write a checkpoint of all ranks: see `Trainer.save`."""
+    transport, step = worker.transport.host, worker.steps.done
+    share, beside, problem = _Share({}, {}), directory, None
+    try:
+        share = _share(worker, extra, tensors)
+        if transport.rank == 0:
+            with _Told(directory, step):
+                beside = clear_space(directory, step)
+    except GemscError as error:
+        problem = error
+    everyone: list[Any] = transport.all_gather_object((step, str(beside), problem))
+    steps = [step for step, _, _ in everyone]
+    beside = Path(everyone[0][1])
+    problems = [problem for *_, problem in everyone if problem is not None]
+    if len(set(steps)) > 1:
+        problems.append(
+            GemscError(
+                f"the ranks save after different steps: {steps}",
+                help="call trainer.save() on every rank, after the same step",
+            )
+        )
+    if problems:
+        if transport.rank == 0 and beside != directory:
+            discard(beside)
+        raise problems[0]
+    job = _Job(directory, beside, step, transport.rank, transport.size, keep, best)
+    if background:
+        saving = PendingSave(directory)
+        share = share.copied()
+        saving.run(lambda: job.run(share))
+        return saving
+    _together(transport, lambda: job.write(share), beside)
+    _together(transport, job.complete if transport.rank == 0 else None, beside)
+    return PendingSave()
+
+
+def _together(transport: Any, act: Callable[[], None] | None, beside: Path) -> None:
+    """Do something on this rank; if it fails on any, it fails on all of them."""
+    problem = None
+    try:
+        if act is not None:
+            act()
+    except GemscError as error:
+        problem = error
+    everyone: list[Any] = transport.all_gather_object(problem)
+    for theirs in everyone:
+        if theirs is not None:
+            if transport.rank == 0:
+                discard(beside)
+            raise theirs
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Says what could not be written, where to, and what is left."""
+
+    directory: Path
+    step: int
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, OSError | RuntimeError | SafetensorError):
+            raise GemscError(
+                f"the checkpoint of step {self.step} cannot be written to "
+                f"{self.directory}: {error}",
+                help="free space there, or --save elsewhere; an older checkpoint there "
+                "is still complete",
+            ) from error
+
+
+# -------------------------------------------------- what a rank has to say
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank saves: tensors by key, each with its piece, and JSON."""
+
+    tensors: dict[str, tuple[Tensor, TensorPiece]]
+    texts: dict[str, Any]
+
+    def copied(self) -> _Share:
+        """Return the same with tensors that nobody changes, in the host's memory."""
+        return _Share(
+            {k: (t.to("cpu", copy=True), p) for k, (t, p) in self.tensors.items()},
+            self.texts,
+        )
+
+
+def _share(worker: Worker, extra: Mapping[str, Any], tensors: Extra) -> _Share:
+    rank, updates, holdings = (
+        worker.transport.host.rank,
+        worker.updates,
+        Holdings(worker),
+    )
+    found = {
+        held.key: (held.tensor.detach(), held.piece)
+        for held in (*holdings.tensors(tensors), *holdings.gradients())
+        if held.is_written
+    }
+
+    def put(tensor: Tensor) -> str:
+        key = f"private/{rank}/{len(found)}"
+        found[key] = tensor, TensorPiece.whole(tensor.shape)
+        return key
+
+    kinds: dict[str, str] = {}
+    rest: dict[str, Any] = {"groups": [], "values": {}, "rest": {}}
+    scheduler = None
+    if updates.optimizer is not None:
+        kinds["optimizer"] = type(updates.optimizer).__name__
+        held, rest = _optimizer(updates, holdings)
+        found |= {each.key: (each.tensor, each.piece) for each in held}
+    if updates.scheduler is not None:
+        kinds["scheduler"] = type(updates.scheduler).__name__
+        scheduler = updates.scheduler.state_dict()
+    own = {
+        "kinds": kinds,
+        **encode(rest, put, "the state of the optimizer"),
+        "scheduler": encode(scheduler, put, "the state of the scheduler"),
+        "generators": encode(generator_states(worker.device), put, "a generator"),
+        "layout": holdings.digest(),
+    }
+    texts = {"aliases": holdings.aliases(), "rank": own}
+    if rank == 0:
+        scaler = updates.scaler
+        texts["run"] = {
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "accumulate": worker.steps.accumulate,
+            "seed": worker.seed,
+            "extra": encode(extra, put, "the extra state"),
+        }
+    return _Share(found, texts)
+
+
+def _optimizer(
+    updates: Any, holdings: Holdings
+) -> tuple[list[HeldTensor], dict[str, Any]]:
+    """Return the tensors that this rank writes of the optimizer, and the rest."""
+    state = updates.optimizer.state_dict()
+    held = {id(p): holdings.updated(n, p) for n, p in updates.parameters.items()}
+    found, rest = split_state(state, slots_of(updates.optimizer, state, held))
+    return [each for each in found if each.is_written], rest
+
+
+# ------------------------------------------------------ files and threads
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The writing of one checkpoint: what follows from now on needs no messages."""
+
+    directory: Path
+    beside: Path
+    step: int
+    rank: int
+    ranks: int
+    keep: int
+    best: bool
+
+    def run(self, share: _Share) -> None:
+        """Do this rank's part; the first one waits for all others and completes it."""
+        try:
+            self.write(share)
+        except GemscError as error:
+            with suppress(OSError):
+                self._tell({FAILED: error.message, "help": error.help})
+            raise
+        if self.rank == 0:
+            try:
+                self._wait()
+                self.complete()
+            except GemscError:
+                discard(self.beside)
+                raise
+
+    def write(self, share: _Share) -> None:
+        """Write this rank's file, then what there is in it."""
+        table = {k: Entry(t.dtype, p.sizes) for k, (t, p) in share.tensors.items()}
+
+        def read(key: str) -> Tensor:
+            tensor, piece = share.tensors[key]
+            return tensor.reshape(piece.sizes)
+
+        with _Told(self.directory, self.step):
+            facts = write_stream(self.beside / self._file, table, read, sync=True)
+            pieces = {
+                key: (dtype_name(tensor.dtype), piece.shape, piece.intervals)
+                for key, (tensor, piece) in share.tensors.items()
+            }
+            self._tell({"facts": vars(facts), "tensors": pieces, **share.texts})
+
+    def complete(self) -> None:
+        """Make a checkpoint of what all ranks have written."""
+        with _Told(self.directory, self.step):
+            everyone = [self._told(rank) for rank in range(self.ranks)]
+            files: dict[str, FileFacts] = {}
+            aliases: dict[str, str] = {}
+            pieces: dict[str, list[tuple[str, TensorPiece]]] = defaultdict(list)
+            kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+            for rank, said in enumerate(everyone):
+                name = f"rank{rank}.safetensors"
+                files[name] = FileFacts(**said["facts"])
+                aliases |= said["aliases"]
+                for key, (dtype, shape, intervals) in said["tensors"].items():
+                    pieces[key].append((name, TensorPiece.read(shape, intervals)))
+                    kinds[key] = dtype, tuple(shape)
+                (self.beside / f"rank{rank}.json").unlink()
+            tensors = {key: Stored(*kinds[key], tuple(p)) for key, p in pieces.items()}
+            ranks = [said["rank"] for said in everyone]
+            progress = {**everyone[0]["run"], "ranks": ranks}
+            found = Manifest(self.step, self.ranks, files, tensors, aliases, progress)
+            found.write(self.beside)
+            publish(self.directory, self.beside, keep=self.keep, best=self.best)
+
+    def _wait(self) -> None:
+        """Wait until all ranks have written, or one of them has failed."""
+        for rank in range(self.ranks):
+            path = self.beside / f"rank{rank}.json"
+            while not path.exists():
+                time.sleep(POLL_SECONDS)
+            if FAILED in (said := self._told(rank)):
+                raise GemscError(said[FAILED], help=said["help"])
+
+    @property
+    def _file(self) -> str:
+        return f"rank{self.rank}.safetensors"
+
+    def _tell(self, said: Mapping[str, Any]) -> None:
+        write_text(self.beside / f"rank{self.rank}.json", json.dumps(said))
+
+    def _told(self, rank: int) -> dict[str, Any]:
+        path = self.beside / f"rank{rank}.json"
+        if not path.is_file():
+            raise GemscError(
+                f"rank 0 does not see {path}, which rank {rank} has written",
+                help="--save into a folder that all machines share",
+            )
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
