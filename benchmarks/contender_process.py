@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import weakref
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,7 +39,7 @@ import gemsc
 from gemsc.messages.message import Input, Message
 from gemsc.runtime import RankProgram, Run
 from gemsc.runtime.training.trainer import load_rank_module
-from gemsc.weights.read import read_tensors
+from gemsc.weights.read import read_tensor
 from gemsc.weights.stage import fill
 
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -160,7 +161,7 @@ class StageOnTorch(nn.Module):
         with torch.device("meta"):
             self.stage = module.PROGRAM.stages[Run(rank)]()
         weights = directory / "weights" / f"stage{rank}.safetensors"
-        fill(self.stage, read_tensors(weights), torch.device("cpu"))
+        fill(self.stage, partial(read_tensor, weights, {}), torch.device("cpu"))
 
     def forward(self, *arguments: Tensor, **inputs: Tensor) -> Any:
         """Return what the next stage needs, or the loss."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gemsc.runtime.training.load import load
     from gemsc.runtime.training.trainer import Trainer
     from gemsc.verify.steps import verify_compiled
+    from gemsc.weights.load import load_weights
 
 __all__ = [
     "Callback",
@@ -27,6 +28,7 @@ __all__ = [
     "Trainer",
     "compile",
     "load",
+    "load_weights",
     "verify_compiled",
 ]
 
@@ -40,6 +42,7 @@ __getattr__ = loads(
         "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",
         "load": "gemsc.runtime.training.load",
+        "load_weights": "gemsc.weights.load",
         "verify_compiled": "gemsc.verify.steps",
     },
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -167,7 +168,7 @@ class Plan:
     gathered, `opaque` the modules that stay whole because their forward depends on
     data. `dtype` is that of the parameters as traced; `only_dtype` says why the program
     can run in no other, "" if it can. `notes` tell what is done otherwise than the
-    model says.
+    model says. `weights` is the folder that the program starts from.
     """
 
     gemsc: str
@@ -201,6 +202,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     dtype: str = "float32"
     only_dtype: str = ""
+    weights: str = "weights"
     skips: list[dict[str, Any]] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
@@ -319,6 +321,12 @@ def _check_rows(plan: Plan, file: TomlFile) -> None:
             f"{plan.ranks} ranks cannot be divided into {plan.data} data-parallel "
             "replicas",
             help="ranks counts the ranks of all replicas",
+        )
+    if not re.fullmatch(r"weights(-\d+)?", plan.weights):
+        raise file.error(
+            ("weights",),
+            f"weights = {plan.weights!r} is no folder of this program",
+            help=f"undo the change, or {file.advice}",
         )
     ranks = len(plan.members)
     for name in ("memory", "peak_bytes", "activation_bytes", "order"):

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.weights.load import load_weights
 
 __all__ = ["UserModel", "load_user_model"]
 
@@ -37,6 +38,7 @@ _OPTIONAL = (
     "example_target",
     "metrics",
     "eval_dataset",
+    "weights",
     *HOOKS,
 )
 
@@ -62,6 +64,7 @@ class UserModel:
     eval_dataset: Any = None
     on_step: Any = None
     on_epoch: Any = None
+    weights: Any = None
 
     @property
     def spec(self) -> str:
@@ -71,17 +74,35 @@ class UserModel:
     def make_model(self, *, seed: int = 0) -> nn.Module:
         """Return the model, made with all random generators seeded.
 
+        If the file names `weights`, it is on the memory of these files.
+
         Raises:
-            GemscError: the user's function fails or gives something else.
+            GemscError: the user's function fails or gives something else, or the
+                weights are not those of the model.
         """
         made = self._make(self.name, self.model, seed)
-        if isinstance(made, nn.Module):
-            return made
-        raise GemscError(
-            f"{self.name} returns an object of type {type(made).__name__}",
-            at=self.line_of(self.name),
-            help=f"return a torch.nn.Module from {self.name}()",
-        )
+        if not isinstance(made, nn.Module):
+            raise GemscError(
+                f"{self.name} returns an object of type {type(made).__name__}",
+                at=self.line_of(self.name),
+                help=f"return a torch.nn.Module from {self.name}()",
+            )
+        if self.weights is not None:
+            self._load_weights(made, seed)
+        return made
+
+    def _load_weights(self, model: nn.Module, seed: int) -> None:
+        place = self._make("weights", self.weights, seed)
+        try:
+            if not isinstance(place, str | Path):
+                raise GemscError(
+                    f"weights is of type {type(place).__name__}",
+                    help="name a file or a folder, from the folder of the model's file",
+                )
+            load_weights(model, self.path.parent / Path(place).expanduser())
+        except GemscError as error:
+            error.at = error.at or self.line_of("weights")
+            raise
 
     def make_inputs(self, *, seed: int = 0) -> Inputs:
         """Return the example inputs of one micro-batch.

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,9 @@ from gemsc.launch import launch, mpirun
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.weights.read import read_tensor
 from gemsc.weights.stage import fill
+from gemsc.weights.write import write_tensors
 
 
 @pytest.fixture
@@ -247,14 +250,17 @@ def test_a_failed_compilation_leaves_the_program_that_was_there(
     assert files(program) == before
 
 
-def test_weights_of_another_model_are_refused() -> None:
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         layer = nn.Linear(2, 3)
-    with pytest.raises(GemscError, match="have no 'weight'"):
-        fill(layer, {}, torch.device("cpu"))
+    read = partial(read_tensor, tmp_path / "a.safetensors", {})
+    write_tensors(tmp_path / "a.safetensors", {"other": torch.zeros(1)})
+    with pytest.raises(GemscError, match="has no 'weight'"):
+        fill(layer, read, torch.device("cpu"))
     tensors = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}
+    write_tensors(tmp_path / "a.safetensors", tensors)
     with pytest.raises(GemscError, match=r"'weight' have shape \[3, 3\]"):
-        fill(layer, tensors, torch.device("cpu"))
+        fill(layer, read, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "weights": ("errors", "base"),
     "options": ("errors", "base"),
     "plan": ("errors", "base"),
-    "user_model": ("errors", "base"),
+    "user_model": ("errors", "base", "weights"),
     "schedules": ("errors", "base"),
     "messages": ("errors", "base"),
     "runtime.transport": ("errors", "base", "messages"),
@@ -95,7 +95,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("user_model", "viz"),
     ),
     # users' names
-    "": ("errors", "base", "options", "compiler", "runtime.training", "verify"),
+    "": (
+        "errors",
+        "base",
+        "options",
+        "compiler",
+        "runtime.training",
+        "verify",
+        "weights",
+    ),
 }
 # the command may look at everything
 MAY_IMPORT["cli"] = tuple(MAY_IMPORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -64,6 +65,8 @@ def write_directory(compilation: Compilation, directory: Path) -> None:
         (directory / "weights").mkdir(exist_ok=True)
         _remove(directory, "rank*.py")
         _remove(directory / "weights", "stage*.safetensors")
+        for imported in directory.glob("weights-*"):
+            shutil.rmtree(imported)
         for path in (new / "weights").iterdir():
             path.replace(directory / "weights" / path.name)
         for file in texts:  # the plan comes last

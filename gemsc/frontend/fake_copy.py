@@ -154,6 +154,13 @@ def reject_unsupported(model: nn.Module) -> None:
         if problem:
             what, help_text = problem
             raise GemscError(f"{path or 'the model'} {what}", help=help_text)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise GemscError(
+                f"the model's '{name}' has no data: it is on the meta device",
+                help='name the files of its weights beside the model: weights = "...", '
+                "or call gemsc.load_weights(model, path)",
+            )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise GemscError(

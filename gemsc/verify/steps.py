@@ -437,9 +437,10 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
 def initial_model(user: UserModel, directory: Path) -> nn.Module:
     """Return the user's model with the weights that a program starts from."""
     model = user.make_model()
+    folder = directory / Plan.read(directory / "plan.toml").weights
     own = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():
-        for path in sorted((directory / "weights").glob("*.safetensors")):
+        for path in sorted(folder.glob("*.safetensors")):
             for name, tensor in read_tensors(path).items():
                 if name in own:
                     own[name].copy_(tensor)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import Tensor
 from gemsc.base.parts import Part
 from gemsc.errors import GemscError
 
-__all__ = ["read_tensors"]
+__all__ = ["read_tensor", "read_tensors"]
+
+
+AGAIN = "compile again to rewrite it"
 
 
 def read_tensors(
@@ -29,24 +33,41 @@ def read_tensors(
     Raises:
         GemscError: it is missing or damaged, or a tensor has not the part's shape.
     """
+    with _opened(path) as file:
+        found = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
+        cut = parts or {}
+        return {
+            name: _read_part(file.get_slice(name), cut[name], f"{path}: '{name}'")
+            if name in cut
+            else file.get_tensor(name)
+            for name in found
+        }
+
+
+def read_tensor(path: Path, parts: Mapping[str, Part], name: str) -> Tensor:
+    """Read one tensor, or the part of it that there is in `parts`, into own memory.
+
+    Raises:
+        GemscError: as `read_tensors`, or the file has no such tensor.
+    """
+    with _opened(path) as file:
+        if name not in file.keys():  # noqa: SIM118
+            raise GemscError(f"{path} has no '{name}'", help=AGAIN)
+        if name in parts:
+            return _read_part(file.get_slice(name), parts[name], f"{path}: '{name}'")
+        mapped: Tensor = file.get_tensor(name)
+        return mapped.clone()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
-            found = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
-            cut = parts or {}
-            return {
-                name: _read_part(file.get_slice(name), cut[name], f"{path}: '{name}'")
-                if name in cut
-                else file.get_tensor(name)
-                for name in found
-            }
+            yield file
     except FileNotFoundError:
-        raise GemscError(
-            f"{path} is missing", help="compile again to rewrite it"
-        ) from None
+        raise GemscError(f"{path} is missing", help=AGAIN) from None
     except (SafetensorError, OSError) as error:
-        raise GemscError(
-            f"{path} is damaged: {error}", help="compile again to rewrite it"
-        ) from None
+        raise GemscError(f"{path} is damaged: {error}", help=AGAIN) from None
 
 
 def _read_part(stored: Any, part: Part, what: str) -> Tensor:
@@ -58,7 +79,7 @@ def _read_part(stored: Any, part: Part, what: str) -> Tensor:
         )
     if not part.shape:
         number: Tensor = stored[...]
-        return number
+        return number.clone()
     around = (slice(None),) * part.dim
     rows = [stored[(*around, slice(*interval))] for interval in part.intervals]
     return torch.cat(rows, part.dim).contiguous()

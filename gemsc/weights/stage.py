@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gemsc.errors import GemscError
 
-__all__ = ["NOT_OF_THE_MODEL", "fill", "model_state", "stage_tensors"]
+__all__ = ["NOT_OF_THE_MODEL", "fill", "model_state", "put", "stage_tensors"]
 
 NOT_OF_THE_MODEL = ("_loss.", "_constants.")  # names that only a stage has
 
@@ -29,30 +29,38 @@ def model_state(stage: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def fill(stage: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Give a stage that was built without memory its tensors.
+def fill(stage: nn.Module, read: Callable[[str], Tensor], device: torch.device) -> None:
+    """Give a stage that was built without memory its tensors, one after the other.
 
     Raises:
         GemscError: a tensor is missing or has another shape.
     """
-    filled: dict[int, Any] = {}
+    values = {}
     for name, empty in stage_tensors(stage).items():
-        if name not in tensors:
-            raise GemscError(f"the weights have no '{name}'", help="compile again")
-        tensor = tensors[name]
+        tensor = read(name)
         if tensor.shape != empty.shape:
             raise GemscError(
                 f"weights '{name}' have shape {list(tensor.shape)}, the program needs "
                 f"{list(empty.shape)}",
                 help="use weights of this model, or compile again",
             )
-        value: Any = tensor.to(device)
-        if isinstance(empty, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=empty.requires_grad)
-        filled[id(empty)] = value
-    for module in stage.modules():  # a tied tensor has several places
+        values[name] = tensor.to(device)
+        del tensor
+    put(stage, values)
+
+
+def put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put tensors in the place of a module's own; tied ones stay tied."""
+    new: dict[int, Any] = {}
+    for name, old in stage_tensors(module).items():
+        if name in values:
+            value: Any = values[name]
+            if isinstance(old, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=old.requires_grad)
+                value.__dict__.update(old.__dict__)
+            new[id(old)] = value
+    for each in module.modules():  # a tied tensor has several places
         slots: dict[str, Any]
-        for slots in (module._parameters, module._buffers):
-            for name, old in slots.items():
-                if old is not None:
-                    slots[name] = filled[id(old)]
+        for slots in (each._parameters, each._buffers):
+            for name, slot in slots.items():
+                slots[name] = new.get(id(slot), slot)

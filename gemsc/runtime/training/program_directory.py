@@ -56,7 +56,9 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
             help=again,
         )
     modules = [f"rank{rank}.py" for rank in range(plan.copy_ranks)]
-    weights = [f"weights/stage{stage.index}.safetensors" for stage in plan.stages]
+    weights = [
+        f"{plan.weights}/stage{stage.index}.safetensors" for stage in plan.stages
+    ]
     for file in (*modules, *weights):
         if not (directory / file).is_file():
             raise GemscError(f"{directory} has no {file}", help=again)

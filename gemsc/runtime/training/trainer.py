@@ -33,7 +33,7 @@ from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
-from gemsc.weights.read import read_tensors
+from gemsc.weights.read import read_tensor
 
 __all__ = [
     "Evaluation",
@@ -124,8 +124,8 @@ class Trainer:
         self.program = load_program(directory, place.rank)
         self.stages = Stages()
         for run, kind in self.program.stages.items():
-            path = directory / "weights" / f"{run.stage_name}.safetensors"
-            read = partial(read_tensors, path, parts=self.program.parts)
+            path = directory / plan.weights / f"{run.stage_name}.safetensors"
+            read = partial(read_tensor, path, self.program.parts)
             self.stages.add(run, kind, read, self.device, dtype)
         self.worker = Worker(
             DeviceTransport(transport, streams),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -70,19 +70,19 @@ class Stages(dict[Run, nn.Module]):
         self,
         run: Run,
         kind: type[nn.Module],
-        read: Callable[..., Mapping[str, Tensor]],
+        read: Callable[[str], Tensor],
         device: torch.device,
         dtype: torch.dtype | None,
     ) -> None:
         """Build a stage, give it its weights, and tie it to the other ones.
 
-        `read(names=...)` returns the weights with these names. Tied are parameters that
-        the model shares, and two replicas of a stage.
+        `read(name)` returns a tensor in memory of its own. Tied are parameters that the
+        model shares, and two replicas of a stage.
         """
         known = {n: p for each in self.values() for n, p in each.named_parameters()}
         with torch.device("meta"):
             stage = kind()
-        fill(stage, read(names=stage_tensors(stage).keys()), device)
+        fill(stage, read, device)
         if dtype is not None:
             cast_module(stage, dtype, getattr(kind, "keeps_dtype", ()))
         own = {id(p): known.get(n, p) for n, p in stage.named_parameters()}
