@@ -103,6 +103,8 @@ def launch(
             _write(target, notes.of_all(f"stopped by {signal_name(seen[0])}"))
         elif code < 0:
             _write(target, notes.of_all(f"mpirun was ended by {signal_name(-code)}"))
+        elif code not in (0, STOPPED, TIMED_OUT) and notes.are_silent and not show_all:
+            _write(target, notes.of_all(f"mpirun ended with exit code {code}"))
     if seen:
         return 128 + seen[0]
     return 128 - code if code < 0 else code
@@ -122,11 +124,13 @@ class _Notes:
     folder: Path
     num_ranks: int
     computes: Callable[[int], list[str]]
+    told: list[int] = field(default_factory=list)  # the ranks that were reported on
 
     def of_rank(self, rank: int, how: str) -> str:
         """Return the report of a rank that could not say itself how it ended."""
         if how.endswith(f" exit code {STOPPED}"):
             return ""  # it has said so
+        self.told.append(rank)
         doing = read_status(self.folder, rank)
         if doing is None or self._is_reported:
             return f"rank {rank} {how}"
@@ -149,6 +153,13 @@ class _Notes:
         if not is_hanging(states, now - LATER_SECONDS) or self._is_reported:
             return b""
         return (hang_report(states, now) + "\n").encode()
+
+    @property
+    def are_silent(self) -> bool:
+        """Whether ranks have run, and nothing was said of how they ended."""
+        ranks = range(self.num_ranks)
+        has_run = any(read_status(self.folder, rank) for rank in ranks)
+        return has_run and not self.told and not self._is_reported
 
     @property
     def _is_reported(self) -> bool:

@@ -13,8 +13,8 @@ from gemsc.base.process import is_started_by_mpirun, num_cores
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import claim_device
-from gemsc.runtime.process.failure import install_hooks, stop_all
-from gemsc.runtime.process.status import Status
+from gemsc.runtime.process.failure import install_hooks, is_first, stop_all
+from gemsc.runtime.process.status import REPORTED, Status
 from gemsc.runtime.process.stop import STOPPED
 from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.arguments import parse_arguments
@@ -52,7 +52,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             wrong = wrong or _refusal(directory, transport)
         refusal = next((r for r in transport.all_gather_object(wrong) if r), None)
         if refusal is not None:
-            if transport.rank == 0:
+            if transport.rank == 0 and is_first(REPORTED):
                 print(refusal, file=sys.stderr, flush=True)  # noqa: T201
             transport.close()
             return 1
