@@ -322,9 +322,17 @@ def killer() -> Killer:
     return killer
 
 
-@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize(
+    ("older", "every"),
+    [
+        (True, 5),
+        (False, 5),
+        pytest.param(True, 1, marks=pytest.mark.nightly),
+        pytest.param(False, 1, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
-    older: bool, program: Path, saved: Path, tmp_path: Path, killer: Killer
+    older: bool, every: int, program: Path, saved: Path, tmp_path: Path, killer: Killer
 ) -> None:
     """The older one or the new one; where there was none, perhaps none."""
     folder = tmp_path / "saved"
@@ -332,7 +340,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
     shutil.copytree(saved, tmp_path / "three", symlinks=True)
     states[3] = train_and_save(program, tmp_path / "three", resume=True)
     seen = set()
-    for count in itertools.count():
+    for count in itertools.count(step=every):
         shutil.rmtree(folder, ignore_errors=True)
         if older:
             shutil.copytree(saved, folder, symlinks=True)
