@@ -36,6 +36,7 @@ COMMANDS = {
     "graph": "gemsc.cli.show",
     "timeline": "gemsc.cli.show",
     "profile": "gemsc.cli.profile",
+    "import": "gemsc.cli.import_",
 }
 TIMES = {"--calibrate", "--profile"}  # commands with these flags measure
 SETTINGS = {"run": PASSES_ON, "verify": {"ignore_unknown_options": True}}

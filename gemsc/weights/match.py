@@ -98,7 +98,7 @@ def _other_names(
         help = f"its names lack '{prefix}': save the model around it, or rename"
     elif missing and len(extra) <= LINE:
         if close := get_close_matches(missing[0], extra, n=1):
-            help = f"is '{close[0]}' meant to be '{missing[0]}'? Rename it in one"
+            help = f"is '{close[0]}' meant? Rename it there, or in the model"
     elif extra:
         help = "save the model's state_dict() without it"
     return GemscError(f"{files.path} {' and '.join(problems)}", help=help)

@@ -1,0 +1,360 @@
+"""Weights of users: files, shards, names; models on the meta device; gemsc import."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Gemsc, files, gemsc_here
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import gemsc as api
+from gemsc.cli import import_
+from gemsc.errors import GemscError
+from gemsc.weights.source import WeightFiles
+
+MODEL = """
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(16, 8)
+            self.norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+            self.head = nn.Linear(8, 16, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.norm(self.embed(x)))
+
+    def model():
+        with torch.device("meta"):
+            return Net()
+
+    weights = "folder"
+    loss = nn.CrossEntropyLoss()
+
+    def example_inputs():
+        return (torch.arange(4),)
+
+    def example_target():
+        return torch.arange(4)
+"""
+
+
+class Net(nn.Module):
+    """The net of MODEL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.embed(x)))
+        return out
+
+
+def state(*, seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return random weights of the net; its tied ones once, as files have them."""
+    torch.manual_seed(seed)
+    found = {name: tensor.clone() for name, tensor in Net().state_dict().items()}
+    del found["head.weight"]
+    floats = (name for name, tensor in found.items() if tensor.is_floating_point())
+    return found | {name: found[name].to(dtype or torch.float32) for name in floats}
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a folder as Hugging Face ships it."""
+    folder.mkdir(exist_ok=True)
+    names = sorted(tensors)
+    places = {
+        name: f"model-0000{1 + i % 2}-of-00002.safetensors"
+        for i, name in enumerate(names)
+    }
+    for shard in {*places.values()}:
+        own = {name: tensors[name] for name in names if places[name] == shard}
+        save_file(own, folder / shard)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with the model's file and its weights, the current one."""
+    (tmp_path / "model.py").write_text(textwrap.dedent(MODEL))
+    write_shards(tmp_path / "folder", state())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def gemsc(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Gemsc:
+    """Return the command, in this process."""
+    return gemsc_here(monkeypatch, capfd)
+
+
+def weights_of(program: Path) -> dict[str, Tensor]:
+    paths = program.glob("weights*/stage*.safetensors")
+    return {name: t for path in paths for name, t in load_file(path).items()}
+
+
+def compiled(gemsc: Gemsc, *more: str) -> Path:
+    outcome = gemsc("compile", "model.py", "--ranks", "2", "-o", "out", *more)
+    assert outcome.code == 0, outcome.err
+    return Path("out")
+
+
+def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name])
+        for name, tensor in found.items()
+    )
+
+
+# -------------------------------------------------- models on the meta device
+
+
+def test_a_meta_model_starts_from_its_shards(here: Path, gemsc: Gemsc) -> None:
+    assert equal(weights_of(compiled(gemsc)), state())
+
+
+def test_weights_of_another_dtype_are_converted(here: Path, gemsc: Gemsc) -> None:
+    write_shards(here / "folder", state(dtype=torch.bfloat16))
+    rounded = state(dtype=torch.bfloat16)
+    wanted = {
+        n: t.to(w.dtype)
+        for (n, t), w in zip(rounded.items(), state().values(), strict=True)
+    }
+    assert equal(weights_of(compiled(gemsc)), wanted)
+
+
+def test_a_meta_model_needs_weights(here: Path, gemsc: Gemsc) -> None:
+    text = Path("model.py").read_text().replace('weights = "folder"', "")
+    Path("model.py").write_text(text)
+    outcome = gemsc("compile", "model.py", "--ranks", "2", "-o", "out")
+    assert outcome.code == 1
+    assert "model.py:16: error: the model's 'embed.weight' has no data" in outcome.err
+    assert 'weights = "..."' in outcome.err
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_without_data_is_named(persistent: bool, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+        model.register_buffer("rope", torch.arange(2.0), persistent=persistent)
+    save_file(nn.Linear(2, 2).state_dict(), tmp_path / "a.safetensors")
+    with pytest.raises(GemscError, match="'rope'") as caught:
+        api.load_weights(model, tmp_path / "a.safetensors")
+    assert ("init_empty_weights" in str(caught.value)) is not persistent
+
+
+def test_a_buffer_with_data_keeps_it(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    model.register_buffer("rope", torch.arange(2.0), persistent=False)
+    save_file(nn.Linear(2, 2).state_dict(), tmp_path / "a.safetensors")
+    api.load_weights(model, tmp_path / "a.safetensors")
+    assert model.rope.tolist() == [0, 1]
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_files_of_a_model_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file(nn.Linear(2, 2).state_dict(), path)
+    before = path.read_bytes()
+    model = nn.Linear(2, 2)
+    api.load_weights(model, path)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert path.read_bytes() == before
+
+
+# ---------------------------------------------------------------- gemsc import
+
+
+@pytest.mark.parametrize("kind", ["one", "shards", "folder of one", "torch", "nested"])
+def test_a_program_starts_from_imported_weights(
+    kind: str, here: Path, gemsc: Gemsc
+) -> None:
+    program, new = compiled(gemsc), state(seed=1)
+    plan = (program / "plan.toml").read_text()
+    source = here / "new"
+    match kind:
+        case "one":
+            save_file(new, source := here / "new.safetensors")
+        case "shards":
+            write_shards(source, new)
+        case "folder of one":
+            source.mkdir()
+            save_file(new, source / "model.safetensors")
+        case "torch":
+            torch.save(
+                new | {"head.weight": new["embed.weight"]}, source := here / "new.pt"
+            )
+        case "nested":
+            torch.save({"state_dict": new, "epoch": 3}, source := here / "new.pth")
+    (program / "weights-2").mkdir()
+    (program / "weights-2" / "stage9.safetensors").write_text("of a killed import")
+    outcome = gemsc("import", "out", str(source))
+    assert outcome.code == 0, outcome.err
+    assert equal(weights_of(program), new)
+    changed = plan.replace('weights = "weights"', 'weights = "weights-2"')
+    assert (program / "plan.toml").read_text() == changed
+
+
+def test_an_import_that_fails_leaves_the_program(
+    here: Path, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compiled(gemsc)
+    before = files(program)
+
+    def fail(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(import_, "write_text", fail)
+    assert gemsc("import", "out", "folder").code == 1
+    assert files(program) == before
+
+
+def test_an_import_says_what_it_converts(here: Path, gemsc: Gemsc) -> None:
+    compiled(gemsc)
+    write_shards(here / "half", state(dtype=torch.bfloat16))
+    outcome = gemsc("import", "out", "half")
+    assert "note: 7 tensors of half converted from bfloat16 to float32" in outcome.out
+    again = gemsc("compile", "model.py", "--ranks", "2", "-o", "out")
+    assert again.code == 0, again.err
+    assert {path.name for path in Path("out").glob("weights*")} == {"weights"}
+
+
+# ------------------------------------------------------------------ bad files
+
+
+def renamed(old: str, new: str) -> dict[str, Tensor]:
+    return {name.replace(old, new): tensor for name, tensor in state().items()}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says", "advice"),
+    [
+        (
+            renamed("embed", "embbed"),
+            "has no 'embed.weight'",
+            "is 'embbed.weight' meant",
+        ),
+        (
+            {f"module.{n}": t for n, t in state().items()},
+            "and 5 more",
+            "with 'module.'",
+        ),
+        (state() | {"other": torch.ones(1)}, "has 'other', which", "without it"),
+        (state() | {"norm.0.bias": torch.ones(3)}, r"has shape \[3\]", "of this model"),
+        (
+            state() | {"norm.0.bias": torch.ones(8, dtype=torch.int8)},
+            "'norm.0.bias' is int8, the model needs float32",
+            "quantized",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    tensors: dict[str, Tensor], says: str, advice: str, tmp_path: Path
+) -> None:
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(GemscError, match=says) as caught:
+        api.load_weights(Net(), tmp_path / "a.safetensors")
+    assert advice in str(caught.value)
+    assert "compile again" not in str(caught.value)
+
+
+def spoil(folder: Path, **changes: str) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps({"weight_map": index["weight_map"] | changes}))
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model-00001-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def copy_elsewhere(folder: Path) -> None:
+    save_file(state(), folder.parent / "secret.safetensors")
+    spoil(folder, **{"embed.weight": "../secret.safetensors"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (truncate, "00001-of-00002.safetensors is damaged"),
+        (
+            lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
+            "is missing: model",
+        ),
+        (
+            lambda f: spoil(f, embed="model-00001-of-00002.safetensors"),
+            "has no 'embed'",
+        ),
+        (copy_elsewhere, r"is in '\.\./secret.safetensors', which is no"),
+        (
+            lambda f: spoil(f, a=str(f / "model-00001-of-00002.safetensors")),
+            "which is no",
+        ),
+        (lambda f: spoil(f, a="model.pt"), "which is no .safetensors file of this"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is damaged"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is damaged"),
+        (
+            lambda f: (f / "b.safetensors.index.json").write_text("{}"),
+            " and model.safe",
+        ),
+        (lambda f: [path.unlink() for path in f.iterdir()], "holds no weights"),
+        (lambda f: (f / "model.safetensors.index.json").unlink(), ""),
+    ],
+)
+def test_damaged_folders_are_named(damage: object, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    write_shards(folder, state())
+    assert callable(damage)
+    damage(folder)
+    if not says:
+        assert WeightFiles.open(folder).table.keys() == state().keys()
+        return
+    with pytest.raises(GemscError, match=says):
+        WeightFiles.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"not a file of torch", "is damaged"),
+        (b"", "is damaged"),
+        (nn.Linear(2, 2), "holds more than tensors"),
+        ([torch.ones(1)], "is no state_dict"),
+        ({"a": 3}, "is no state_dict"),
+    ],
+)
+def test_other_files_of_torch_are_refused(
+    content: object, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(GemscError, match=says):
+        WeightFiles.open(path)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(GemscError, match=r"in a.safetensors and in b.safetensors"):
+        WeightFiles.open(tmp_path)
+    with pytest.raises(GemscError, match="there is no file or folder"):
+        WeightFiles.open(tmp_path / "nothing")
