@@ -350,30 +350,61 @@ def step_of(latest: Path) -> int:
     return int(latest.readlink().name.removeprefix("step-"))
 
 
-def test_kills_at_random_moments_of_saving_leave_whole_checkpoints(
-    program: Path, run: Callable[..., Job], tmp_path: Path
+VICTIMS = ("rank", "mpirun", "command", "all")
+
+
+def scratch_of(rank: int) -> Path:
+    """Return the folder in shared memory of the job that a rank belongs to."""
+    variables = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
+    named = dict(each.decode().partition("=")[::2] for each in variables)
+    return Path(named["GEMSC_STATUS_FOLDER"]).parent
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param(VICTIMS[:3], id="3"),
+        pytest.param(VICTIMS * 15, id="60", marks=pytest.mark.nightly),
+    ],
+)
+def test_kills_at_random_moments_leave_whole_checkpoints_and_nothing_else(
+    victims: tuple[str, ...],
+    program: Path,
+    run: Callable[..., Job],
+    tmp_path: Path,
 ) -> None:
-    folder, steps = tmp_path / "saved", [0]
+    """Of a rank, mpirun, the command, or all; every other one while it saves."""
+    folder, steps, left = tmp_path / "saved", [0], tmp_path / "nowhere"
     latest = folder / "latest"  # is switched after the new folder is there
     words = [GEMSC, "run", program, "--epochs", 10**6, "--save", folder]
-    for victim in ("rank", "mpirun", "command"):
+    for number, victim in enumerate(victims):
         for path in tmp_path.glob("pid*"):
             path.unlink()
-        job = run("none:0", *words)
+        job = run("none:0", *words, *(["--resume", folder] if number else []))
         wait(lambda: latest.exists() and step_of(latest) > steps[-1], START)
-        wait(lambda: any(folder.glob(".step-*")), START)
-        time.sleep(random.random() / 20)
-        pids = {
-            "rank": random.choice(job.ranks),
-            "mpirun": children(job.process.pid)[0],
-            "command": job.process.pid,
+        assert not left.exists()
+        left = scratch_of(job.ranks[0])
+        assert left.exists()
+        if saves := number % 2 == 0:
+            wait(lambda: any(folder.glob(".step-*")), START)
+        time.sleep(random.random() / (20 if saves else 1))
+        others = [job.process.pid, *children(job.process.pid)]
+        killed = {
+            "rank": [random.choice(job.ranks)],
+            "mpirun": others[1:2],
+            "command": others[:1],
+            "all": others,
         }
-        os.kill(pids[victim], signal.SIGKILL)
+        begun = time.monotonic()
+        for pid in killed[victim]:
+            os.kill(pid, signal.SIGKILL)
         job.wait_for_end()
+        seconds = time.monotonic() - begun
         found = check_checkpoint(folder)
         manifest = found.manifest
         assert manifest is not None
         check_digests(found.place, manifest, 0, 1)
         assert manifest.step > steps[-1]
         steps.append(manifest.step)
-        words[3:] = ["--epochs", 10**6, "--save", folder, "--resume", folder]
+        what = "saving" if saves else "computing"
+        print(f"{victim:8} {what:10} gone in {seconds:.1f} s")  # noqa: T201

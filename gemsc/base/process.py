@@ -7,9 +7,16 @@ import os
 import signal
 import sys
 
-__all__ = ["end_with_launcher", "end_with_parent", "is_started_by_mpirun", "num_cores"]
+__all__ = [
+    "end_with_launcher",
+    "end_with_parent",
+    "is_started_by_mpirun",
+    "num_cores",
+    "outlast_signals",
+]
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+WORKER_SECONDS = 30  # from a SIGTERM to the end of a data loader's process
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -23,6 +30,16 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
         _libc.prctl(_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(128 + number)
+
+
+def outlast_signals(worker: int = 0) -> None:
+    """Let a data loader's process go on where a scheduler signals all processes.
+
+    The rank that reads from it is asked to leave after its step, and takes it along.
+    What its rank itself ends, which sends the same signal, has ended by then, too.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(WORKER_SECONDS))
 
 
 def end_with_launcher() -> None:

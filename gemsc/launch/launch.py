@@ -104,7 +104,12 @@ def launch(
         elif code < 0:
             _write(target, notes.of_all(f"mpirun was ended by {signal_name(-code)}"))
         elif code not in (0, STOPPED, TIMED_OUT) and notes.are_silent and not show_all:
-            _write(target, notes.of_all(f"mpirun ended with exit code {code}"))
+            _write(
+                target,
+                notes.of_all(
+                    f"mpirun ended with exit code {code}, it may be by a signal"
+                ),
+            )
     if seen:
         return 128 + seen[0]
     return 128 - code if code < 0 else code

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gemsc.base.digest import digest
+from gemsc.base.process import outlast_signals
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -138,6 +139,7 @@ class Batches:
             batch_sampler=common + keys,
             num_workers=self.workers,
             collate_fn=_collate,
+            worker_init_fn=outlast_signals,
         )
         read = iter(loader)
         digests = {key[1]: next(read)[1][0] for (key,) in common}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
-from gemsc.runtime.process.stop import STOPPED
+from gemsc.runtime.process.stop import STOPPED, StopSignal
 
 if TYPE_CHECKING:
     from gemsc.runtime.transport.transport import Transport
@@ -129,6 +130,9 @@ def stop_all(
     error: BaseException, transport: Transport, status: Status | None
 ) -> NoReturn:
     """Print the report, unless another rank was first, and end every rank."""
+    stop = StopSignal.current
+    if stop is not None and stop.number == signal.SIGTERM:
+        time.sleep(REPORT_SECONDS)  # what ends a failed job sends it, then kills
     text = describe_failure(error, transport.rank, status)
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted"
