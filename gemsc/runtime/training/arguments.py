@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +14,10 @@ from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import LATEST
 
-__all__ = ["DEFAULT_TIMEOUT", "Parser", "parse_arguments"]
+__all__ = ["DEFAULT_TIMEOUT", "LAST", "Parser", "parse_arguments"]
 
 DEFAULT_TIMEOUT = 600.0  # seconds
+LAST = Path("\0")  # `--resume` without a folder: nobody can type this one
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,9 +49,28 @@ def parse_arguments(
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of sample order, crops, dropout"
     )
-    parser.add_argument("--save", type=Path, help="folder for a checkpoint each epoch")
     parser.add_argument(
-        "--resume", type=Path, help="folder of the checkpoint to continue from"
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="the run's folder: log, curves, checkpoints; PROGRAM/runs/1, 2, ... "
+        "without it",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=LAST,
+        metavar="FOLDER",
+        help="go on from a checkpoint: that of the run's own folder if none is named",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="lose the run that --save holds"
+    )
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="write the log for TensorBoard, too, into FOLDER/tensorboard",
     )
     parser.add_argument("--workers", type=int, default=0, help="data loader processes")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -83,8 +105,15 @@ def parse_arguments(
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.typed = [*(sys.argv[1:] if arguments is None else arguments)]
+    options.goes_on = options.resume == LAST
     if options.save is not None and (problem := _why_not_in(options.save)):
         parser.error(f"argument --save: {problem}")
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise GemscError(
+            "--tensorboard: there is no tensorboard here",
+            help="pip install tensorboard",
+        )
     if options.device == "cuda":
         from gemsc.runtime.process.device import require_gpu  # loads PyTorch: a second
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from gemsc.runtime.training.bar import Bar
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.hooks import Hooks
+from gemsc.runtime.training.logs import Log
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.worker.finite import (
@@ -66,6 +66,8 @@ class Training:
     def _callbacks(self) -> list[Callback]:
         """Return what the options and the user's file ask for, in order."""
         found: list[Callback] = [Hooks(self.user)]
+        if self.options.save is not None:
+            found.append(Log(self.options))
         if self.talks:
             found.append(Bar(self.total, len(self._batches)))
         return found
@@ -127,6 +129,14 @@ class Training:
     def _run(self) -> None:
         each, total = len(self._batches), self.total
         done = self.trainer.worker.steps.done
+        if self.options.goes_on and self.options.resume is None:
+            self._say(f"{self.options.save} holds no checkpoint yet: from the start")
+        if done >= total and self.options.goes_on:
+            self._say(
+                f"{self.options.save} has done all of its {total} steps; "
+                "more --epochs or --steps go on from there"
+            )
+            return
         if done >= total:
             raise GemscError(
                 f"{self.options.resume} has already done {done} of {total} steps",
@@ -211,11 +221,14 @@ class Training:
 
     def _arguments(self) -> list[str]:
         """Return the options of this run, with those that let it go on."""
-        given = sys.argv[1:]
+        given = [word for word in self.options.typed if word != "--overwrite"]
         if "--resume" in given:
             at = given.index("--resume")
-            given = given[:at] + given[at + 2 :]
-        return [*given, "--resume", str(self.options.save)]
+            named = at + 1 < len(given) and not given[at + 1].startswith("-")
+            given = given[:at] + given[at + 1 + named :]
+        if not any(word.split("=")[0] == "--save" for word in given):
+            given += ["--save", str(self.options.save)]
+        return [*given, "--resume"]
 
     def _say_why(self) -> None:
         """Say why the run ends before its time."""

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,6 +22,7 @@ from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.recording import record_timed_steps
+from gemsc.runtime.training.run_folder import choose_folder
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import run_recorded_steps
 from gemsc.runtime.transport.launcher import check_launcher, is_first_started
@@ -49,7 +51,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     try:
         start_watch(transport, getattr(options, "timeout", 0.0))
         if transport.rank == 0:
-            wrong = wrong or _refusal(directory, transport)
+            wrong = wrong or _refusal(directory, transport, options)
         refusal = next((r for r in transport.all_gather_object(wrong) if r), None)
         if refusal is not None:
             if transport.rank == 0 and is_first(REPORTED):
@@ -66,6 +68,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
                 directory, transport, options.record_into, options.steps or 1
             )
         else:
+            options = cast("argparse.Namespace", transport.broadcast_object(options))
             code = train(directory, transport, options)
         transport.close()
     except BaseException as error:
@@ -99,10 +102,13 @@ def _check_alone(directory: Path, ranks: int) -> None:
         )
 
 
-def _refusal(directory: Path, transport: Transport) -> str | None:
+def _refusal(
+    directory: Path, transport: Transport, options: argparse.Namespace
+) -> str | None:
     """Return why the program cannot run, before anything was done."""
     try:
         check_program(directory, transport.size)
+        choose_folder(directory, options)
     except GemscError as error:
         return str(error)
     return None

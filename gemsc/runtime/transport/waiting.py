@@ -14,7 +14,7 @@ the copy of a piece the next ones follow at once. benchmarks/transport.py has th
 figures.
 
 A wait that is long enough for a sleep is noted, for who watches over hangs: `wait_of`
-returns what a thread waits for.
+returns what a thread waits for, `waited_seconds` how long this one has waited.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import threading
 import time
 from typing import NamedTuple, Protocol
 
-__all__ = ["Awaited", "Request", "Wait", "wait", "wait_of"]
+__all__ = ["Awaited", "Request", "Wait", "wait", "wait_of", "waited_seconds"]
 
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
@@ -37,6 +37,7 @@ COPY_SECONDS = 50e-6  # a turn as long has moved data
 _PR_SET_TIMERSLACK = 29
 _prepared = threading.local()
 _waits: dict[int, Wait] = {}  # by thread: the one that it is in
+_waited: dict[int, float] = {}  # by thread: seconds in waits that are over
 _yield_core = getattr(os, "sched_yield", lambda: None)  # not on every system
 
 
@@ -93,6 +94,13 @@ def wait(*requests: Request) -> None:
     finally:
         if thread:
             del _waits[thread]
+            seconds = time.perf_counter() - begin
+            _waited[thread] = _waited.get(thread, 0.0) + seconds
+
+
+def waited_seconds() -> float:
+    """Return how long this thread has waited, less what took no sleep."""
+    return _waited.get(threading.get_ident(), 0.0)
 
 
 def _sleep(seconds: float) -> None:

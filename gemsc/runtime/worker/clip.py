@@ -21,10 +21,11 @@ def clip_gradients(
     everything: Collection[nn.Parameter],
     transport: DeviceTransport,
     group: Group,
-) -> None:
+) -> float:
     """Scale `everything` so that its norm over the group's ranks is at most `limit`.
 
-    `own` are the parameters that this rank counts: each one is in `own` of one rank.
+    Returns what it was before. `own` are the parameters that this rank counts: each one
+    is in `own` of one rank.
     """
     square = torch.zeros((), dtype=torch.float64)
     gradients = [p.grad for p in own if p.grad is not None]
@@ -32,8 +33,10 @@ def clip_gradients(
         squares = [each.abs().double().square().sum() for each in gradients]
         square = torch.stack(squares).sum().cpu()
     transport.wait(group.all_reduce(square))
-    scale = limit / (float(square.sqrt()) + EPSILON)
+    norm = float(square.sqrt())
+    scale = limit / (norm + EPSILON)
     if scale < 1.0:
         for parameter in everything:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
+    return norm

@@ -51,6 +51,7 @@ class Updates:
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self.before: Callable[[], None] | None = None
+        self.norm: float | None = None  # of the last gradients, before clipping
         self._transport = transport
         self._program = program
         self._stages = stages
@@ -122,7 +123,7 @@ class Updates:
     def apply(self) -> None:
         """Let the optimizer make its step, drop the gradients, share what is new."""
         if self._clip_norm is not None:
-            self._clip(self._clip_norm)
+            self.norm = self._clip(self._clip_norm)
         if self.before is not None:
             self.before()
         if self.optimizer is not None:
@@ -181,7 +182,7 @@ class Updates:
         grid = tiles.ranks if tiles is not None else ()
         return next((each for each in grid if each in holders), rank) == rank
 
-    def _clip(self, limit: float) -> None:
+    def _clip(self, limit: float) -> float:
         """Scale all gradients so that their norm over all ranks is at most `limit`."""
         own, ranks = self.parameters, tuple(range(self._transport.host.size))
         if not self._program.shard_optimizer:
@@ -191,7 +192,7 @@ class Updates:
                     own |= parameters
             first = self._place.first_rank
             ranks = tuple(range(first, first + self._place.copy_ranks))
-        clip_gradients(
+        return clip_gradients(
             limit,
             own.values(),
             self.parameters.values(),

@@ -1,0 +1,162 @@
+"""The folder of a run: its log, its curves, its plan and its checkpoints.
+
+    gemsc run build/unet                     build/unet/runs/1, then runs/2, ...
+    gemsc run build/unet --resume            goes on in the one that was used last
+    gemsc run build/unet --save trained      trained
+    gemsc run build/unet --save trained --resume
+
+It is chosen before anything is loaded, by `gemsc run` or else by the first rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import shutil
+import sys
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gemsc.base.files import write_text
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.folder import BEST, LATEST, MODEL
+from gemsc.runtime.checkpoint.manifest import MANIFEST
+from gemsc.runtime.training.arguments import parse_arguments
+
+__all__ = ["CURVES", "LOG", "TABLE", "choose_folder", "clear", "describe_run"]
+
+RUNS = "runs"  # folder of a program
+LOG, TABLE, ABOUT, CURVES = "log.jsonl", "log.csv", "run.json", "curves.svg"
+
+
+def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
+    """Return the folder of a run; `options` name it, and what it resumes, from then on.
+
+    Without `--save` it is made in the folder of the program. `--resume` without a
+    folder becomes the run's own one, or nothing where that holds no checkpoint yet.
+    What does not train has no folder.
+
+    Raises:
+        GemscError: another run is in the folder, or none can be made.
+    """
+    goes_on: bool = options.goes_on
+    if not (options.verify_into is None and options.record_into is None):
+        return None
+    if options.save is None:
+        runs = program / RUNS
+        last = max(_numbers(runs), default=0)
+        options.save = runs / str(last) if goes_on and last else _new(runs, last)
+    folder: Path = options.save
+    if goes_on:
+        options.resume = folder if _is_saved(folder) else None
+    if goes_on or _is_in(options.resume, folder):
+        options.overwrite = False
+    elif _is_begun(folder) and not options.overwrite:
+        raise GemscError(
+            f"{folder} holds a run already",
+            help="go on with --resume, name another folder with --save, or lose that "
+            "run with --overwrite",
+        )
+    return folder
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier run has left, and nothing of anybody else."""
+    for step in folder.glob("step-*"):
+        if (step / MANIFEST).is_file() and not step.is_symlink():
+            shutil.rmtree(step)
+    for name in (LOG, TABLE, ABOUT, CURVES):
+        (folder / name).unlink(missing_ok=True)
+    for name in (LATEST, BEST, MODEL):
+        if not (folder / name).is_dir() or (folder / name).is_symlink():
+            (folder / name).unlink(missing_ok=True)
+
+
+def describe_run(
+    folder: Path, program: Path, options: argparse.Namespace, step: int, hosts: Any
+) -> None:
+    """Write `run.json` and the copy of the plan; each start of the run adds to it."""
+    write_text(folder / "plan.toml", (program / "plan.toml").read_text("utf-8"))
+    path, starts = folder / ABOUT, []
+    if step and path.is_file():
+        try:
+            starts = list(json.loads(path.read_text("utf-8"))["starts"])
+        except (ValueError, KeyError, TypeError):
+            starts = []  # of no use to anybody
+    usual = vars(parse_arguments([]))
+    given = {name: value for name, value in vars(options).items() if name in usual}
+    starts.append(
+        {
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "step": step,
+            "command": shlex.join(["gemsc", "run", str(program), *options.typed]),
+            "options": {
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in given.items()
+                if value != usual[name] and name not in ("save", "resume", "typed")
+            },
+            "versions": _versions(),
+            "hosts": hosts,
+        }
+    )
+    about = {"program": str(program.resolve()), "starts": starts}
+    write_text(path, json.dumps(about, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("gemsc", "torch", "mpi4py"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    mpi: Any = sys.modules.get("mpi4py.MPI")  # it is loaded by ranks alone
+    if mpi is not None:
+        found["mpi"] = mpi.Get_library_version().split("\n")[0].rstrip("\0 ")
+    return found
+
+
+def _numbers(runs: Path) -> list[int]:
+    names = [path.name for path in runs.iterdir()] if runs.is_dir() else []
+    return [int(name) for name in names if name.isdecimal() and name.isascii()]
+
+
+def _new(runs: Path, last: int) -> Path:
+    """Make the folder that comes next; two runs that start at once get two."""
+    for number in range(last + 1, last + 100):
+        folder = runs / str(number)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise GemscError(
+                f"no folder can be made for this run: {folder}: {error.strerror}",
+                help="name one with --save",
+            ) from None
+        return folder
+    raise GemscError(f"no folder can be made in {runs}", help="name one with --save")
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether a run has left its log or a checkpoint in a folder."""
+    return _is_saved(folder) or (folder / LOG).exists()
+
+
+def _is_saved(folder: Path) -> bool:
+    names = (LATEST, MODEL)
+    if any((folder / name).is_symlink() or (folder / name).exists() for name in names):
+        return True
+    return any(folder.glob(f"step-*/{MANIFEST}"))
+
+
+def _is_in(source: Path | None, folder: Path) -> bool:
+    """Whether what is resumed is in the folder itself."""
+    if source is None:
+        return False
+    source = source.resolve()
+    return folder.resolve() in (source, *source.parents)
