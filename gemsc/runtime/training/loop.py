@@ -129,19 +129,8 @@ class Training:
     def _run(self) -> None:
         each, total = len(self._batches), self.total
         done = self.trainer.worker.steps.done
-        if self.options.goes_on and self.options.resume is None:
-            self._say(f"{self.options.save} holds no checkpoint yet: from the start")
-        if done >= total and self.options.goes_on:
-            self._say(
-                f"{self.options.save} has done all of its {total} steps; "
-                "more --epochs or --steps go on from there"
-            )
+        if not self._has_steps_left(done, total):
             return
-        if done >= total:
-            raise GemscError(
-                f"{self.options.resume} has already done {done} of {total} steps",
-                help="give more --epochs or --steps: they count from the first start",
-            )
         self.trainer.start()
         while done < total and not self.trainer.is_stopping:
             epoch, first = divmod(done, each)
@@ -166,6 +155,22 @@ class Training:
             self._say(f"saved {self.options.save / 'model.safetensors'}")
         if self.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
+
+    def _has_steps_left(self, done: int, total: int) -> bool:
+        """Whether there is something to do; say what a run goes on from."""
+        folder, goes_on = self.options.save, self.options.goes_on
+        if goes_on and self.options.resume is None:
+            self._say(f"{folder} holds no checkpoint yet: from the start")
+        if done < total:
+            return True
+        if not goes_on:
+            raise GemscError(
+                f"{self.options.resume} has already done {done} of {total} steps",
+                help="give more --epochs or --steps: they count from the first start",
+            )
+        more = "go on from there with more --epochs or --steps"
+        self._say(f"{folder} has done all of its {total} steps; {more}")
+        return False
 
     def _train_epoch(self, epoch: int, first: int, end: int) -> None:
         assert self.data is not None

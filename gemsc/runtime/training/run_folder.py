@@ -29,6 +29,7 @@ from gemsc.runtime.training.arguments import parse_arguments
 
 __all__ = ["CURVES", "LOG", "TABLE", "choose_folder", "clear", "describe_run"]
 
+NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
 RUNS = "runs"  # folder of a program
 LOG, TABLE, ABOUT, CURVES = "log.jsonl", "log.csv", "run.json", "curves.svg"
 
@@ -97,7 +98,7 @@ def describe_run(
             "options": {
                 name: str(value) if isinstance(value, Path) else value
                 for name, value in given.items()
-                if value != usual[name] and name not in ("save", "resume", "typed")
+                if value != usual[name] and name not in NOT_TOLD
             },
             "versions": _versions(),
             "hosts": hosts,

@@ -1,0 +1,220 @@
+"""The folder of a run: chosen, not overwritten by mistake, with a log that goes on."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import Net, X, batch_of, on_ranks, written
+from torch import Tensor
+
+from gemsc.errors import GemscError
+from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.logs import EACH, Log
+from gemsc.runtime.training.run_folder import choose_folder
+from gemsc.runtime.training.trainer import Trainer
+
+
+def options_of(*words: object) -> argparse.Namespace:
+    return parse_arguments([str(word) for word in words])
+
+
+def choose(program: Path, *words: object) -> tuple[Path | None, Path | None]:
+    """Return the run's folder, and what it resumes."""
+    options = options_of(*words)
+    return choose_folder(program, options), options.resume
+
+
+def used(folder: Path, file: str = "log.jsonl") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / file).touch()
+    return folder
+
+
+def test_runs_are_numbered_in_the_programs_folder(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    assert choose(tmp_path) == (runs / "1", None)
+    assert choose(tmp_path) == (runs / "2", None)
+    used(runs / "10")
+    used(runs / "notes")
+    assert choose(tmp_path) == (runs / "11", None)
+    assert choose(tmp_path, "--save", tmp_path / "own") == (tmp_path / "own", None)
+
+
+def test_resume_goes_on_in_the_last_run_or_in_that_of_save(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    assert choose(tmp_path, "--resume") == (runs / "1", None)  # nothing there yet
+    used(runs / "1")
+    assert choose(tmp_path, "--resume") == (runs / "1", None)  # no checkpoint yet
+    used(runs / "2", "model.safetensors")
+    assert choose(tmp_path, "--resume") == (runs / "2", runs / "2")
+    words = ("--resume", "--save", runs / "1")
+    assert choose(tmp_path, *words) == (runs / "1", None)
+    # another run's checkpoint is where to start from; that run stays as it is
+    assert choose(tmp_path, "--resume", runs / "2") == (runs / "3", runs / "2")
+
+
+@pytest.mark.parametrize("file", ["log.jsonl", "model.safetensors", "latest"])
+def test_a_run_is_never_overwritten_by_mistake(tmp_path: Path, file: str) -> None:
+    folder = used(tmp_path / "own", file)
+    words = ("--save", folder)
+    with pytest.raises(GemscError, match="holds a run already") as caught:
+        choose(tmp_path, *words)
+    assert "--resume" in str(caught.value)
+    with pytest.raises(GemscError, match="holds a run already"):
+        choose(tmp_path, *words, "--resume", used(tmp_path / "other", file))
+    assert choose(tmp_path, *words, "--overwrite") == (folder, None)
+    assert choose(tmp_path, *words, "--resume", folder) == (folder, folder)
+    step = folder / "step-000002"
+    assert choose(tmp_path, *words, "--resume", step) == (folder, step)
+
+
+def test_what_does_not_train_has_no_folder(tmp_path: Path) -> None:
+    assert choose(tmp_path, "--verify-into", tmp_path)[0] is None
+    assert choose(tmp_path, "--record-into", tmp_path)[0] is None
+    assert not (tmp_path / "runs").exists()
+
+
+# The log
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def forward(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = self.d(torch.tanh(self.c(torch.tanh(self.b(self.a(x))))))
+    return result
+
+
+class Logged:
+    """A program on two ranks whose steps are logged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.program, self.run = folder / "program", folder / "run"
+        written(self.program, Net(forward), micro_batches=2)
+
+    def train(self, steps: int, *words: object, fails: int = -1, **more: Any) -> None:
+        options = options_of("--save", self.run, *words)
+
+        def work(trainer: Trainer) -> None:
+            trainer.callbacks.append(Log(options))
+            if options.resume is not None:
+                trainer.resume(options.resume)
+            for step in range(trainer.step_number, steps):
+                x, target = batch_of((X, X), 2)
+                trainer.step(x * (math.nan if step == fails else 1.0), target)
+            trainer.tell("on_evaluation", {"loss": 0.5, "dice": math.nan})
+            trainer.tell("on_epoch", 0, {})
+
+        on_ranks(self.program, 2, work, optimizer=adam, **more)
+
+    def save(self) -> None:
+        """Leave a checkpoint after step 2."""
+
+        def work(trainer: Trainer) -> None:
+            for _ in range(2):
+                trainer.step(*batch_of((X, X), 2))
+            trainer.save(self.run)
+
+        on_ranks(self.program, 2, work, optimizer=adam)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        lines = (self.run / "log.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.lines if line["event"] == "step"]
+
+    @property
+    def table(self) -> list[dict[str, str]]:
+        with (self.run / "log.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> Logged:
+    return Logged(tmp_path)
+
+
+def test_each_step_is_a_line_and_a_row(logged: Logged) -> None:
+    logged.train(3, clip_norm=1.0)
+    events = [line["event"] for line in logged.lines]
+    assert events == ["start", "step", "step", "step", "evaluation", "ranks"]
+    step = logged.lines[2]
+    assert step["learning_rate"] == 0.01
+    assert step["gradient_norm"] > 0
+    assert step["loss"] > 0
+    assert logged.lines[4]["figures"] == {"loss": 0.5, "dice": None}
+    for rank in logged.lines[5]["ranks"]:
+        assert rank["memory_bytes"] > 2**20
+        assert 0 <= rank["busy_seconds"] <= rank["seconds"]
+    rows = logged.table
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    assert float(rows[1]["loss"]) == step["loss"]
+    assert [row["eval_loss"] for row in rows] == ["", "", "0.5"]
+    assert [row["eval_dice"] for row in rows] == ["", "", ""]
+
+
+def test_going_on_drops_what_came_after_the_checkpoint(
+    logged: Logged,
+) -> None:
+    logged.train(4)
+    logged.save()
+    with (
+        (logged.run / "log.jsonl").open("a") as log,
+        (logged.run / "log.csv").open("a") as table,
+    ):  # killed in the midst of a line
+        log.write('{"event": "step", "st')
+        table.write("5,1,0.")
+    logged.train(5, "--resume", logged.run)
+    assert logged.steps() == [1, 2, 3, 4, 5]
+    starts = [line["step"] for line in logged.lines if line["event"] == "start"]
+    assert starts == [0, 2]
+    assert [row["step"] for row in logged.table] == ["1", "2", "3", "4", "5"]
+    assert [row["eval_loss"] for row in logged.table] == ["", "", "", "", "0.5"]
+    about = json.loads((logged.run / "run.json").read_text())
+    assert [start["step"] for start in about["starts"]] == [0, 2]
+    assert (logged.run / "plan.toml").is_file()
+
+
+def test_what_is_not_finite_is_valid_json_too(logged: Logged) -> None:
+    logged.train(2, fails=1, on_nonfinite="skip")
+    bad = logged.lines[2]
+    assert bad["loss"] is None
+    assert bad["problem"] == "the loss is nan at step 2, in micro-batches 0, 1"
+    assert logged.table[1]["loss"] == ""
+
+
+def test_long_epochs_are_looked_at_in_between(
+    logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemsc.runtime.training.logs.EACH", 2)
+    assert EACH > 2
+    logged.train(4)
+    asked = [line["step"] for line in logged.lines if line["event"] == "ranks"]
+    assert asked == [2, 4, 4]
+
+
+def test_overwrite_removes_that_run_and_nothing_else(logged: Logged) -> None:
+    logged.train(4)
+    logged.save()
+    elsewhere = used(logged.run.parent / "elsewhere", "manifest.json")
+    (logged.run / "step-link").symlink_to(elsewhere)
+    used(logged.run / "step-notes", "my.txt")
+    used(logged.run, "notes.txt")
+    logged.train(1, "--overwrite")
+    assert logged.steps() == [1]
+    names = sorted(path.name for path in logged.run.iterdir())
+    kept = ["notes.txt", "step-link", "step-notes"]
+    assert names == sorted([*kept, "log.csv", "log.jsonl", "plan.toml", "run.json"])
+    assert (elsewhere / "manifest.json").is_file()
