@@ -112,6 +112,7 @@ MAY_IMPORT["cli"] = tuple(MAY_IMPORT)
 IN_FUNCTIONS = {
     ("gemsc.runtime.transport.launcher", "mpi4py"),
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
+    ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
 }
 
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"], "", "runtime"}
