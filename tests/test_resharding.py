@@ -1,0 +1,242 @@
+"""A run goes on with other ranks, schedules, tiles, shards and replicas, exactly."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from program_support import Net, X, batch_of, mse, on_ranks, weights_in, written
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.verify.steps import reference_steps
+
+PICTURE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+State = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+class Block(nn.Sequential):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        super().__init__(conv, nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.down1, self.down2 = Block(3, 4), Block(4, 8)
+            self.middle = Block(8, 8)
+            self.up2, self.up1 = Block(16, 4), Block(8, 4)
+            self.head = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.down1(x)
+        two = self.down2(F.max_pool2d(one, 2))
+        low = self.middle(F.max_pool2d(two, 2))
+        x = self.up2(torch.cat([two, F.interpolate(low, scale_factor=2)], 1))
+        x = self.up1(torch.cat([one, F.interpolate(x, scale_factor=2)], 1))
+        return self.head(x)
+
+
+def adam(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(named, lr=0.01)
+
+
+def grouped(named: Any) -> torch.optim.Optimizer:
+    """Return groups that are not the same on all ranks: some have no biases."""
+    weights, biases = [], []
+    for name, parameter in named:
+        (weights if name.endswith("weight") else biases).append(parameter)
+    groups = [{"params": biases, "lr": 0.05}, {"params": weights, "weight_decay": 0.1}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.01)
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> Any:
+    fading = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)
+    return torch.optim.lr_scheduler.ChainedScheduler([fading, steps])
+
+
+def go_on(
+    program: Path,
+    ranks: int,
+    folder: Path,
+    batches: list[Any],
+    *,
+    resume: bool,
+    after: Callable[[Trainer], object] = lambda trainer: None,
+    **options: Any,
+) -> list[float]:
+    """Train on some batches, and save; return the losses."""
+
+    def work(trainer: Trainer) -> list[float]:
+        if resume:
+            trainer.resume(folder)
+        after(trainer)
+        losses = [trainer.step(*batch) for batch in batches]
+        trainer.save(folder)
+        return losses
+
+    options = {"dtype": torch.float64, "optimizer": adam, **options}
+    return on_ranks(program, ranks, work, **options)[0]
+
+
+def off(found: State, expected: State) -> float:
+    assert found.keys() == expected.keys()
+    pairs = ((found[name], tensor) for name, tensor in expected.items())
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "4 ranks, 1f1b": {"ranks": 4, "schedule": "1f1b", "micro_batches": 4},
+    "2 ranks, master": {
+        **{"ranks": 2, "schedule": "master", "times": 2},
+        "micro_batches": 4,
+    },
+    "8 ranks, tiles": {"ranks": 8, "tiles": ("2x2",), "micro_batches": 4},
+    "2 replicas, gpipe": {
+        **{"ranks": 4, "data": 2, "schedule": "gpipe"},
+        **{"micro_batches": 4, "shard_optimizer": True},
+    },
+    "4 ranks, chimera": {
+        **{"ranks": 4, "schedule": "chimera", "micro_batches": 4},
+        "shard_optimizer": True,
+    },
+    "2 ranks, rows": {"ranks": 2, "tiles": ("2x1",), "micro_batches": 4},
+    "1 rank": {"ranks": 1, "micro_batches": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def programs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, int]]:
+    """Give a function that writes the U-Net in a layout, once."""
+
+    @functools.cache
+    def program(name: str) -> tuple[Path, int]:
+        folder = tmp_path_factory.mktemp("layout") / "program"
+        inputs, target = (PICTURE,), torch.zeros(2, 1, 16, 16)
+        options = {"optimizer": adam, **LAYOUTS[name]}
+        written(folder, UNet(), inputs, mse, target, **options)
+        return folder, options["ranks"]
+
+    return program
+
+
+PATHS = [
+    ("4 ranks, 1f1b", "2 ranks, master", "8 ranks, tiles"),
+    pytest.param(
+        ("2 ranks, rows", "2 replicas, gpipe", "4 ranks, chimera", "1 rank"),
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param((*LAYOUTS, *reversed(LAYOUTS)), marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_run_goes_on_in_another_layout_as_if_nothing_had_been(
+    path: tuple[str, ...], programs: Callable[[str], tuple[Path, int]], tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.randn(8, 3, 16, 16, generator=generator, dtype=torch.float64),
+            torch.randn(8, 1, 16, 16, generator=generator, dtype=torch.float64),
+        )
+        for _ in path
+    ]
+    losses = []
+    for number, name in enumerate(path):
+        program, ranks = programs(name)
+        batch = batches[number : number + 1]
+        losses += go_on(program, ranks, tmp_path, batch, resume=number > 0)
+    model = UNet()
+    expected = reference_steps(
+        *(model, mse, [((x,), target) for x, target in batches]),
+        *(4, torch.float64, adam),
+    )
+    assert losses == pytest.approx(expected.losses, rel=1e-9)
+    assert off(weights_in(tmp_path), expected.state) < 1e-9
+
+
+def simple(self: Any, x: Tensor) -> Tensor:
+    return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+
+
+NETS: dict[str, dict[str, Any]] = {
+    "four": {"ranks": 4},
+    "two": {"ranks": 2},
+    "rows": {"ranks": 2, "schedule": "chimera", "shard_optimizer": True},
+}
+
+
+def test_groups_schedulers_and_waiting_gradients_go_along(tmp_path: Path) -> None:
+    """Of three steps that make one update together, the run stops after each."""
+    torch.set_default_dtype(torch.float64)
+    given = {"optimizer": grouped, "scheduler": decaying, "accumulate": 3}
+    batches = [batch_of((X.double() + i, X.double()), 4) for i in range(4)]
+    for name, options in NETS.items():
+        model = Net(simple).double()
+        inputs = {"inputs": (X.double(),), "target": X.double()}
+        options = {**options, **inputs, "optimizer": grouped}
+        written(tmp_path / name, model, micro_batches=4, **options)
+
+    def run(folder: Path, names: tuple[str, ...]) -> list[float]:
+        losses = []
+        for number, batch in enumerate(batches):
+            name = names[number % len(names)]
+            place, ranks = tmp_path / name, NETS[name]["ranks"]
+            losses += go_on(place, ranks, folder, [batch], resume=number > 0, **given)
+        return losses
+
+    straight = go_on(
+        tmp_path / "two", 2, tmp_path / "straight", batches, resume=False, **given
+    )
+    assert run(tmp_path / "saved", ("two", "rows", "four")) == pytest.approx(
+        straight, rel=1e-9
+    )
+    found, expected = weights_in(tmp_path / "saved"), weights_in(tmp_path / "straight")
+    assert off(found, expected) < 1e-9
+    assert run(tmp_path / "stops", ("two",)) == straight  # bit for bit
+    assert off(weights_in(tmp_path / "stops"), expected) == 0
+
+
+def test_what_an_optimizer_keeps_of_rows_and_columns_belongs_to_its_ranks(
+    tmp_path: Path,
+) -> None:
+    def factored(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor([p for _, p in named], lr=0.01)
+
+    program = written(tmp_path / "two", Net(simple), micro_batches=2)
+    assert program.plan.ranks == 2
+    batch = batch_of((X, X), 2)
+    given = {"optimizer": factored, "dtype": None}
+    saved = tmp_path / "saved"
+    go_on(tmp_path / "two", 2, saved, [batch], resume=False, **given)
+    go_on(tmp_path / "two", 2, saved, [batch], resume=True, **given)
+    written(tmp_path / "four", Net(simple), micro_batches=2, ranks=4)
+    go_on(tmp_path / "four", 4, saved, [batch], resume=True, **given)  # whole weights
+
+    def cut(trainer: Trainer) -> None:
+        trainer.worker.updates.own_rows["a.weight"] = (0, 2)
+
+    with pytest.raises(GemscError, match=r"keeps 'row_var' of 'a\.weight' in a form"):
+        on_ranks(
+            *(tmp_path / "two", 2, lambda t: (cut(t), t.resume(saved))),
+            optimizer=factored,
+        )
