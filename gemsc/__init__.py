@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gemsc.errors import GemscError
     from gemsc.options import CompileOptions
     from gemsc.runtime.training.callback import Callback
+    from gemsc.runtime.training.ema import Ema
     from gemsc.runtime.training.load import load
     from gemsc.runtime.training.trainer import Trainer
     from gemsc.verify.steps import verify_compiled
@@ -24,6 +25,7 @@ __all__ = [
     "Callback",
     "CompileOptions",
     "CompiledProgram",
+    "Ema",
     "GemscError",
     "Trainer",
     "compile",
@@ -38,6 +40,7 @@ __getattr__ = loads(
         "Callback": "gemsc.runtime.training.callback",
         "CompileOptions": "gemsc.options",
         "CompiledProgram": "gemsc.compiler",
+        "Ema": "gemsc.runtime.training.ema",
         "GemscError": "gemsc.errors",
         "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",

@@ -72,9 +72,10 @@ def run(
     parsed = parse_arguments([str(word) for word in words])
 
     def work(trainer: Trainer) -> Any:
+        training = Training(trainer, user, Plan.read(directory / "plan.toml"), parsed)
         if parsed.resume is not None:
             trainer.resume(parsed.resume)
-        Training(trainer, user, Plan.read(directory / "plan.toml"), parsed).run()
+        training.run()
         return result(trainer)
 
     return on_ranks(

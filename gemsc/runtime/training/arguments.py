@@ -72,6 +72,38 @@ def parse_arguments(
         action="store_true",
         help="write the log for TensorBoard, too, into FOLDER/tensorboard",
     )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=_cadence,
+        default="epoch",
+        metavar="WHEN",
+        help="save after each epoch, every 10 steps, every 10min, or never",
+    )
+    parser.add_argument(
+        "--checkpoint-async",
+        action="store_true",
+        help="go on while a checkpoint is written",
+    )
+    parser.add_argument(
+        "--keep", type=_count, default=3, help="newest checkpoints to keep"
+    )
+    parser.add_argument(
+        "--best",
+        type=_rule,
+        metavar="NAME",
+        help="figure whose best checkpoint is kept: loss, or dice:max of metrics()",
+    )
+    parser.add_argument(
+        "--patience",
+        type=_count,
+        help="stop after so many evaluations that bring nothing better",
+    )
+    parser.add_argument(
+        "--ema",
+        type=_share,
+        metavar="DECAY",
+        help="evaluate an average of the weights that forgets: 0.999",
+    )
     parser.add_argument("--workers", type=int, default=0, help="data loader processes")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
@@ -142,6 +174,36 @@ def _limit(text: str) -> float:
     except GemscError as error:
         help = "write for example 60s, 10min or never"
         raise argparse.ArgumentTypeError(f"{error.message}: {help}") from None
+
+
+def _cadence(text: str) -> int | float | str:
+    """Return steps as an integer, seconds as a float, "epoch" or "never"."""
+    if text in ("epoch", "never"):
+        return text
+    if text.isdecimal():
+        return _count(text)
+    try:
+        return parse_seconds(text)
+    except GemscError:
+        help = "write for example 100 (steps), 10min, epoch or never"
+        raise argparse.ArgumentTypeError(f"'{text}' is no interval: {help}") from None
+
+
+def _rule(text: str) -> str:
+    name, _, kind = text.partition(":")
+    if not name or kind not in ("", "min", "max"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME, NAME:min or NAME:max")
+    return text
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 up to 1")
+    return share
 
 
 def _count(text: str) -> int:

@@ -1,8 +1,8 @@
 """The best evaluation so far: `best` leads to its checkpoint, and patience may end.
 
-    --best loss        the smallest loss over held-out data: so it is without the option
-    --best dice:max    the largest of a figure that `metrics` returns
-    --patience 5       stop once 5 evaluations in turn have brought nothing better
+--best loss        the smallest loss over held-out data: so it is without the option
+--best dice:max    the largest of a figure that `metrics` returns
+--patience 5       stop once 5 evaluations in turn have brought nothing better
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What happens beside the steps of training: logs, checkpoints, users' hooks, ...
 
-    on_start                             weights and checkpoint are loaded
+    on_load                              the program and its weights are loaded
+    on_start                             and the checkpoint, if there is one
       on_step on_step on_step ...        after each step
-      on_evaluation                      where there is held-out data
+      on_evaluation_start, on_evaluation where there is held-out data
       on_epoch                           the end of an epoch, or of the run within one
         on_save                          a checkpoint is complete
     on_end                               or on_failure, on the rank that fails
@@ -27,11 +28,17 @@ __all__ = ["Callback"]
 class Callback:
     """Something that follows training; override what it needs."""
 
+    def on_load(self, trainer: Trainer) -> None:
+        """Called once, before a checkpoint is resumed from: make room for `tensors`."""
+
     def on_start(self, trainer: Trainer) -> None:
         """Called once before the first step."""
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         """Called after each step."""
+
+    def on_evaluation_start(self, trainer: Trainer) -> None:
+        """Called before the held-out samples are evaluated."""
 
     def on_evaluation(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """Called with the means of loss and metrics over all held-out samples."""

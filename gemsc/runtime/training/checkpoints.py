@@ -1,7 +1,7 @@
 """When checkpoints are saved: each epoch, every so many steps or minutes, or never.
 
 At the end of an epoch it is done after the evaluation, so that a checkpoint holds what
-that has found; then also if it is the best one so far, and at the end of the run.
+that has found; then also if it is the best one so far. The run ends with one.
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ class Checkpoints(Callback):
     def on_epoch(
         self, trainer: Trainer, epoch: int, figures: Mapping[str, float]
     ) -> None:
-        """Save if it is time, or the best one, or the last."""
-        step, is_best = trainer.step_number, self.best is not None and self.best.is_new
-        is_last = trainer.is_stopping or step == self.total
-        is_time = self.every == "epoch" or self._is_time(trainer, step)
-        if is_time or is_last or (is_best and bool(figures)):
-            self.save(trainer, is_best=is_best and bool(figures))
+        """Save if it is time, or if the evaluation was the best one."""
+        is_best = self.best is not None and self.best.is_new
+        is_time = self.every == "epoch" or self._is_time(trainer, trainer.step_number)
+        if is_time or is_best:
+            self.save(trainer, is_best=is_best)
 
     def save(self, trainer: Trainer, *, is_best: bool = False) -> None:
         """Save now, unless that is done."""
@@ -78,9 +77,9 @@ class Checkpoints(Callback):
     def _is_time(self, trainer: Trainer, step: int) -> bool:
         if isinstance(self.every, int):
             return step % self.every == 0
-        if isinstance(self.every, float) and trainer.transport.rank == 0:
-            if time.monotonic() >= self._due:
-                trainer.requests.ask("save")
+        asks = isinstance(self.every, float) and trainer.transport.rank == 0
+        if asks and time.monotonic() >= self._due:
+            trainer.requests.ask("save")
         return trainer.requests.agreed("save")
 
     def _ends(self, trainer: Trainer) -> bool:

@@ -35,7 +35,8 @@ class Ema(Callback):
 
     def on_load(self, trainer: Trainer) -> None:
         """Make room for the averages."""
-        self._weights = trainer.stages.parameters
+        named = trainer.stages.parameters.items()
+        self._weights = {n: p for n, p in named if p.is_floating_point()}
         self.average = {n: p.detach().clone() for n, p in self._weights.items()}
 
     def on_start(self, trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ import argparse
 import math
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gemsc.base.rng import seed_of
@@ -20,7 +21,10 @@ from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
 from gemsc.runtime.training.bar import Bar
+from gemsc.runtime.training.best import Best
 from gemsc.runtime.training.callback import Callback
+from gemsc.runtime.training.checkpoints import Checkpoints
+from gemsc.runtime.training.ema import Ema
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.hooks import Hooks
 from gemsc.runtime.training.logs import Log
@@ -61,15 +65,40 @@ class Training:
         self.evaluator = (
             Evaluator(self.trainer, self.user, data, self.record) if data else None
         )
-        self.trainer.callbacks += self._callbacks()
+        self.checkpoints: Checkpoints | None = None
+        self.trainer.add_callbacks(self._callbacks())
 
     def _callbacks(self) -> list[Callback]:
         """Return what the options and the user's file ask for, in order."""
-        found: list[Callback] = [Hooks(self.user)]
-        if self.options.save is not None:
-            found.append(Log(self.options))
+        options, best = self.options, None
+        each = len(self._batches)
+        found: list[Callback] = []
+        if options.ema is not None:
+            found.append(Ema(options.ema))
+        found.append(Hooks(self.user))
+        if self.evaluator is not None:
+            found.append(best := Best(options.best, options.patience))
+        elif options.best is not None or options.patience is not None:
+            name = "--best" if options.patience is None else "--patience"
+            raise GemscError(
+                f"{name} needs evaluations, and {self.user.path} has no eval_dataset()",
+                help="add eval_dataset(), with samples that are not trained on",
+            )
+        if options.save is not None:
+            found.append(Log(options))
         if self.talks:
-            found.append(Bar(self.total, len(self._batches)))
+            found.append(Bar(self.total, each))
+        if options.save is not None and options.checkpoint_every != "never":
+            self.checkpoints = Checkpoints(
+                options.save,
+                each=each,
+                total=self.total,
+                every=options.checkpoint_every,
+                keep=options.keep,
+                best=best,
+                background=options.checkpoint_async,
+            )
+            found.append(self.checkpoints)  # last: it saves the state of the others
         return found
 
     @property
@@ -139,20 +168,21 @@ class Training:
             done = self.trainer.worker.steps.done
             if self.trainer.is_leaving and done % each:
                 break
-            self.trainer.tell("on_epoch", epoch, self._evaluate(epoch))
+            figures = self._evaluate(epoch)
             self.trainer.agree()
-            if self.options.save is not None:
-                self.trainer.save(self.options.save)
+            self.trainer.tell("on_epoch", epoch, figures)
+            self.trainer.agree()
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.trainer)
+            self.trainer.finish_saving()
         if self.trainer.is_leaving:
-            self._leave(done, each)
+            self._leave(done)
             return
         if self.trainer.is_stopping:
             self._say_why()
         self.trainer.tell("on_end")
-        if self.options.save is not None:
-            if self.talks:
-                export_model(self.options.save, self.options.save / MODEL)
-            self._say(f"saved {self.options.save / 'model.safetensors'}")
+        if self.checkpoints is not None:
+            self._export(self.checkpoints.folder)
         if self.talks and self.options.record_run is not None:
             self.record.write(self.options.record_run)
 
@@ -204,6 +234,7 @@ class Training:
         """Print and return the loss and the user's metrics, means over the samples."""
         if self.evaluator is None:
             return {}
+        self.trainer.tell("on_evaluation_start")
         figures = self.evaluator.run()
         text = "  ".join(f"{name} {mean:.4f}" for name, mean in figures.items())
         self._say(f"held-out after epoch {epoch + 1}: {text}")
@@ -212,13 +243,17 @@ class Training:
         self.trainer.tell("on_evaluation", figures)
         return figures
 
-    def _leave(self, done: int, each: int) -> None:
-        """Save in the midst of an epoch, and say how to go on."""
+    def _export(self, folder: Path) -> None:
+        """Write the model as one plain file, from the last checkpoint."""
+        if self.talks:
+            export_model(folder, folder / MODEL)
+        self._say(f"saved {folder / MODEL}")
+
+    def _leave(self, done: int) -> None:
+        """Say how to go on."""
         folder = self.options.save
-        where = "no checkpoint: there was no --save"
-        if folder is not None:
-            if done % each:
-                self.trainer.save(folder)
+        where = "no checkpoint: none was asked for"
+        if self.checkpoints is not None:
             where = f"checkpoint in {folder}; go on with: gemsc run "
             where += shlex.join([str(self.trainer.directory), *self._arguments()])
         if self.talks and is_first(REPORTED):

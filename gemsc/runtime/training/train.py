@@ -147,8 +147,9 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
         clip_norm=options.clip_norm,
         on_nonfinite=options.on_nonfinite,
     )
+    training = Training(trainer, user, plan, options)
     if options.resume is not None:
         trainer.resume(options.resume)
     trainer.leave_on_signals()
-    Training(trainer, user, plan, options).run()
+    training.run()
     return STOPPED if trainer.is_leaving else 0

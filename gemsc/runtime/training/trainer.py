@@ -112,7 +112,7 @@ class Trainer:
         self.transport = transport
         streams = streams or streams_for(choose_device(transport, device))
         self.device = streams.device
-        self.callbacks: list[Any] = [*callbacks]  # each a Callback: it knows Trainer
+        self.callbacks: list[Any] = []  # each a Callback, which knows the trainer
         self.epoch = 0
         self._has_started = False
         self._saving = PendingSave()
@@ -147,6 +147,7 @@ class Trainer:
             updates.optimizer = make(parameters.items())
             if scheduler is not None:
                 updates.scheduler = scheduler(updates.optimizer)
+        self.add_callbacks(callbacks)
 
     def step(
         self,
@@ -251,6 +252,12 @@ class Trainer:
         """Let all ranks know between two steps what one has asked for."""
         asked: list[Any] = self.transport.all_gather_object(self.requests.numbers())
         self.requests.agree([sum(numbers) for numbers in zip(*asked, strict=True)])
+
+    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
+        """Let more callbacks follow the training; `resume` comes after this."""
+        for callback in callbacks:
+            self.callbacks.append(callback)
+            callback.on_load(self)
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call a method of all callbacks, in order."""

@@ -50,6 +50,7 @@ class Updates:
         """
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
+        self.count = 0  # of the updates since the start
         self.before: Callable[[], None] | None = None
         self.norm: float | None = None  # of the last gradients, before clipping
         self._transport = transport
@@ -132,6 +133,7 @@ class Updates:
             self.scheduler.step()
         self._drop_gradients()
         self._own.gather(torch.Tensor.detach)
+        self.count += 1
 
     def leave_out(self) -> None:
         """Drop the gradients, with no step of the optimizer; all ranks do."""

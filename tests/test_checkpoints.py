@@ -1,0 +1,132 @@
+"""When a run saves, which checkpoint is the best one, and when patience ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from training_support import pairs, program, run, user_of
+
+from gemsc.errors import GemscError
+from gemsc.runtime.training import checkpoints
+from gemsc.runtime.training.arguments import parse_arguments
+from gemsc.runtime.training.trainer import Trainer
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("step-*"))
+
+
+def best(folder: Path) -> str:
+    return (folder / "best").resolve().name
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("", [3, 6, 8]),
+        ("--checkpoint-every 2", [2, 4, 6, 8]),
+        ("--checkpoint-every 5", [5, 8]),
+        ("--checkpoint-every 2 --keep 2", [6, 8]),
+        ("--checkpoint-every 5 --checkpoint-async", [5, 8]),
+        ("--checkpoint-every never", []),
+    ],
+)
+def test_when_it_is_saved(words: str, steps: list[int], tmp_path: Path) -> None:
+    """An epoch has 3 steps; the run 8 of 9."""
+    folder = tmp_path / "saved"
+    words = f"--steps 8 --save {folder} --keep 9 {words}"
+    run(program(tmp_path), user_of(), *words.split())
+    assert saved(folder) == steps
+    assert (folder / "model.safetensors").is_file() == bool(steps)
+
+
+def test_every_ten_minutes_by_the_clock_of_the_first_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(checkpoints, "time", clock)
+
+    def on_step(trainer: Trainer, report: Any) -> None:
+        if trainer.transport.rank == 0 and report.step == 4:
+            now[0] = 601.0  # all know it after step 5
+
+    words = f"--steps 20 --save {tmp_path / 'saved'} --checkpoint-every 10min"
+    user = user_of(on_step=on_step, dataset=lambda: pairs(100))
+    run(program(tmp_path), user, *words.split())
+    assert saved(tmp_path / "saved") == [5, 20]
+
+
+def figures_of(values: list[float]) -> Any:
+    """Return what gives one of the values in each evaluation, on the loss's rank."""
+    left = iter(values)
+    return lambda output, target: {"score": next(left)}
+
+
+def evaluated(values: list[float], folder: Path, *words: str) -> int:
+    """Run one step an epoch, with these scores."""
+    user = user_of(
+        dataset=lambda: pairs(4),
+        eval_dataset=lambda: pairs(4, seed=1),
+        metrics=figures_of(values),
+    )
+    program(folder)
+    words = "--epochs", str(len(values)), "--save", str(folder / "saved"), *words
+    (step, _) = run(folder, user, *words, result=lambda trainer: trainer.step_number)
+    return int(step)
+
+
+def test_the_best_one_is_kept(tmp_path: Path) -> None:
+    nan = float("nan")
+    values = [nan, 1.0, 3.0, 3.0, 2.0, nan, 0.5]
+    evaluated(values, tmp_path, "--best", "score:max", "--keep", "2")
+    assert best(tmp_path / "saved") == "step-000003"
+    assert saved(tmp_path / "saved") == [3, 6, 7]
+    words = "--best", "score", "--checkpoint-every", "100"
+    evaluated(values, tmp_path / "less", *words)
+    assert best(tmp_path / "less" / "saved") == "step-000007"
+
+
+def test_it_is_the_least_loss_where_nothing_is_said(tmp_path: Path) -> None:
+    evaluated([1.0, 2.0, 3.0], tmp_path)
+    assert best(tmp_path / "saved") == "step-000003"
+
+
+def test_patience_ends_a_run_and_goes_on_after_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--best", "score", "--patience", "3"
+    values = [2.0, 1.0, 4.0, 1.0]
+    assert evaluated(values, tmp_path, *words) == 4
+    resumed = *words, "--resume", str(tmp_path / "saved")
+    assert evaluated([0.0] * 4 + [1.0] * 6, tmp_path, *resumed) == 8
+    said = "score was not better than 0, of step 5, in the last 3 evaluations"
+    assert f"stopped after step 8: {said}" in capsys.readouterr().out
+    with pytest.raises(GemscError, match=f"{said}: --patience 3 has ended this run"):
+        evaluated([1.0] * 20, tmp_path, *resumed)
+
+
+def test_a_figure_that_no_evaluation_gives(tmp_path: Path) -> None:
+    with pytest.raises(GemscError, match="an evaluation gives loss, score"):
+        evaluated([1.0, 2.0], tmp_path, "--best", "dice:max")
+    assert saved(tmp_path / "saved") == [1]
+    with pytest.raises(GemscError, match=r"--patience needs evaluations, and .* no "):
+        run(tmp_path, user_of(), "--patience", "3")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--checkpoint-every=often", "'often' is no interval: write for example 100"),
+        ("--checkpoint-every=0", "'0' is not a whole number above 0"),
+        ("--best=dice:larger", "'dice:larger' is not NAME, NAME:min or NAME:max"),
+        ("--ema=1", "'1' is not a number from 0 up to 1"),
+        ("--keep=0", "'0' is not a whole number above 0"),
+    ],
+)
+def test_what_cannot_be_asked_for(word: str, message: str) -> None:
+    with pytest.raises(GemscError, match=message):
+        parse_arguments([word])

@@ -1,0 +1,83 @@
+"""Averages of the weights: those of torch, evaluated, saved, and gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import Net, X, batch_of, mse, on_ranks
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training_support import pairs, program, run, simple, user_of
+
+import gemsc
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.weights.read import read_tensors
+from gemsc.weights.write import write_tensors
+
+
+def averages(trainer: Trainer) -> dict[str, Tensor]:
+    (ema,) = (each for each in trainer.callbacks if isinstance(each, gemsc.Ema))
+    return {name: tensor.clone() for name, tensor in ema.average.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"data": 2, "shard_optimizer": True}, {"shards": (2,)}],
+    ids=["stages", "shard-optimizer", "shards"],
+)
+def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> None:
+    program(tmp_path, **options)
+    count = 2 * options.get("data", 1)
+    x, target = batch_of((X, X), count)
+    model = Net(simple)
+    expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        parts = [*zip(x.split(len(X)), target.split(len(X)), strict=True)]
+        torch.stack([mse(model(a), b) for a, b in parts]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.update_parameters(model)
+    write_tensors(tmp_path / "expected", dict(expected.module.state_dict()))
+
+    def work(trainer: Trainer) -> None:
+        trainer.add_callbacks([gemsc.Ema(0.9)])
+        for _ in range(4):
+            trainer.step(x, target)
+        found, parts = averages(trainer), trainer.program.parts
+        assert found.keys() == trainer.stages.parameters.keys()
+        wanted = read_tensors(tmp_path / "expected", names=found, parts=parts)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, wanted[name])
+
+    on_ranks(tmp_path, count if options.get("data") else 2, work)
+
+
+def test_a_run_evaluates_and_resumes_them(tmp_path: Path) -> None:
+    losses: list[float] = []
+    user = user_of(
+        eval_dataset=pairs,
+        on_epoch=lambda trainer, epoch, figures: losses.append(figures["loss"]),
+    )
+    program(tmp_path)
+    save, resume = tmp_path / "a", tmp_path / "b"
+    words = "--ema", "0.5", "--accumulate", "2", "--epochs"
+    whole = run(tmp_path, user, *words, "4", "--save", save, result=averages)
+    run(tmp_path, user, *words, "2", "--save", resume)
+    again = (*words, "4", "--save", str(resume), "--resume", str(resume))
+    parts = run(tmp_path, user, *again, result=averages)
+    for one, other in zip(whole, parts, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert losses[:8] == losses[8:]
+    model = Net(simple)
+    state = {name: t for found in whole for name, t in found.items()}
+    model.load_state_dict(state)
+    with torch.no_grad():
+        data = pairs().tensors
+        assert losses[7] == pytest.approx(float(mse(model(data[0]), data[1])))
+    plain = run(tmp_path, user, "--epochs", "4", "--accumulate", "2")
+    assert not torch.equal(plain[0]["a.weight"], state["a.weight"])
