@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from program_support import Net, X, batch_of, mse, on_ranks
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training_support import pairs, program, run, simple, user_of
 
 import gemsc
+from gemsc.errors import GemscError
+from gemsc.runtime.checkpoint.export import export_model
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.weights.read import read_tensors
 from gemsc.weights.write import write_tensors
@@ -74,10 +77,18 @@ def test_a_run_evaluates_and_resumes_them(tmp_path: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
     assert losses[:8] == losses[8:]
     model = Net(simple)
+    export_model(save, tmp_path / "averages", averages=True)
+    model.load_state_dict(load_file(tmp_path / "averages"))
     state = {name: t for found in whole for name, t in found.items()}
-    model.load_state_dict(state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name])
     with torch.no_grad():
         data = pairs().tensors
         assert losses[7] == pytest.approx(float(mse(model(data[0]), data[1])))
     plain = run(tmp_path, user, "--epochs", "4", "--accumulate", "2")
+    exported = load_file(save / "model.safetensors")
+    assert torch.equal(plain[0]["a.weight"], exported["a.weight"])
+    run(tmp_path, user, "--save", tmp_path / "c")
+    with pytest.raises(GemscError, match="has no averages"):
+        export_model(tmp_path / "c", tmp_path / "none", averages=True)
     assert not torch.equal(plain[0]["a.weight"], state["a.weight"])

@@ -19,7 +19,10 @@ def export_command(
         Path, typer.Argument(help="the folder of a run, or one of its step- folders")
     ],
     output: Annotated[Path, typer.Option("-o", "--output")] = Path(MODEL),
+    ema: Annotated[
+        bool, typer.Option(help="the averages of the weights that --ema has made")
+    ] = False,
 ) -> None:
     """Write a checkpoint as one state_dict under the names of your model."""
-    step = export_model(run, output)
+    step = export_model(run, output, averages=ema)
     console.print(f"wrote {output}: the model of step {step}", highlight=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.folder import check_checkpoint, check_digests, with_advice
-from gemsc.runtime.checkpoint.holdings import MODEL_KEY
+from gemsc.runtime.checkpoint.holdings import EMA_KEY, MODEL_KEY
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.state_json import DTYPES
 from gemsc.weights.write import Entry, write_stream
@@ -17,11 +17,11 @@ from gemsc.weights.write import Entry, write_stream
 __all__ = ["export_model"]
 
 
-def export_model(directory: Path, path: Path) -> int:
+def export_model(directory: Path, path: Path, *, averages: bool = False) -> int:
     """Write the model of a checkpoint as one safetensors file; return its step.
 
     `model.load_state_dict(safetensors.torch.load_file(path))` takes it. One tensor at a
-    time is in memory.
+    time is in memory. With `averages` it is that of the averages of the weights.
 
     Raises:
         GemscError: there is no whole checkpoint, or nothing can be written.
@@ -37,7 +37,16 @@ def export_model(directory: Path, path: Path) -> int:
         for key in manifest.tensors
         if key.startswith(MODEL_KEY)
     }
-    keys |= {alias: f"{MODEL_KEY}{name}" for alias, name in manifest.aliases.items()}
+    if averages:
+        own = {name: f"{EMA_KEY}{name}" for name in keys}
+        own = {name: key for name, key in own.items() if key in manifest.tensors}
+        if not own:
+            raise GemscError(
+                f"{directory} has no averages of the weights",
+                help="train with --ema 0.999, or export the weights without --ema",
+            )
+        keys |= own
+    keys |= {alias: keys[name] for alias, name in manifest.aliases.items()}
     try:
         check_digests(found.place, manifest, 0, 1)
         with StoredTensors(found.place, manifest.tensors) as stored:

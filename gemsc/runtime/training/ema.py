@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
-__all__ = ["EMA", "Ema"]
-
-EMA = "ema"  # before the names of the averages in a checkpoint
+__all__ = ["Ema"]
 
 
 class Ema(Callback):
@@ -77,7 +76,7 @@ class Ema(Callback):
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the averages: a checkpoint holds them as it holds the weights."""
-        return {EMA: self.average}
+        return {EMA_KEY.rstrip("/"): self.average}
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many updates are in the averages."""
