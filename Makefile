@@ -23,8 +23,8 @@ help:  ## say what the commands are
 demo: $(READY)  ## compile a U-Net for 4 ranks, train it, check it against one process
 	@echo "== a U-Net, cut into 4 stages for 4 processes"
 	$(BIN)/gemsc compile $(UNET) --ranks 4 --schedule 1f1b --micro-batches 8 -o build/unet
-	@echo "== train it to find the stain in a photograph of tissue"
-	$(BIN)/gemsc run build/unet --epochs $(EPOCHS) --save build/unet-trained
+	@echo "== train it to find the stain in a photograph of tissue; a second time, go on"
+	$(BIN)/gemsc run build/unet --epochs $(EPOCHS) --save build/unet-trained --resume
 	@echo "== compare with one process that trains the same model"
 	$(BIN)/gemsc verify build/unet
 	@echo "== look at"
@@ -32,6 +32,9 @@ demo: $(READY)  ## compile a U-Net for 4 ranks, train it, check it against one p
 	@echo "  build/unet/graph.svg                      the stages and what they send"
 	@echo "  build/unet/plan.toml                      every decision; gemsc show build/unet"
 	@echo "  build/unet-trained/model.safetensors      the trained weights"
+	@echo "  build/unet-trained/curves.svg             loss and score; the figures are in log.csv"
+	@echo "  build/unet-trained/latest/                the checkpoint that this goes on from:"
+	@echo "                                            make demo EPOCHS=8"
 	@test -e build/unet/graph.svg || echo "no graph.svg: install Graphviz and compile again"
 
 test: $(READY)  ## lint, types and all tests, with real mpirun jobs

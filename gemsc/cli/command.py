@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": "gemsc.cli.compile",
     "run": "gemsc.cli.run",
     "export": "gemsc.cli.export",
+    "compare": "gemsc.cli.compare",
     "verify": "gemsc.cli.verify",
     "show": "gemsc.cli.show",
     "graph": "gemsc.cli.show",

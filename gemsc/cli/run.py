@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gemsc.cli.compare import draw_run
 from gemsc.cli.terminal import Directory
 from gemsc.launch.start import start
 
@@ -20,4 +21,4 @@ def run_command(
     ] = None,
 ) -> None:
     """Train under mpirun, with the right flags for this machine."""
-    raise typer.Exit(start(directory, arguments or []))
+    raise typer.Exit(start(directory, arguments or [], ended=draw_run))
