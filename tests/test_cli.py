@@ -13,8 +13,8 @@ from command_line import MODEL, Gemsc, gemsc_here, start
 from nightly import at_night
 from safetensors.torch import load_file
 
+from gemsc.base.process import MALLOC_SETTING
 from gemsc.cli.command import COMMANDS, main
-from gemsc.launch.mpirun import MALLOC_SETTING
 from gemsc.user_model import load_user_model
 from gemsc.verify.steps import nudged
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
+from gemsc.base.process import MALLOC_SETTING
 from gemsc.cli.terminal import say
 from gemsc.errors import GemscError, InternalError
-from gemsc.launch.mpirun import MALLOC_SETTING
 
 __all__ = ["main", "make_app"]
 

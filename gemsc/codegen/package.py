@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from gemsc.codegen.job import job_script
 from gemsc.codegen.rank import write_rank
 from gemsc.codegen.rank_text import rank_text
 from gemsc.codegen.writer import in_docstring
@@ -54,6 +55,8 @@ def write_directory(compilation: Compilation, directory: Path) -> None:
     texts["__main__.py"] = MAIN.format(
         ranks=compilation.plan.ranks, name=in_docstring(directory.resolve().name)
     )
+    if compilation.plan.spec:  # it has a dataset
+        texts["job.sbatch"] = job_script(compilation.plan, directory)
     texts["plan.toml"] = compilation.plan.to_toml(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=BESIDE, dir=directory) as name:

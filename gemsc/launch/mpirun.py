@@ -11,22 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from gemsc.base.process import num_cores
+from gemsc.base.process import MALLOC_SETTING, num_cores
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, listed
 
-__all__ = ["MALLOC_SETTING", "find_mpirun", "mpirun_command"]
+__all__ = ["find_mpirun", "mpirun_command"]
 
-# glibc: large pages for tensors. Copies from process to process are twice as fast, and
-# training a convolution was 15 % faster, one that unfolds 50 % (CPU, one thread). What
-# a step frees, up to 16 GiB, is kept for the next one, and not cleared by the system
-MALLOC_SETTING = ":".join(
-    (
-        "glibc.malloc.hugetlb=1",
-        f"glibc.malloc.mmap_threshold={2**30}",
-        f"glibc.malloc.trim_threshold={2**34}",
-    )
-)
 OF_MPI = ("OMPI_", "PRTE_", "PMIX_", "OPAL_")  # mpirun carries those of the user itself
 OF_A_HOST = re.compile(
     r"HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|_|TMPDIR|DISPLAY|TERM"

@@ -1,0 +1,39 @@
+"""A real Slurm, of this machine alone: ranks of srun, and the job that is written."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import MODEL
+from slurm_cluster import Cluster, slurm
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    with slurm(tmp_path_factory.mktemp("slurm") / "s") as found:
+        yield found
+
+
+@pytest.fixture
+def program(cluster, command) -> Path:
+    Path("model.py").write_text(MODEL)
+    assert command("compile", "model.py", "-o", "program").code == 0
+    return Path("program")
+
+
+def test_a_job_trains_under_slurm(cluster, program):
+    job = cluster.submit(program / "job.sbatch", "--steps", "2")
+    assert cluster.end_of(job) == "COMPLETED", Path(f"out-{job}").read_text()
+    saved = program / "runs" / f"job-{job}"
+    assert f"saved {saved.absolute()}" in Path(f"out-{job}").read_text()
+    assert (saved / "latest").is_symlink()
+
+
+def test_ranks_that_srun_does_not_connect_say_so_once(cluster, program):
+    done = cluster.run("srun", "--mpi=none", "-n", "2", sys.executable, program)
+    assert done.returncode == 1
+    assert done.stderr.count("srun started 2 processes, and MPI cannot") == 1
+    assert done.stderr.count("help: srun --mpi=pmix -n 2") == 1
