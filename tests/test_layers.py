@@ -82,8 +82,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("passes.branches", "search", "codegen", "compiled"),
     ),
     "launch": (
-        *("errors", "base", "plan", "runtime.process", "runtime.training"),
-        "runtime.checkpoint",
+        *("errors", "base", "options", "plan"),
+        *("runtime.process", "runtime.checkpoint", "runtime.training"),
     ),
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "verify": (

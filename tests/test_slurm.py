@@ -32,6 +32,7 @@ def test_a_job_trains_under_slurm(cluster, program):
     assert (saved / "latest").is_symlink()
 
 
+@pytest.mark.nightly
 def test_ranks_that_srun_does_not_connect_say_so_once(cluster, program):
     done = cluster.run("srun", "--mpi=none", "-n", "2", sys.executable, program)
     assert done.returncode == 1

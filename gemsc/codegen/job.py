@@ -39,10 +39,8 @@ run=$$program/runs/job-$$SLURM_JOB_ID  # the same after a requeue
 export OMP_NUM_THREADS=$$SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK=$$SLURM_CPUS_PER_TASK
 export GLIBC_TUNABLES=$malloc
 
-resume=()
-if [ -e "$$run/latest" ]; then resume=(--resume "$$run"); fi
-
-srun --mpi=pmix "$$python" "$$program" --save "$$run" "$${resume[@]}" "$$@"
+# --resume: from the last checkpoint there, if there is one
+srun --mpi=pmix "$$python" "$$program" --save "$$run" "$$@" --resume
 code=$$?
 
 # 75: they left with a checkpoint, to be started again; not if the job was cancelled
@@ -59,7 +57,7 @@ def job_script(plan: Plan, directory: Path) -> str:
         name=re.sub(r"[^\w.-]", "_", directory.resolve().name),
         ranks=plan.ranks,
         peak=show_bytes(max(plan.peak_bytes)),
-        python=shlex.quote(sys.executable),
+        python=shlex.quote(str(Path(sys.executable).with_name("python3"))),
         program=shlex.quote(str(directory.resolve())),
         malloc=MALLOC_SETTING,
     )

@@ -51,9 +51,10 @@ def read_launch(
         hosts = parse_hosts(own.hosts)
     elif own.hostfile is not None:
         hosts = read_hostfile(own.hostfile)
-    if own.restarts and options.save is None:
+    if own.restarts and getattr(options, "checkpoint_every", None) == "never":
         raise GemscError(
-            "--restarts has no checkpoint to go on from", help="add --save FOLDER"
+            "--restarts has no checkpoint to go on from with --checkpoint-every never",
+            help="leave one of them out",
         )
     return Launch(hosts, own.restarts), rest, options
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from types import FrameType
 from typing import IO
 
 from gemsc.base.process import end_with_parent
+from gemsc.launch.ending import Ending
 from gemsc.launch.hosts import Host
 from gemsc.launch.mpirun import mpirun_command
 from gemsc.launch.mpirun_words import Tell, in_our_words
@@ -58,6 +60,7 @@ def launch(
     show_all: bool = False,
     computes: Callable[[int], list[str]] = lambda rank: [],
     hosts: Sequence[Host] = (),
+    at_end: Callable[[Ending], None] = lambda ending: None,
 ) -> int:
     """Start `argv` on every rank, pass its output on, and return the exit code.
 
@@ -69,7 +72,7 @@ def launch(
     adds to the environment; `stdout` and `stderr` are as for
     `subprocess.Popen`, less PIPE. The exit code is 124 after `timeout` seconds, and
     128 + n after signal n; the first SIGTERM or SIGUSR1 only asks ranks that can save
-    to leave, with exit code 75.
+    to leave, with exit code 75. `at_end` is told more of how they ended.
     """
     target = _descriptor(stderr)
     with scratch_folder(num_ranks) as scratch:
@@ -110,9 +113,12 @@ def launch(
                     f"mpirun ended with exit code {code}, it may be by a signal"
                 ),
             )
-    if seen:
-        return 128 + seen[0]
-    return 128 - code if code < 0 else code
+        if seen:
+            code = -seen[0]
+        code = 128 - code if code < 0 else code
+        how = next(iter(notes.told), "")
+        at_end(Ending(code, how, is_asked=bool(seen), step=notes.last_step))
+    return code
 
 
 def _descriptor(stderr: int | IO[str] | None) -> int:
@@ -129,13 +135,20 @@ class _Notes:
     folder: Path
     num_ranks: int
     computes: Callable[[int], list[str]]
-    told: list[int] = field(default_factory=list)  # the ranks that were reported on
+    told: list[str] = field(default_factory=list)  # what ended ranks without a word
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that any rank has begun, None if none has said so."""
+        doing = (read_status(self.folder, rank) for rank in range(self.num_ranks))
+        found = (re.search(r"step (\d+)$", text) for text in doing if text is not None)
+        return max((int(step[1]) for step in found if step), default=None)
 
     def of_rank(self, rank: int, how: str) -> str:
         """Return the report of a rank that could not say itself how it ended."""
         if how.endswith(f" exit code {STOPPED}"):
             return ""  # it has said so
-        self.told.append(rank)
+        self.told.append(f"rank {rank} {how}")
         doing = read_status(self.folder, rank)
         if doing is None or self._is_reported:
             return f"rank {rank} {how}"

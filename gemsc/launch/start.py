@@ -6,11 +6,15 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from gemsc.launch.arguments import read_launch
-from gemsc.launch.hosts import Host, check_hosts, is_here, share_out
+from gemsc.errors import GemscError
+from gemsc.launch.arguments import Launch, read_launch
+from gemsc.launch.ending import Ending
+from gemsc.launch.hosts import Host, check_hosts, is_here, share_out, that_answer
 from gemsc.launch.launch import launch
+from gemsc.launch.restarts import calls_for_restart, compile_for, last_step
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import check_checkpoint
 from gemsc.runtime.process.failure import computed_lines
@@ -28,7 +32,7 @@ def start(
     timeout: float | None = None,
     ended: Callable[[Path], None] = lambda folder: None,
 ) -> int:
-    """Run the program under mpirun and return the exit code.
+    """Run the program under mpirun, again if a rank dies, and return the exit code.
 
     `ended` is called with the run's folder, if there is one, once all ranks are gone.
 
@@ -37,35 +41,92 @@ def start(
     """
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
     how, rest, options = read_launch(arguments)
+    hosts = _places(how.hosts, plan.ranks, directory)
     is_named = options.save is not None
     folder = choose_folder(directory, options)
     if options.resume is not None:
         check_checkpoint(options.resume)
-    hosts = _places(how.hosts, plan.ranks, directory)
-    environment = {}
-    if sys.stdout.isatty():
-        environment[BAR_VARIABLE] = "1"
-        environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
-
-    def computes(rank: int) -> list[str]:
-        return computed_lines(directory / f"rank{rank % plan.copy_ranks}.py")
-
-    if folder is not None and not is_named:
+    if folder is None:  # it does not train
+        return _Job(directory, plan, (*rest,), hosts).run(timeout).code
+    if not is_named:
         rest += ["--save", str(folder)]
-    code = launch(
-        plan.ranks,
-        [sys.executable, str(directory), *rest],
-        env=environment,
-        timeout=timeout,
-        computes=computes,
-        hosts=hosts,
-    )
-    if folder is not None and folder.is_dir():
+    job = _Job(directory, plan, (*rest,), hosts)
+    code = _run(job, how, folder, last_step(options.resume or folder), timeout)
+    if folder.is_dir():
         ended(folder)
         if not is_named:  # a run that failed before its start leaves nothing
             with contextlib.suppress(OSError):
                 folder.rmdir()
     return code
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A program, its arguments, and how many ranks each host gets."""
+
+    directory: Path
+    plan: Plan
+    arguments: tuple[str, ...]
+    hosts: tuple[Host, ...]
+
+    def run(self, timeout: float | None) -> Ending:
+        """Start the ranks and wait for their end."""
+        environment = {}
+        if sys.stdout.isatty():
+            environment[BAR_VARIABLE] = "1"
+            environment["COLUMNS"] = str(shutil.get_terminal_size().columns)
+        endings: list[Ending] = []
+        launch(
+            self.plan.ranks,
+            [sys.executable, str(self.directory), *self.arguments],
+            env=environment,
+            timeout=timeout,
+            computes=self._computes,
+            hosts=self.hosts,
+            at_end=endings.append,
+        )
+        return endings[0]
+
+    def _computes(self, rank: int) -> list[str]:
+        file = f"rank{rank % self.plan.copy_ranks}.py"
+        return computed_lines(self.directory / file)
+
+
+def _run(
+    first: _Job, how: Launch, folder: Path, step: int, timeout: float | None
+) -> int:
+    """Run a job that begins at a step, and what goes on from it, as often as asked."""
+    job, restart = first, 0
+    while True:
+        ending = job.run(timeout)
+        if restart == how.restarts or not calls_for_restart(ending, step):
+            return ending.code
+        restart, step = restart + 1, last_step(folder)
+        try:
+            job = _again(first, how.hosts)
+        except GemscError as error:
+            _say(str(error))
+            return ending.code
+        _say(f"restart {restart} of {how.restarts} from step {step}: {ending.reason}")
+
+
+def _again(job: _Job, hosts: Sequence[Host]) -> _Job:
+    """Return the job that goes on in the run's folder, on the hosts that answer.
+
+    Raises:
+        GemscError: there are too few of them.
+    """
+    directory, plan = job.directory, job.plan
+    if hosts:
+        hosts = that_answer(hosts)
+        slots = sum(host.slots for host in hosts)
+        if slots == 0:
+            raise GemscError("no host answers any more")
+        if slots < plan.ranks:
+            directory = compile_for(directory, plan, slots)
+            plan = Plan.read(directory / "plan.toml")
+    places = _places(hosts, plan.ranks, directory)
+    return _Job(directory, plan, (*job.arguments, "--resume"), places)
 
 
 def _places(hosts: Sequence[Host], ranks: int, directory: Path) -> tuple[Host, ...]:
@@ -75,3 +136,8 @@ def _places(hosts: Sequence[Host], ranks: int, directory: Path) -> tuple[Host, .
         return ()
     check_hosts(used, directory)
     return used
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
