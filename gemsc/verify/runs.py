@@ -109,7 +109,7 @@ def verify_run(
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
         replicas=plan.data,
-        seed=options.seed,
+        seed=options.seed or 0,
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
         precision=Precision.of(plan, dtype),

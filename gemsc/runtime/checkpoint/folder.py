@@ -35,6 +35,7 @@ __all__ = [
     "discard",
     "mark_best",
     "publish",
+    "saved_seed",
     "with_advice",
 ]
 
@@ -94,6 +95,13 @@ def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> No
             raise damaged(path, f"cannot be read: {error.strerror}") from None
         if found != manifest.files[name]:
             raise damaged(path, "is damaged: it is not what was saved")
+
+
+def saved_seed(directory: Path | None) -> int:
+    """Return the seed of the run that saved a checkpoint; 0 without one."""
+    found = Found(Path(), None) if directory is None else check_checkpoint(directory)
+    seed = found.manifest.progress.get("seed") if found.manifest else 0
+    return seed if isinstance(seed, int) else 0
 
 
 def with_advice(error: GemscError, folder: Path) -> GemscError:

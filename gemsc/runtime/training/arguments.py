@@ -47,7 +47,9 @@ def parse_arguments(
     parser.add_argument("--epochs", type=_count, default=1, help="passes over the data")
     parser.add_argument("--steps", type=_count, help="stop after this many steps")
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of sample order, crops, dropout"
+        "--seed",
+        type=int,
+        help="seed of sample order, crops, dropout (0, or that of the checkpoint)",
     )
     parser.add_argument(
         "--save",

@@ -28,6 +28,7 @@ from gemsc.runtime.training.ema import Ema
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.hooks import Hooks
 from gemsc.runtime.training.logs import Log
+from gemsc.runtime.training.position import Position
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.worker.finite import (
@@ -58,7 +59,7 @@ class Training:
         self.transport = self.trainer.transport
         self.talks = self.transport.rank == 0
         self.record = RunRecord(is_kept=self.options.record_run is not None)
-        seed = self.options.seed
+        seed = self.trainer.worker.seed
         self.data = self._data("dataset", seed, shuffle=True)
         # what is drawn for evaluation must not be what was drawn for training
         data = self._data("eval_dataset", seed_of(seed, -1), shuffle=False)
@@ -72,7 +73,7 @@ class Training:
         """Return what the options and the user's file ask for, in order."""
         options, best = self.options, None
         each = len(self._batches)
-        found: list[Callback] = []
+        found: list[Callback] = [Position(self.trainer, self._batches)]
         if options.ema is not None:
             found.append(Ema(options.ema))
         found.append(Hooks(self.user))

@@ -13,6 +13,7 @@ import torch
 from gemsc.base.process import is_started_by_mpirun, num_cores
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.checkpoint.folder import saved_seed
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.failure import install_hooks, is_first, stop_all
 from gemsc.runtime.process.status import REPORTED, Status
@@ -134,6 +135,8 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
             f"{user.path} has no dataset()",
             help="add dataset() -> map-style Dataset of (input, target)",
         )
+    if options.seed is None:
+        options.seed = saved_seed(options.resume)
     torch.set_default_dtype(DTYPES[options.dtype])  # also of what forward makes
     trainer = Trainer(
         directory,
