@@ -47,11 +47,17 @@ class WeightedCall:
 
     def run(self, x: Tensor) -> Tensor:
         """Return what the layer computes of x."""
-        weight = self.weight.to(x.dtype)
-        bias = self.bias.to(x.dtype) if self.bias is not None else None
+        call = self.within(x.dtype)
         if not self.shape:
-            return F.linear(x, weight, bias)
-        return torch.convolution(x, weight, bias, *self.shape)
+            return F.linear(x, call.weight, call.bias)
+        return torch.convolution(x, call.weight, call.bias, *self.shape)
+
+    def within(self, dtype: torch.dtype) -> WeightedCall:
+        """Return the call of a weight and a bias in a dtype, as autocast makes them."""
+        if self.weight.dtype is dtype:
+            return self
+        bias = self.bias.to(dtype) if self.bias is not None else None
+        return WeightedCall(self.weight.to(dtype), bias, self.shape)
 
     def with_constants(self) -> WeightedCall:
         """Return the call of a weight and a bias that need no gradients."""

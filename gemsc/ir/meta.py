@@ -133,7 +133,8 @@ class Facts:
     `weight_seconds` are the part of the backward's that gives weight gradients and can
     wait, `weight_bytes` the bytes of these gradients; `waits` are the storages of the
     gradient that the node itself gets, which must wait with them (see
-    gemsc.base.weighted).
+    gemsc.base.weighted). `casts` are storages of `saved` that need not: weights in the
+    precision of autocast.
     """
 
     flops: int = 0
@@ -151,6 +152,7 @@ class Facts:
     weight_seconds: float = 0.0
     weight_bytes: int = 0
     waits: tuple[tuple[int, int], ...] = ()
+    casts: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:

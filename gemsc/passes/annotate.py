@@ -157,6 +157,7 @@ class _Count:
     saved: dict[int, int] = field(default_factory=dict)
     sums: list[meta.TileSum] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
+    casts: set[int] = field(default_factory=set)  # storages of weights under autocast
     weight_seconds: float = 0.0
     waits: dict[int, int] = field(default_factory=dict)
 
@@ -194,8 +195,12 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_weights(self, call: WeightedCall, x: Tensor) -> Tensor:
         """Compute a call, and note that its weight gradients can wait."""
         tensors = [call.weight] if call.bias is None else [call.weight, call.bias]
-        self.counts[self.node].weights |= {id(tensor): tensor for tensor in tensors}
-        return call.run(x)
+        count = self.counts[self.node]
+        count.weights |= {id(tensor): tensor for tensor in tensors}
+        cast = call.within(x.dtype)
+        if cast is not call:
+            count.casts.add(cast.weight.untyped_storage()._cdata)
+        return cast.run(x)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -305,6 +310,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weight_seconds=count.weight_seconds,
             weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),
             waits=tuple(count.waits.items()),
+            casts=tuple(count.casts),
         )
 
 

@@ -160,7 +160,7 @@ def _plain(node: fx.Node, *, split: bool) -> _SavedPart:
     facts = meta.facts(node)
     if not split or not facts.waits:
         return _SavedPart("plain", saved, saved, gradients)
-    waits = {**saved, **dict(facts.waits)}
+    waits = {**_without(saved, dict.fromkeys(facts.casts, 0)), **dict(facts.waits)}
     return _SavedPart("plain", saved, saved, gradients - facts.weight_bytes, waits)
 
 
