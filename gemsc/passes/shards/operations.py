@@ -150,7 +150,7 @@ def _addmm(x: Inside) -> Local | None:
         total = x.added_up(addend.node)
     else:
         total = x.low.all_reduce(x.node, addend.node)
-    args = total.node, x.input(bias)
+    args = total.node, _as_added(x, x.input(bias))
     return x.low.create(x.node, "call_function", operator.add, args, {}, total.axes)
 
 
@@ -164,8 +164,16 @@ def _with_bias(x: Inside, total: Local, view: tuple[int, ...]) -> Local:
         bias = make(
             x.node, "call_method", "view", (bias, *view), {}, None, partial=True
         ).node
-    args = total.node, bias
+    args = total.node, _as_added(x, bias)
     return make(x.node, "call_function", operator.add, args, {}, total.axes)
+
+
+def _as_added(x: Inside, bias: fx.Node) -> fx.Node:
+    """Return a bias in the precision of the sum that it is added to."""
+    if meta.region(x.node).autocast is None:
+        return bias
+    make, target = x.low.create, tiles.lowered
+    return make(x.node, "call_function", target, (bias,), {}, None, partial=True).node
 
 
 # ------------------------------------------------- words, losses, random numbers

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemsc.base.boxes import Box
+from gemsc.base.dtypes import lowered
 from gemsc.runtime.tiles.dropout import dropout
 
 __all__ = ["scaled_dot_product_attention"]
@@ -47,6 +48,8 @@ def scaled_dot_product_attention(
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    query, key, value = lowered(query), lowered(key), lowered(value)
+    attn_mask = None if attn_mask is None else lowered(attn_mask)
     root = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else scale)
     weights = (query * root) @ (key.transpose(-2, -1) * root)
     if is_causal:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import intersection, shape_of
+from gemsc.base.dtypes import lowered
 from gemsc.messages.exchange import Exchange, View, index_of
 from gemsc.runtime.tiles.collectives import TileGrid
 
@@ -51,7 +52,9 @@ def convolution(
     What needs the tile's own part only is computed while the rest is on its way.
     """
     way = _way(exchange, grid.tile, _window(layer))
-    result: Tensor = _Convolution.apply(value, layer.weight, layer.bias, grid, way)  # type: ignore[no-untyped-call]
+    weight, bias = lowered(layer.weight), layer.bias
+    bias = lowered(bias) if bias is not None else None
+    result: Tensor = _Convolution.apply(lowered(value), weight, bias, grid, way)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box
+from gemsc.base.dtypes import lowered
 from gemsc.runtime.tiles.collectives import TileGrid, all_reduce
 
-__all__ = ["linear"]
+__all__ = ["linear", "lowered"]
 
 
 def linear(
@@ -38,9 +39,10 @@ def linear(
     of this tile. It multiplies their columns of the weight, which all tiles have as a
     whole; the products are added up, and the bias once.
     """
-    part: Tensor = _Multiplied.apply(value, weight, shape, box)  # type: ignore[no-untyped-call]
+    factors = lowered(value), lowered(weight)
+    part: Tensor = _Multiplied.apply(*factors, shape, box)  # type: ignore[no-untyped-call]
     result = all_reduce(grid, part, among)
-    return result if bias is None else result + bias
+    return result if bias is None else result + lowered(bias)
 
 
 class _Multiplied(torch.autograd.Function):

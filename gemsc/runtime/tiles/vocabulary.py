@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Interval
+from gemsc.base.dtypes import current_autocast
 from gemsc.runtime.tiles.collectives import TileGrid, rows
 from gemsc.runtime.tiles.norms import widened
 
@@ -126,7 +127,8 @@ class _CrossEntropy(torch.autograd.Function):
             loss = loss / weights.sum()
         ctx.save_for_backward(logits, target, weight, total)
         ctx.grid, ctx.how = grid, how
-        return loss.to(logits.dtype)
+        is_mixed = current_autocast(logits.device) is not None
+        return loss if is_mixed else loss.to(logits.dtype)
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gemsc.base.boxes import Box, Interval, everything, shape_of
+from gemsc.runtime.tiles.norms import widened
 
 __all__ = [
     "AxisWindows",
@@ -172,12 +173,13 @@ def resize(value: Tensor, how: Resize) -> Tensor:
     Each output is a weighted sum of a few inputs; the weights are those of PyTorch,
     found by resizing basis vectors; for a fake value, too, they are real.
     """
+    wide = widened(value)
     with unset_fake_temporarily():
         for axis in range(len(how.sizes)):
-            taps(how, axis, value.dtype, value.device)
+            taps(how, axis, wide.dtype, wide.device)
     for axis in range(len(how.sizes)):
-        value = _WeightedSum.apply(value, how, axis)  # type: ignore[no-untyped-call]
-    return value
+        wide = _WeightedSum.apply(wide, how, axis)  # type: ignore[no-untyped-call]
+    return wide.to(value.dtype)
 
 
 class _WeightedSum(torch.autograd.Function):
