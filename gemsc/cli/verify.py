@@ -50,6 +50,10 @@ def verify_command(
     if plan.only_dtype and plan.dtype in names and len(names) > 1:
         names = [plan.dtype]
         console.print(f"only in {plan.dtype}: {plan.only_dtype}", highlight=False)
+    if plan.precision != "float32":
+        told = {"float64": "float64: without autocast"}
+        told["float32"] = f"float32: within autocast, in {plan.precision}"
+        console.print("; ".join(told[name] for name in names), highlight=False)
     if run is not None:
         raise typer.Exit(_verify_run(directory, names, run, arguments or []))
     table = Table(

@@ -36,6 +36,7 @@ _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
 # its own: it is also measured by this part of the largest gradient.
 _NOISE = 0.1
 _HALF_TOLERANCE = 1e-3
+_ROUNDINGS = 16  # of gradients added in another order, under autocast
 
 
 @dataclass
@@ -111,7 +112,8 @@ def check_against_eager(
     for name, parameter in shared.items():
         if parameter._version != versions[name]:
             raise InternalError(f"the model changes '{name}', which its graph does not")
-    _compare(actual, expected)
+    lower = program.autocast[1] if program.autocast is not None else None
+    _compare(actual, expected, _ROUNDINGS * torch.finfo(lower).eps if lower else 0.0)
 
 
 def _shared(program: Program) -> dict[str, nn.Parameter]:
@@ -231,7 +233,8 @@ def _finish(
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _compare(actual: _Results, expected: _Results) -> None:
+def _compare(actual: _Results, expected: _Results, least: float) -> None:
+    """Raise if a number is off by more than `least` and what its dtype rounds."""
     have, want = actual.gradients, expected.gradients
 
     @cache
@@ -239,12 +242,13 @@ def _compare(actual: _Results, expected: _Results) -> None:
         return _NOISE * max((want.largest(name) for name in want), default=0.0)
 
     for name, tensor in expected.tensors.items():
-        _report(name, _difference(actual.tensors.get(name), tensor), actual)
+        _report(name, _difference(actual.tensors.get(name), tensor, least), actual)
     for name in expected.parameters:
-        _report(f"the gradient of {name}", _unlike(have, want, name, noise), actual)
+        problem = _unlike(have, want, name, least, noise)
+        _report(f"the gradient of {name}", problem, actual)
     buffers = actual.buffers
     for name, buffer in expected.buffers.items():
-        _report(f"buffer {name}", _difference(buffers.get(name), buffer), actual)
+        _report(f"buffer {name}", _difference(buffers.get(name), buffer, least), actual)
 
 
 def _report(name: str, problem: str | None, actual: _Results) -> None:
@@ -256,17 +260,23 @@ def _report(name: str, problem: str | None, actual: _Results) -> None:
         )
 
 
-def _difference(have: torch.Tensor | None, want: torch.Tensor) -> str | None:
+def _difference(
+    have: torch.Tensor | None, want: torch.Tensor, least: float
+) -> str | None:
     if have is None:
         return "is missing instead of there"
     kinds = ((tensor.dtype, tuple(tensor.shape)) for tensor in (have, want))
     return _other_kind(*kinds) or _other_numbers(
-        lambda: chunks_of(have), lambda: chunks_of(want), want.dtype
+        lambda: chunks_of(have), lambda: chunks_of(want), want.dtype, least
     )
 
 
 def _unlike(
-    have: Gradients, want: Gradients, name: str, floor: Callable[[], float]
+    have: Gradients,
+    want: Gradients,
+    name: str,
+    least: float,
+    floor: Callable[[], float],
 ) -> str | None:
     if name not in have or name not in want:
         words = [("missing", "there")[name in each] for each in (have, want)]
@@ -275,6 +285,7 @@ def _unlike(
         lambda: have.chunks(name),
         lambda: want.chunks(name),
         want.kind(name)[0],
+        least,
         floor,
     )
 
@@ -293,6 +304,7 @@ def _other_numbers(
     have: _Chunks,
     want: _Chunks,
     dtype: torch.dtype,
+    least: float,
     floor: Callable[[], float] = lambda: 0.0,
 ) -> str | None:
     """Compare the numbers, chunk by chunk; say by how much they differ."""
@@ -312,7 +324,8 @@ def _other_numbers(
         return None
     if not are_finite or scale < 0:
         return "is finite in one and not in the other"
-    if largest <= _TOLERANCES.get(dtype, _HALF_TOLERANCE) * max(scale, floor()):
+    tolerance = max(least, _TOLERANCES.get(dtype, _HALF_TOLERANCE))
+    if largest <= tolerance * max(scale, floor()):
         return None
     relative = largest / scale if scale else math.inf
     return f"differs by {relative:.1e} of its largest element"

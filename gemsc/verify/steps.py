@@ -68,7 +68,8 @@ class Comparison:
     changes it in one process, where that was measured: compared with itself in float64,
     or with weights changed in their last bit. Sums in a different order cannot be
     expected to be closer. What the ranks of a grid hold as a whole, but not with the
-    same bits, has an infinite error ("copies of conv.weight").
+    same bits, has an infinite error ("copies of conv.weight"). `last_bit` is that of
+    the precision in which the ranks of a grid add up, where it is less than the dtype.
     """
 
     loss: float
@@ -80,10 +81,12 @@ class Comparison:
     activation_bytes: tuple[int, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
+    last_bit: float = 0.0
 
     def allowed(self, name: str, dtype: torch.dtype) -> float:
         """Return how far a tensor may be off if nothing but rounding differs."""
-        return max(TOLERANCE[dtype], ALLOWED * self.rounding.get(name, 0.0))
+        least = max(TOLERANCE[dtype], self.last_bit)
+        return max(least, ALLOWED * self.rounding.get(name, 0.0))
 
     def judge(self, dtype: torch.dtype) -> tuple[str, str]:
         """Return "exact", "wrong" or "undecided", and the tensor that it is about.
@@ -312,6 +315,7 @@ def verify_program(
     batches = _batches(user, plan, num_steps, seed)
     expected = _one_process(user, model, batches, plan, dtype)
     found = compare(_ranks(directory, plan, batches, dtype), expected)
+    found = replace(found, last_bit=_last_bit(plan, dtype))
     if found.judge(dtype)[0] == "exact":
         return found
     for other in _other_roundings(user, model, batches, plan, dtype):
@@ -322,6 +326,13 @@ def verify_program(
         if found.judge(dtype)[0] == "exact":
             break
     return found
+
+
+def _last_bit(plan: Plan, dtype: torch.dtype) -> float:
+    """Return what each addend is rounded to, where ranks add up in half precision."""
+    lower = Precision.of(plan, dtype).dtype
+    is_added = any(stage.grid.size > 1 for stage in plan.stages)
+    return torch.finfo(lower).eps if lower is not None and is_added else 0.0
 
 
 def _ranks(

@@ -117,6 +117,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"{plan.bubble:.0%} of the ranks' time idle; then "
         f"{show_seconds(plan.ending_seconds)} for gradient all-reduces and the update"
     )
+    yield from _precision(plan)
     yield from _updates(plan)
     yield from _here(plan)
     yield f"why this split: {why.line}"
@@ -158,6 +159,16 @@ def _where(opaque: dict[str, Any]) -> str:
     """Return the stages that call a module: each has a copy, if several do."""
     stages = opaque["stages"]
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _precision(plan: Plan) -> Iterator[str]:
+    """Yield what stages compute in, where precision is mixed."""
+    if plan.precision != "float32":
+        scaled = "; the loss is scaled" if plan.precision == "float16" else ""
+        yield (
+            f"precision: {plan.precision} within autocast, weights and their gradients "
+            f"float32{scaled}"
+        )
 
 
 def _updates(plan: Plan) -> Iterator[str]:

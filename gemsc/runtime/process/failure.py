@@ -26,6 +26,7 @@ __all__ = [
     "computed_lines",
     "describe_failure",
     "end_job",
+    "generated_lines",
     "install_hooks",
     "is_first",
     "line_of",
@@ -62,7 +63,7 @@ def _user_lines(trace: TracebackType | None) -> list[str]:
     for frame in traceback.extract_tb(trace):
         path, number = Path(frame.filename), frame.lineno or 0
         if RANK_FILE.fullmatch(path.name):
-            own, generated = [], _generated_lines(path, number)
+            own, generated = [], generated_lines(path, number)
         elif _is_users(path):
             own = [f"{SourceLocation(frame.filename, number)}: {frame.line}"]
     return own + [line for line in generated if line not in own]
@@ -95,7 +96,7 @@ def _is_users(path: Path) -> bool:
     return not (path.parent / "plan.toml").is_file()
 
 
-def _generated_lines(path: Path, number: int) -> list[str]:
+def generated_lines(path: Path, number: int) -> list[str]:
     """Return what a generated file says about one of its lines.
 
     In backward the line runs a whole stage: then that is the user's first and last line

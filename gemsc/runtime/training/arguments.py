@@ -135,6 +135,11 @@ def parse_arguments(
         help="what follows a loss or gradient that is NaN or infinite: stop (the "
         "default), leave the update out, or say it and go on",
     )
+    parser.add_argument(
+        "--detect-anomaly",
+        action="store_true",
+        help="name the line whose result or gradient is first NaN or infinite; slow",
+    )
     parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)

@@ -151,6 +151,7 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
         on_nonfinite=options.on_nonfinite,
     )
     training = Training(trainer, user, plan, options)
+    trainer.worker.detects_anomalies = options.detect_anomaly
     if options.resume is not None:
         trainer.resume(options.resume)
     trainer.leave_on_signals()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gemsc.base.draws import are_draws_same
@@ -26,6 +26,7 @@ from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
+from gemsc.runtime.worker.anomaly import AnomalyDetection
 from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
@@ -46,6 +47,7 @@ class _InFlight:
     outputs: tuple[GradientEdge | None, ...]
     offloaded: OffloadedRun
     deferred: Deferred | None
+    anomalies: AnomalyDetection | None
 
 
 class Worker:
@@ -90,6 +92,7 @@ class Worker:
         is_scaled = self._autocast is not None and program.precision is torch.float16
         own = program, stages, place, self.steps, clip_norm
         self.updates = Updates(transport, *own, is_scaled=is_scaled)
+        self.detects_anomalies = False  # in each operation: many times as slow
         self.problem: Problem | None = None  # of the last step
         self._on_nonfinite = on_nonfinite
         self._is_spoilt = False  # the update that comes, perhaps by a step before it
@@ -166,16 +169,21 @@ class Worker:
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, stage, staying)
         deferred = Deferred() if counts and self.defers(run, m) else None
-        with ExitStack() as around:
+        anomalies = self._detection(stage)
+        with ExitStack() as around, anomalies or nullcontext():
             for context in self._contexts(run, m, deferred):
                 around.enter_context(context)
             around.enter_context(offloaded)
             if not counts:
                 around.enter_context(without_trace(stage))
             result = stage(*inputs)
+        if anomalies is not None:
+            anomalies.check(result)
         outputs = result if isinstance(result, tuple) else (result,)
         edges = tuple(edge_of(output) if counts else None for output in outputs)
-        self._in_flight[run, m] = _InFlight(staying, edges, offloaded, deferred)
+        self._in_flight[run, m] = _InFlight(
+            staying, edges, offloaded, deferred, anomalies
+        )
         return result
 
     def backward(
@@ -195,6 +203,8 @@ class Worker:
         if depends_on_data:
             gradients = self._present(run, gradients)
         run_backward(kept.outputs, gradients)
+        if kept.anomalies is not None:
+            kept.anomalies.check_gradients()
         if kept.deferred is not None:
             self._deferred[run, m] = kept.deferred
         return tuple(
@@ -223,14 +233,12 @@ class Worker:
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
         self.status.enter("evaluation", run, m)
-        with torch.no_grad(), autocasting(self._autocast):
-            return self.stages[run](*inputs)
+        return self._evaluate(self.stages[run], *inputs)
 
     def evaluate_apart(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage whose evaluation differs from its training in more than modes."""
         self.status.enter("evaluation", run, m)
-        with torch.no_grad(), autocasting(self._autocast):
-            return self.stages[run].forward_eval(*inputs)  # type: ignore[operator]
+        return self._evaluate(self.stages[run].forward_eval, *inputs)
 
     def gather(self, tensor: Tensor, exchange: Exchange) -> Tensor:
         """Return all of a value of which each tile has a part, in evaluation."""
@@ -278,6 +286,16 @@ class Worker:
         return found[: len(numbers)]
 
     # -------------------------------------------------------- helpers
+
+    def _evaluate(self, forward: Any, *inputs: Tensor) -> Any:
+        with torch.no_grad(), autocasting(self._autocast):
+            return forward(*inputs)
+
+    def _detection(self, stage: nn.Module) -> AnomalyDetection | None:
+        """Return what looks at each operation of a stage, if that is asked for."""
+        if not self.detects_anomalies:
+            return None
+        return AnomalyDetection(stage, backward=self.updates.scaler is None)
 
     def _look_for_problem(self) -> None:
         """Add up the losses; find out whether they and all gradients are finite."""
