@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from typing import Any
 
@@ -129,3 +131,69 @@ def test_seeds_depend_on_every_part() -> None:
     assert len(found) == 125
     assert seed_of(1, 23) != seed_of(12, 3)
     assert all(0 <= seed < 2**64 for seed in found)
+
+
+# Samples that cannot be had
+
+
+class Faulty:
+    """Pairs of numbers; sample 3 is not like the others."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3 and self.fault == "raises":
+            raise ValueError("not a TIFF file")
+        if index == 3 and self.fault == "ends":
+            os._exit(1)
+        size = 3 if index == 3 and self.fault == "shape" else 2
+        return torch.full((size,), float(os.getpid())), index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", "sample 3 cannot be read: ValueError: not a TIFF file"),
+        ("shape", "sample 3 has shape [3], sample 2 [2]"),
+    ],
+)
+def test_a_sample_that_cannot_be_had_is_named(
+    workers: int, fault: str, message: str
+) -> None:
+    batches = Batches(Faulty(fault), 2, seed=0, shuffle=False, workers=workers)
+    read = batches.epoch(0)
+    next(read)
+    with pytest.raises(GemscError) as caught:
+        next(read)
+    assert message in caught.value.message
+    assert "Traceback" not in str(caught.value)
+    if fault == "raises":
+        at = caught.value.at
+        assert at is not None
+        assert at.text == 'raise ValueError("not a TIFF file")'
+
+
+def test_a_process_that_reads_and_ends_is_an_error() -> None:
+    batches = Batches(Faulty("ends"), 2, seed=0, shuffle=False, workers=1)
+    with pytest.raises(GemscError, match="a process that reads the dataset has ended"):
+        list(batches.epoch(0))
+
+
+def test_processes_that_read_stay_from_epoch_to_epoch() -> None:
+    batches = Batches(Faulty(""), 2, seed=0, shuffle=True, workers=1)
+    alone = Batches(Faulty(""), 2, seed=0, shuffle=True)
+    seen: set[float] = set()
+    for epoch, stop in ((0, 3), (1, 1), (2, 3)):  # the second one is left half-way
+        numbers = []
+        for batch in itertools.islice(batches.epoch(epoch), stop):
+            seen |= {*batch.data[0].flatten().tolist()}
+            numbers.append(batch.data[1].tolist())
+        wanted = [batch.data[1].tolist() for batch in alone.epoch(epoch)]
+        assert numbers == wanted[:stop]
+    assert len(seen) == 1
+    assert seen != {float(os.getpid())}

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from gemsc.base.digest import digest
 from gemsc.base.process import outlast_signals
 from gemsc.base.rng import seed_of
+from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import TiledDataset, Window
@@ -22,12 +23,16 @@ from gemsc.runtime.data.tiled import TiledDataset, Window
 __all__ = ["Batch", "Batches", "repeated"]
 
 
+_Read = tuple[int, Any, str]  # the index of a sample, the sample, its digest
+
+
 class _Reproducible(Dataset[Any]):
     """A dataset whose samples depend on nothing but seed, epoch and index.
 
     Every rank that needs a sample reads it itself, so random crops and flips must come
     out alike: all generators are seeded for each sample. A key is (epoch, index,
-    whether to give the sample's digest, too).
+    whether to give the sample's digest, too). An error is returned, not raised: of one
+    that another process raises, DataLoader keeps the text alone.
     """
 
     def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
@@ -35,8 +40,18 @@ class _Reproducible(Dataset[Any]):
         self.seed = seed
         self.window = window
 
-    def __getitem__(self, key: tuple[int, int, bool]) -> tuple[Any, str]:
+    def __getitem__(self, key: tuple[int, int, bool]) -> _Read | GemscError:
         epoch, index, is_compared = key
+        try:
+            return index, *self._read(epoch, index, is_compared=is_compared)
+        except Exception as error:
+            return GemscError(
+                f"sample {index} cannot be read: {type(error).__name__}: {error}",
+                at=user_place(error.__traceback__),
+                help=f"try dataset()[{index}] in Python, or leave the sample out",
+            )
+
+    def _read(self, epoch: int, index: int, *, is_compared: bool) -> tuple[Any, str]:
         seed = seed_of(self.seed, epoch, index)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -68,8 +83,9 @@ class Batches:
     Copies of the model share a batch: each reads its own `part` of `num_parts`.
     A last batch that is not full has as many times `least` samples as there are, by
     default none in training (`shuffle`) and all in evaluation. It is filled up with its
-    last sample. Of a `TiledDataset` the `window` of each image
-    is read. The first batch of an epoch has digests; with `compare_all`, every batch.
+    last sample. Of a `TiledDataset` the `window` of each image is read. The first batch
+    of an epoch has digests; with `compare_all`, every batch. `workers` are processes
+    that read ahead, and stay from epoch to epoch; `pinned` is for copies to a GPU.
     """
 
     def __init__(
@@ -85,6 +101,7 @@ class Batches:
         window: Window | None = None,
         compare_all: bool = False,
         least: int | None = None,
+        pinned: bool = False,
     ) -> None:
         if window is None and isinstance(dataset, TiledDataset):
             box = tuple((0, size) for size in dataset.shape)
@@ -94,12 +111,15 @@ class Batches:
         self.seed = seed
         self.shuffle = shuffle
         self.workers = workers
+        self.pinned = pinned
         self.compare_all = compare_all
         self.least = least or (size if shuffle else 1)
         self.num_samples = _length(dataset)
         self._part_size = size // num_parts
         self._start = part * self._part_size
         self._dataset = _Reproducible(dataset, seed, window)
+        self._keys: list[Any] = []  # of the epoch: what `_loader` goes through
+        self._loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
@@ -134,20 +154,44 @@ class Batches:
         ]
         # part 0 reads this one anyway: so those of all copies can be compared
         common = [[(number, rows[0][0], True)]] if self._start and rows else []
-        loader = DataLoader(
-            self._dataset,
-            batch_sampler=common + keys,
-            num_workers=self.workers,
-            collate_fn=_collate,
-            worker_init_fn=outlast_signals,
-        )
-        read = iter(loader)
+        read = self._load(common + keys)
         digests = {key[1]: next(read)[1][0] for (key,) in common}
         for row, part, (data, found) in zip(rows, parts, read, strict=True):
             real = min(max(len(row) - self._start, 0), self._part_size)
             digests |= {i: text for i, text in zip(part, found, strict=True) if text}
             yield Batch(data, real, len(row) == self.size, digests)
             digests = {}
+
+    def _load(self, keys: list[Any]) -> Iterator[Any]:
+        """Yield what the samples of each list of keys are, as `_collate` joins them."""
+        self._keys[:] = keys
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._dataset,
+                batch_sampler=self._keys,
+                num_workers=self.workers,
+                collate_fn=_collate,
+                pin_memory=self.pinned,
+                worker_init_fn=outlast_signals,
+                persistent_workers=self.workers > 0,
+            )
+        read = iter(self._loader)
+        while True:
+            try:
+                found = next(read, None)
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise GemscError(
+                    f"a process that reads the dataset has ended: {error}",
+                    help="it may have taken too much memory, or called os._exit; "
+                    "--workers 0 reads without such processes",
+                ) from None
+            if found is None:
+                return
+            if isinstance(found, GemscError):
+                raise found
+            yield found
 
 
 def _length(dataset: Any) -> int:
@@ -160,22 +204,44 @@ def _length(dataset: Any) -> int:
         ) from None
 
 
-def _collate(read: list[tuple[Any, str]]) -> tuple[tuple[Any, Any], list[str]]:
+def _collate(
+    read: list[_Read | GemscError],
+) -> tuple[tuple[Any, Any], list[str]] | GemscError:
     """Join samples to a batch of inputs and one of targets; return the digests, too."""
-    samples = [sample for sample, _ in read]
+    good: list[_Read] = []
+    for each in read:
+        if isinstance(each, GemscError):
+            return each
+        good.append(each)
+    samples = [sample for _, sample, _ in good]
     try:
         batch = default_collate(samples)
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise GemscError(
-            f"samples of the dataset cannot be collated into a batch: {error}",
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        return GemscError(
+            f"samples of the dataset cannot be collated into a batch: "
+            f"{_odd_one(good) or error}",
             help="return samples of the same structure, shapes and dtypes",
-        ) from error
+        )
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise GemscError(
+        return GemscError(
             "the dataset does not return (input, target) pairs",
             help="return a pair from __getitem__",
         )
-    return (batch[0], batch[1]), [text for _, text in read]
+    return (batch[0], batch[1]), [text for _, _, text in good]
+
+
+def _odd_one(read: list[_Read]) -> str:
+    """Return which sample has not the shapes of the first one, "" if all have."""
+    first, sample, _ = read[0]
+    for index, other, _ in read[1:]:
+        pairs = zip(pytree.tree_leaves(sample), pytree.tree_leaves(other), strict=False)
+        for one, two in pairs:
+            shapes = [list(getattr(leaf, "shape", ())) for leaf in (one, two)]
+            if shapes[0] != shapes[1]:
+                return (
+                    f"sample {index} has shape {shapes[1]}, sample {first} {shapes[0]}"
+                )
+    return ""
 
 
 def repeated(examples: Any, plan: Plan) -> Any:

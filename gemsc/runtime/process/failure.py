@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from gemsc.base.user_place import is_users, user_place
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
@@ -36,7 +36,6 @@ __all__ = [
 
 REPORT_SECONDS = 2.0  # for the first rank that fails, before another one ends it
 RANK_FILE = re.compile(r"rank\d+\.py")
-LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
 
 LOCATION = re.compile(r"^\s*# (\S+\.py:\d+(?: in \S+)?)  (.*)$")
 
@@ -45,7 +44,7 @@ def describe_failure(error: BaseException, rank: int, status: Status | None) -> 
     """Return the report: rank, stage, micro-batch, the user's line, the traceback."""
     doing = f" in {status}" if status is not None else ""
     if isinstance(error, GemscError):
-        error.at = error.at or _user_place(error.__traceback__)
+        error.at = error.at or user_place(error.__traceback__)
         return f"{error}\nnote: on rank {rank}{doing}"
     lines = [f"error: rank {rank} failed{doing}"]
     lines += _user_lines(error.__traceback__)
@@ -64,7 +63,7 @@ def _user_lines(trace: TracebackType | None) -> list[str]:
         path, number = Path(frame.filename), frame.lineno or 0
         if RANK_FILE.fullmatch(path.name):
             own, generated = [], generated_lines(path, number)
-        elif _is_users(path):
+        elif is_users(path):
             own = [f"{SourceLocation(frame.filename, number)}: {frame.line}"]
     return own + [line for line in generated if line not in own]
 
@@ -73,27 +72,10 @@ def line_of(frames: traceback.StackSummary) -> str:
     """Return the innermost line of a stack that is the user's or a rank file's."""
     for frame in reversed(frames):
         path = Path(frame.filename)
-        if RANK_FILE.fullmatch(path.name) or _is_users(path):
+        if RANK_FILE.fullmatch(path.name) or is_users(path):
             at = SourceLocation(frame.filename, frame.lineno or 0)
             return f"{at} in {frame.name}: {frame.line}"
     return ""
-
-
-def _user_place(trace: TracebackType | None) -> SourceLocation | None:
-    """Return the innermost line of the user's."""
-    found = None
-    for frame in traceback.extract_tb(trace):
-        if _is_users(Path(frame.filename)) and frame.lineno is not None:
-            found = SourceLocation(frame.filename, frame.lineno)
-    return found
-
-
-def _is_users(path: Path) -> bool:
-    """Whether a file is of neither Python, a package, gemsc nor a program."""
-    file = str(path)
-    if file.startswith(("<", *LIBRARIES)) or "-packages" in file:
-        return False
-    return not (path.parent / "plan.toml").is_file()
 
 
 def generated_lines(path: Path, number: int) -> list[str]:

@@ -129,6 +129,7 @@ class Training:
             seed=seed,
             shuffle=shuffle,
             workers=self.options.workers,
+            pinned=self.trainer.device.type == "cuda",
             part=worker.place.copy,
             num_parts=worker.place.num_copies,
             window=window,
