@@ -22,9 +22,12 @@ __all__ = [
     "lowered",
     "model_dtype",
     "other_dtype",
+    "whole",
     "within",
 ]
 
+
+_HALF = (torch.float16, torch.bfloat16)
 
 Autocast = tuple[str, torch.dtype]  # type of device, and what matrices multiply in
 
@@ -86,6 +89,16 @@ def cast(nest: Any, dtype: torch.dtype) -> Any:
 
     def convert(leaf: Any) -> Any:
         return leaf.to(within(leaf.dtype, dtype)) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(convert, nest)
+
+
+def whole(nest: Any) -> Any:
+    """Return a nest with its tensors of half precision in float32, as NumPy wants."""
+
+    def convert(leaf: Any) -> Any:
+        is_half = isinstance(leaf, Tensor) and leaf.dtype in _HALF
+        return leaf.float() if is_half else leaf
 
     return pytree.tree_map(convert, nest)
 

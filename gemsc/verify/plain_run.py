@@ -203,8 +203,9 @@ class PlainRun:
             outputs, losses = [], []
             for input, target in self._micro_batches(full):
                 with same_draws(), settings.precision.autocast():
-                    outputs.append(self._forward(input))
-                    losses.append(float(self.loss(outputs[-1], target).double()))
+                    output = self._forward(input)
+                    losses.append(float(self.loss(output, target).double()))
+                outputs.append(settings.precision.output(output))
             if len(samples) == size:
                 found.append((size, {"loss": sum(losses) / len(losses)}))
             found += self._figures(samples, outputs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gemsc.base.dtypes import autocasting
+from gemsc.base.dtypes import autocasting, whole
 from gemsc.plan import Plan
 
 __all__ = ["FULL", "Precision"]
@@ -29,6 +29,10 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return what a forward runs within."""
         return autocasting(None if self.dtype is None else ("cpu", self.dtype))
+
+    def output(self, output: Any) -> Any:
+        """Return what a model returns as metrics get it: not in half precision."""
+        return output if self.dtype is None else whole(output)
 
     def scaler(self) -> torch.amp.GradScaler:
         """Return what scales the loss; it does nothing but in float16."""

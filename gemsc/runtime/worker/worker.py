@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gemsc.base.draws import are_draws_same
-from gemsc.base.dtypes import Autocast, autocasting
+from gemsc.base.dtypes import Autocast, autocasting, whole
 from gemsc.base.rng import seed_of, torch_seeded
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
@@ -246,8 +246,9 @@ class Worker:
         return self.grid.collect(tensor, exchange)
 
     def add_result(self, m: int, loss: Tensor | None, output: Any) -> None:
-        """Keep what the model returned for a micro-batch."""
-        self.steps.add_result(loss, output)
+        """Keep what the model returned for a micro-batch, not in half precision."""
+        is_mixed = self._autocast is not None
+        self.steps.add_result(loss, whole(output) if is_mixed else output)
 
     def start_reduction(self, key: str) -> None:
         """Start to add up a stage's gradients, or its parts', over who holds them."""
