@@ -202,11 +202,16 @@ def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
     results.watch("", module)
     torch.manual_seed(_SEED)
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    tensors = dict(tensor_leaves(fed))
+    tensors, kept = dict(tensor_leaves(fed)), {program.loss, *program.outputs}
     values: dict[fx.Node, Any] = {
         placeholders[given.name]: tensors[given.path] for given in program.inputs
     }
-    run_nodes(program.graph.nodes, values, module)
+    last_use = {n: node for node in program.graph.nodes for n in node.all_input_nodes}
+    for node in program.graph.nodes:
+        run_nodes([node], values, module)
+        for source in node.all_input_nodes:
+            if last_use[source] is node and source not in kept:
+                values.pop(source, None)
     for index, node in enumerate(program.outputs):
         results.locations[f"output {index}"] = location(node)
     if program.loss is not None:
