@@ -34,12 +34,18 @@ def require_gpu() -> None:
         )
 
 
-def claim_device(wanted: torch.device | None = None) -> None:
+def claim_device(
+    wanted: torch.device | None = None, *, deterministic: bool = False
+) -> None:
     """Make this rank's GPU the current one, if the launcher tells the rank's number.
 
     Call it before MPI starts: CUDA-aware libraries set themselves up on the device that
     is current then. `choose_device` has the last word.
     """
+    if deterministic:  # before CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     if torch.cuda.is_available() and (wanted is None or wanted.type == "cuda"):
         numbers = [os.environ.get(name, "") for name in LOCAL_RANK_VARIABLES]
         known = next((text for text in numbers if text.isdecimal()), None)

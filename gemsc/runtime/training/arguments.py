@@ -110,6 +110,11 @@ def parse_arguments(
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits in each run, on a GPU too; what cannot is an error",
+    )
+    parser.add_argument(
         "--last-batch",
         choices=["drop", "train"],
         default="drop",

@@ -1,4 +1,4 @@
-"""The best evaluation so far: `best` leads to its checkpoint, and patience may end.
+"""The best evaluation so far: its checkpoint, patience, rates that fall on plateaus.
 
 --best loss        the smallest loss over held-out data: so it is without the option
 --best dice:max    the largest of a figure that `metrics` returns
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from gemsc.errors import GemscError
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
@@ -18,7 +20,7 @@ __all__ = ["Best"]
 
 
 class Best(Callback):
-    """Follows one figure of the evaluations.
+    """Follows one figure of the evaluations, and shows it to ReduceLROnPlateau.
 
     `value` is the best one, of step `step`; `since` counts the evaluations after it.
     """
@@ -61,6 +63,8 @@ class Best(Callback):
                     "checkpoints are complete: go on with --resume",
                 )
             return
+        if isinstance(trainer.scheduler, ReduceLROnPlateau):
+            trainer.scheduler.step(figures[self.name])
         value, best = figures[self.name], self.value
         if self.is_larger_better:
             self.is_new = value == value if best is None else value > best

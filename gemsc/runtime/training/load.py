@@ -36,6 +36,7 @@ def load(
     accumulate: int = 1,
     clip_norm: float | None = None,
     on_nonfinite: str = "stop",
+    deterministic: bool = False,
     callbacks: Iterable[Callback] = (),
     timeout: float | str | None = DEFAULT_TIMEOUT,
 ) -> Trainer:
@@ -44,8 +45,9 @@ def load(
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
     learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
     learning rate after each update. `dtype`, torch.float64 for example, becomes the
-    default dtype, too. `seed`, `accumulate`, `clip_norm` and `on_nonfinite` are those
-    of `gemsc run`; `callbacks` follow the training (see `gemsc.Callback`).
+    default dtype, too. `seed`, `accumulate`, `clip_norm`, `on_nonfinite` and
+    `deterministic` are those of `gemsc run`; `callbacks` follow the training (see
+    `gemsc.Callback`).
 
     From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
     all ranks. So does a `timeout` (seconds, or a text such as "10min"; None for never)
@@ -57,7 +59,7 @@ def load(
             or its sources have changed; the timeout is no time.
     """
     folder = Path(directory)
-    claim_device(device)
+    claim_device(device, deterministic=deterministic)
     transport = MpiTransport()
     install_hooks(transport)
     watch_exit(transport)

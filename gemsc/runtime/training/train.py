@@ -44,7 +44,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     except GemscError as error:
         wrong = str(error)
     else:
-        claim_device(_device(options))
+        claim_device(_device(options), deterministic=options.deterministic)
     transport = _start_mpi(directory)
     if transport is None:
         return 1

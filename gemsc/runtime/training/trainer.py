@@ -24,6 +24,7 @@ from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import choose_device
 from gemsc.runtime.process.stop import StopSignal
+from gemsc.runtime.training.freezing import Freezing
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
@@ -138,6 +139,7 @@ class Trainer:
             seed=seed,
             float_dtype=dtype,
         )
+        self._freezing = Freezing(self.program, self.stages, transport)
         updates = self.worker.updates
         parameters = updates.parameters
         if self.program.train_step is not None and parameters:
@@ -253,6 +255,24 @@ class Trainer:
         asked: list[Any] = self.transport.all_gather_object(self.requests.numbers())
         self.requests.agree([sum(numbers) for numbers in zip(*asked, strict=True)])
 
+    def freeze(self, *paths: str) -> None:
+        """Do not train what is under these paths of the model; all ranks call this.
+
+        Call it between two steps. The state of the optimizer stays as it is.
+
+        Raises:
+            GemscError: the model has no such path.
+        """
+        self._freezing.change(paths, trains=False)
+
+    def unfreeze(self, *paths: str) -> None:
+        """Train what is under these paths again; all ranks call this.
+
+        Raises:
+            GemscError: the model has no such path, or it was compiled as frozen.
+        """
+        self._freezing.change(paths, trains=True)
+
     def add_callbacks(self, callbacks: Iterable[Any]) -> None:
         """Let more callbacks follow the training; `resume` comes after this."""
         for callback in callbacks:
@@ -315,7 +335,11 @@ class Trainer:
         self._saving = save(
             self.worker,
             directory,
-            extra={"own": dict(extra or {}), "callbacks": self._states()},
+            extra={
+                "own": dict(extra or {}),
+                "callbacks": self._states(),
+                "frozen": sorted(self._freezing.names),
+            },
             tensors=self._tensors(),
             keep=keep,
             best=best,
@@ -353,6 +377,7 @@ class Trainer:
         """
         self.worker.status.enter("resume")
         found = resume(self.worker, directory, self._tensors())
+        self._freezing.set(found.get("frozen", ()))
         for name, callback in self._named():
             if (state := found.get("callbacks", {}).get(name)) is not None:
                 callback.load_state_dict(state)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.boxes import Interval
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -28,7 +29,8 @@ class Updates:
     """The updates of a rank's parameters, together with the ranks that share them.
 
     `parameters` are what this rank updates: all that it holds, or its rows of what
-    other ranks hold, too. `scheduler` makes a step after each of the optimizer's;
+    other ranks hold, too. `scheduler` makes a step after each of the optimizer's,
+    or is stepped with a figure of the evaluations (ReduceLROnPlateau);
     `before` is called once the gradients are complete. `scaler` is there where the
     program computes in float16.
     """
@@ -96,7 +98,8 @@ class Updates:
         for name in self._groups:
             if name in named:
                 parameter = named[name]
-                if parameter.grad is None and not self._program.depends_on_data:
+                is_present = parameter.grad is not None or not parameter.requires_grad
+                if not is_present and not self._program.depends_on_data:
                     parameter.grad = torch.zeros_like(parameter)
                 self._start(name, {name: parameter})
         num_runs = self._steps.count / self._program.num_micro_batches
@@ -129,7 +132,9 @@ class Updates:
             self.before()
         if self.optimizer is not None:
             self.optimizer.step()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not isinstance(
+            self.scheduler, ReduceLROnPlateau
+        ):
             self.scheduler.step()
         self._drop_gradients()
         self._own.gather(torch.Tensor.detach)
