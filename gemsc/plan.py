@@ -192,6 +192,7 @@ class Plan:
     places: list[list[int]]
     stages: list[PlannedStage]
     transfers: list[PlannedTransfer]
+    constants: dict[str, str] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
     ending_seconds: float = 0.0
     workspace_bytes: int = 0

@@ -8,9 +8,9 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
+from gemsc.base.constants import ConstantsLoader
 from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
@@ -48,6 +49,7 @@ class UserModel:
     """What a user's file defines; None for what it does not.
 
     `model` and `example_inputs` are functions or objects, as the user wrote them.
+    `constants` are those that have other values than in the file.
     """
 
     path: Path
@@ -64,6 +66,7 @@ class UserModel:
     eval_dataset: Any = None
     on_step: Any = None
     on_epoch: Any = None
+    constants: Mapping[str, str] = field(default_factory=dict)
     weights: Any = None
 
     @property
@@ -246,12 +249,15 @@ def _sample(data: Any, index: int) -> Any:
     return data[index]
 
 
-def load_user_model(spec: str, *, seed: int = 0) -> UserModel:
+def load_user_model(
+    spec: str, *, seed: int = 0, constants: Mapping[str, str] | None = None
+) -> UserModel:
     """Import `path/model.py` or `pkg.module:name` and return what it defines.
 
     `path/model.py:name` works too; `name` is the model, `model` if left out. The
     file's folder is on the import path while the file is loaded, and the random
     generators are seeded, so that objects made at import are the same each time.
+    `constants` replace values that the file gives to names at its top.
 
     Raises:
         GemscError: with the line, for whatever is missing or fails.
@@ -259,9 +265,9 @@ def load_user_model(spec: str, *, seed: int = 0) -> UserModel:
     place, name = _split(spec)
     with seeded(seed):
         if place.endswith(".py") or "/" in place:
-            path, module = _import_file(Path(place))
+            path, module = _import_file(Path(place), constants or {})
         else:
-            path, module = _import_module(place)
+            path, module = _import_module(place, constants or {})
     found = vars(module)
     if found.get(name) is None:
         raise _no_model(path, module, name)
@@ -274,7 +280,13 @@ def load_user_model(spec: str, *, seed: int = 0) -> UserModel:
         )
     optional = {key: found.get(key) for key in _OPTIONAL}
     return UserModel(
-        path, module, name, found[name], found["example_inputs"], **optional
+        path,
+        module,
+        name,
+        found[name],
+        found["example_inputs"],
+        constants=constants or {},
+        **optional,
     )
 
 
@@ -285,7 +297,7 @@ def _split(spec: str) -> tuple[str, str]:
     return spec, "model"
 
 
-def _import_file(path: Path) -> tuple[Path, ModuleType]:
+def _import_file(path: Path, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
     if not path.is_file():
         raise GemscError(
             f"there is no file {path}",
@@ -296,8 +308,11 @@ def _import_file(path: Path) -> tuple[Path, ModuleType]:
     path = path.resolve()
     _check_syntax(path)
     if (path.parent / "__init__.py").is_file():
+        _refuse_constants(path, constants)
         return path, _import_of_package(path)
-    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    name = _module_name(path)
+    loader = ConstantsLoader(name, path, constants)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None or spec.loader is None:
         raise GemscError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
@@ -311,13 +326,21 @@ def _import_file(path: Path) -> tuple[Path, ModuleType]:
             del sys.modules[spec.name]
         else:
             sys.modules[spec.name] = previous
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | GemscError):
             raise
         advice = f"`python {path.name}` shows the whole traceback"
         raise _failure(
             f"importing {path.name} fails", error, path, advice=advice
         ) from error
     return path, module
+
+
+def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
+    if constants:
+        raise GemscError(
+            f"--set cannot change constants of {path.name}, which is in a package",
+            help="move what a run shall change into a file of its own",
+        )
 
 
 def _import_of_package(path: Path) -> ModuleType:
@@ -338,7 +361,7 @@ def _module_name(path: Path) -> str:
     return f"gemsc_user_{path.stem}"
 
 
-def _import_module(name: str) -> tuple[Path, ModuleType]:
+def _import_module(name: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:
     with _on_path(Path.cwd()):
         try:
             found = importlib.util.find_spec(name)
@@ -352,6 +375,7 @@ def _import_module(name: str) -> tuple[Path, ModuleType]:
         path = Path(found.origin)
         if path.suffix == ".py":
             _check_syntax(path)
+        _refuse_constants(path, constants)
         return path, _import_named(name, path)
 
 

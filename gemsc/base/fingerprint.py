@@ -7,7 +7,12 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["changed_definitions", "fingerprint", "source_fingerprints"]
+__all__ = [
+    "changed_definitions",
+    "fingerprint",
+    "names_at_run_time",
+    "source_fingerprints",
+]
 
 # a program may run with other data, another optimizer and other metrics than at
 # compile time: none of them is compiled in
@@ -37,10 +42,7 @@ def source_fingerprints(
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return {UNREADABLE: ""}
-    parts: dict[str, list[ast.stmt]] = {}
-    for item in tree.body:
-        if not _is_docstring(item):
-            parts.setdefault(_name(item), []).append(item)
+    parts = _parts(tree)
     uses = {name: _names_in(items) for name, items in parts.items()}
     counted = parts.keys() - _runtime_only(uses)
     if lines is not None:
@@ -50,6 +52,20 @@ def source_fingerprints(
         for name, items in parts.items()
         if name in counted
     }
+
+
+def names_at_run_time(path: Path) -> set[str]:
+    """Return the definitions of a file that only matter at run time."""
+    parts = _parts(ast.parse(path.read_bytes()))
+    return _runtime_only({name: _names_in(items) for name, items in parts.items()})
+
+
+def _parts(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+    parts: dict[str, list[ast.stmt]] = {}
+    for item in tree.body:
+        if not _is_docstring(item):
+            parts.setdefault(_name(item), []).append(item)
+    return parts
 
 
 def changed_definitions(

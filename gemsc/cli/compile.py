@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gemsc.base.constants import split_constants
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
@@ -69,11 +71,15 @@ def compile_command(
     time_passes: Annotated[
         bool, typer.Option(help="print each pass's seconds")
     ] = False,
+    constants: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE for a constant of the model's file"),
+    ] = None,
 ) -> None:
     """Compile a model into a program directory."""
     check_target(output)
     edited = _read_edited(plan, typed_flags(context)) if plan is not None else None
-    user = load_user_model(model)
+    user = load_user_model(model, constants=split_constants(constants or []))
     shows = nullcontext(_say_nothing) if options.profile else pass_line()
     with shows as tell:
         watch = _Watch(print_after, time_passes, tell)
@@ -213,7 +219,15 @@ def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, An
 def _with_source(plan: Plan, user: UserModel) -> Plan:
     """Return the plan with where its model comes from."""
     sources = {**plan.sources, str(user.path): source_fingerprints(user.path)}
-    return replace(plan, spec=user.spec, sources=sources)
+    given = [f"{name}={text}" for name, text in user.constants.items()]
+    words = "".join(f" --set {shlex.quote(text)}" for text in given)
+    return replace(
+        plan,
+        spec=user.spec,
+        sources=sources,
+        constants=dict(user.constants),
+        command=plan.command + words,
+    )
 
 
 def _say_nothing(what: str, share: float = 1.0) -> None:

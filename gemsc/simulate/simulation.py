@@ -143,7 +143,7 @@ def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:
     }
     blocks = tuple(len(stage.blocks) for stage in plan.stages)
     given |= {"balance": "explicit", "blocks": blocks, "cuts": ()}
-    return load_user_model(plan.spec), replace(known, **given)
+    return load_user_model(plan.spec, constants=plan.constants), replace(known, **given)
 
 
 def read_counts(text: str, last: int) -> tuple[int, ...]:

@@ -436,7 +436,7 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
             help="call gemsc.verify_compiled(directory, model, example_inputs, "
             "loss=...) in the script that compiles it",
         )
-    user = load_user_model(plan.spec)
+    user = load_user_model(plan.spec, constants=plan.constants)
     if user.loss is None:
         raise GemscError(
             f"{user.path} has no loss(), so there are no gradients to compare",

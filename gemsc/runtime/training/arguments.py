@@ -110,6 +110,14 @@ def parse_arguments(
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another value for a constant of the model's file that the model itself "
+        "does not use",
+    )
+    parser.add_argument(
         "--deterministic",
         action="store_true",
         help="the same bits in each run, on a GPU too; what cannot is an error",

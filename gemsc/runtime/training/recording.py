@@ -94,7 +94,7 @@ def record_timed_steps(
     is the first rank's leaving that counts.
     """
     plan = Plan.read(directory / "plan.toml")
-    user = load_user_model(plan.spec)
+    user = load_user_model(plan.spec, constants=plan.constants)
     inputs = user.make_inputs()
     target = user.make_target(inputs)
     inputs, target = repeated((inputs, target), plan)

@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from gemsc.base.constants import check_run_constants, split_constants
 from gemsc.base.process import is_started_by_mpirun, num_cores
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -129,7 +130,9 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
             f"{directory} was compiled from Python and has no dataset",
             help="call gemsc.load() and trainer.step() in your own loop",
         )
-    user = load_user_model(plan.spec)
+    constants = split_constants(options.set)
+    user = load_user_model(plan.spec, constants={**plan.constants, **constants})
+    check_run_constants(user.path, constants)
     if user.dataset is None:
         raise GemscError(
             f"{user.path} has no dataset()",

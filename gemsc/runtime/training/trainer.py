@@ -24,12 +24,12 @@ from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import choose_device
 from gemsc.runtime.process.stop import StopSignal
-from gemsc.runtime.training.freezing import Freezing
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams, streams_for
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.finite import Problem
+from gemsc.runtime.worker.freezing import Freezing
 from gemsc.runtime.worker.program import RankPlace, RankProgram
 from gemsc.runtime.worker.requests import Requests
 from gemsc.runtime.worker.stages import Stages

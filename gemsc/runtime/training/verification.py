@@ -26,7 +26,9 @@ def run_recorded_steps(
     """Train on the batches in `folder` (batches.pt) and leave this rank's record."""
     batches = torch.load(folder / "batches.pt", weights_only=True)
     plan = Plan.read(directory / "plan.toml")
-    optimizer = load_user_model(plan.spec).optimizer if plan.spec else None
+    optimizer = None
+    if plan.spec:
+        optimizer = load_user_model(plan.spec, constants=plan.constants).optimizer
     torch.set_default_dtype(dtype)  # also of what forward makes
     with same_draws():
         record_steps(directory, transport, folder, batches, dtype, optimizer)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from gemsc.base.constants import ConstantsLoader
 from gemsc.plan import Plan
 
 __all__ = ["user_module", "user_object"]
@@ -24,7 +26,8 @@ def user_object(rank_file: str, module: str, qualname: str) -> Any:
     the user's other modules are found.
     """
     if module not in sys.modules:
-        _load(module, _model_file(Path(rank_file).parent))
+        plan = Plan.read(Path(rank_file).parent / "plan.toml")
+        _load(module, _model_file(plan), plan.constants)
     found: Any = sys.modules[module]
     for part in qualname.split("."):
         found = getattr(found, part)
@@ -56,13 +59,13 @@ def user_module(cls: type[T], /, **parts: Any) -> T:
     return cast("T", made)
 
 
-def _model_file(directory: Path) -> Path | None:
+def _model_file(plan: Plan) -> Path | None:
     """Return the file of `path/model.py:name`; None if the model came from Python."""
-    spec = Plan.read(directory / "plan.toml").spec
+    spec = plan.spec
     return Path(spec.partition(".py:")[0]).with_suffix(".py") if spec else None
 
 
-def _load(module: str, path: Path | None) -> None:
+def _load(module: str, path: Path | None, constants: Mapping[str, str]) -> None:
     if path is not None:
         for folder in {str(path.parent), str(_outside_packages(path.parent))}:
             if folder not in sys.path:
@@ -70,7 +73,8 @@ def _load(module: str, path: Path | None) -> None:
     if path is None or path.stem != module:
         importlib.import_module(module)
         return
-    spec = importlib.util.spec_from_file_location(module, path)
+    loader = ConstantsLoader(module, path, constants)
+    spec = importlib.util.spec_from_file_location(module, path, loader=loader)
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
