@@ -19,10 +19,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from gemsc.base.constants import ConstantsLoader
 from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.source.constants import ConstantsLoader
 from gemsc.weights.load import load_weights
 
 __all__ = ["UserModel", "load_user_model"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gemsc.base.constants import check_run_constants, split_constants
 from gemsc.errors import GemscError
+from gemsc.source.constants import check_run_constants, split_constants
 from gemsc.user_model import UserModel, load_user_model
 
 TEXT = """import torch

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from gemsc.base.constants import split_constants
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
@@ -28,6 +27,7 @@ from gemsc.passes.manager import Observer
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.search.candidates import Candidate
+from gemsc.source.constants import split_constants
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.tables import notes, show_candidates
 from gemsc.viz.tables import show as show_plan

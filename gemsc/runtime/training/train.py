@@ -10,7 +10,6 @@ from typing import cast
 
 import torch
 
-from gemsc.base.constants import check_run_constants, split_constants
 from gemsc.base.process import is_started_by_mpirun, num_cores
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -30,6 +29,7 @@ from gemsc.runtime.training.verification import run_recorded_steps
 from gemsc.runtime.transport.launcher import check_launcher, is_first_started
 from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.transport import Transport
+from gemsc.source.constants import check_run_constants, split_constants
 from gemsc.user_model import load_user_model
 
 __all__ = ["main", "share_cores", "train"]

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from gemsc.base.constants import ConstantsLoader
 from gemsc.plan import Plan
+from gemsc.source.constants import ConstantsLoader
 
 __all__ = ["user_module", "user_object"]
 

@@ -1,0 +1,1 @@
+"""The user's source files, as they are loaded."""
