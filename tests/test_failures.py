@@ -365,8 +365,8 @@ def scratch_of(rank: int) -> Path:
     [
         pytest.param(VICTIMS[:3], id="3"),
         *(
-            pytest.param(VICTIMS * 4, id=f"16 ({part} of 4)", marks=pytest.mark.nightly)
-            for part in range(1, 5)
+            pytest.param(VICTIMS * 2, id=f"8 ({part} of 8)", marks=pytest.mark.nightly)
+            for part in range(1, 9)
         ),
     ],
 )
