@@ -38,7 +38,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.process": ("errors", "base", "runtime.transport"),
     "runtime.tiles": ("errors", "base", "messages", "runtime.transport"),
     "runtime.memory": ("errors", "base", *RUNTIME),
-    "runtime.data": ("errors", "base", "messages", "plan", "runtime.transport"),
+    "runtime.data": (
+        *("errors", "base", "messages", "plan"),
+        *("runtime.transport", "runtime.process"),
+    ),
     "runtime.worker": (
         *("errors", "base", "weights", "source", "messages", "plan"),
         *(*RUNTIME, "runtime.memory", "runtime.data"),

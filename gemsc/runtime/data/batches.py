@@ -19,6 +19,7 @@ from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.tiled import TiledDataset, Window
+from gemsc.runtime.process.status import Status
 
 __all__ = ["Batch", "Batches", "repeated"]
 
@@ -42,6 +43,7 @@ class _Reproducible(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int, bool]) -> _Read | GemscError:
         epoch, index, is_compared = key
+        Status.go_on()
         try:
             return index, *self._read(epoch, index, is_compared=is_compared)
         except Exception as error:

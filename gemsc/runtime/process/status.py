@@ -106,6 +106,12 @@ class Status:
         self.changes += 1
         self._publish()
 
+    @classmethod
+    def go_on(cls) -> None:
+        """Say that the action of this process, which takes long, goes on."""
+        if cls.current is not None:
+            cls.current.changes += 1
+
     def idle(self) -> None:
         """Say that a step has ended."""
         self.enter(BETWEEN_STEPS)
