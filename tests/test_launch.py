@@ -34,6 +34,11 @@ EXIT_CODE = (
     b"   Process name: [prterun-vm-3970@1,1]\n   Exit code:    3\n" + RULE
 )
 
+LOST = (
+    RULE + b"PRTE has lost communication with a remote daemon.\n\n"
+    b"  HNP daemon   : [prterun-a-1@0,0] on node a\n"
+    b"  Remote daemon: [prterun-a-1@0,1] on node b\n\nThis is usually due to\n" + RULE
+)
 LEFT = (
     RULE
     + b"prterun has exited due to process rank 1 with PID 19838 on node vm exiting\n"
@@ -119,6 +124,7 @@ def test_settings_of_the_user_win(tmp_path, monkeypatch):
         (ABORT, b""),
         (KILLED, b"rank 1 was ended by signal 9 (Killed)\n"),
         (EXIT_CODE, b"rank 1 ended with exit code 3\n"),
+        (LOST, b"rank None host b was lost\n"),
         (LEFT, b"rank 1 left before the others had ended\n"),
         (
             b"a\n" + ABORT + KILLED + b"\0",

@@ -115,6 +115,8 @@ def launch(
             )
         if seen:
             code = -seen[0]
+        elif code == 0 and notes.told:  # mpirun says so where a host is lost
+            code = 1
         code = 128 - code if code < 0 else code
         how = next(iter(notes.told), "")
         at_end(Ending(code, how, is_asked=bool(seen), step=notes.last_step))
@@ -144,10 +146,13 @@ class _Notes:
         found = (re.search(r"step (\d+)$", text) for text in doing if text is not None)
         return max((int(step[1]) for step in found if step), default=None)
 
-    def of_rank(self, rank: int, how: str) -> str:
+    def of_rank(self, rank: int | None, how: str) -> str:
         """Return the report of a rank that could not say itself how it ended."""
         if how.endswith(f" exit code {STOPPED}"):
             return ""  # it has said so
+        if rank is None:
+            self.told.append(how)
+            return f"error: {how}"
         self.told.append(f"rank {rank} {how}")
         doing = read_status(self.folder, rank)
         if doing is None or self._is_reported:

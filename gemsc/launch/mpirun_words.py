@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["Tell", "in_our_words"]
 
-Tell = Callable[[int, str], str]
+Tell = Callable[[int | None, str], str]  # of a rank, or of all
 
 # It stands between two lines of dashes, and Open MPI 5 has no --quiet. A rank that
 # fails has said why; only what it could not say itself (a signal, an exit code) is
@@ -17,12 +17,14 @@ _RULE = rb"^-{60,}\r?\n"
 _WORDS = (
     rb"(?:MPI_ABORT was invoked"
     rb"|(?:prterun|mpirun|mpiexec)\S* (?:noticed|detected|has exited)"
+    rb"|\S+ has lost communication with a remote daemon"
     rb"|Primary job +terminated normally)"
 )
 _PARAGRAPH = re.compile(_RULE + _WORDS + rb"[\s\S]*?" + _RULE, re.MULTILINE)
 _BEGUN = re.compile(  # what may become one
     rb"^-+\r?\Z|" + _RULE + rb"(?:[^\n]*\Z|" + _WORDS + rb")", re.MULTILINE
 )
+_LOST = re.compile(rb"Remote daemon: +\[[^\]]*\] on node (\S+)")
 _ENDS = (
     (
         rb"process rank (\d+) with PID \d+ on node \S+\s+"
@@ -45,6 +47,8 @@ def in_our_words(pieces: Iterable[bytes], tell: Tell) -> Iterator[bytes]:
     """
 
     def summary(paragraph: re.Match[bytes]) -> bytes:
+        if lost := _LOST.search(paragraph[0]):
+            return f"{tell(None, f'host {lost[1].decode()} was lost')}\n".encode()
         for pattern, how in _ENDS:
             if found := re.search(pattern, paragraph[0]):
                 rank, *rest = (group.decode() for group in found.groups())
