@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -76,7 +77,14 @@ class Pair:
 
     def lose(self, index: int) -> None:
         """Cut a host off: ssh finds nobody, and no message arrives any more."""
-        self.servers[index].kill()
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.spaces[index]],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for pid in listed.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
         _ip("-n", self.spaces[index], "link", "set", "wire", "down")
 
 

@@ -1,10 +1,12 @@
 """Starting again when a rank dies: when, from where, on how many ranks."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command_line import MODEL, start
+from host_pair import two_hosts
 
 from gemsc.launch import start as starting
 from gemsc.launch.ending import Ending
@@ -165,3 +167,22 @@ def test_a_rank_that_is_killed_once_does_not_end_the_training(command):
     assert "was ended by signal 9 (Killed) in reading the dataset" in done.err
     assert "restart 1 of 1 from step 3: rank " in done.err
     assert last_step(Path("program/runs/1")) == 6
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_training_goes_on_without_a_host_that_is_lost(command, tmp_path):
+    Path("model.py").write_text(MODEL)
+    assert command("compile", "model.py", "-o", "program").code == 0
+    with two_hosts(tmp_path) as pair:
+        words = "--epochs", 20, "--restarts", 1, "--hosts", ",".join(pair.addresses)
+        with pair.popen(0, "timeout", 200, "gemsc", "run", "program", *words) as job:
+            while job.poll() is None and not Path("program/runs/1/latest").exists():
+                time.sleep(0.1)
+            pair.lose(1)
+            _, err = job.communicate()
+        assert job.returncode == 0, err
+        assert f"host {pair.spaces[1]} was lost" in err
+        assert "restart 1 of 1 from step " in err
+        assert Path("program/restart-1-ranks").is_dir()
+        assert last_step(Path("program/runs/1")) == 60

@@ -8,6 +8,8 @@ import pytest
 from command_line import MODEL
 from slurm_cluster import Cluster, slurm
 
+from gemsc.launch.restarts import last_step
+
 pytestmark = pytest.mark.mpi
 
 
@@ -38,3 +40,16 @@ def test_ranks_that_srun_does_not_connect_say_so_once(cluster, program):
     assert done.returncode == 1
     assert done.stderr.count("srun started 2 processes, and MPI cannot") == 1
     assert done.stderr.count("help: srun --mpi=pmix -n 2") == 1
+
+
+@pytest.mark.nightly
+def test_a_job_that_is_told_to_stop_goes_on_after_a_requeue(cluster, program):
+    job = cluster.submit(program / "job.sbatch", "--epochs", "60")
+    cluster.wait_for(job, "epoch 3/60")
+    cluster.ask("scancel", "--signal=USR1", job)
+    said = cluster.wait_for(job, "stopped on request at step")
+    assert cluster.end_of(job) == "COMPLETED", Path(f"out-{job}").read_text()
+    step = int(said.partition("stopped on request at step ")[2].partition(";")[0])
+    assert 6 <= step < 180
+    assert last_step(program / "runs" / f"job-{job}") == 180
+    assert "Restarts=1 " in cluster.ask("scontrol", "show", "job", job)
