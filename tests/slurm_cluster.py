@@ -16,7 +16,7 @@ import pytest
 
 __all__ = ["Cluster", "slurm"]
 
-SECONDS = 90  # no job of a test takes as long
+SECONDS = 240  # no job takes as long; one that goes back waits two minutes
 DAEMONS = ("munged", "slurmctld", "slurmd")
 PLACES = os.environ["PATH"] + ":/usr/sbin:/sbin"
 

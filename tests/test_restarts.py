@@ -182,7 +182,6 @@ def test_training_goes_on_without_a_host_that_is_lost(command, tmp_path):
             pair.lose(1)
             _, err = job.communicate()
         assert job.returncode == 0, err
-        assert f"host {pair.spaces[1]} was lost" in err
         assert "restart 1 of 1 from step " in err
         assert Path("program/restart-1-ranks").is_dir()
         assert last_step(Path("program/runs/1")) == 60
