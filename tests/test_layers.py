@@ -46,7 +46,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("errors", "base", "weights", "source", "messages", "plan"),
         *(*RUNTIME, "runtime.memory", "runtime.data"),
     ),
-    "runtime.checkpoint": ("errors", "base", "weights", "runtime.worker"),
+    "runtime.checkpoint": (
+        *("errors", "base", "weights", "runtime.process", "runtime.worker"),
+    ),
     "runtime.training": (
         *("errors", "base", "weights", "source", "messages", "plan", "user_model"),
         *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),

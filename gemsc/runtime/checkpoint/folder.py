@@ -22,6 +22,7 @@ from pathlib import Path
 from gemsc.base.files import sync
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
+from gemsc.runtime.process.status import Status
 from gemsc.weights.facts import facts_of
 
 __all__ = [
@@ -89,6 +90,7 @@ def check_digests(folder: Path, manifest: Manifest, part: int, parts: int) -> No
     """
     for name in sorted(manifest.files)[part::parts]:
         path = folder / name
+        Status.go_on()
         try:
             found = facts_of(path)
         except OSError as error:

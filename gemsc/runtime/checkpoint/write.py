@@ -31,6 +31,7 @@ from gemsc.runtime.checkpoint.manifest import Manifest, Stored
 from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.state_json import dtype_name, encode
+from gemsc.runtime.process.status import Status
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.facts import FileFacts
 from gemsc.weights.write import Entry, write_stream
@@ -114,7 +115,7 @@ def save(
         share = share.copied()
         saving.run(lambda: job.run(share))
         return saving
-    _together(transport, lambda: job.write(share), beside)
+    _together(transport, lambda: job.write(share, Status.go_on), beside)
     _together(transport, job.complete if transport.rank == 0 else None, beside)
     return PendingSave()
 
@@ -260,11 +261,13 @@ class _Job:
                 discard(self.beside)
                 raise
 
-    def write(self, share: _Share) -> None:
-        """Write this rank's file, then what there is in it."""
+    def write(self, share: _Share, go_on: Callable[[], None] | None = None) -> None:
+        """Write this rank's file, then what there is in it; tell of each tensor."""
         table = {k: Entry(t.dtype, p.sizes) for k, (t, p) in share.tensors.items()}
 
         def read(key: str) -> Tensor:
+            if go_on is not None:
+                go_on()
             tensor, piece = share.tensors[key]
             return tensor.reshape(piece.sizes)
 
