@@ -211,4 +211,4 @@ def test_a_generator_without_a_seed_stops_the_run(
     )
     assert message in outcome.err
     assert "seed other generators" in outcome.err
-    assert not (tmp_path / "checkpoint").exists()
+    assert not (tmp_path / "checkpoint" / "latest").exists()
