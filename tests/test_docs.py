@@ -17,8 +17,8 @@ from typer.main import get_command
 from gemsc.cli import make_app
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.ir.dump import dump
+from gemsc.launch.arguments import read_launch
 from gemsc.launch.launch import launch
-from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.schedules import SCHEDULES
 from gemsc.user_model import UserModel, load_user_model
 
@@ -117,6 +117,7 @@ def test_all_names_of_a_model_file_are_explained():
         "module",
         "name",
         "spec",
+        "constants",
     }
     assert not [name for name in names if not re.search(rf"\n\| `{name}\W", text)]
 
@@ -124,7 +125,7 @@ def test_all_names_of_a_model_file_are_explained():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_are_named_exist(page, capsys):
     known = {"--help", "--update-golden"}  # pytest's
-    known |= {"--extra-index-url", "--oversubscribe"}  # those of pip and mpirun
+    known |= {"--extra-index-url", "--oversubscribe", "--mpi"}  # pip, mpirun, srun
     app = get_command(make_app())
     for command in (app, *app.commands.values()):
         known |= {name for param in command.params for name in param.opts}
@@ -132,7 +133,7 @@ def test_options_that_are_named_exist(page, capsys):
     for script in (ROOT / "benchmarks").glob("*.py"):
         known |= set(re.findall(r'"(--[\w-]+)"', script.read_text(encoding="utf-8")))
     with pytest.raises(SystemExit):
-        parse_arguments(["--help"])
+        read_launch(["--help"])
     known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     named = re.findall(r"(?<![\w|-])--[a-z][\w-]+", page.read_text(encoding="utf-8"))
     assert set(named) <= known
