@@ -85,6 +85,7 @@ def on_step(trainer, report):
 
 LOOP = """\
 import sys
+from pathlib import Path
 
 import torch
 
@@ -111,7 +112,7 @@ if kind == "lost" and host.rank == 0:
 while not trainer.is_leaving:
     trip("loop")
     trainer.step(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
-trainer.save(words[1])
+trainer.save(Path(words[1]))
 sys.exit(75)
 """
 

@@ -204,6 +204,7 @@ def _wait(
         is_awake = now - looked < 2 * LOOK_SECONDS  # else all may have been stopped
         looked = now
         if is_awake and (report := notes.of_hang(now)):
+            (notes.folder / REPORTED).touch()
             _write(target, report)
             _end(process)
             return 1
@@ -255,13 +256,15 @@ class _Signals:
         self._pass_on(number)
 
     def _ask(self, number: int) -> bool:
-        """Ask the ranks that can leave with a checkpoint; whether there are any."""
+        """Ask the ranks to leave with a checkpoint; whether there are any.
+
+        It ends those that cannot, and so the job.
+        """
         states = read_states(self.folder).values()
         for state in states:
-            if state.can_stop:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(state.pid, number)
-        return any(state.can_stop for state in states)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, number)
+        return bool(states)
 
     def _pass_on(self, number: int) -> None:
         """End mpirun, which does not handle all signals; kill it if it goes on."""

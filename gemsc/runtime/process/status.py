@@ -50,7 +50,6 @@ class RankState:
     doing: the rank's action, as in `Status`.
     place: the line that runs.
     is_idle: whether the user's own loop has it, between two steps.
-    can_stop: whether the rank ends on a signal with a checkpoint.
     needs: what the rank waits for, and the ranks that takes, as the bits of a number.
     """
 
@@ -63,7 +62,6 @@ class RankState:
     doing: str
     place: str = ""
     is_idle: bool = False
-    can_stop: bool = False
     needs: tuple[tuple[str, int], ...] = ()
 
 

@@ -113,7 +113,6 @@ class HangWatch:
             changed=self._changed,
             doing=str(status),
             place="" if is_over else self._place(),
-            can_stop=StopSignal.current is not None,
             is_idle=status.is_idle and wait is None,
             needs=tuple((n.what, sum(1 << rank for rank in n.ranks)) for n in needs),
         )
