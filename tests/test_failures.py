@@ -226,10 +226,9 @@ def test_an_exception_in_a_stage_names_rank_stage_micro_batch_and_line(
     [
         ("forward-exit:2", "SystemExit: 3"),
         ("forward-thread:2", "ValueError: tripped"),
-        ("data:20", "ValueError: tripped"),
     ],
 )
-def test_leaving_failing_threads_and_failing_data_end_all_ranks(
+def test_leaving_and_failing_threads_end_all_ranks(
     trip: str, error: str, program: Path, run: Callable[..., Job]
 ) -> None:
     job = run(trip, GEMSC, "run", program)

@@ -43,8 +43,10 @@ def start(
     how, rest, options = read_launch(arguments)
     hosts = _places(how.hosts, plan.ranks, directory)
     is_named = options.save is not None
-    folder = choose_folder(directory, options)
     if options.resume is not None:
+        check_checkpoint(options.resume)
+    folder = choose_folder(directory, options)
+    if options.goes_on and options.resume is not None:
         check_checkpoint(options.resume)
     if folder is None:  # it does not train
         return _Job(directory, plan, (*rest,), hosts).run(timeout).code

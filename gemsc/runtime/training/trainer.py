@@ -311,7 +311,7 @@ class Trainer:
 
     def save(
         self,
-        directory: Path,
+        directory: str | Path,
         *,
         extra: Mapping[str, Any] | None = None,
         keep: int = 3,
@@ -331,6 +331,7 @@ class Trainer:
             GemscError: it cannot be written, on any rank; older ones stay as they are.
         """
         self.finish_saving()
+        directory = Path(directory)
         self.worker.status.enter("checkpoint")
         self._saving = save(
             self.worker,
@@ -365,7 +366,7 @@ class Trainer:
         self.worker.status.idle()
         self.tell("on_save", pending.folder)
 
-    def resume(self, directory: Path) -> dict[str, Any]:
+    def resume(self, directory: str | Path) -> dict[str, Any]:
         """Continue from what `save` wrote; return its `extra`.
 
         Generators of random numbers, too, go on where they were. From a safetensors
@@ -376,7 +377,7 @@ class Trainer:
                 nothing was changed.
         """
         self.worker.status.enter("resume")
-        found = resume(self.worker, directory, self._tensors())
+        found = resume(self.worker, Path(directory), self._tensors())
         self._freezing.set(found.get("frozen", ()))
         for name, callback in self._named():
             if (state := found.get("callbacks", {}).get(name)) is not None:
