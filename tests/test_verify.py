@@ -104,7 +104,11 @@ def test_the_exit_code_asks_float64_to_be_exact(
     monkeypatch.setattr(
         cli, "verify_program", lambda directory, dtype, num_steps: errors[kinds[dtype]]
     )
-    monkeypatch.setattr(cli.Plan, "read", lambda path: SimpleNamespace(only_dtype=""))
+    monkeypatch.setattr(
+        cli.Plan,
+        "read",
+        lambda path: SimpleNamespace(only_dtype="", precision="float32"),
+    )
     monkeypatch.setattr(cli, "show_activations", lambda *given: None)
     with pytest.raises(typer.Exit) as ended:
         cli.verify_command(Path("program"))

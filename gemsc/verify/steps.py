@@ -165,8 +165,14 @@ def reference_steps(
     return StepRecord(losses, gradients, state)
 
 
-def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
-    """Return the largest errors of N ranks, compared with one process."""
+def compare(
+    actual: StepRecord, expected: StepRecord, *, may_overflow: bool = False
+) -> Comparison:
+    """Return the largest errors of N ranks, compared with one process.
+
+    What is NaN in both is wrong, unless it `may_overflow`: in float16 a scale of the
+    loss may be too large, for both.
+    """
     pairs = zip(actual.losses, expected.losses, strict=True)
     loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
     loss = loss if loss == loss else float("inf")
@@ -181,7 +187,7 @@ def compare(actual: StepRecord, expected: StepRecord) -> Comparison:
     worst: dict[str, tuple[float, str]] = {}
     for kind, (mine, theirs, names) in groups.items():
         most = LARGEST_BUFFER if kind == "buffer " else math.inf
-        found = _errors(mine, theirs, names, most)
+        found = _errors(mine, theirs, names, most, may_overflow)
         worst[kind] = max(((e, n) for n, e in found.items() if e), default=(0.0, ""))
         errors |= {f"{kind}{name}": error for name, error in found.items()}
         equal += sum(n in mine and torch.equal(mine[n], theirs[n]) for n in names)
@@ -203,6 +209,7 @@ def _errors(
     expected: Mapping[str, Tensor],
     names: Iterable[str],
     most: float,
+    may_overflow: bool,
 ) -> dict[str, float]:
     """Return the relative error of each tensor, infinite where it is not there.
 
@@ -215,17 +222,19 @@ def _errors(
     for name in names:
         error = float("inf")
         if name in actual and actual[name].shape == expected[name].shape:
-            difference = _difference(actual[name], expected[name])
+            difference = _difference(actual[name], expected[name], may_overflow)
             scale = max(_size(expected[name]), least, sys.float_info.min)
             error = difference / scale
         errors[name] = error if error == error else float("inf")
     return errors
 
 
-def _difference(mine: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference; what is not finite may be equal."""
+def _difference(mine: Tensor, theirs: Tensor, may_overflow: bool) -> float:
+    """Return the largest difference; infinities may be equal, and NaN if allowed."""
     mine, theirs = mine.double(), theirs.double()
-    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    same = mine == theirs
+    if may_overflow:
+        same |= mine.isnan() & theirs.isnan()
     difference = (mine - theirs).masked_fill(same, 0.0)
     return float(difference.abs().max()) if difference.numel() else 0.0
 
@@ -314,12 +323,14 @@ def verify_program(
     model = initial_model(user, directory)
     batches = _batches(user, plan, num_steps, seed)
     expected = _one_process(user, model, batches, plan, dtype)
-    found = compare(_ranks(directory, plan, batches, dtype), expected)
+    overflow = Precision.of(plan, dtype).dtype is torch.float16
+    ranks = _ranks(directory, plan, batches, dtype)
+    found = compare(ranks, expected, may_overflow=overflow)
     found = replace(found, last_bit=_last_bit(plan, dtype))
     if found.judge(dtype)[0] == "exact":
         return found
     for other in _other_roundings(user, model, batches, plan, dtype):
-        once = compare(other, expected).errors
+        once = compare(other, expected, may_overflow=overflow).errors
         known = found.rounding
         rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.items()}
         found = replace(found, rounding=rounding)
