@@ -9,7 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 # a worker of xdist that crashes fails the run: with loadfile, or a new one, it may hang
-PARALLEL := --numprocesses auto --maxprocesses 8 --dist worksteal --max-worker-restart 0
+# one more than there are cores: many tests wait for processes that they have started
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
+PARALLEL := --numprocesses $(WORKERS) --dist worksteal --max-worker-restart 0
 UNET := examples/unet_histology/model.py
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -64,6 +64,7 @@ def losses(trainer: Trainer) -> list[float]:
     return [trainer.step((x,), y) for _ in range(3)]
 
 
+@pytest.mark.nightly
 def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path, gemsc: Gemsc) -> None:
     one = compiled(gemsc, tmp_path, "one", "--ranks", "1")
     (expected,) = on_ranks(one, 1, losses)
