@@ -43,7 +43,7 @@ def start(
     how, rest, options = read_launch(arguments)
     hosts = _places(how.hosts, plan.ranks, directory)
     is_named = options.save is not None
-    if options.resume is not None:
+    if options.resume is not None and not options.goes_on:
         check_checkpoint(options.resume)
     folder = choose_folder(directory, options)
     if options.goes_on and options.resume is not None:
