@@ -65,5 +65,5 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	  { echo "gemsc needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "== install into $(VENV): a minute or two, once"
-	@$(BIN)/pip install -qq $(CONSTRAINTS:%=-c %) -e '.[mpi,examples,dev]'
+	@$(BIN)/pip install -qq $(CONSTRAINTS:%=-c %) -e '.[mpi,onnx,keras,examples,dev]'
 	@touch $@

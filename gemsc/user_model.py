@@ -127,14 +127,15 @@ class UserModel:
     def make_target(self, inputs: Inputs, *, seed: int = 0) -> Any:
         """Return a target for `inputs`: the user's, or one collated from the dataset.
 
-        None without a loss.
+        A dataset of the file itself counts more than an example that it only imports,
+        with the model. None without a loss.
 
         Raises:
             GemscError: there is a loss, but neither example_target nor dataset.
         """
         if self.loss is None:
             return None
-        if self.example_target is not None:
+        if self.example_target is not None and not self._has_newer_data():
             return self._make("example_target", self.example_target, seed)
         if self.dataset is None:
             raise GemscError(
@@ -146,6 +147,14 @@ class UserModel:
         sizes = (t.shape[0] for _, t in tensor_leaves(inputs) if t.dim() > 0)
         with seeded(seed):
             return self._collate(data, next(sizes, 1))
+
+    def _has_newer_data(self) -> bool:
+        """Return whether the file has a dataset, and the example is another file's."""
+        own, other = (
+            getattr(value, "__module__", None) == self.module.__name__
+            for value in (self.dataset, self.example_target)
+        )
+        return self.dataset is not None and own and not other
 
     def make_loss(self) -> Any:
         """Return the loss as something to call with (output, target)."""

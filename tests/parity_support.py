@@ -12,6 +12,7 @@ import pytest
 import torch
 from branch_models import BRANCH_MODELS
 from models import MODELS, float32_by_default
+from norm_models import NORM_MODELS
 from shard_models import SHARD_MODELS
 from support import run_on_threads
 from tower_models import TOWER_MODELS
@@ -43,7 +44,7 @@ Column = tuple[str, int, str]  # schedule or what it goes with, ranks, trunk
 
 FLOAT64 = 1e-9
 FLOAT32 = 1e-4
-NETWORKS = MODELS | SHARD_MODELS | TOWER_MODELS | BRANCH_MODELS
+NETWORKS = MODELS | SHARD_MODELS | TOWER_MODELS | BRANCH_MODELS | NORM_MODELS
 
 
 def options(**choices: object) -> CompileOptions:

@@ -188,6 +188,21 @@ def test_extra_state_of_a_loop_comes_back(program: Path, tmp_path: Path) -> None
     assert not [name for name in names_in(tmp_path) if name.startswith(".")]
 
 
+def test_a_buffer_of_several_stages_is_saved_once(tmp_path: Path) -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return self.scale * self.c(torch.tanh(self.b(self.scale * self.a(x))))
+
+    net = Net(scaled)
+    net.scale = nn.Buffer(torch.full((4,), 2.0))
+    written(tmp_path / "program", net, micro_batches=2)
+    for rank in range(2):  # both stages have it
+        text = (tmp_path / f"program/rank{rank}.py").read_text()
+        assert 'register_buffer("scale"' in text
+    saved = train_and_save(tmp_path / "program", tmp_path / "run")
+    assert same(resumed(tmp_path / "program", tmp_path / "run"), saved)
+    assert weights_in(tmp_path / "run")["scale"].eq(2).all()
+
+
 def test_nobody_elses_files_are_removed(program: Path, tmp_path: Path) -> None:
     (tmp_path / "step-000007").mkdir()
     (tmp_path / "step-000007" / "notes").touch()

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "base": ("errors",),
     "weights": ("errors", "base"),
     "source": ("errors", "base"),
+    "nn": (),
     "options": ("errors", "base"),
     "plan": ("errors", "base"),
     "user_model": ("errors", "base", "weights", "source"),
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "messages": ("errors", "base"),
     "runtime.transport": ("errors", "base", "messages"),
     "runtime.process": ("errors", "base", "runtime.transport"),
-    "runtime.tiles": ("errors", "base", "messages", "runtime.transport"),
+    "runtime.tiles": ("errors", "base", "nn", "messages", "runtime.transport"),
     "runtime.memory": ("errors", "base", *RUNTIME),
     "runtime.data": (
         *("errors", "base", "messages", "plan"),
@@ -60,13 +61,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("runtime.worker", "runtime.training"),
     ),
     # an operation on tiles is one function for the graph and for a rank
-    "ir": ("errors", "base", "messages", "runtime.tiles"),
+    "ir": ("errors", "base", "nn", "messages", "runtime.tiles"),
     "costs": (*IR, "messages"),
     "frontend": COSTS,
     "planner": PLANNER,
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
-    "passes.spatial": (*COSTS, "messages", "runtime.tiles"),
-    "passes.shards": (*COSTS, "messages", "runtime.tiles", "passes.spatial"),
+    "passes.spatial": (*COSTS, "nn", "messages", "runtime.tiles"),
+    "passes.shards": (*COSTS, "nn", "messages", "runtime.tiles", "passes.spatial"),
     "passes.branches": (
         *(*COSTS, "messages", "runtime.tiles", "passes.spatial", "passes.shards"),
     ),
@@ -80,6 +81,21 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "codegen": (
         *(*PLANNER, "weights", "compilation"),
         *("runtime", "runtime.tiles", "runtime.worker"),
+    ),
+    "importers": (*IR, "nn", "weights", "codegen"),
+    "importers.onnx": ("errors", "base", "nn", "frontend", "importers"),
+    "importers.onnx.operators": ("errors", "base", "nn", "importers", "importers.onnx"),
+    "importers.keras.training": (),
+    "importers.onnx.reader": (
+        *("errors", "base", "nn", "importers", "importers.onnx"),
+        "importers.onnx.operators",
+    ),
+    "importers.keras": (
+        "errors",
+        "base",
+        "nn",
+        "importers",
+        "importers.keras.training",
     ),
     "viz": (*PLANNER, "search"),
     "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
@@ -121,7 +137,8 @@ IN_FUNCTIONS = {
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
 }
 
-OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"], "", "runtime"}
+OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"]}
+OF_A_RANK |= {"", "nn", "runtime"}
 # each of them is where a process begins
 MANY = {"main"}
 LARGEST_ROOM, MOST_LOOSE_MODULES = 20, 8

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import gemsc.nn
 from gemsc.ir.layers import layer_source
 
 SOURCES = [
@@ -23,6 +24,9 @@ SOURCES = [
     "nn.BatchNorm2d(4)",
     "nn.BatchNorm1d(4, affine=False, track_running_stats=False)",
     "nn.BatchNorm2d(4, eps=0.001, momentum=None)",
+    "gemsc.nn.BatchNorm2d(4, eps=0.001, momentum=0.01)",
+    "gemsc.nn.BatchNorm1d(4, momentum=None)",
+    "gemsc.nn.FrozenBatchNorm(4, eps=0.001, dtype=torch.float64)",
     "nn.LayerNorm(8)",
     "nn.LayerNorm((8, 8), elementwise_affine=False)",
     "nn.GroupNorm(2, 8)",
@@ -63,7 +67,7 @@ SOURCES = [
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_layer_is_written_as_it_was_made(source: str) -> None:
-    layer = eval(source, {"nn": nn, "torch": torch, "float": float})
+    layer = eval(source, {"nn": nn, "torch": torch, "gemsc": gemsc, "float": float})
     assert layer_source(layer) == source
     assert layer_source(layer) == source  # looking changes nothing
 

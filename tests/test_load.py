@@ -197,3 +197,24 @@ def test_wrong_models(tmp_path: Path, model: str, message: str) -> None:
     assert message in caught.value.message
     assert caught.value.at is not None
     assert caught.value.at.line in (5, 6)
+
+
+def test_a_dataset_counts_more_than_a_target_that_is_only_imported(
+    tmp_path: Path,
+) -> None:
+    """The target of an imported model.py may have another shape than the data."""
+    (tmp_path / "parts_of_it.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "def example_inputs():\n    return (torch.zeros(2, 3),)\n"
+        "def example_target():\n    return torch.zeros(2, 1)\n"
+        "def loss(output, target):\n    return (output[:, 0] - target).abs().mean()\n"
+    )
+    data = "def dataset():\n    return [(torch.zeros(3), torch.tensor(1.0))] * 4\n"
+    shapes = []
+    for number, more in enumerate(("", data)):
+        path = tmp_path / f"own_{number}.py"
+        path.write_text("import torch\nfrom parts_of_it import *\n" + more)
+        user = load_user_model(str(path))
+        shapes.append(tuple(user.make_target(user.make_inputs()).shape))
+    assert shapes == [(2, 1), (2,)]

@@ -179,3 +179,12 @@ def test_a_head_that_only_training_has_is_cut() -> None:
     program = lowered("googlenet", plan("one stage", 2, "whole"))
     part = program.compilation.parts(0)["heads.0.3.weight"]
     assert part.units < part.shape[part.dim]  # channels, of pixels that are flat
+
+
+@pytest.mark.parametrize("trunk", ["whole", "batch"])
+@pytest.mark.parametrize("name", ["flat batch", "flat groups"])
+def test_pixels_that_are_normalized_together_stay_together(
+    name: str, trunk: str, tmp_path: Path
+) -> None:
+    """A linear layer's features are pixels of channels; columns would fit as well."""
+    assert worst_error(name, plan("one stage", 2, trunk), tmp_path) <= FLOAT64

@@ -8,8 +8,8 @@ import pytest
 import torch
 from models import MODELS
 from parity_support import lowered
-from program_support import on_ranks
-from torch import Tensor
+from program_support import mse, on_ranks, written
+from torch import Tensor, nn
 
 from gemsc.base.boxes import Box
 from gemsc.codegen.package import write_directory
@@ -25,6 +25,8 @@ class Parts:
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
         self.shape = tuple(inputs.shape[2:])
+        if self.shape[-1] <= 3:  # channels
+            self.shape = tuple(inputs.shape[1:-1])
         self.boxes: list[Box] = []
 
     def __len__(self) -> int:
@@ -32,7 +34,9 @@ class Parts:
 
     def read(self, index: int, box: Box) -> tuple[Tensor, Tensor]:
         self.boxes.append(box)
-        place = (slice(None), *(slice(*interval) for interval in box))
+        place = tuple(slice(*interval) for interval in box)
+        if self.inputs.shape[1:-1] != self.shape:
+            place = (slice(None), *place)
         target = self.targets[index]
         return self.inputs[index][place], target[place] if target.dim() > 2 else target
 
@@ -72,3 +76,50 @@ def test_one_process_reads_whole_pictures() -> None:
     (batch,) = batches.epoch(0)
     assert torch.equal(batch.data[0], inputs)
     assert batches.window == Window((32, 32), ((0, 32), (0, 32)))
+
+
+class ChannelsLast(nn.Module):
+    """Takes and gives pictures as TensorFlow has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 4, 3, padding=1)
+        self.leave = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = (x * 0.5).permute(0, 3, 1, 2)
+        return self.leave(torch.relu(self.enter(first))).permute(0, 2, 3, 1)
+
+
+def test_pictures_with_their_channels_last_are_cut_by_rows_and_columns(
+    tmp_path: Path,
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = ChannelsLast()
+        inputs, targets = torch.rand(4, 12, 16, 3), torch.rand(4, 12, 16, 1)
+    program = written(
+        tmp_path,
+        model,
+        (inputs[:2],),
+        target=targets[:2],
+        ranks=4,
+        tiles=("2x2",),
+        micro_batches=2,
+    )
+    assert not program.plan.barriers
+
+    def in_parts(trainer: Trainer) -> tuple[float, set[Box]]:
+        dataset = Parts(inputs, targets)
+        window = window_of(trainer.program.inputs.values(), dataset.shape)
+        batches = Batches(dataset, 4, seed=0, shuffle=False, window=window)
+        (batch,) = batches.epoch(0)
+        given, target = batch.data
+        return trainer.step(given, target, window=window), set(dataset.boxes)
+
+    found = on_ranks(tmp_path, 4, in_parts)
+    losses, boxes = zip(*found, strict=True)
+    with torch.no_grad():
+        assert losses == pytest.approx([float(mse(model(inputs), targets))] * 4)
+    rows, columns = ((0, 6), (6, 12)), ((0, 8), (8, 16))
+    assert list(boxes) == [{(row, column)} for row in rows for column in columns]

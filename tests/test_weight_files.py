@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gemsc as api
-from gemsc.cli import import_
+from gemsc.cli import import_weights
 from gemsc.errors import GemscError
 from gemsc.weights.source import WeightFiles
 
@@ -219,7 +219,7 @@ def test_an_import_that_fails_leaves_the_program(
     def fail(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(import_, "write_text", fail)
+    monkeypatch.setattr(import_weights, "write_text", fail)
     assert gemsc("import", "out", "folder").code == 1
     assert files(program) == before
 

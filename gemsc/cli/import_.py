@@ -1,100 +1,102 @@
-"""`gemsc import`: let a program start from other weights."""
+"""`gemsc import`: a network from a file of Keras or ONNX, or weights for a program."""
 
 from __future__ import annotations
 
-import shutil
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from torch import Tensor
 
-from gemsc.base.files import sync, write_text
-from gemsc.cli.terminal import Directory, console
-from gemsc.plan import Plan
-from gemsc.runtime.training.trainer import load_program
-from gemsc.weights.match import Wanted, conversions, matched
-from gemsc.weights.source import WeightFiles
-from gemsc.weights.stage import NOT_OF_THE_MODEL
-from gemsc.weights.write import Entry, write_stream
+from gemsc.cli.import_weights import import_weights
+from gemsc.cli.imported import described
+from gemsc.cli.terminal import console
+from gemsc.errors import GemscError
+from gemsc.importers.folder import default_folder, import_file
+from gemsc.importers.network import READERS
+from gemsc.importers.options import ImportOptions
+from gemsc.importers.origin import MODEL_FILE
 
-__all__ = ["import_command", "import_weights"]
+__all__ = ["import_command"]
 
 
 def import_command(
-    directory: Directory,
-    weights: Annotated[
-        Path,
-        typer.Argument(
-            help="a .safetensors or .pt file, or a folder as Hugging Face ships it"
-        ),
+    source: Annotated[
+        Path, typer.Argument(help="model.keras, model.onnx, or a program directory")
     ],
+    weights: Annotated[
+        Path | None,
+        typer.Argument(
+            help="for a program: a .safetensors or .pt file, or a folder as Hugging "
+            "Face ships it"
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="where model.py is written; default: model_keras"
+        ),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(help="samples of the example inputs", min=1)
+    ] = ImportOptions.batch,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="of an input that leaves it open: name=2x3x512x512"),
+    ] = None,
+    channels_first: Annotated[
+        bool, typer.Option("--channels-first", help="images of Keras as in PyTorch")
+    ] = False,
+    custom: Annotated[
+        Path | None, typer.Option(help="a file with layers that gemsc does not know")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="lose changes to an earlier import")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option(help="run it once beside the file's own definition")
+    ] = True,
 ) -> None:
-    """Let a program start from other weights, a pretrained model's for example."""
-    for note in import_weights(directory, weights):
+    """Turn a Keras or ONNX file into PyTorch, or let a program start from weights."""
+    if source.suffix not in READERS:
+        _import_weights(source, weights)
+        return
+    folder = output or default_folder(source)
+    options = ImportOptions(batch, _shapes(shape or []), custom, channels_first)
+    network = import_file(source, folder, options, overwrite=overwrite, check=check)
+    for line in described(network):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    model = folder / MODEL_FILE
+    line = f"wrote {model}; next: gemsc compile {model}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _import_weights(program: Path, weights: Path | None) -> None:
+    if program.suffix in (".h5", ".hdf5") or (program / "saved_model.pb").exists():
+        raise GemscError(
+            f"{program} is of TensorFlow or an older Keras; gemsc reads .keras files",
+            help="save it once with Keras 3: "
+            f'keras.models.load_model("{program}").save("model.keras")',
+        )
+    if weights is None:
+        raise GemscError(
+            f"{program} is no file that gemsc imports, and there are no weights",
+            help="gemsc import model.keras -o net, or gemsc import build/x weights",
+        )
+    for note in import_weights(program, weights):
         console.print(f"note: {note}", highlight=False)
-    console.print(f"{directory} starts from {weights}", highlight=False)
+    console.print(f"{program} starts from {weights}", highlight=False)
 
 
-def import_weights(directory: Path, path: Path) -> list[str]:
-    """Replace a program's initial weights; return notes about what was converted.
-
-    They are written into a new folder, one tensor at a time, and plan.toml then names
-    it: a program starts from all of the old weights, or from all of the new ones.
-
-    Raises:
-        GemscError: the files are damaged, or not those of the program's model.
-    """
-    plan = Plan.read(directory / "plan.toml")
-    names = (f"stage{stage.index}.safetensors" for stage in plan.stages)
-    stages = [WeightFiles.open(directory / plan.weights / name) for name in names]
-    table = {name: entry for stage in stages for name, entry in stage.table.items()}
-    wanted = _wanted(directory, plan, table)
-    files = WeightFiles.open(path)
-    found = matched(files, wanted)
-    number = int(plan.weights.partition("-")[2] or 1) + 1
-    new = directory / f"weights-{number}"
-    shutil.rmtree(new, ignore_errors=True)
-    try:
-        for stage in stages:
-
-            def read(name: str, stage: WeightFiles = stage) -> Tensor:
-                if name not in found:
-                    return stage.mapped(name)
-                return files.mapped(found[name]).to(stage.table[name].dtype)
-
-            write_stream(new / stage.path.name, stage.table, read, sync=True)
-        sync(new)
-        plan = replace(plan, weights=new.name)
-        write_text(directory / "plan.toml", plan.to_toml(directory))
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    for other in directory.glob("weights*"):  # those before, and what kills have left
-        if other != new:
-            shutil.rmtree(other)
-    return conversions(files, wanted)
-
-
-def _wanted(directory: Path, plan: Plan, table: Mapping[str, Entry]) -> list[Wanted]:
-    """Return the model's tensors: under which names, and which a state_dict has."""
-    names: dict[str, list[str]] = defaultdict(list)
-    persistent: set[str] = set()
-    for rank in range(plan.copy_ranks):
-        for kind in load_program(directory, rank).stages.values():
-            with torch.device("meta"):
-                stage = kind()
-            first: dict[int, str] = {}
-            for tensors in (stage.named_parameters, stage.named_buffers):
-                for name, tensor in tensors(remove_duplicate=False):
-                    names[first.setdefault(id(tensor), name)].append(name)
-            persistent |= stage.state_dict().keys()
-    return [
-        Wanted(tuple(dict.fromkeys([name, *names[name]])), entry, name in persistent)
-        for name, entry in table.items()
-        if not name.startswith(NOT_OF_THE_MODEL)
-    ]
+def _shapes(words: list[str]) -> dict[str, tuple[int, ...]]:
+    """Read name=2x3x512x512."""
+    found = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        sizes = text.split("x")
+        if not name or not all(s.isascii() and s.isdecimal() and int(s) for s in sizes):
+            raise GemscError(
+                f"--shape {word} is not the shape of an input",
+                help="write --shape name=2x3x512x512",
+            )
+        found[name] = tuple(map(int, sizes))
+    return found

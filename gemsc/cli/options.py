@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from gemsc.base.units import parse_bytes
+from gemsc.cli.imported import imported
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.options import (
@@ -26,7 +27,7 @@ from gemsc.options import (
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
 
-__all__ = ["DEFAULTS", "Model", "takes_options", "typed_flags"]
+__all__ = ["DEFAULTS", "Model", "ModelOrProgram", "takes_options", "typed_flags"]
 
 DEFAULTS = CompileOptions()
 FIELDS = {field.name: field for field in fields(CompileOptions)}
@@ -40,7 +41,16 @@ NAMES = {
     "trunk": TRUNKS,
 }
 
-Model = Annotated[str, typer.Argument(help="path/model.py, or pkg.module:name")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="path/model.py, pkg.module:name, model.keras or model.onnx",
+        callback=imported,
+    ),
+]
+ModelOrProgram = Annotated[
+    str, typer.Argument(help="a model, or a program directory", callback=imported)
+]
 Command = Callable[..., None]
 
 

@@ -10,7 +10,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.cli.compile import compiled
-from gemsc.cli.options import DEFAULTS, takes_options
+from gemsc.cli.options import DEFAULTS, ModelOrProgram, takes_options
 from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.launch.measure import measure
@@ -45,7 +45,7 @@ def show_command(
 
 @takes_options(("ranks",))
 def graph_command(
-    target: Annotated[str, typer.Argument(help="a model, or a program directory")],
+    target: ModelOrProgram,
     output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
     options: CompileOptions = DEFAULTS,
 ) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
-from gemsc.cli.options import takes_options
+from gemsc.cli.options import ModelOrProgram, takes_options
 from gemsc.cli.terminal import console
 from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
@@ -37,7 +37,7 @@ CHANGED = (
 
 @takes_options(CHANGED)
 def simulate_command(
-    target: Annotated[str, typer.Argument(help="a model, or a program directory")],
+    target: ModelOrProgram,
     ranks: Annotated[
         int | None, typer.Option(help="processes of all replicas together", min=1)
     ] = None,

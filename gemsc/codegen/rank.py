@@ -30,7 +30,7 @@ FROM_RUNTIME = (
     *("offloaded", "recompute", "tile_boxes", "tiles", "user_module"),
 )
 TAKEN = (
-    *(*FROM_RUNTIME, "user_object", "F", "Tensor", "nn", "operator", "torch"),
+    *(*FROM_RUNTIME, "user_object", "F", "Tensor", "gemsc", "nn", "operator", "torch"),
     *("NUM_MICRO_BATCHES", "NUM_REPLICAS", "PROGRAM", "train_step", "eval_step"),
 )
 
@@ -101,6 +101,8 @@ class _RankWriter:
         if _uses(body, "F"):
             head.line("from torch.nn import functional as F")
         head.line()
+        if _uses(body, "gemsc.nn"):
+            head.line("import gemsc.nn")
         names = [name for name in FROM_RUNTIME if _uses(body, name)]
         names += ["user_object"] if self.user_objects else []
         line = f"from gemsc.runtime import {', '.join(names)}"

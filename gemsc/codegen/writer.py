@@ -9,7 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["Names", "Writer", "comment", "in_docstring", "split_arguments"]
+__all__ = ["Names", "Writer", "columns", "comment", "in_docstring", "split_arguments"]
 
 WIDTH = 88
 INDENT = "    "
@@ -169,9 +169,9 @@ class Names:
 def comment(text: str, room: int) -> str:
     """Return `# text`, cut to `room` columns, with nothing that could end the line."""
     line = "# " + "".join(c if c.isprintable() else " " for c in text)
-    if _columns(line) <= room:
+    if columns(line) <= room:
         return line
-    while _columns(line) > room - len(" ..."):
+    while columns(line) > room - len(" ..."):
         line = line[:-1]
     return f"{line.rstrip()} ..."
 
@@ -182,7 +182,7 @@ def in_docstring(text: str) -> str:
     return kept.replace("\\", "/").replace('"""', "'''")
 
 
-def _columns(text: str) -> int:
+def columns(text: str) -> int:
     """Return how wide an editor shows the text; Chinese, say, takes two columns."""
     return len(text) + sum(unicodedata.east_asian_width(c) in "FW" for c in text)
 

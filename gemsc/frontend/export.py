@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gemsc.base.dtypes import Autocast
 from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs, tensor_leaves
 from gemsc.base.rng import preserve_rng
-from gemsc.errors import GemscError, SourceLocation
+from gemsc.errors import GemscError
 from gemsc.frontend.fake_copy import LOSS, fake_input, reject_unsupported
 from gemsc.frontend.root import make_root
-from gemsc.frontend.user_code import failing_line, is_user_file
+from gemsc.frontend.user_code import failing_line, printed_line
 from gemsc.frontend.values import Returned, input_names, output_notes, returned
 from gemsc.frontend.writer import CONSTANTS
 from gemsc.ir import meta
@@ -268,19 +268,10 @@ def _describe(source: fx.Node, copied: fx.Node, region: Region) -> None:
     meta.set_traced(
         copied,
         value=None,
-        location=_location(source.meta.get("stack_trace") or ""),
+        location=printed_line(source.meta.get("stack_trace") or ""),
         module_path=path.removeprefix(_MODEL).removeprefix("."),
         region=region,
     )
-
-
-def _location(trace: str) -> SourceLocation | None:
-    """Return the user's innermost line in a printed traceback."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    for file, line in reversed(frames):
-        if is_user_file(file):
-            return SourceLocation(file, int(line))
-    return None
 
 
 def _attach_values(root: fx.GraphModule, inputs: tuple[torch.Tensor, ...]) -> None:

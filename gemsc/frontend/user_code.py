@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import opcode
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 
 from gemsc.errors import SourceLocation
 
-__all__ = ["UserLine", "failing_line", "is_user_file", "user_line"]
+__all__ = ["UserLine", "failing_line", "is_user_file", "printed_line", "user_line"]
 
 _FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # torch, gemsc
 _SKIPPED = tuple(f"{folder}/" for folder in _FOLDERS)
@@ -71,6 +72,15 @@ def failing_line(
             found = SourceLocation(code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
+
+
+def printed_line(trace: str) -> SourceLocation | None:
+    """Return the user's innermost line in a printed traceback."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    for file, line in reversed(frames):
+        if is_user_file(file):
+            return SourceLocation(file, int(line))
+    return None
 
 
 def _frames(boundary: CodeType) -> Iterator[FrameType]:

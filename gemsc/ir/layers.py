@@ -1,4 +1,4 @@
-"""Write a torch.nn layer as the constructor expression that makes it."""
+"""Write a layer of torch.nn or gemsc.nn as the expression that makes it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from torch import nn
 from torch.nn.modules import container
 from torch.nn.parameter import is_lazy
 
+import gemsc.nn
+
 __all__ = ["layer_source"]
 
+# modules whose classes have text, by their names in it
+_SPACES = {"nn": nn, "gemsc.nn": gemsc.nn}
 _INTERNAL = frozenset(vars(nn.Module())) - {"_non_persistent_buffers_set"}
+_EVALUATED = {"nn": nn, "torch": torch, "gemsc": gemsc, "float": float}
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -63,14 +68,19 @@ def _shortest(module: nn.Module, positional: list[str], keywords: list[str]) -> 
 
 
 def _call(module: nn.Module, positional: list[str], keywords: list[str]) -> str:
-    return f"nn.{type(module).__name__}({', '.join(positional + keywords)})"
+    cls = type(module)
+    space = next(name for name in _SPACES if _is_of(name, cls))
+    return f"{space}.{cls.__name__}({', '.join(positional + keywords)})"
+
+
+def _is_of(space: str, cls: type) -> bool:
+    return getattr(_SPACES[space], cls.__name__, None) is cls
 
 
 def _is_plain(module: nn.Module) -> bool:
     cls = type(module)
     return (
-        cls.__module__.startswith("torch.nn.modules.")
-        and getattr(nn, cls.__name__, None) is cls
+        any(_is_of(space, cls) for space in _SPACES)
         and not isinstance(module, _CONTAINERS)
         and not any(True for _ in module.children())
         and not any(vars(module).get(name) for name in _HOOKS)
@@ -211,7 +221,7 @@ def _made(source: str) -> nn.Module | None:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user has seen them
             # Safe: `_literal` wrote every part of the text.
-            made: nn.Module = eval(source, {"nn": nn, "torch": torch, "float": float})
+            made: nn.Module = eval(source, dict(_EVALUATED))
     except (TypeError, ValueError, RuntimeError, AssertionError):
         return None
     finally:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from gemsc.ir import meta
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Program
+from gemsc.nn import FrozenBatchNorm
 from gemsc.passes.shards.equations import Roles, solve
 from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, fresh, regroup, take
 from gemsc.passes.spatial.calls import ALONG, Call, call_of
@@ -99,13 +100,21 @@ def _transposed(call: Call) -> Equation | None:
     return Equation(text, sizes={"g": int(call.get("groups", 1))})
 
 
+_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
+
+
 def _batch_norm(call: Call) -> Equation:
-    names = ("input", "running_mean", "running_var", "weight", "bias")
-    return Equation("n c *x, c, c, c, c -> n c *x", names)
+    return Equation("n! c *x!, c, c, c, c -> n c *x", _STATISTICS)
+
+
+def _frozen_batch_norm(call: Call) -> Equation | None:
+    if not isinstance(call.layer, FrozenBatchNorm):
+        return None
+    return Equation("n c *x, c, c, c, c -> n c *x", _STATISTICS)
 
 
 def _group_norm(call: Call) -> Equation:
-    text = "n (g c!) *x, (g c), (g c) -> n (g c) *x"
+    text = "n (g c!) *x!, (g c), (g c) -> n (g c) *x"
     return Equation(text, sizes={"g": int(call["num_groups"])})
 
 
@@ -197,6 +206,7 @@ EQUATIONS: dict[str, Callable[[Call], Equation | None]] = {
     "conv": _convolution,
     "conv_transpose": _transposed,
     "batch_norm": _batch_norm,
+    "channels": _frozen_batch_norm,
     "group_norm": _group_norm,
     "layer_norm": _last_normalized,
     "rms_norm": _last_normalized,

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+import gemsc.nn
+
 __all__ = ["ALONG", "Call", "call_of"]
 
 _CONV = "input weight bias stride padding dilation groups"
@@ -280,6 +282,7 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
             yield getattr(nn, f"{cls}{d}"), f"pad:{mode}", f"pad:padding{value}"
         yield getattr(nn, f"ZeroPad{d}"), "pad:constant", "pad:padding value"
         yield getattr(nn, f"BatchNorm{d}"), "batch_norm", "eps"
+        yield getattr(gemsc.nn, f"BatchNorm{d}"), "batch_norm", "eps"
         yield (
             getattr(nn, f"InstanceNorm{d}"),
             "instance_norm",
@@ -292,6 +295,7 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.LayerNorm, "layer_norm", "normalized_shape eps"
     yield nn.LocalResponseNorm, "channels", "size"
     yield nn.PReLU, "channels", ""
+    yield gemsc.nn.FrozenBatchNorm, "channels", ""
     yield nn.ChannelShuffle, "channels", ""
     yield nn.Softmax, "softmax", "dim"
     yield nn.LogSoftmax, "log_softmax", "dim"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
@@ -12,6 +13,7 @@ from gemsc.ir import meta
 from gemsc.ir.halos import Wide
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import GraphInput, Program
+from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.values import (
     Local,
@@ -39,8 +41,10 @@ class Placeholders:
         grids: tuple[GridShape, ...],
         tile: int,
         wide: Wide,
+        probe: Probe,
     ) -> None:
         self._program = program
+        self._probe = probe
         self._grids = grids
         self._tile = tile
         self._wide = wide
@@ -128,17 +132,44 @@ class Placeholders:
         if grid.beside > 1:
             return None
         shape = whole_shape(node)
-        parts = grid.axes
-        axes = last_axes(len(shape), parts)
-        images = [
-            whole_shape(n)
-            for n in self._program.graph.nodes
-            if n.op == "placeholder" and len(whole_shape(n)) == len(parts) + 2
-        ]
-        if axes is None or not fits(shape, axes, parts):
+        num_axes = len(grid.axes)
+        axes = last_axes(len(shape), grid.axes)
+        if axes is None:
             return None
-        sizes = shape[len(shape) - len(parts) :]
-        if len(shape) == len(parts) + 2:
-            return axes
-        alike = any(image[2:] == sizes for image in images)
-        return axes if alike and len(shape) == len(parts) + 1 else None
+        images = self._images(num_axes)
+        if len(shape) == num_axes + 2:
+            if shape[1:-1] in self._channels_last(num_axes):
+                axes = (axes[0], *axes[2:], None)
+        elif len(shape) != num_axes + 1 or shape[1:] not in images:
+            return None
+        return axes if fits(shape, axes, grid.axes) else None
+
+    def _images(self, dims: int) -> set[tuple[int, ...]]:
+        """Return the rows, columns, ... of all images."""
+        return {
+            whole_shape(node)[2:] for node in self._of_rank(dims + 2)
+        } | self._channels_last(dims)
+
+    def _channels_last(self, dims: int) -> set[tuple[int, ...]]:
+        """Return those of images that forward first gives PyTorch's order of axes."""
+        order = (0, dims + 1, *range(1, dims + 1))
+        return {
+            whole_shape(node)[1:-1]
+            for node in self._of_rank(dims + 2)
+            if self._is_permuted(node, order)
+        }
+
+    def _of_rank(self, rank: int) -> list[fx.Node]:
+        nodes = self._program.graph.nodes
+        return [
+            n for n in nodes if n.op == "placeholder" and len(whole_shape(n)) == rank
+        ]
+
+    def _is_permuted(self, node: fx.Node, order: tuple[int, ...]) -> bool:
+        """Whether all that is done to a value is elementwise, and then this permute."""
+        return bool(node.users) and all(
+            user.args[1:] in (order, (order,))
+            if user.target in ("permute", torch.permute)
+            else self._probe.is_pointwise(user) and self._is_permuted(user, order)
+            for user in node.users
+        )

@@ -92,7 +92,7 @@ class Lowering:
         self._halos = halos or Halos()
         self._needs: list[Need] = []
         self.layers = Layers(program, self.module)
-        self.inputs = Placeholders(program, grids, tile, self._halos.inputs)
+        self.inputs = Placeholders(program, grids, tile, self._halos.inputs, probe)
 
     # ------------------------------------------------------------ run
 

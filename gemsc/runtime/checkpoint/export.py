@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -10,11 +13,21 @@ from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.files import StoredTensors
 from gemsc.runtime.checkpoint.folder import check_checkpoint, check_digests, with_advice
 from gemsc.runtime.checkpoint.holdings import EMA_KEY, MODEL_KEY
+from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.state_json import DTYPES
 from gemsc.weights.write import Entry, write_stream
 
-__all__ = ["export_model"]
+__all__ = ["SavedModel", "export_model", "saved_model"]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a checkpoint: `read` gives a tensor under the user's own name."""
+
+    step: int
+    table: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
 
 
 def export_model(directory: Path, path: Path, *, averages: bool = False) -> int:
@@ -26,12 +39,52 @@ def export_model(directory: Path, path: Path, *, averages: bool = False) -> int:
     Raises:
         GemscError: there is no whole checkpoint, or nothing can be written.
     """
+    with saved_model(directory, averages=averages) as saved:
+        try:
+            write_stream(path, saved.table, saved.read)
+        except OSError as error:
+            raise GemscError(
+                f"{path} cannot be written: {error.strerror}",
+                help="give another file with -o",
+            ) from None
+        return saved.step
+
+
+@contextmanager
+def saved_model(directory: Path, *, averages: bool = False) -> Iterator[SavedModel]:
+    """Open the model of a checkpoint, or of its averages; damage names another one.
+
+    Raises:
+        GemscError: there is no whole checkpoint.
+    """
     found = check_checkpoint(directory)
     if (manifest := found.manifest) is None:
         raise GemscError(
             f"{directory} holds weights alone: there is nothing to export",
             help=f"use {found.place} as it is",
         )
+    keys = _keys(manifest, directory, averages=averages)
+    try:
+        check_digests(found.place, manifest, 0, 1)
+        with StoredTensors(found.place, manifest.tensors) as stored:
+            table = {}
+            for name, key in keys.items():
+                stored.check(key, TensorPiece.whole(stored.shape(key)))
+                dtype = DTYPES[manifest.tensors[key].dtype]
+                table[name] = Entry(dtype, stored.shape(key))
+
+            def read(name: str) -> Tensor:
+                return stored.whole(keys[name])
+
+            yield SavedModel(manifest.step, table, read)
+    except GemscError as error:
+        if "is damaged" in error.message:
+            raise with_advice(error, found.place) from None
+        raise
+
+
+def _keys(manifest: Manifest, directory: Path, *, averages: bool) -> dict[str, str]:
+    """Return which tensor of a checkpoint has which name in the user's model."""
     keys = {
         key.removeprefix(MODEL_KEY): key
         for key in manifest.tensors
@@ -46,28 +99,4 @@ def export_model(directory: Path, path: Path, *, averages: bool = False) -> int:
                 help="train with --ema 0.999, or export the weights without --ema",
             )
         keys |= own
-    keys |= {alias: keys[name] for alias, name in manifest.aliases.items()}
-    try:
-        check_digests(found.place, manifest, 0, 1)
-        with StoredTensors(found.place, manifest.tensors) as stored:
-            table = {}
-            for name, key in keys.items():
-                stored.check(key, TensorPiece.whole(stored.shape(key)))
-                table[name] = Entry(
-                    DTYPES[manifest.tensors[key].dtype], stored.shape(key)
-                )
-
-            def read(name: str) -> Tensor:
-                return stored.whole(keys[name])
-
-            write_stream(path, table, read)
-    except GemscError as error:
-        if "is damaged" in error.message:
-            raise with_advice(error, found.place) from None
-        raise
-    except OSError as error:
-        raise GemscError(
-            f"{path} cannot be written: {error.strerror}",
-            help="give another file with -o",
-        ) from None
-    return manifest.step
+    return keys | {alias: keys[name] for alias, name in manifest.aliases.items()}

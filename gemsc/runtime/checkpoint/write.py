@@ -26,7 +26,14 @@ from gemsc.base.files import write_text
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import clear_space, discard, publish
 from gemsc.runtime.checkpoint.generators import generator_states
-from gemsc.runtime.checkpoint.holdings import Extra, HeldTensor, Holdings
+from gemsc.runtime.checkpoint.holdings import (
+    BESIDE_KEY,
+    EMA_KEY,
+    MODEL_KEY,
+    Extra,
+    HeldTensor,
+    Holdings,
+)
 from gemsc.runtime.checkpoint.manifest import Manifest, Stored
 from gemsc.runtime.checkpoint.optimizer_state import slots_of, split_state
 from gemsc.runtime.checkpoint.pieces import TensorPiece
@@ -39,6 +46,7 @@ from gemsc.weights.write import Entry, write_stream
 __all__ = ["PendingSave", "save"]
 
 POLL_SECONDS = 0.05
+OF_STAGES = MODEL_KEY, BESIDE_KEY, EMA_KEY
 FAILED = "failed"
 
 
@@ -292,7 +300,11 @@ class _Job:
                 files[name] = FileFacts(**said["facts"])
                 aliases |= said["aliases"]
                 for key, (dtype, shape, intervals) in said["tensors"].items():
-                    pieces[key].append((name, TensorPiece.read(shape, intervals)))
+                    piece = TensorPiece.read(shape, intervals)
+                    known = (held for _, held in pieces[key])
+                    if key.startswith(OF_STAGES) and piece in known:
+                        continue  # a buffer that several stages use: one has it
+                    pieces[key].append((name, piece))
                     kinds[key] = dtype, tuple(shape)
                 (self.beside / f"rank{rank}.json").unlink()
             tensors = {key: Stored(*kinds[key], tuple(p)) for key, p in pieces.items()}

@@ -35,8 +35,9 @@ class TiledDataset(Protocol):
     def read(self, index: int, box: Box) -> tuple[Any, Any]:
         """Return (input, target) of one sample.
 
-        Tensors whose last dimensions are those of the image hold only its `box`, a
-        half-open interval of rows, of columns, ...; others, such as labels, are whole.
+        Tensors whose last dimensions, or last but the channels, are those of the image
+        hold only its `box`, a half-open interval of rows, of columns, ...; others, such
+        as labels, are whole.
         The box is empty for a rank that needs no part of the image.
         """
         ...
@@ -49,9 +50,15 @@ class Window:
     shape: tuple[int, ...]
     box: Box
 
-    def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape is cut: it ends in the image's shape."""
-        return shape[-len(self.shape) :] == self.shape and len(shape) > len(self.shape)
+    def place(self, shape: tuple[int, ...]) -> slice | None:
+        """Return where the image's axes stand in a tensor that is cut; None of others.
+
+        They are its last ones, or stand in front of the channels.
+        """
+        for place in (slice(-len(self.shape), None), slice(-len(self.shape) - 1, -1)):
+            if shape[place] == self.shape and len(shape) > len(self.shape):
+                return place
+        return None
 
     @property
     def is_whole(self) -> bool:
@@ -60,33 +67,33 @@ class Window:
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return what is left of a tensor of this shape."""
-        if not self.covers(shape):
-            return shape
-        return (*shape[: -len(self.box)], *(stop - start for start, stop in self.box))
+        sizes = list(shape)
+        if (place := self.place(shape)) is not None:
+            sizes[place] = [stop - start for start, stop in self.box]
+        return tuple(sizes)
 
     def inside(self, box: Box, shape: tuple[int, ...]) -> Box:
         """Return where a box of a tensor of this shape is in what is left of it."""
-        if not self.covers(shape):
-            return box
-        own = box[-len(self.box) :]
-        moved = tuple(
-            (start - origin, stop - origin)
-            for (start, stop), (origin, _) in zip(own, self.box, strict=True)
-        )
-        return (*box[: -len(self.box)], *moved)
+        moved = list(box)
+        if (place := self.place(shape)) is not None:
+            moved[place] = [
+                (start - origin, stop - origin)
+                for (start, stop), (origin, _) in zip(box[place], self.box, strict=True)
+            ]
+        return tuple(moved)
 
 
 def window_of(inputs: Iterable[Input], shape: tuple[int, ...]) -> Window:
     """Return the smallest window with all that a rank reads of an image."""
-    num_axes = len(shape)
     everything = tuple((0, size) for size in shape)
+    image = Window(shape, everything)
     boxes = [
-        item.box[-num_axes:] if item.box else everything
+        item.box[place] if item.box else everything
         for item in inputs
-        if Window(shape, everything).covers(item.shape)
+        if (place := image.place(item.shape)) is not None
     ]
     if not boxes:
-        return Window(shape, ((0, 0),) * num_axes)
+        return Window(shape, ((0, 0),) * len(shape))
     hull = tuple(
         (min(start for start, _ in axis), max(stop for _, stop in axis))
         for axis in zip(*boxes, strict=True)

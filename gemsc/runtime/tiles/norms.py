@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gemsc.base.boxes import Box, Interval, shape_of
+from gemsc.nn.batchnorm import BiasedBatchNorm
 from gemsc.runtime.tiles.collectives import TileGrid, rows
 
 __all__ = [
@@ -50,11 +51,11 @@ def batch_norm(
 
     `own` says where the tile's own elements are, if it has more: only these count.
     """
-    momentum = layer.momentum
+    momentum: float | Tensor = layer.momentum or 0.0
     if layer.training and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if momentum is None:  # the plain mean of all batches
-            momentum = 1.0 / float(layer.num_batches_tracked)
+        if layer.momentum is None:  # the plain mean of all batches
+            momentum = layer.num_batches_tracked.reciprocal()
     return functional_batch_norm(
         grid,
         value,
@@ -63,9 +64,10 @@ def batch_norm(
         layer.weight,
         layer.bias,
         layer.training or layer.running_mean is None,
-        momentum if momentum is not None else 0.0,
+        momentum,
         layer.eps,
         own,
+        correction=0 if isinstance(layer, BiasedBatchNorm) else 1,
     )
 
 
@@ -77,21 +79,27 @@ def functional_batch_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
-    momentum: float = 0.1,
+    momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
     own: Box | None = None,
+    *,
+    correction: int = 1,
 ) -> Tensor:
-    """Return `F.batch_norm` of all tiles' elements."""
+    """Return `F.batch_norm` of all tiles' elements.
+
+    `correction` is that of `torch.var`, for the variances that are averaged.
+    """
     if not training:
         return F.batch_norm(value, running_mean, running_var, weight, bias, eps=eps)
     normalized = _NormalizeChannels.apply(value, weight, bias, grid, eps, _rows(own))  # type: ignore[no-untyped-call]
     result: Tensor
     result, mean, variance, count = normalized
     if running_mean is not None and running_var is not None:
-        unbiased = variance * (count / (count - 1))
+        averaged = variance * (count / (count - correction))
         with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+            share = torch.as_tensor(momentum).to(running_mean)
+            running_mean.lerp_(mean.to(running_mean.dtype), share)
+            running_var.lerp_(averaged.to(running_var.dtype), share)
     return result
 
 

@@ -27,7 +27,16 @@ from gemsc.runtime.checkpoint.folder import BEST, LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import MANIFEST
 from gemsc.runtime.training.arguments import parse_arguments
 
-__all__ = ["CURVES", "LOG", "TABLE", "choose_folder", "clear", "describe_run"]
+__all__ = [
+    "ABOUT",
+    "CURVES",
+    "LOG",
+    "RUNS",
+    "TABLE",
+    "choose_folder",
+    "clear",
+    "describe_run",
+]
 
 NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
 RUNS = "runs"  # folder of a program

@@ -1,0 +1,1 @@
+"""Keras 3 archives: read without Keras, layer by layer."""

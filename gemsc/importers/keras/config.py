@@ -1,0 +1,132 @@
+"""The config of an archive as plain values: layers, calls, and what they take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MODELS", "Listed", "found_in", "is_tensor", "plain", "references"]
+
+MODELS = ("Functional", "Model", "Sequential")
+# whose names a config has for what Keras itself defines
+_OWN = ("keras", "keras_core", "keras.src")
+# the class whose name in a config is not the one that its weights have
+_NAMED = {"GroupQueryAttention": "GroupedQueryAttention"}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A layer, model or operation in the list of a model."""
+
+    kind: str
+    name: str
+    config: Mapping[str, Any]
+    text: Mapping[str, Any]  # all of it: nested models need it
+    is_own: bool  # a class of Keras, and not a user's
+
+    @classmethod
+    def of(cls, text: Mapping[str, Any]) -> Listed:
+        """Read what serialization has of a layer."""
+        config = text.get("config") or {}
+        module = str(text.get("module") or "")
+        is_own = module in _OWN or module.startswith(("keras.", "keras_core."))
+        kind = str(text["class_name"])
+        if not is_own:
+            kind = str(text.get("registered_name") or kind)
+        kind = _NAMED.get(kind, kind)
+        name = str(text.get("name") or config.get("name") or kind)
+        return cls(kind, name, config, text, is_own)
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it has layers of its own."""
+        return self.is_own and self.kind in MODELS
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether it is a function of keras.ops, which has no place in the weights."""
+        return ".ops." in f"{self.text.get('module') or ''}."
+
+    @property
+    def snake(self) -> str:
+        """The name of its class as the weights have it: `conv2d_transpose`."""
+        name = str(self.text["class_name"])
+        name = re.sub(r"\W+", "", _NAMED.get(name, name))
+        name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+        return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value of a config stands for a tensor of the graph."""
+    return isinstance(value, dict) and value.get("class_name") == "__keras_tensor__"
+
+
+def plain(value: Any, tensor: Callable[[str, int, int], Any]) -> Any:
+    """Return the arguments of a call as values; `tensor` gives those of the graph.
+
+    Raises:
+        ValueError: there is something that only Keras could make.
+    """
+    if isinstance(value, list):
+        return [plain(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, config = value.get("class_name"), value.get("config")
+    match kind, config:
+        case None, _:
+            return {name: plain(item, tensor) for name, item in value.items()}
+        case "__keras_tensor__", {"keras_history": [str(name), int(node), int(index)]}:
+            return tensor(name, node, index)
+        case "__tensor__" | "__numpy__", {"value": numbers, "dtype": str(dtype)}:
+            return np.array(numbers, dtype=_dtype(dtype))
+        case "__slice__", {"start": start, "stop": stop, "step": step}:
+            return slice(start, stop, step)
+        case "__ellipsis__", _:
+            return Ellipsis
+        case "__tuple__", _:
+            return tuple(plain(item, tensor) for item in value["items"])
+    if isinstance(config, dict) and "name" in config and "Policy" in str(kind):
+        return config["name"]
+    raise ValueError(f"{kind!r:.60} among its arguments")
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    """Return a dtype of numbers; nothing else, which could hold objects."""
+    if not re.fullmatch(r"(float|u?int)(8|16|32|64)|bool", name):
+        raise ValueError(f"numbers of dtype {name!r:.60}")
+    return np.dtype(name)
+
+
+def references(value: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield the tensors that `input_layers` or `output_layers` name, in Keras' order.
+
+    A dict is ordered by its keys.
+    """
+    match value:
+        case [str(name), int(node), int(index)]:
+            yield name, node, index
+        case list():
+            for item in value:
+                yield from references(item)
+        case dict():
+            for _, item in sorted(value.items()):
+                yield from references(item)
+        case _:
+            raise ValueError(f"{value!r:.60} where the output of a layer is named")
+
+
+def found_in(value: Any, kind: type) -> list[Any]:
+    """Return all values of a type in lists and dicts of arguments, in their order."""
+    if isinstance(value, kind):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [found for item in value for found in found_in(item, kind)]
+    if isinstance(value, dict):
+        return [
+            found for _, item in sorted(value.items()) for found in found_in(item, kind)
+        ]
+    return []

@@ -1,0 +1,215 @@
+"""Convolutions: kernels turned to PyTorch's order of axes, padding in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from gemsc.importers.keras.activation import activated
+from gemsc.importers.keras.layer import Laid, LayerCall, Translator
+from gemsc.importers.keras.windows import Pads, image, padded, per_axis, same_pads
+from gemsc.importers.sheet import Symbol
+from gemsc.importers.weight import Array, Weight
+
+__all__ = ["CONV_LAYERS"]
+
+_CONV: Sequence[Any] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED: Sequence[Any] = (
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+def _conv(call: LayerCall) -> Laid:
+    """(..., in / groups, out) becomes (out, in / groups, ...)."""
+    x, first = image(call)
+    bias = call.variable(1) if call.config["use_bias"] else None
+    text = _convolved(
+        call, x, "", call.variable(0).then(_out_first), bias, call.config["groups"]
+    )
+    return activated(call, text, call.config["activation"], first=first)
+
+
+def _depthwise(call: LayerCall) -> Laid:
+    """(..., in, multiplier) becomes (in * multiplier, 1, ...)."""
+    x, first = image(call)
+    bias = call.variable(1) if call.config["use_bias"] else None
+    kernel = call.variable(0).then(_each_channel)
+    text = _convolved(call, x, "", kernel, bias, x.shape[1])
+    return activated(call, text, call.config["activation"], first=first)
+
+
+def _separable(call: LayerCall) -> Laid:
+    """Two convolutions: one for each channel, and one of single pixels."""
+    x, first = image(call)
+    kernel = call.variable(0).then(_each_channel)
+    text = _convolved(call, x, "depthwise", kernel, None, x.shape[1])
+    between = call.sheet.line(f"{call.layer.name}_depthwise", text)
+    bias = call.variable(2) if call.config["use_bias"] else None
+    pixels = call.variable(1).then(_out_first)
+    make = _CONV[len(x.shape) - 3]
+    weights = {"weight": pixels} | ({"bias": bias} if bias else {})
+    name = call.add(
+        lambda: make(
+            between.shape[1], call.config["filters"], 1, bias=bias is not None
+        ),
+        "pointwise",
+        **weights,
+    )
+    return activated(call, f"{name}({between})", call.config["activation"], first=first)
+
+
+def _convolved(
+    call: LayerCall,
+    x: Symbol,
+    part: str,
+    kernel: Weight,
+    bias: Weight | None,
+    groups: int,
+) -> str:
+    """Return the expression of a convolution; a line pads its input where needed."""
+    axes = len(x.shape) - 2
+    made = call.shape_of(kernel)
+    strides = per_axis(call.config["strides"], axes)
+    dilation = per_axis(call.config["dilation_rate"], axes)
+    pads = _pads(call, x.shape[2:], made[2:], strides, dilation)
+    padding = tuple(before for before, _ in pads)
+    if any(before != after for before, after in pads):
+        padding = (0,) * axes
+    weights = {"weight": kernel} | ({"bias": bias} if bias else {})
+    name = call.add(
+        lambda: _CONV[axes - 1](
+            made[1] * groups,
+            made[0],
+            made[2:],
+            stride=strides,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            bias=bias is not None,
+        ),
+        part,
+        **weights,
+    )
+    return f"{name}({padded(call, x, _left(call, name, pads))})"
+
+
+def _left(call: LayerCall, name: str, pads: Pads) -> Pads:
+    """Return what a layer's own padding leaves: an earlier call may have chosen it."""
+    own = call.sheet.empty(name).padding
+    left = [(b - p, a - p) for (b, a), p in zip(pads, own, strict=True)]
+    if any(size < 0 for pair in left for size in pair):
+        raise call.refuse(
+            "is called with images of sizes that it pads differently",
+            help="build it once for each size",
+        )
+    return left
+
+
+def _pads(
+    call: LayerCall,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+) -> Pads:
+    match call.config["padding"]:
+        case "valid":
+            return [(0, 0)] * len(sizes)
+        case "same":
+            return same_pads(sizes, kernel, strides, dilation)
+        case "causal" if len(sizes) == 1:
+            return [(dilation[0] * (kernel[0] - 1), 0)]
+    raise call.refuse(f"has padding={call.config['padding']!r:.40}")
+
+
+def _out_first(kernel: Array) -> Array:
+    axes = range(kernel.ndim - 2)
+    return kernel.transpose(kernel.ndim - 1, kernel.ndim - 2, *axes)
+
+
+def _each_channel(kernel: Array) -> Array:
+    *sizes, channels, multiplier = kernel.shape
+    axes = range(kernel.ndim - 2)
+    moved = kernel.transpose(kernel.ndim - 2, kernel.ndim - 1, *axes)
+    return moved.reshape(channels * multiplier, 1, *sizes)
+
+
+# ------------------------------------------------------------------ transposed
+
+
+def _transposed(call: LayerCall) -> Laid:
+    """(..., out, in) becomes (in, out, ...); what Keras crops is cropped.
+
+    PyTorch's window of all outputs is [padding, all - padding + output_padding). Where
+    that reaches no further, zeros after the input do.
+    """
+    x, first = image(call)
+    config, axes = call.config, len(x.shape) - 2
+    kernel = call.variable(0).then(_out_first)
+    made = call.shape_of(kernel)
+    strides = per_axis(config["strides"], axes)
+    dilation = per_axis(config["dilation_rate"], axes)
+    after = config["output_padding"]
+    wanted = [None] * axes if after is None else list(per_axis(after, axes))
+    windows = [
+        _window(config["padding"], d * (k - 1) + 1, s, max(s, d), extra)
+        for k, s, d, extra in zip(made[2:], strides, dilation, wanted, strict=True)
+    ]
+    bias = call.variable(1) if config["use_bias"] else None
+    weights = {"weight": kernel} | ({"bias": bias} if bias else {})
+    name = call.add(
+        lambda: _TRANSPOSED[axes - 1](
+            *made[:2],
+            made[2:],
+            stride=strides,
+            padding=tuple(before for _, before, _, _ in windows),
+            output_padding=tuple(further for _, _, further, _ in windows),
+            bias=bias is not None,
+            dilation=dilation,
+        ),
+        "",
+        **weights,
+    )
+    x = padded(call, x, [(0, zeros) for zeros, _, _, _ in windows])
+    text = f"{name}({x})"
+    if any(cropped for _, _, _, cropped in windows):
+        slices = [f":-{crop}" if crop else ":" for _, _, _, crop in windows]
+        text = f"{text}[:, :, {', '.join(slices)}]"
+    return activated(call, text, config["activation"], first=first)
+
+
+def _window(
+    padding: str, kernel: int, stride: int, limit: int, extra: int | None
+) -> tuple[int, int, int, int]:
+    """Return zeros after the input, padding, output_padding, and what is cropped.
+
+    As TensorFlow and JAX have it. `kernel` counts its gaps, and `extra` is Keras' own
+    output_padding: of (n - 1) * stride + kernel % 2, or of + kernel where it is
+    'valid'. PyTorch's output_padding is less than `limit`.
+    """
+    if padding == "valid":
+        before = 0
+        after = -(max(stride - kernel, 0) if extra is None else extra)
+    elif padding == "same":
+        total = stride + kernel - 2
+        if extra is not None:
+            total = kernel + kernel % 2 - 2 + extra
+        left = min((total + 1) // 2, kernel - 1)
+        before, after = kernel - 1 - left, kernel - 1 - (total - left)
+    else:
+        raise ValueError(f"padding={padding!r:.40}")
+    zeros = max(-(-(before - after - limit + 1) // stride), 0)
+    further = before - after - zeros * stride
+    return zeros, before, max(further, 0), max(-further, 0)
+
+
+CONV_LAYERS: Mapping[str, Translator] = {
+    **{f"Conv{d}D": _conv for d in (1, 2, 3)},
+    **{f"DepthwiseConv{d}D": _depthwise for d in (1, 2)},
+    **{f"SeparableConv{d}D": _separable for d in (1, 2)},
+    **{f"Conv{d}DTranspose": _transposed for d in (1, 2, 3)},
+}

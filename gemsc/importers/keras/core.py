@@ -1,0 +1,314 @@
+"""Dense layers, embeddings, dropout, and layers that move numbers without computing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from torch import nn
+
+from gemsc.importers.keras.activation import activated
+from gemsc.importers.keras.config import found_in
+from gemsc.importers.keras.layer import Laid, LayerCall, Translator
+from gemsc.importers.weight import Array
+
+__all__ = ["CORE_LAYERS", "check_activity", "mask_after"]
+
+
+def _transposed(array: Array) -> Array:
+    return np.transpose(array)
+
+
+# ----------------------------------------------------------------------- products
+
+
+def _dense(call: LayerCall) -> Laid:
+    """Use nn.Linear, whose weight is Keras' kernel transposed."""
+    config, x = call.config, call.last()
+    has_bias = bool(config.get("use_bias", True))
+    weights = {"weight": call.variable(0).then(_transposed)}
+    if has_bias:
+        weights["bias"] = call.variable(1)
+    units = int(config["units"])
+    layer = call.add(lambda: nn.Linear(x.shape[-1], units, has_bias), "", **weights)
+    return activated(call, f"{layer}({x})", config.get("activation"))
+
+
+def _einsum_dense(call: LayerCall) -> Laid:
+    """Use nn.Linear where the equation is a product of matrices, else torch.einsum."""
+    config, x = call.config, call.last()
+    equation = str(config["equation"]).replace(" ", "")
+    text = _as_linear(call, equation)
+    if text is None:
+        size = call.size(0)
+        kernel = call.tensor("kernel", size, call.variable(0))
+        text = f'torch.einsum("{_checked(call, equation)}", {x}, {kernel})'
+        if config.get("bias_axes"):
+            text += f" + {call.tensor('bias', call.size(1), call.variable(1))}"
+    return activated(call, text, config.get("activation"))
+
+
+def _as_linear(call: LayerCall, equation: str) -> str | None:
+    """Return the text with nn.Linear: for `abc,cde->abde`, not for `abc,acd->abd`."""
+    before, _, result = equation.partition("->")
+    given, _, kernel = before.partition(",")
+    given, result = given.replace("...", "."), result.replace("...", ".")
+    for count in range(1, len(kernel)):
+        summed, made = kernel[:count], kernel[count:]
+        rest = given.removesuffix(summed)
+        if given.endswith(summed) and rest and result == rest + made:
+            break
+    else:
+        return None
+    axes = str(call.config.get("bias_axes") or "")
+    if set(summed) & set(made) or axes not in ("", made):
+        return None
+    x, size = call.last(), call.size(0)
+    inside, outside = math.prod(size[:count]), math.prod(size[count:])
+
+    def moved(array: Array) -> Array:
+        return array.reshape(inside, outside).T
+
+    weights = {"weight": call.variable(0).then(moved)}
+    if axes:
+        weights["bias"] = call.variable(1).then(lambda array: array.reshape(-1))
+    layer = call.add(lambda: nn.Linear(inside, outside, bool(axes)), "", **weights)
+    flat = f"{x}.flatten({-len(summed)})" if len(summed) > 1 else f"{x}"
+    text = f"{layer}({flat})"
+    return f"{text}.unflatten(-1, {size[count:]})" if len(made) > 1 else text
+
+
+def _checked(call: LayerCall, equation: str) -> str:
+    if not all((c.isalpha() and c.isascii()) or c in ".,->" for c in equation):
+        raise call.refuse(f"has the equation {equation!r}, which einsum does not read")
+    return equation
+
+
+def _embedding(call: LayerCall) -> Laid:
+    config = call.config
+    size = int(config["input_dim"]), int(config["output_dim"])
+    table = call.add(lambda: nn.Embedding(*size), weight=call.variable(0))
+    indices = call.last()
+    if indices.tensor.is_floating_point():
+        return call.gives(f"{table}({indices}.long())")
+    return call.gives(f"{table}({indices})")
+
+
+def _time_distributed(call: LayerCall) -> Laid:
+    """Call the layer on all steps in one batch."""
+    layer = call.config["layer"]
+    if not isinstance(layer, Mapping):
+        raise call.refuse("holds no layer")
+    if layer.get("class_name") == "BatchNormalization":
+        raise call.refuse(
+            "normalizes each step of time by its own statistics, one after the other",
+            help="put the BatchNormalization outside of TimeDistributed",
+        )
+    x = call.last()
+    if (
+        layer.get("class_name") == "Dense"
+    ):  # is on the last axis, however many there are
+        return _one(call, call.inner(layer, "layer", [Laid(x)]))
+    flat = Laid(call.sheet.line("steps", f"{x}.flatten(0, 1)"))
+    found = _one(call, call.inner(layer, "layer", [flat]))
+    made = call.last(found)
+    return call.gives(f"{made}.unflatten(0, (-1, {x.shape[1]}))")
+
+
+def _one(call: LayerCall, found: Any) -> Laid:
+    if isinstance(found, Laid):
+        return found
+    if len(found) != 1:
+        raise call.refuse("holds a layer with several outputs")
+    return cast(Laid, found[0])
+
+
+# ----------------------------------------------------------------- randomness
+
+
+def _dropout(call: LayerCall) -> Laid:
+    """Drop elements, or with a noise_shape whole slices, of which one is drawn."""
+    rate, noise = float(call.config["rate"]), call.config.get("noise_shape")
+    if not rate:
+        return call.inputs[0]
+    drop = call.add(lambda: nn.Dropout(rate))
+    if noise is None:
+        (x,), first = call.alike()
+        return call.gives(f"{drop}({x})", first=first)
+    x = call.last()
+    if len(noise) != len(x.shape) or (noise[0] == 1 and x.shape[0] != 1):
+        raise call.refuse(
+            f"has the noise_shape {noise}: one draw for several samples",
+            help="leave the first size of noise_shape open: None",
+        )
+    cut = [":1" if n == 1 else ":" for n in noise]
+    return call.gives(f"{x} * {drop}(torch.ones_like({x}[{', '.join(cut)}]))")
+
+
+def _alpha_dropout(call: LayerCall) -> Laid:
+    rate = float(call.config["rate"])
+    if call.config.get("noise_shape") is not None:
+        raise call.refuse("has a noise_shape", help="leave it out")
+    (x,), first = call.alike()
+    return call.gives(f"{call.add(lambda: nn.AlphaDropout(rate))}({x})", first=first)
+
+
+def _gaussian_noise(call: LayerCall) -> Laid:
+    return _noisy(call, "{x} + {deviation!r} * {noise}", float(call.config["stddev"]))
+
+
+def _gaussian_dropout(call: LayerCall) -> Laid:
+    rate = float(call.config["rate"])
+    deviation = math.sqrt(rate / (1.0 - rate))
+    return _noisy(call, "{x} * (1 + {deviation!r} * {noise})", deviation)
+
+
+def _noisy(call: LayerCall, template: str, deviation: float) -> Laid:
+    if not deviation:
+        return call.inputs[0]
+    (x,), first = call.alike()
+    noise = f"torch.randn_like({x})"
+    text = template.format(x=x, deviation=deviation, noise=noise)
+    return call.gives(f"{text} if self.training else {x}", first=first)
+
+
+# -------------------------------------------------------------------- moving
+
+
+def _identity(call: LayerCall) -> Laid:
+    return call.inputs[0]
+
+
+def _flatten(call: LayerCall) -> Laid:
+    """Flatten in the order that Keras has: channels last."""
+    x = call.inputs[0]
+    rank = len(x.shape)
+    if rank == 1:
+        return call.gives(f"{x.value}.unsqueeze(1)")
+    if rank == 2:
+        return x
+    if call.config.get("data_format") == "channels_first":
+        axes = ", ".join(map(str, (0, *range(2, rank), 1)))
+        return call.gives(f"{call.last()}.permute({axes}).flatten(1)")
+    if x.first and math.prod(x.shape[1:-1]) == 1:  # no order to keep
+        return call.gives(f"{x.value}.flatten(1)")
+    return call.gives(f"{call.last()}.flatten(1)")
+
+
+def _reshape(call: LayerCall) -> Laid:
+    x = call.last()
+    target = [-1 if size is None else int(size) for size in call.config["target_shape"]]
+    if -1 in target:
+        known = math.prod(size for size in target if size != -1)
+        target[target.index(-1)] = math.prod(x.shape[1:]) // max(known, 1)
+    sizes = ", ".join(map(str, [-1, *target]))
+    return call.gives(f"{x}.reshape({sizes})")
+
+
+def _permute(call: LayerCall) -> Laid:
+    dims = ", ".join(str(int(axis)) for axis in call.config["dims"])
+    return call.gives(f"{call.last()}.permute(0, {dims})")
+
+
+def _repeat_vector(call: LayerCall) -> Laid:
+    count = int(call.config["n"])
+    return call.gives(f"{call.last()}.unsqueeze(1).repeat(1, {count}, 1)")
+
+
+# ------------------------------------------------------------------- refused
+
+
+# layers that compute with a mask, and those that hand it on; the others forget it
+_USE_MASKS = re.compile(
+    "(Additive|MultiHead|GroupedQuery)?Attention|BatchNormalization|Bidirectional|"
+    "(ConvLSTM[123]D|GRU|LSTM|(Simple)?RNN)|GlobalAveragePooling1D|Lambda|Softmax|"
+    "TimeDistributed"
+)
+_KEEP_MASKS = re.compile(
+    "Activation|Add|(Alpha|Gaussian|Spatial)?Dropout([123]D)?|Average|Concatenate|"
+    "Dense|Dot|(|P|Leaky)ReLU|ELU|GaussianNoise|(Group|Layer|Unit)?Normalization|"
+    "Identity|Maximum|Minimum|Multiply|Rescaling|Subtract"
+)
+
+
+def mask_after(call: LayerCall, found: Laid | Sequence[Laid]) -> Laid | Sequence[Laid]:
+    """Return what a layer gives, with the name of the layer that masks it.
+
+    Raises:
+        GemscError: the layer computes with a mask, which gemsc does not.
+    """
+    kind = call.layer.kind
+    masked = next(
+        (
+            laid.masked
+            for laid in found_in([call.arguments, call.keywords], Laid)
+            if laid.masked
+        ),
+        "",
+    )
+    if kind == "Embedding" and call.config.get("mask_zero"):
+        masked = call.layer.name
+    elif masked and _USE_MASKS.fullmatch(kind):
+        raise call.refuse(
+            f"leaves out steps that '{masked}' masks: masks are not supported",
+            help=f"set mask_zero=False in '{masked}' if padding may count, or write "
+            "the model in PyTorch",
+        )
+    elif not _KEEP_MASKS.fullmatch(kind):
+        return found
+    if not masked:
+        return found
+    many = [found] if isinstance(found, Laid) else found
+    return [replace(laid, masked=masked) for laid in many]
+
+
+def _masking(call: LayerCall) -> Laid:
+    raise call.refuse(
+        "masks steps of time: masks are not supported",
+        help="pad sequences so that all steps count, or write the model in PyTorch",
+    )
+
+
+def check_activity(call: LayerCall) -> None:
+    """Refuse a layer whose output is part of the loss.
+
+    Raises:
+        GemscError: it has an activity_regularizer.
+    """
+    if call.config.get("activity_regularizer"):
+        raise call.refuse(
+            "has an activity_regularizer, which is part of the loss",
+            help="leave it out, return the layer's output as one more output of the "
+            "model, and add its norm in your loss(output, target)",
+        )
+
+
+def _activity(call: LayerCall) -> Laid:
+    raise call.refuse(
+        "adds its input to the loss",
+        help="leave the layer out, return its input as one more output of the model, "
+        "and add its norm in your loss(output, target)",
+    )
+
+
+CORE_LAYERS: Mapping[str, Translator] = {
+    "ActivityRegularization": _activity,
+    "AlphaDropout": _alpha_dropout,
+    "Dense": _dense,
+    "Dropout": _dropout,
+    "EinsumDense": _einsum_dense,
+    "Embedding": _embedding,
+    "Flatten": _flatten,
+    "GaussianDropout": _gaussian_dropout,
+    "GaussianNoise": _gaussian_noise,
+    "Identity": _identity,
+    "Masking": _masking,
+    "Permute": _permute,
+    "RepeatVector": _repeat_vector,
+    "Reshape": _reshape,
+    "TimeDistributed": _time_distributed,
+}

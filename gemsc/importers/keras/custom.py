@@ -1,0 +1,167 @@
+"""Layers of the user's own: a file with a function for each gives them as modules.
+
+Example, of layers.py for a layer of class `Scale` with one variable:
+    def Scale(config):
+        return ScaleLayer(config["units"])  # a torch.nn.Module
+gives in model.py
+    self.scale = layers.Scale({"units": 8})
+The module gets tensors with their axes as Keras has them. Those that its state_dict
+holds are in order the variables of Keras' layer: its own, then those of its parts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemsc.errors import GemscError
+from gemsc.importers.keras.layer import Laid, LayerCall, Translator
+from gemsc.importers.weight import Weight, same
+
+__all__ = ["custom_layers", "custom_name"]
+
+# settings that say how to make or train weights, or what gemsc never runs
+_LEFT_OUT = re.compile(
+    r"function|arguments|dtype|name|trainable|.*_(initializer|regularizer|constraint)"
+)
+
+
+def custom_name(name: str) -> str:
+    """Return what a function for a layer of this name, or of this class, is called."""
+    return re.sub(r"\W", "_", name.split(">")[-1], flags=re.ASCII)
+
+
+def custom_layers(path: Path | None) -> Mapping[str, Translator]:
+    """Return a translator for each function of the user's file, by its name.
+
+    Raises:
+        GemscError: the file cannot be imported.
+    """
+    if path is None:
+        return {}
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise GemscError(
+            f"--custom {path}: importing it fails: {type(error).__name__}: {error}",
+            help=f"`python {path.name}` shows the whole traceback",
+        ) from error
+    finally:
+        sys.modules.pop(path.stem)
+        if before is not None:
+            sys.modules[path.stem] = before
+    return {
+        name: _translator(path, name, value)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == path.stem
+    }
+
+
+def _translator(path: Path, name: str, function: Callable[..., Any]) -> Translator:
+    def translate(call: LayerCall) -> Laid | list[Laid]:
+        if "" not in call.layer.added:
+            call.layer.added[""] = _add(call, path, name, function)
+        return _called(call, call.layer.added[""])
+
+    return translate
+
+
+def _add(call: LayerCall, path: Path, name: str, function: Callable[..., Any]) -> str:
+    settings = {k: v for k, v in call.config.items() if not _LEFT_OUT.fullmatch(k)}
+    where = f"{name}() of {path.name}"
+    try:
+        with torch.device("meta"):
+            module = function(settings)
+    except Exception as error:
+        raise call.refuse(
+            f"cannot be made: {where} fails: {type(error).__name__}: {error}",
+            help=f"it is given {settings!r:.200}",
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise call.refuse(
+            f"cannot be made: {where} returns an object of type "
+            f"{type(module).__name__}",
+            help="return a torch.nn.Module",
+        )
+    weights = _weights(call, module, where)
+    frozen = list(weights) if call.layer.frozen else []
+    text = f"{path.stem}.{name}({settings!r})"
+    return call.sheet.layer(call.layer.name, module, weights, frozen=frozen, text=text)
+
+
+def _weights(call: LayerCall, module: nn.Module, where: str) -> dict[str, Weight]:
+    """Return the variables of the layer under the names of the module's tensors."""
+    sources = [
+        source
+        for names in call.layer.variables.values()
+        for source in names
+        if not source.rpartition("/vars/")[0].endswith("seed_generator")
+    ]
+    sizes = [tuple(call.layer.table[source].shape) for source in sources]
+    tensors = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    if list(tensors.values()) != sizes:
+        ours = ", ".join(f"{n} {_size(s)}" for n, s in tensors.items()) or "none"
+        file = (
+            ", ".join(f"{n} {_size(s)}" for n, s in zip(sources, sizes, strict=True))
+            or "none"
+        )
+        raise call.refuse(
+            f"has other weights than {where}: {file} in the file, {ours} in the module",
+            help="give the module parameters of the shapes that Keras' variables have, "
+            "in their order; transpose them in forward",
+        )
+    return dict(zip(tensors, map(same, sources), strict=True))
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "()"
+
+
+# ------------------------------------------------------------------------ the call
+
+
+def _called(call: LayerCall, layer: str) -> Laid | list[Laid]:
+    """Call the module as the model calls the layer."""
+    arguments = [_text(call, each) for each in call.arguments]
+    for key, value in call.keywords.items():
+        if not key.isidentifier():
+            raise call.refuse(f"is called with {key!r:.60}, which is no name")
+        arguments.append(f"{key}={_text(call, value)}")
+    text = f"{layer}({', '.join(arguments)})"
+    found = call.sheet.empty(text)
+    if isinstance(found, Tensor):
+        return call.gives(text)
+    if not isinstance(found, tuple | list):
+        raise call.refuse(
+            f"gives an object of type {type(found).__name__}", help="give tensors"
+        )
+    name = call.layer.name
+    wishes = [f"{name}_{number}" for number in range(len(found))]
+    return [Laid(value) for value in call.sheet.unpack(wishes, text)]
+
+
+def _text(call: LayerCall, value: Any) -> str:
+    """Return an argument: a tensor with its axes as Keras has them, or a constant."""
+    if isinstance(value, Laid):
+        return str(call.last(value))
+    if isinstance(value, list):
+        return f"[{', '.join(_text(call, each) for each in value)}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(_text(call, each) for each in value)},)"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    raise call.refuse(f"is given an argument of type {type(value).__name__}")

@@ -1,0 +1,315 @@
+"""Functions of keras.ops between the layers of a Functional model.
+
+Example: `keras.ops.multiply(x, 2.0)` is an operation of the class Multiply and gives
+    multiply = x * 2.0  # Multiply 'multiply'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from gemsc.importers.keras.config import found_in
+from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
+from gemsc.importers.weight import constant
+
+__all__ = ["OPERATIONS"]
+
+_BATCH = "build the model of operations within each sample"
+
+
+def _elementwise(template: str, *names: str) -> Translator:
+    """Return the translator of a function of its arguments, element by element."""
+
+    def translate(call: LayerCall) -> Laid:
+        given = _given(call, *names)
+        tensors = [value for value in given if isinstance(value, Laid)]
+        firsts = {laid.first for laid in tensors}
+        ranks = {len(laid.value.shape) for laid in tensors}
+        plain = any(isinstance(value, np.ndarray) for value in given)
+        first = firsts == {True} and len(ranks) == 1 and not plain
+        texts = [_text(call, value, first) for value in given]
+        return call.gives(template.format(*texts), first=first)
+
+    return translate
+
+
+def _extreme(kind: str) -> Translator:
+    """Return the translator of the larger or smaller of two; of a number: a bound."""
+    of_two = _elementwise(f"torch.{kind}imum({{0}}, {{1}})", "x1", "x2")
+    bound = _elementwise(f"{{0}}.clamp({'min' if kind == 'max' else 'max'}={{1}})")
+
+    def translate(call: LayerCall) -> Laid:
+        numbers = [v for v in call.arguments if isinstance(v, int | float)]
+        if not numbers:
+            return of_two(call)  # type: ignore[return-value]
+        arguments = [call.inputs[0], *numbers]
+        return bound(replace(call, arguments=arguments))  # type: ignore[return-value]
+
+    return translate
+
+
+def _given(call: LayerCall, *names: str) -> list[Any]:
+    """Return the arguments that a function takes, by place, by name or as settings."""
+    given = list(call.arguments)
+    for name in names[len(given) :]:
+        given.append(call.keywords.get(name, call.config.get(name)))
+    return given
+
+
+def _text(call: LayerCall, value: Any, first: bool) -> str:
+    if isinstance(value, Laid):
+        return str(value.ordered(call.sheet, first=first))
+    if isinstance(value, np.ndarray):
+        array = value.astype(np.float32)
+        part = f"constant_{len(call.layer.tensors)}"
+        return str(call.tensor(part, array.shape, constant(array), trained=False))
+    if isinstance(value, bool | int | float):
+        return f"({value!r})" if value < 0 else repr(value)
+    raise call.refuse(f"is given {type(value).__name__}", help="give a number")
+
+
+def _number(call: LayerCall, name: str, default: float) -> float:
+    value = call.keywords.get(name, call.config.get(name, default))
+    return float(value)
+
+
+def _unary(template: str, **settings: float) -> Translator:
+    """Return the translator of a function of one value, which has settings."""
+
+    def translate(call: LayerCall) -> Laid:
+        laid = call.inputs[0]
+        numbers = {key: _number(call, key, value) for key, value in settings.items()}
+        return call.gives(template.format(x=laid.value, **numbers), first=laid.first)
+
+    return translate
+
+
+def _gelu(call: LayerCall) -> Laid:
+    laid = call.inputs[0]
+    how = ', approximate="tanh"' if call.config.get("approximate", True) else ""
+    return call.gives(f"F.gelu({laid.value}{how})", first=laid.first)
+
+
+def _along(template: str) -> Translator:
+    """Return the translator of a function along one axis."""
+
+    def translate(call: LayerCall) -> Laid:
+        laid = call.inputs[0]
+        axis = int(_number(call, "axis", -1))
+        dim = dimension(axis, len(laid.value.shape), laid.first)
+        return call.gives(template.format(x=laid.value, dim=dim), first=laid.first)
+
+    return translate
+
+
+def _reduction(template: str) -> Translator:
+    """Return the translator of a function that leaves axes out."""
+
+    def translate(call: LayerCall) -> Laid:
+        laid, axis = call.inputs[0], call.config.get("axis")
+        rank = len(laid.value.shape)
+        axes = range(rank) if axis is None else found_in(axis, int)
+        if any(a % rank == 0 for a in axes):
+            raise call.refuse("goes over the samples of the batch", help=_BATCH)
+        keep = bool(call.config.get("keepdims"))
+        channels = {a % rank for a in axes} == set(range(1, rank - 1))
+        first = laid.first and (keep or channels)
+        x = laid.value if first else laid.ordered(call.sheet, first=False)
+        dims = tuple(sorted(dimension(a, rank, first) for a in axes))
+        kept = ", keepdim=True" if keep else ""
+        return call.gives(
+            template.format(x=x, dims=dims, keep=kept), first=first and keep
+        )
+
+    return translate
+
+
+# -------------------------------------------------------------------------- shapes
+
+
+def _reshape(call: LayerCall) -> Laid:
+    x = call.last()
+    batch, *sizes = call.config["newshape"]
+    known = [-1 if size is None else int(size) for size in sizes]
+    if batch not in (None, -1, x.shape[0]) or (batch == x.shape[0] and -1 in known):
+        raise call.refuse("changes the size of the batch", help=_BATCH)
+    if -1 in known:  # the batch alone may be open
+        count = int(np.prod(x.shape[1:])) // -int(np.prod(known))
+        known[known.index(-1)] = count
+    return call.gives(f"{x}.reshape(-1, {', '.join(map(str, known))})")
+
+
+def _transpose(call: LayerCall) -> Laid:
+    x, axes = call.last(), call.config.get("axes")
+    if axes is None or axes[0] != 0:
+        raise call.refuse("moves the axis of the batch", help=_BATCH)
+    return call.gives(f"{x}.permute({', '.join(str(int(axis)) for axis in axes)})")
+
+
+def _swapped(call: LayerCall) -> Laid:
+    x = call.last()
+    axes = [int(call.config[name]) % len(x.shape) for name in ("axis1", "axis2")]
+    if 0 in axes:
+        raise call.refuse("moves the axis of the batch", help=_BATCH)
+    return call.gives(f"{x}.transpose({axes[0]}, {axes[1]})")
+
+
+def _expanded(call: LayerCall) -> Laid:
+    x = call.last()
+    axis = int(call.config["axis"]) % (len(x.shape) + 1)
+    if axis == 0:
+        raise call.refuse("moves the axis of the batch", help=_BATCH)
+    return call.gives(f"{x}.unsqueeze({axis})")
+
+
+def _squeezed(call: LayerCall) -> Laid:
+    x, axis = call.last(), call.config.get("axis")
+    rank = len(x.shape)
+    if axis is None:
+        axis = [a for a, size in enumerate(x.shape) if a and size == 1]
+    axes = tuple(int(a) % rank for a in found_in(axis, int))
+    if any(a == 0 or x.shape[a] != 1 for a in axes):
+        raise call.refuse(f"takes axes of more than one element: {axes}")
+    return call.gives(f"{x}.squeeze({axes})")
+
+
+def _joined(function: str) -> Translator:
+    def translate(call: LayerCall) -> Laid:
+        axis = int(_number(call, "axis", 0))
+        values, first = call.alike()
+        if function == "stack":
+            values, first = [call.last(laid) for laid in call.inputs], False
+        rank = len(values[0].shape) + (function == "stack")
+        if axis % rank == 0:
+            raise call.refuse("joins the samples of batches", help=_BATCH)
+        texts = ", ".join(map(str, values))
+        dim = dimension(axis, rank, first)
+        return call.gives(f"torch.{function}([{texts}], {dim})", first=first)
+
+    return translate
+
+
+def _split(call: LayerCall) -> Sequence[Laid]:
+    x, parts = call.last(), call.config["indices_or_sections"]
+    axis = int(call.config.get("axis", 0)) % len(x.shape)
+    if axis == 0:
+        raise call.refuse("splits the batch", help=_BATCH)
+    if isinstance(parts, int):
+        sizes = [x.shape[axis] // parts] * parts
+    else:
+        ends = [0, *map(int, parts), x.shape[axis]]
+        sizes = [after - before for before, after in pairwise(ends)]
+    wishes = [f"{call.layer.name}_{number}" for number in range(len(sizes))]
+    values = call.sheet.unpack(wishes, f"{x}.split({sizes}, {axis})")
+    return [Laid(value) for value in values]
+
+
+def _item(call: LayerCall) -> Laid:
+    """Write x[:, 1:, -1]; each sample of the batch is treated alike."""
+    x = call.last()
+    key = _given(call, "x", "key")[1]
+    keys = list(key) if isinstance(key, list | tuple) else [key]
+    texts = [_key(call, item) for item in keys]
+    if texts[:1] not in ([":"], ["..."]):
+        raise call.refuse("takes samples out of the batch", help=_BATCH)
+    return call.gives(f"{x}[{', '.join(texts)}]")
+
+
+def _key(call: LayerCall, item: Any) -> str:
+    if item is Ellipsis or item is None:
+        return "..." if item is Ellipsis else "None"
+    if type(item) is int:
+        return str(item)
+    if isinstance(item, slice):
+        bounds = (item.start, item.stop, item.step)
+        if all(bound is None or type(bound) is int for bound in bounds):
+            texts = ["" if bound is None else str(bound) for bound in bounds]
+            if (item.step or 1) > 0:
+                return ":".join(texts if item.step else texts[:2])
+    raise call.refuse("takes elements in a way that PyTorch has not")
+
+
+def _matmul(call: LayerCall) -> Laid:
+    return call.gives(f"{call.last(0)} @ {call.last(1)}")
+
+
+def _cast(call: LayerCall) -> Laid:
+    laid, name = call.inputs[0], str(call.config.get("dtype"))
+    if "float" in name:
+        return call.gives(f"{laid.value}.float()", first=laid.first)
+    if "int" in name:
+        return call.gives(f"{laid.value}.long()", first=laid.first)
+    raise call.refuse(f"casts to {name!r:.40}")
+
+
+def _clip(call: LayerCall) -> Laid:
+    laid = call.inputs[0]
+    low, high = _number(call, "x_min", 0), _number(call, "x_max", 0)
+    return call.gives(f"{laid.value}.clamp({low!r}, {high!r})", first=laid.first)
+
+
+OPERATIONS: Mapping[str, Translator] = {
+    "Abs": _unary("torch.abs({x})"),
+    "Absolute": _unary("torch.abs({x})"),
+    "Add": _elementwise("{0} + {1}", "x1", "x2"),
+    "Amax": _reduction("{x}.amax({dims}{keep})"),
+    "Amin": _reduction("{x}.amin({dims}{keep})"),
+    "Cast": _cast,
+    "Ceil": _unary("torch.ceil({x})"),
+    "Clip": _clip,
+    "Concatenate": _joined("cat"),
+    "Cos": _unary("torch.cos({x})"),
+    "Divide": _elementwise("{0} / {1}", "x1", "x2"),
+    "Elu": _unary("F.elu({x}, {alpha!r})", alpha=1.0),
+    "Erf": _unary("torch.erf({x})"),
+    "Exp": _unary("torch.exp({x})"),
+    "ExpandDims": _expanded,
+    "Expm1": _unary("torch.expm1({x})"),
+    "Floor": _unary("torch.floor({x})"),
+    "Gelu": _gelu,
+    "GetItem": _item,
+    "HardSigmoid": _unary("F.hardsigmoid({x})"),
+    "HardSilu": _unary("F.hardswish({x})"),
+    "LeakyRelu": _unary("F.leaky_relu({x}, {negative_slope!r})", negative_slope=0.2),
+    "Log": _unary("torch.log({x})"),
+    "Log1p": _unary("torch.log1p({x})"),
+    "LogSoftmax": _along("F.log_softmax({x}, {dim})"),
+    "Matmul": _matmul,
+    "Max": _reduction("{x}.amax({dims}{keep})"),
+    "Maximum": _extreme("max"),
+    "Mean": _reduction("{x}.mean({dims}{keep})"),
+    "Min": _reduction("{x}.amin({dims}{keep})"),
+    "Minimum": _extreme("min"),
+    "Multiply": _elementwise("{0} * {1}", "x1", "x2"),
+    "Negative": _unary("-{x}"),
+    "Power": _elementwise("{0} ** {1}", "x1", "x2"),
+    "Reciprocal": _unary("torch.reciprocal({x})"),
+    "Relu": _unary("F.relu({x})"),
+    "Relu6": _unary("F.relu6({x})"),
+    "Reshape": _reshape,
+    "Rsqrt": _unary("torch.rsqrt({x})"),
+    "Sigmoid": _unary("torch.sigmoid({x})"),
+    "Sign": _unary("torch.sign({x})"),
+    "Silu": _unary("F.silu({x})"),
+    "Sin": _unary("torch.sin({x})"),
+    "Softmax": _along("F.softmax({x}, {dim})"),
+    "Softplus": _unary("F.softplus({x})"),
+    "Split": _split,
+    "Sqrt": _unary("torch.sqrt({x})"),
+    "Square": _unary("torch.square({x})"),
+    "Squeeze": _squeezed,
+    "Stack": _joined("stack"),
+    "Std": _reduction("{x}.std({dims}, correction=0{keep})"),
+    "Subtract": _elementwise("{0} - {1}", "x1", "x2"),
+    "Sum": _reduction("{x}.sum({dims}{keep})"),
+    "Swapaxes": _swapped,
+    "Tanh": _unary("torch.tanh({x})"),
+    "Transpose": _transpose,
+    "TrueDivide": _elementwise("{0} / {1}", "x1", "x2"),
+    "Var": _reduction("{x}.var({dims}, correction=0{keep})"),
+}

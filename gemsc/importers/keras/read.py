@@ -1,0 +1,165 @@
+"""Read a Keras 3 archive: what it says, as classes of model.py."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gemsc.errors import GemscError
+from gemsc.importers.keras.archive import Archive
+from gemsc.importers.keras.config import MODELS, Listed, references
+from gemsc.importers.keras.custom import custom_layers, custom_name
+from gemsc.importers.keras.graph import MISREAD, Graph, Model
+from gemsc.importers.keras.layer import Translator
+from gemsc.importers.keras.layers import LAYERS
+from gemsc.importers.keras.operations import OPERATIONS
+from gemsc.importers.keras.training.compiled import training_text
+from gemsc.importers.keras.training.losses import ModelOutput
+from gemsc.importers.keras.training.regularizers import regularizer_notes
+from gemsc.importers.network import ImportedNetwork
+from gemsc.importers.options import ImportOptions
+
+__all__ = ["read_keras"]
+
+_SHOWN = 10  # of the layers that are refused
+
+
+def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
+    """Return the network of a file that ends in .keras.
+
+    Raises:
+        GemscError: it is damaged, or has layers that gemsc has not.
+    """
+    archive = Archive(path)
+    custom = custom_layers(options.custom)
+
+    def translator(kind: str, name: str, is_operation: bool) -> Translator | None:
+        if is_operation:
+            return OPERATIONS.get(kind)
+        own = custom.get(custom_name(name)) or custom.get(custom_name(kind))
+        return own or LAYERS.get(kind)
+
+    graph = Graph(archive, options, translator)
+    try:
+        _check(path, archive.config, graph)
+        inputs = _inputs(Listed.of(archive.config))
+    except MISREAD as error:
+        raise GemscError(f"{path}: config.json is damaged: {error!r:.80}") from error
+    for name in sorted(set(options.shapes) - inputs):
+        raise GemscError(
+            f"{path.name} has no input {name!r}", help=f"it has {', '.join(inputs)}"
+        )
+    model = graph.model(archive.config, "")
+    compiled = archive.config.get("compile_config")
+    masks = [
+        f"the loss of Keras leaves out steps of an output that '{laid.masked}' masks: "
+        "here all of them count"
+        for laid in model.outputs
+        if laid.masked
+    ]
+    training = training_text(compiled, _outputs(archive.config, model))
+    return ImportedNetwork(
+        [*graph.sheets, model.sheet],
+        archive,
+        functions=training.functions,
+        imports=[f"import {options.custom.stem}"] if options.custom else [],
+        notes=[
+            *dict.fromkeys(graph.notes),
+            *_dtypes(graph),
+            *masks,
+            *regularizer_notes((each.name, each.config) for each in graph.layers),
+            *training.notes,
+        ],
+    )
+
+
+def _inputs(model: Listed) -> set[str]:
+    if model.kind == "Sequential":
+        layers = [Listed.of(layer) for layer in model.config["layers"][:1]]
+        return {each.name for each in layers if each.kind == "InputLayer"} or {"x"}
+    return {name for name, _, _ in references(model.config["input_layers"])}
+
+
+def _dtypes(graph: Graph) -> Iterator[str]:
+    """Say which layers do not compute in float32.
+
+    Raises:
+        GemscError: their weights are whole numbers.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    for layer in graph.layers:
+        policy = layer.config.get("dtype")
+        if isinstance(policy, dict):
+            settings = policy.get("config")
+            policy = settings.get("name") if isinstance(settings, dict) else None
+        if isinstance(policy, str) and layer.kind != "InputLayer":
+            found[policy].append(layer.name)
+    for policy, names in found.items():
+        if "int8" in policy or "int4" in policy or "float8" in policy:
+            where = graph.archive.path.name
+            raise GemscError(
+                f"{where}: {names[0]!r:.60} is quantized, {policy:.30}",
+                help="import the model that was quantized",
+            )
+        if policy != "float32":
+            yield (
+                f"{len(names)} layers compute in {policy:.30}: here all is float32; "
+                "gemsc compile --precision has bfloat16 and float16"
+            )
+
+
+def _outputs(config: Mapping[str, Any], model: Model) -> list[ModelOutput]:
+    """Return the outputs by their names in compile(); none if they are nested."""
+    entry = Listed.of(config)
+    structure: Any = entry.config.get("output_layers")
+    if entry.kind == "Sequential":
+        names, places = [entry.name], [""]
+    elif isinstance(structure, dict):
+        names = sorted(structure)
+        places = [f"[{name!r}]" for name in names]
+    else:
+        names = [name for name, _, _ in references(structure)]
+        places = [f"[{index}]" for index in range(len(names))]
+        places = places if len(names) > 1 else [""]
+    if len(names) != len(model.outputs):
+        return []
+    return [
+        ModelOutput(name, laid.value.shape, place, laid.first)
+        for name, place, laid in zip(names, places, model.outputs, strict=True)
+    ]
+
+
+def _check(path: Path, config: Mapping[str, Any], graph: Graph) -> None:
+    """Refuse all that is not known at once."""
+    top = Listed.of(config)
+    if not top.is_model:
+        raise GemscError(
+            f"{path} is a {top.kind!r:.60}, a class with a call() of its own",
+            help=f"gemsc imports {' and '.join(MODELS[::2])} models: write it in "
+            "PyTorch, or build it of layers",
+        )
+    unknown = [
+        f"{entry.name!r:.60} ({entry.kind:.60})"
+        for entry in _all(top)
+        if not entry.is_model
+        and entry.kind != "InputLayer"
+        and graph.translator(entry.kind, entry.name, entry.is_operation) is None
+    ]
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        raise GemscError(
+            f"{path.name} has layers that gemsc has not: "
+            f"{', '.join(unknown[:_SHOWN])}{more}",
+            help="build them of other layers, or give each with --custom layers.py; "
+            "the code of a Lambda is never run",
+        )
+
+
+def _all(model: Listed) -> Iterator[Listed]:
+    for text in model.config["layers"]:
+        entry = Listed.of(text)
+        yield entry
+        if entry.is_model:
+            yield from _all(entry)

@@ -1,0 +1,344 @@
+"""Recurrent layers: LSTM, GRU and SimpleRNN, in one direction or both, and of cells.
+
+Keras has one bias where PyTorch adds two: the second one is zero and not trained, or
+both together would learn twice as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from gemsc.importers.keras.layer import Laid, LayerCall, Translator
+from gemsc.importers.sheet import Symbol
+from gemsc.importers.weight import Array, Weight, constant
+
+__all__ = ["RECURRENT_LAYERS"]
+
+WRITE_IT = "write the layer in PyTorch: --custom layers.py"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell: its class in Keras, its settings, and where its variables are."""
+
+    kind: str
+    config: Mapping[str, Any]
+    part: str
+
+    @property
+    def units(self) -> int:
+        """The size of its state."""
+        return int(self.config["units"])
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether it adds a bias."""
+        return bool(self.config.get("use_bias", True))
+
+    @property
+    def gates(self) -> int:
+        """How many matrices its kernel has."""
+        return {"LSTM": 4, "GRU": 3, "SimpleRNN": 1}[self.kind]
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What two directions of one layer of PyTorch have in common."""
+        return self.kind, self.units, self.has_bias, self.config.get("activation")
+
+
+# --------------------------------------------------------------------- translators
+
+
+def _recurrent(kind: str) -> Translator:
+    def translate(call: LayerCall) -> Laid | Sequence[Laid]:
+        return _run(call, Cell(kind, call.config, "cell"))
+
+    return translate
+
+
+def _rnn(call: LayerCall) -> Laid | Sequence[Laid]:
+    """Run a cell, or several of them one above the other."""
+    cell = call.config["cell"]
+    if cell.get("class_name") != "StackedRNNCells":
+        return _run(call, _cell(call, cell, "cell"))
+    config = call.config
+    if config.get("return_state") or _states(call):
+        raise call.refuse(
+            "gives or takes states of several cells",
+            help="use a layer for each cell, such as LSTM(..., return_state=True)",
+        )
+    cells = [
+        _cell(call, each, f"cell/cells/{name}")
+        for each, name in zip(
+            cell["config"]["cells"], _names(cell["config"]["cells"]), strict=True
+        )
+    ]
+    _check_layer(call, config)
+    x = _turned(call, call.last(), config)
+    for index, each in enumerate(cells):
+        layer = _layer(call, [each], x.shape[-1], f"cells.{index}", "")
+        x, _ = call.sheet.unpack([call.layer.name, "_"], f"{layer}({x})")
+    return Laid(x) if config.get("return_sequences") else call.gives(f"{x}[:, -1]")
+
+
+def _names(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what the archive calls cells: lstm_cell, lstm_cell_1, gru_cell."""
+    words = {"LSTMCell": "lstm_cell", "GRUCell": "gru_cell"}
+    seen: dict[str, int] = {}
+    for cell in cells:
+        name = words.get(cell["class_name"], "simple_rnn_cell")
+        count = seen.get(name, 0)
+        seen[name] = count + 1
+        yield f"{name}_{count}" if count else name
+
+
+def _cell(call: LayerCall, cell: Mapping[str, Any], part: str) -> Cell:
+    kind = str(cell.get("class_name"))
+    if kind not in ("LSTMCell", "GRUCell", "SimpleRNNCell"):
+        raise call.refuse(f"has a cell of class {kind}", help=WRITE_IT)
+    return Cell(kind.removesuffix("Cell"), cell["config"], part)
+
+
+def _run(call: LayerCall, cell: Cell) -> Laid | Sequence[Laid]:
+    config = call.config
+    _check_layer(call, config)
+    x = _dropped(call, _turned(call, call.last(), config), cell)
+    layer = _layer(call, [cell], x.shape[-1], "cell" if _drops(cell) else "", "")
+    given = [f"{state}.unsqueeze(0)" for state in _states(call)]
+    sequence, states = _called(call, cell, layer, x, given)
+    if config.get("return_sequences"):
+        found = Laid(sequence)
+    else:
+        found = call.gives(f"{sequence}[:, -1]")
+    if not config.get("return_state"):
+        return found
+    name = call.layer.name
+    return [found, *(call.gives(f"{s}[0]", wish=f"{name}_{w}") for w, s in states)]
+
+
+def _bidirectional(call: LayerCall) -> Laid | Sequence[Laid]:
+    ahead, back = call.config["layer"], call.config.get("backward_layer")
+    cells = [
+        _direction(call, ahead, "forward_layer"),
+        _direction(call, back or ahead, "backward_layer"),
+    ]
+    one, other = cells
+    if one.settings != other.settings:
+        raise call.refuse("has two directions with different settings", help=WRITE_IT)
+    config = ahead["config"]
+    if config.get("go_backwards"):
+        raise call.refuse("has a forward layer with go_backwards", help=WRITE_IT)
+    if _drops(one) or _drops(other):
+        raise call.refuse(
+            f"has dropout={one.config['dropout']}: each direction has its own mask",
+            help="put a Dropout or SpatialDropout1D in front of it",
+        )
+    x = call.last()
+    layer = _layer(call, cells, x.shape[-1], "", "_reverse")
+    given = list(map(str, _states(call)))
+    half = len(given) // 2
+    pairs = zip(given[:half], given[half:], strict=True)
+    stacked = [f"torch.stack([{a}, {b}])" for a, b in pairs]
+    sequence, states = _called(call, one, layer, x, stacked)
+    found = _merged(call, sequence, states[0][1], bool(config.get("return_sequences")))
+    if not config.get("return_state"):
+        return found if len(found) > 1 else found[0]
+    name = call.layer.name
+    for index, words in enumerate(("forward", "backward")):
+        for w, s in states:
+            found.append(call.gives(f"{s}[{index}]", wish=f"{name}_{words}_{w}"))
+    return found
+
+
+def _direction(call: LayerCall, layer: Mapping[str, Any], part: str) -> Cell:
+    kind, config = str(layer.get("class_name")), layer["config"]
+    part = f"{part}/cell"
+    if kind in ("LSTM", "GRU", "SimpleRNN"):
+        cell = Cell(kind, config, part)
+    elif kind == "RNN":
+        cell = _cell(call, config["cell"], part)
+    else:
+        raise call.refuse(f"holds a layer of class {kind}", help=WRITE_IT)
+    _check_layer(call, config)
+    return cell
+
+
+MERGES = {"sum": "{a} + {b}", "mul": "{a} * {b}", "ave": "({a} + {b}) / 2"}
+
+
+def _merged(
+    call: LayerCall, sequence: Symbol, last: str, returns_sequences: bool
+) -> list[Laid]:
+    """Return both directions as one value, or as two."""
+    mode = call.config.get("merge_mode", "concat")
+    if mode == "concat" and returns_sequences:
+        return [Laid(sequence)]
+    if mode == "concat":
+        return [call.gives(f"torch.cat([{last}[0], {last}[1]], 1)")]
+    name = call.layer.name
+    if returns_sequences:
+        wishes = [f"{name}_forward", f"{name}_backward"]
+        a, b = call.sheet.unpack(wishes, f"{sequence}.chunk(2, -1)")
+    else:
+        a = call.gives(f"{last}[0]", wish=f"{name}_forward").value
+        b = call.gives(f"{last}[1]", wish=f"{name}_backward").value
+    if mode is None:
+        return [Laid(a), Laid(b)]
+    return [call.gives(MERGES[mode].format(a=a, b=b))]
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _layer(
+    call: LayerCall, cells: Sequence[Cell], width: int, part: str, suffix: str
+) -> str:
+    """Return the text of a layer of PyTorch with the weights of one or two cells."""
+    cell = cells[0]
+    weights: dict[str, Weight] = {}
+    for each, end in zip(cells, ("", suffix), strict=False):
+        _check_cell(call, each)
+        weights |= {f"{name}_l0{end}": w for name, w in _weights(call, each)}
+    makers: Mapping[str, Callable[..., nn.Module]] = {
+        "LSTM": nn.LSTM,
+        "GRU": nn.GRU,
+        "SimpleRNN": nn.RNN,
+    }
+    settings: dict[str, Any] = {"bias": cell.has_bias, "bidirectional": len(cells) > 1}
+    if cell.kind == "SimpleRNN":
+        settings["nonlinearity"] = cell.config.get("activation", "tanh")
+
+    def make() -> nn.Module:
+        return makers[cell.kind](width, cell.units, batch_first=True, **settings)
+
+    return call.add(make, part, **weights)
+
+
+def _weights(call: LayerCall, cell: Cell) -> Iterator[tuple[str, Weight]]:
+    """Yield the weights: Keras' gates of GRU are z, r, n, where PyTorch has r, z, n."""
+
+    def gates(array: Array) -> Array:
+        if cell.kind != "GRU":
+            return array
+        z, r, n = np.split(array, 3, axis=-1)
+        return np.concatenate([r, z, n], axis=-1)
+
+    def moved(array: Array) -> Array:
+        return gates(array).T
+
+    yield "weight_ih", call.variable(0, cell.part).then(moved)
+    yield "weight_hh", call.variable(1, cell.part).then(moved)
+    if not cell.has_bias:
+        return
+    bias = call.variable(2, cell.part)
+    if cell.kind == "GRU":
+        yield "bias_ih", bias.then(lambda array: gates(array)[0])
+        yield "bias_hh", bias.then(lambda array: gates(array)[1])
+    else:
+        yield "bias_ih", bias
+        yield "bias_hh", constant(np.zeros(cell.gates * cell.units, np.float32))
+
+
+def _states(call: LayerCall) -> list[Symbol]:
+    """Return the states that the layer begins with, if it is given any."""
+    given = call.keywords.get("initial_state")
+    if given is None:
+        return [laid.value for laid in call.inputs[1:]]
+    many = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(each, Laid) for each in many):
+        raise call.refuse("has an initial_state that is not a layer's output")
+    return [laid.value for laid in many]
+
+
+def _called(
+    call: LayerCall, cell: Cell, layer: str, x: Symbol, given: Sequence[str]
+) -> tuple[Symbol, list[tuple[str, str]]]:
+    """Call it; return the sequence, and the states' words and texts."""
+    words = ["h", "c"] if cell.kind == "LSTM" else ["h"]
+    if given and len(given) % len(words):
+        raise call.refuse(f"has an initial_state of {len(given)} tensors")
+    start = (
+        f", ({', '.join(given)})"
+        if len(given) > 1
+        else "".join(f", {each}" for each in given)
+    )
+    name = call.layer.name
+    sequence, state = call.sheet.unpack(
+        [f"{name}_steps", f"{name}_state"], f"{layer}({x}{start})"
+    )
+    if len(words) == 1:
+        return sequence, [("h", str(state))]
+    return sequence, [("h", f"{state}[0]"), ("c", f"{state}[1]")]
+
+
+def _turned(call: LayerCall, x: Symbol, config: Mapping[str, Any]) -> Symbol:
+    if len(x.shape) != 3:
+        raise call.refuse(f"has an input of {len(x.shape)} axes, not 3")
+    if not config.get("go_backwards"):
+        return x
+    return call.sheet.line(f"{x}_backwards", f"{x}.flip(1)")
+
+
+def _drops(cell: Cell) -> bool:
+    return bool(cell.config.get("dropout"))
+
+
+def _dropped(call: LayerCall, x: Symbol, cell: Cell) -> Symbol:
+    """Drop features: the same ones in all steps of a sequence, as Keras does."""
+    if not _drops(cell):
+        return x
+    rate = float(cell.config["dropout"])
+    drop = call.add(lambda: nn.Dropout(rate), "dropout")
+    return call.sheet.line(f"{x}_dropped", f"{x} * {drop}(torch.ones_like({x}[:, :1]))")
+
+
+def _check_layer(call: LayerCall, config: Mapping[str, Any]) -> None:
+    if config.get("stateful"):
+        raise call.refuse(
+            "is stateful: it goes on where the last batch ended",
+            help="set stateful=False, or pass initial_state as an input of the model",
+        )
+    if call.keywords.get("mask") is not None:
+        raise call.refuse("is given a mask: masks are not supported", help=WRITE_IT)
+
+
+def _check_cell(call: LayerCall, cell: Cell) -> None:
+    config = cell.config
+    if config.get("recurrent_dropout"):
+        raise call.refuse(
+            f"has recurrent_dropout={config['recurrent_dropout']}",
+            help="set recurrent_dropout=0, with dropout between layers instead",
+        )
+    if cell.kind == "GRU" and not config.get("reset_after", True):
+        raise call.refuse(
+            "has reset_after=False, which PyTorch's GRU has not", help=WRITE_IT
+        )
+    allowed = ("tanh", "relu") if cell.kind == "SimpleRNN" else ("tanh",)
+    if config.get("activation", "tanh") not in allowed:
+        raise call.refuse(
+            f"has activation={config['activation']!r}, where PyTorch's layer has "
+            f"{' or '.join(allowed)}",
+            help=WRITE_IT,
+        )
+    if cell.kind == "SimpleRNN":
+        return
+    inner = config.get("recurrent_activation", "sigmoid")
+    if inner != "sigmoid":
+        raise call.refuse(
+            f"has recurrent_activation={inner!r}, where PyTorch's layer has sigmoid",
+            help=WRITE_IT,
+        )
+
+
+RECURRENT_LAYERS: Mapping[str, Translator] = {
+    "Bidirectional": _bidirectional,
+    "GRU": _recurrent("GRU"),
+    "LSTM": _recurrent("LSTM"),
+    "RNN": _rnn,
+    "SimpleRNN": _recurrent("SimpleRNN"),
+}

@@ -1,0 +1,1 @@
+"""What Keras' compile() was given, as PyTorch: loss, optimizer, schedule, metrics."""

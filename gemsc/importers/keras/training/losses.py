@@ -1,0 +1,340 @@
+"""The losses of Keras as bodies of `loss(output, target)`.
+
+Example: `loss="mse"` gives
+    return F.mse_loss(output, target)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "LOSSES",
+    "LossForm",
+    "ModelOutput",
+    "UnknownLossError",
+    "loss_form",
+    "snake",
+]
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """An output of the model: its name, its sizes in model.py, and how to get it.
+
+    `place` is the text behind `output` and `target`: "", "[0]" or '["mask"]'. With
+    `first` it has its channels first, where Keras has them last.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: str = ""
+    first: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is the last axis of Keras."""
+        return 1 if self.first else -1
+
+    def at(self, axis: int) -> int:
+        """Return the dimension that is an axis of Keras."""
+        rank = len(self.shape)
+        return [0, *range(2, rank), 1][axis] if self.first else range(rank)[axis]
+
+    @property
+    def channels(self) -> int:
+        """The size of that."""
+        return self.shape[self.dim]
+
+
+class UnknownLossError(Exception):
+    """A loss, optimizer or schedule that has no counterpart; the reason is its text."""
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """The lines of a body, and what its targets are: values, one-hot or indices.
+
+    `whole` are losses of a batch that are not means over its samples.
+    """
+
+    lines: tuple[str, ...]
+    target: str = "values"
+    whole: bool = False
+
+
+Settings = Mapping[str, Any]
+ALIASES = {
+    "mse": "mean_squared_error",
+    "mae": "mean_absolute_error",
+    "mape": "mean_absolute_percentage_error",
+    "msle": "mean_squared_logarithmic_error",
+    "bce": "binary_crossentropy",
+    "kld": "kl_divergence",
+    "kullback_leibler_divergence": "kl_divergence",
+    "logcosh": "log_cosh",
+}
+SMALL = "1e-7"  # keras.config.epsilon()
+
+
+def snake(name: str) -> str:
+    """Return mean_squared_error for MeanSquaredError and for mse."""
+    if name.lower() in ALIASES:
+        return ALIASES[name.lower()]
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name.replace("KLD", "KlD"))
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def loss_form(name: str, settings: Settings, output: ModelOutput) -> LossForm:
+    """Return the body of a loss, for an output.
+
+    Raises:
+        UnknownLossError: the table has none.
+    """
+    if name not in LOSSES:
+        raise UnknownLossError(f"{name} has no counterpart in the table of gemsc")
+    form = LOSSES[name](settings, output)
+    return _reduced(form, str(settings.get("reduction")), output)
+
+
+def _reduced(form: LossForm, reduction: str, output: ModelOutput) -> LossForm:
+    """Make a sum of a mean, where Keras is asked for it."""
+    if reduction != "sum" or form.whole:
+        return form
+    *lines, last = form.lines
+    mean = last.removeprefix("return ")
+    count = f"output.numel() / {output.channels}"
+    return LossForm((*lines, f"return {mean} * ({count})"), form.target, True)
+
+
+# --------------------------------------------------------------------- of values
+
+
+def _as_output(output: ModelOutput) -> str:
+    """Return the line that gives the target the output's type, and the shape (n, 1)."""
+    shape = ".reshape(-1, 1)" if output.shape[1:] == (1,) else ""
+    return f"target = target.to(output.dtype){shape}"
+
+
+def _plain(text: str, **defaults: float) -> Callable[[Settings, ModelOutput], LossForm]:
+    """Return the writer of lines, in which {dim} is the last axis of Keras."""
+
+    def write(settings: Settings, output: ModelOutput) -> LossForm:
+        numbers = {k: repr(float(settings.get(k, v))) for k, v in defaults.items()}
+        filled = text.format(dim=output.dim, small=SMALL, **numbers)
+        return LossForm((_as_output(output), *filled.split("\n")))
+
+    return write
+
+
+def _cosine(settings: Settings, output: ModelOutput) -> LossForm:
+    axis = int(settings.get("axis", -1))
+    dim = output.at(axis)
+    lines = (
+        _as_output(output),
+        f"target = F.normalize(target, dim={dim}, eps={SMALL})",
+        f"output = F.normalize(output, dim={dim}, eps={SMALL})",
+        f"return -(target * output).sum({dim}).mean()",
+    )
+    return LossForm(lines)
+
+
+def _overlap(settings: Settings, output: ModelOutput, formula: str) -> LossForm:
+    """Sum over axes: over the whole batch if there are none."""
+    axis = settings.get("axis")
+    dims = ""
+    if axis is not None:
+        axes = axis if isinstance(axis, list | tuple) else [axis]
+        at = tuple(output.at(int(a)) for a in axes)
+        dims = str(at)
+    alpha, beta = (float(settings.get(k, 0.5)) for k in ("alpha", "beta"))
+    lines = formula.format(dims=dims, small=SMALL, alpha=alpha, beta=beta)
+    whole = axis is None or 0 in at
+    return LossForm((_as_output(output), *lines.split("\n")), whole=whole)
+
+
+DICE = """both = (target * output).sum({dims})
+total = target.sum({dims}) + output.sum({dims})
+return (1 - 2 * both / (total + {small})).mean()"""
+TVERSKY = """both = (target * output).sum({dims})
+missed = (target * (1 - output)).sum({dims})
+wrong = (output * (1 - target)).sum({dims})
+total = both + {alpha!r} * missed + {beta!r} * wrong
+return (1 - both / (total + {small})).mean()"""
+
+
+# ------------------------------------------------------------------------ of classes
+
+
+def _smoothed(settings: Settings, of_classes: int) -> list[str]:
+    """Return the line that takes a part of the target away for the other classes."""
+    part = float(settings.get("label_smoothing") or 0.0)
+    if not part:
+        return []
+    return [f"target = target * {1.0 - part!r} + {part / of_classes!r}"]
+
+
+def _binary(settings: Settings, output: ModelOutput) -> LossForm:
+    lines = [_as_output(output), *_smoothed(settings, 2)]
+    if settings.get("from_logits"):
+        text = "F.binary_cross_entropy_with_logits(output, target)"
+    else:
+        lines.append(f"output = output.clamp({SMALL}, 1 - {SMALL})")
+        text = "F.binary_cross_entropy(output, target)"
+    return LossForm((*lines, f"return {text}"))
+
+
+def _binary_focal(settings: Settings, output: ModelOutput) -> LossForm:
+    alpha, gamma = float(settings.get("alpha", 0.25)), float(settings.get("gamma", 2))
+    lines = [_as_output(output), *_smoothed(settings, 2)]
+    if settings.get("from_logits"):
+        lines.append("output = torch.sigmoid(output)")
+    lines += [
+        f"clamped = output.clamp({SMALL}, 1 - {SMALL})",
+        'each = F.binary_cross_entropy(clamped, target, reduction="none")',
+        "right = target * output + (1 - target) * (1 - output)",
+        f"each = each * (1 - right) ** {gamma!r}",
+    ]
+    if settings.get("apply_class_balancing"):
+        weight = f"target * {alpha!r} + (1 - target) * {1 - alpha!r}"
+        lines.append(f"each = each * ({weight})")
+    return LossForm((*lines, "return each.mean()"))
+
+
+def _class_dim(settings: Settings, output: ModelOutput) -> int:
+    dim = output.at(int(settings.get("axis", -1)))
+    return dim if output.first else dim - len(output.shape)
+
+
+def _shares(dim: int) -> list[str]:
+    """Return the lines that make probabilities of an output that has them."""
+    return [
+        f"output = output / output.sum({dim}, keepdim=True)",
+        f"output = output.clamp({SMALL}, 1 - {SMALL})",
+    ]
+
+
+def _categorical(settings: Settings, output: ModelOutput) -> LossForm:
+    dim = _class_dim(settings, output)
+    classes = output.shape[dim]
+    if settings.get("from_logits"):
+        part = float(settings.get("label_smoothing") or 0.0)
+        smoothing = f", label_smoothing={part!r}" if part else ""
+        values = [_classes_at_1(name, dim, output) for name in ("output", "target")]
+        lines = [
+            "target = target.to(output.dtype)",
+            f"return F.cross_entropy({', '.join(values)}{smoothing})",
+        ]
+    else:
+        lines = ["target = target.to(output.dtype)", *_smoothed(settings, classes)]
+        lines += [*_shares(dim), f"return -(target * output.log()).sum({dim}).mean()"]
+    return LossForm(tuple(lines), "one-hot")
+
+
+def _categorical_focal(settings: Settings, output: ModelOutput) -> LossForm:
+    dim = _class_dim(settings, output)
+    alpha, gamma = float(settings.get("alpha", 0.25)), float(settings.get("gamma", 2))
+    lines = ["target = target.to(output.dtype)"]
+    lines += _smoothed(settings, output.shape[dim])
+    if settings.get("from_logits"):
+        lines.append(f"output = F.softmax(output, {dim})")
+    lines += [
+        *_shares(dim),
+        f"weight = {alpha!r} * (1 - output) ** {gamma!r}",
+        f"return -(weight * target * output.log()).sum({dim}).mean()",
+    ]
+    return LossForm(tuple(lines), "one-hot")
+
+
+def _sparse(settings: Settings, output: ModelOutput) -> LossForm:
+    """Take indices of classes, of shape (n,) or (n, 1)."""
+    dim = _class_dim(settings, output)
+    ignored = settings.get("ignore_class")
+    extra = "" if ignored is None else f", ignore_index={int(ignored)}"
+    lines = [_indices(output, dim)]
+    value = _classes_at_1("output", dim, output)
+    if settings.get("from_logits"):
+        lines.append(f"return F.cross_entropy({value}, target{extra})")
+    else:
+        value = _classes_at_1("output.log()", dim, output)
+        if "permute" in value:
+            value += ".contiguous()"  # PyTorch's nll_loss has no gradient without
+        lines += [*_shares(dim), f"return F.nll_loss({value}, target{extra})"]
+    return LossForm(tuple(lines), "indices")
+
+
+def _generalized(settings: Settings, output: ModelOutput) -> LossForm:
+    q, dim = float(settings.get("q", 0.5)), output.dim
+    lines = (
+        _indices(output, dim),
+        f"right = output.gather({dim}, target.unsqueeze({dim}))",
+        f"return ((1 - right**{q!r}) / {q!r}).mean()",
+    )
+    return LossForm(lines, "indices")
+
+
+def _indices(output: ModelOutput, dim: int) -> str:
+    """Return the line that makes the target indices, without an axis of size 1."""
+    rank = len(output.shape)
+    if rank == 2:
+        return "target = target.reshape(-1).long()"
+    return (
+        f"target = (target.squeeze({dim}) if target.dim() == {rank} else target).long()"
+    )
+
+
+def _classes_at_1(text: str, dim: int, output: ModelOutput) -> str:
+    rank = len(output.shape)
+    at = dim % rank
+    others = [axis for axis in range(1, rank) if axis != at]
+    axes = ", ".join(map(str, [0, at, *others]))
+    return text if at == 1 else f"{text}.permute({axes})"
+
+
+# ---------------------------------------------------------------------------- table
+
+
+PERCENT = (
+    "return 100 * ((target - output).abs() / target.abs().clamp(min={small})).mean()"
+)
+LOGARITHMIC = """output = (output.clamp(min={small}) + 1).log()
+target = (target.clamp(min={small}) + 1).log()
+return F.mse_loss(output, target)"""
+LOG_COSH = """error = output - target
+return (error + F.softplus(-2 * error) - math.log(2)).mean()"""
+DIVERGENCE = """target = target.clamp({small}, 1)
+output = output.clamp({small}, 1)
+return (target * (target / output).log()).sum({dim}).mean()"""
+# labels of 0 and 1 mean -1 and 1
+SIGNS = """binary = ((target == 0) | (target == 1)).all()
+target = torch.where(binary, 2 * target - 1, target)
+"""
+CATEGORICAL_HINGE = """right = (target * output).sum({dim})
+wrong = ((1 - target) * output).amax({dim})
+return F.relu(wrong - right + 1).mean()"""
+
+LOSSES: Mapping[str, Callable[[Settings, ModelOutput], LossForm]] = {
+    "binary_crossentropy": _binary,
+    "binary_focal_crossentropy": _binary_focal,
+    "categorical_crossentropy": _categorical,
+    "categorical_focal_crossentropy": _categorical_focal,
+    "categorical_generalized_cross_entropy": _generalized,
+    "categorical_hinge": _plain(CATEGORICAL_HINGE),
+    "cosine_similarity": _cosine,
+    "dice": lambda settings, output: _overlap(settings, output, DICE),
+    "hinge": _plain(SIGNS + "return F.relu(1 - target * output).mean()"),
+    "huber": _plain("return F.huber_loss(output, target, delta={delta})", delta=1.0),
+    "kl_divergence": _plain(DIVERGENCE),
+    "log_cosh": _plain(LOG_COSH),
+    "mean_absolute_error": _plain("return F.l1_loss(output, target)"),
+    "mean_absolute_percentage_error": _plain(PERCENT),
+    "mean_squared_error": _plain("return F.mse_loss(output, target)"),
+    "mean_squared_logarithmic_error": _plain(LOGARITHMIC),
+    "poisson": _plain("return (output - target * (output + {small}).log()).mean()"),
+    "sparse_categorical_crossentropy": _sparse,
+    "squared_hinge": _plain(SIGNS + "return (F.relu(1 - target * output) ** 2).mean()"),
+    "tversky": lambda settings, output: _overlap(settings, output, TVERSKY),
+}

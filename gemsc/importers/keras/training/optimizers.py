@@ -1,0 +1,157 @@
+"""The optimizers of Keras as `optimizer(params)`, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gemsc.importers.keras.training.losses import UnknownLossError
+from gemsc.importers.keras.training.schedules import schedule_text
+
+__all__ = ["OPTIMIZERS", "optimizer_text"]
+
+Config = Mapping[str, Any]
+Written = tuple[str, list[str]]  # the arguments behind lr, and how Keras differs
+
+
+def optimizer_text(kind: str, config: Config) -> tuple[list[str], list[str]]:
+    """Return functions `optimizer` and perhaps `scheduler`, and notes.
+
+    Raises:
+        UnknownLossError: PyTorch has no such optimizer or schedule.
+    """
+    if kind not in OPTIMIZERS:
+        raise UnknownLossError(f"PyTorch has no {kind}")
+    name, write = OPTIMIZERS[kind]
+    rate, scheduler = schedule_text(config["learning_rate"])
+    decay = config.get("weight_decay")
+    if kind == "Adam" and decay:
+        name = "AdamW"
+    extra, notes = write(config)
+    if decay:
+        extra += f", weight_decay={_number(decay)}"
+        notes += _decay_notes(kind, config)
+    elif name == "AdamW":
+        extra += ", weight_decay=0.0"
+    if scheduler and config.get("momentum"):
+        notes.append(
+            f"the momentum of {kind} holds rates of earlier steps in Keras, not in "
+            "PyTorch: not the same while the rate changes"
+        )
+    notes += _other_notes(config)
+    text = f"torch.optim.{name}(params, lr={_number(rate)}{extra})"
+    lines = ["def optimizer(params) -> torch.optim.Optimizer:"]
+    lines.append(f'    """{kind} of Keras{_but(notes)}."""')
+    lines.append(f"    return {text}")
+    return ["\n".join(lines), *scheduler], notes
+
+
+def _number(value: Any) -> str:
+    """Return the shortest number that is this one in float32, as Keras keeps it."""
+    return repr(float(str(np.float32(value))))
+
+
+def _but(notes: list[str]) -> str:
+    return ", with differences: see import.toml" if notes else ""
+
+
+def _decay_notes(kind: str, config: Config) -> list[str]:
+    if kind in ("Adam", "AdamW"):
+        return []
+    if kind == "SGD" and not config.get("momentum"):
+        return []
+    return [
+        f"weight_decay={config['weight_decay']} of {kind} is taken from the weights in "
+        "Keras; PyTorch adds it to the gradients: not the same"
+    ]
+
+
+def _other_notes(config: Config) -> list[str]:
+    notes = []
+    if config.get("global_clipnorm"):
+        notes.append(f"gradients: gemsc run --clip-norm {config['global_clipnorm']}")
+    for name in ("clipnorm", "clipvalue"):
+        if config.get(name):
+            notes.append(f"{name}={config[name]} of each gradient is left out")
+    if config.get("use_ema"):
+        notes.append(
+            f"average of the weights: gemsc run --ema {config['ema_momentum']}"
+        )
+    steps = config.get("gradient_accumulation_steps")
+    if steps:
+        notes.append(f"gradients of {steps} batches: gemsc run --accumulate {steps}")
+    return notes
+
+
+# ---------------------------------------------------------------------- each of them
+
+
+def _epsilon(config: Config, how: str) -> list[str]:
+    eps = config.get("epsilon", 1e-7)
+    return [f"epsilon={eps} of Keras {how}: the same but for small gradients"]
+
+
+def _sgd(config: Config) -> Written:
+    momentum = float(config.get("momentum") or 0.0)
+    extra = f", momentum={momentum!r}" if momentum else ""
+    if config.get("nesterov") and momentum:
+        extra += ", nesterov=True"
+    return extra, []
+
+
+def _adam(config: Config) -> Written:
+    extra = _betas(config) + _eps(config)
+    if config.get("amsgrad"):
+        extra += ", amsgrad=True"
+    return extra, _epsilon(config, "stands outside of the bias correction")
+
+
+def _rmsprop(config: Config) -> Written:
+    extra = f", alpha={float(config.get('rho', 0.9))!r}{_eps(config)}"
+    if config.get("momentum"):
+        extra += f", momentum={float(config['momentum'])!r}"
+    if config.get("centered"):
+        extra += ", centered=True"
+    return extra, _epsilon(config, "stands inside of the square root")
+
+
+def _adagrad(config: Config) -> Written:
+    start = float(config.get("initial_accumulator_value", 0.1))
+    extra = f", initial_accumulator_value={start!r}{_eps(config)}"
+    return extra, _epsilon(config, "stands inside of the square root")
+
+
+def _adadelta(config: Config) -> Written:
+    return f", rho={float(config.get('rho', 0.95))!r}{_eps(config)}", []
+
+
+def _adamax(config: Config) -> Written:
+    how = "is added to the largest gradient, not to each"
+    return _betas(config) + _eps(config), _epsilon(config, how)
+
+
+def _nadam(config: Config) -> Written:
+    return f"{_betas(config)}{_eps(config)}, momentum_decay=1.0", []
+
+
+def _betas(config: Config) -> str:
+    one, two = float(config.get("beta_1", 0.9)), float(config.get("beta_2", 0.999))
+    return "" if (one, two) == (0.9, 0.999) else f", betas=({one!r}, {two!r})"
+
+
+def _eps(config: Config) -> str:
+    return f", eps={float(config.get('epsilon', 1e-7))!r}"
+
+
+OPTIMIZERS: Mapping[str, tuple[str, Callable[[Config], Written]]] = {
+    "SGD": ("SGD", _sgd),
+    "Adam": ("Adam", _adam),
+    "AdamW": ("AdamW", _adam),
+    "RMSprop": ("RMSprop", _rmsprop),
+    "Adagrad": ("Adagrad", _adagrad),
+    "Adadelta": ("Adadelta", _adadelta),
+    "Adamax": ("Adamax", _adamax),
+    "Nadam": ("NAdam", _nadam),
+}

@@ -1,0 +1,92 @@
+"""What a reader makes of a file, and which reader reads which file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gemsc.errors import GemscError
+from gemsc.importers.options import ImportOptions
+from gemsc.importers.sheet import Sheet
+from gemsc.importers.weight import FileTensors
+
+__all__ = ["READERS", "ImportedNetwork", "read"]
+
+# the function of each kind of file, and what pip installs for it
+READERS = {
+    ".keras": ("gemsc.importers.keras.read", "read_keras", "gemsc[keras]"),
+    ".onnx": ("gemsc.importers.onnx.reader.read", "read_onnx", "gemsc[onnx]"),
+}
+# what sizes and names that no sound file has can lead to
+UNEXPECTED = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError),
+    *(RecursionError, RuntimeError, TypeError, ValueError),
+)
+Reference = Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
+
+
+@dataclass
+class ImportedNetwork:
+    """All that model.py says.
+
+    `sheets` are its classes, those that others use first; the last one is the model.
+    `functions` is the text of what follows them, such as `loss` and `optimizer`, and
+    `imports` are lines that it needs. `notes` are for the user's eyes. `reference` is
+    another implementation of evaluation, to compare with once; it takes and gives
+    arrays in the order of the inputs and outputs.
+    """
+
+    sheets: list[Sheet]
+    tensors: FileTensors
+    functions: list[str] = field(default_factory=list)
+    imports: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reference: Reference | None = None
+
+    @property
+    def model(self) -> Sheet:
+        """The class of the whole network."""
+        return self.sheets[-1]
+
+
+def read(path: Path, options: ImportOptions) -> ImportedNetwork:
+    """Read a Keras archive or an ONNX file.
+
+    Raises:
+        GemscError: it is damaged, or has what PyTorch or gemsc has not; it names the
+            layer or node.
+    """
+    if path.suffix not in READERS:
+        raise GemscError(
+            f"{path} is no file that gemsc imports",
+            help=f"give one that ends in {' or '.join(READERS)}",
+        )
+    if not path.is_file():
+        raise GemscError(f"there is no file {path}", help="give the file's path")
+    module, function, extra = READERS[path.suffix]
+    try:
+        reader: Any = getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("gemsc"):
+            raise
+        raise GemscError(
+            f"{path} needs the package {error.name}, which is not installed",
+            help=f"pip install '{extra}'",
+        ) from None
+    try:
+        with torch.device("meta"):  # layers are made without memory
+            network: ImportedNetwork = reader(path, options)
+    except UNEXPECTED as error:
+        reason = str(error).split("\n")[0]
+        raise GemscError(
+            f"{path} cannot be imported: {type(error).__name__}: {reason:.200}",
+            help="the file is damaged, or has what gemsc does not expect: please "
+            "report it if other programs load it",
+        ) from error
+    return network

@@ -1,0 +1,1 @@
+"""From an ONNX file to a sheet: node by node, with what is known folded away."""

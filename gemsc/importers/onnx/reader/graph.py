@@ -1,0 +1,140 @@
+"""What an ONNX graph is before its nodes are read: functions inlined, or refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx.inliner
+
+from gemsc.errors import GemscError
+from gemsc.importers.onnx.reader.control import CONTROL
+from gemsc.importers.onnx.reader.file import DAMAGED
+from gemsc.importers.onnx.reader.trained import all_nodes
+
+__all__ = ["STRUCTURE", "inlined", "leave_unused_out", "refuse_unknown"]
+
+OLDEST = 6
+# what is read without a function of its own
+STRUCTURE = frozenset(["Constant", "Identity", "Shape", "Size", *CONTROL])
+QUANTIZED = [
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "DynamicQuantizeLinear",
+    "QLinearConv",
+    "QLinearMatMul",
+    "ConvInteger",
+    "MatMulInteger",
+]
+MOST = 10  # kinds of nodes in one message
+
+
+def inlined(
+    model: onnx.ModelProto, path: Path, operators: Collection[str]
+) -> onnx.ModelProto:
+    """Return the model without functions, be they its own or the standard's.
+
+    Raises:
+        GemscError: its version of the standard is not known here.
+    """
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx"):
+            newest = onnx.defs.onnx_opset_version()
+            if not OLDEST <= entry.version <= newest:
+                raise GemscError(
+                    f"{path} has opset {entry.version}; opsets {OLDEST} to {newest} "
+                    "are read",
+                    help="pip install -U onnx, or export the model with opset_version="
+                    f"{newest}",
+                )
+    try:
+        if model.functions:
+            model = onnx.inliner.inline_local_functions(model)
+        kinds = {node.op_type for node in all_nodes(model.graph) if not node.domain}
+        unknown = kinds - set(operators) - STRUCTURE
+        standard = [("", kind) for kind in sorted(unknown) if _is_function(kind)]
+        if standard:
+            model = onnx.inliner.inline_selected_functions(
+                model, standard, inline_schema_functions=True
+            )
+    except (RuntimeError, ValueError, TypeError) as why:
+        reason = str(why).split("\n")[0]
+        raise GemscError(
+            f"{path}: its functions cannot be inlined: {reason}", help=DAMAGED
+        ) from why
+    return model
+
+
+def _is_function(kind: str) -> bool:
+    if not onnx.defs.has(kind):
+        return False
+    schema: Any = onnx.defs.get_schema(kind)
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def refuse_unknown(
+    graph: onnx.GraphProto,
+    file: str,
+    known: Collection[str],
+    operators: Collection[str],
+) -> None:
+    """Refuse what no program can do, all kinds of nodes in one message.
+
+    What gives `known` values is computed when the file is read.
+
+    Raises:
+        GemscError: there are such nodes.
+    """
+    quantized: Counter[str] = Counter()
+    unknown: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for node in graph.node:  # of those within it, only some are run
+        kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+        if node.op_type in QUANTIZED:
+            quantized[kind] += 1
+        elif not _is_known(node, known, operators):
+            unknown[kind] += 1
+        first.setdefault(kind, node.name)
+    if quantized:
+        raise GemscError(
+            f"{file} is a quantized file: {_list(quantized, first)}",
+            help="export the float model: that one is trained",
+        )
+    if unknown:
+        raise GemscError(
+            f"{file} has operators that gemsc does not know: {_list(unknown, first)}",
+            help="keep these parts outside of the file, or write them in PyTorch",
+        )
+
+
+def _is_known(
+    node: onnx.NodeProto, known: Collection[str], operators: Collection[str]
+) -> bool:
+    is_had = node.op_type in operators or node.op_type in STRUCTURE
+    is_standard = node.domain in ("", "ai.onnx")
+    return is_standard and (is_had or any(name in known for name in node.output))
+
+
+def _list(counts: Counter[str], first: dict[str, str]) -> str:
+    words = [
+        f"{kind} ({count} node{'s' * (count > 1)}, first '{first[kind]}')"
+        for kind, count in counts.most_common(MOST)
+    ]
+    more = len(counts) - len(words)
+    return ", ".join(words) + (f", and {more} kinds more" if more else "")
+
+
+def leave_unused_out(graph: onnx.GraphProto) -> None:
+    """Take the names from results that nothing takes, such as Dropout's mask."""
+    used = {name for node in all_nodes(graph) for name in node.input}
+    used |= {value.name for value in graph.output}
+    for node in all_nodes(graph):
+        for attribute in node.attribute:
+            used |= {value.name for value in attribute.g.output}
+    for node in graph.node:
+        for index, name in enumerate(node.output):
+            if index and name not in used:
+                node.output[index] = ""

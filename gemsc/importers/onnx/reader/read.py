@@ -1,0 +1,202 @@
+"""Read an ONNX file: its inputs, its nodes in their order, its outputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gemsc.errors import GemscError
+from gemsc.importers.network import ImportedNetwork
+from gemsc.importers.onnx.names import SCOPES
+from gemsc.importers.onnx.operators import OPERATORS
+from gemsc.importers.onnx.reader.file import OnnxTensors, load_model, number_type
+from gemsc.importers.onnx.reader.fold import DRAWN
+from gemsc.importers.onnx.reader.graph import inlined, leave_unused_out, refuse_unknown
+from gemsc.importers.onnx.reader.reference import OnnxReference
+from gemsc.importers.onnx.reader.trained import fuse_bias, trained_names, used_names
+from gemsc.importers.onnx.reader.walk import Walk
+from gemsc.importers.onnx.static import Static, Value, torch_type
+from gemsc.importers.options import ImportOptions
+from gemsc.importers.sheet import Sheet, Symbol
+
+__all__ = ["read_onnx"]
+
+MOST_FLOPS = 10**9  # of a network that is run by the reference implementation
+
+
+def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
+    """Return the network of an ONNX file.
+
+    Raises:
+        GemscError: it is damaged, or has what PyTorch or gemsc has not; it names the
+            node.
+    """
+    model = load_model(path)
+    tensors = OnnxTensors(path, model)
+    model = inlined(model, path, OPERATORS)
+    graph = model.graph
+    refuse_unknown(graph, path.name, _known(graph), OPERATORS)
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    opsets[""] = opsets.pop("ai.onnx", opsets.get("", 1))
+    leave_unused_out(graph)
+    fuse_bias(graph, tensors.table)
+    trained, named = trained_names(graph, tensors.table)
+    sheet = Sheet(_class_name(path.stem), "", path.name)
+    values: dict[str, Value] = {}
+    for value in _inputs(graph):
+        values[value.name] = _input(sheet, value, options)
+    names = list(values)
+    if not names:
+        raise GemscError(f"{path.name} has no inputs, so there is nothing to train")
+    walk = Walk(sheet, tensors, opsets, trained, used_names(graph), OPERATORS)
+    walk.run(graph, values)
+    _returns(sheet, walk, graph, values)
+    sheet.doc = _doc(sheet, path, opsets[""])
+    notes = _notes(sheet, graph, named)
+    kinds = {node.op_type for node in graph.node}
+    # before opset 14 onnx.reference takes the statistics of the batch
+    odd = {"BatchNormalization"} if opsets[""] < 14 else set()
+    is_checked = _is_quick(sheet) and not kinds & {*DRAWN, *odd}
+    reference = OnnxReference(tensors, names) if is_checked else None
+    return ImportedNetwork([sheet], tensors, notes=notes, reference=reference)
+
+
+def _is_quick(sheet: Sheet) -> bool:
+    """Return whether the reference implementation takes seconds for it at most."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        sheet.root(*(value.tensor for value in sheet.inputs))
+    return bool(counter.get_total_flops() <= MOST_FLOPS)
+
+
+def _known(graph: onnx.GraphProto) -> set[str]:
+    """Return the first outputs of nodes that are computed when the file is read."""
+    known = {tensor.name for tensor in graph.initializer} | {""}
+    for node in graph.node:
+        is_shape = node.op_type in ("Shape", "Size", "Constant")
+        is_fixed = known.issuperset(node.input) and node.op_type not in DRAWN
+        is_standard = not node.domain and onnx.defs.has(node.op_type)
+        if is_shape or (is_fixed and is_standard):
+            known.update(node.output)
+    return known - {""}
+
+
+def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """Return the inputs that are no initializers, as those of old files are."""
+    own = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in own]
+
+
+def _input(sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions) -> Symbol:
+    with sheet.place(f"input '{value.name}'"):
+        if not value.type.HasField("tensor_type"):
+            raise sheet.refuse("is no tensor", help="keep that part outside")
+        kind = number_type(value.type.tensor_type.elem_type)
+        if kind is None:
+            raise sheet.refuse("has no numbers that PyTorch has")
+        shape = options.shapes.get(value.name) or _shape(sheet, value, options.batch)
+        return sheet.input(value.name, shape, torch_type(kind))
+
+
+def _shape(sheet: Sheet, value: onnx.ValueInfoProto, batch: int) -> tuple[int, ...]:
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        raise sheet.refuse(
+            "has a shape that the file leaves open", help=_give_shape(value, "...")
+        )
+    sizes = [d.dim_value if d.dim_value > 0 else None for d in tensor.shape.dim]
+    if sizes and sizes[0] is None:
+        sizes[0] = batch
+    if None in sizes:
+        said = "x".join("?" if size is None else str(size) for size in sizes)
+        raise sheet.refuse(
+            f"has the shape {said}: the file leaves sizes open",
+            help=_give_shape(value, said),
+        )
+    return tuple(size for size in sizes if size is not None)
+
+
+def _give_shape(value: onnx.ValueInfoProto, shape: str) -> str:
+    return f"give --shape {value.name}={shape.replace('?', '224')}, for example"
+
+
+def _returns(
+    sheet: Sheet, walk: Walk, graph: onnx.GraphProto, values: Mapping[str, Value]
+) -> None:
+    texts = []
+    for output in graph.output:
+        with sheet.place(f"output '{output.name}'"):
+            value = values.get(output.name)
+            if value is None:
+                raise sheet.refuse("is given by no node", help="the file is damaged")
+            if isinstance(value, Static):
+                value = walk.parameters.value(onnx.NodeProto(), value)
+            texts.append(value.text)
+    if not texts:
+        raise GemscError(f"{sheet.file} has no outputs")
+    sheet.returns(texts[0] if len(texts) == 1 else f"({', '.join(texts)})")
+
+
+def _class_name(stem: str) -> str:
+    words = re.findall(r"[A-Za-z0-9]+", stem)
+    name = "".join(word[:1].upper() + word[1:] for word in words)
+    return name if name[:1].isalpha() else f"Network{name}"
+
+
+def _doc(sheet: Sheet, path: Path, opset: int) -> str:
+    count = sum(parameter.numel() for parameter in sheet.root.parameters())
+    return f"{path.name}, opset {opset}: {count:,} parameters."
+
+
+def _notes(sheet: Sheet, graph: onnx.GraphProto, named: list[str]) -> list[str]:
+    notes = []
+    folded = sum(map(_is_folded, graph.node))
+    if folded:
+        notes.append(
+            f"{folded} BatchNormalization folded into convolutions: trains without "
+            "them; export with optimize=False to keep them"
+        )
+    frozen = [n for n, p in sheet.root.named_parameters() if not p.requires_grad]
+    if frozen:
+        notes.append(f"not trained, as they are computed: {_some(frozen)}")
+    if sheet.ties:
+        tied = [text.removeprefix("self.") for text, _ in sheet.ties]
+        notes.append(
+            f"one tensor with another layer's in the file, and trained as one: "
+            f"{_some(tied)}; torch.onnx's older exporter makes tensors one that are "
+            "equal by chance: dynamo=True does not"
+        )
+    if named:
+        notes.append(f"trained though no layer's weight: {_some(named)}")
+    buffers = [
+        name
+        for name, buffer in sheet.root.named_buffers()
+        if buffer.numel() > 1 and "running_" not in name
+    ]
+    if buffers:
+        notes.append(f"constants: {_some(buffers)}")
+    if sheet.fixes_batch:
+        notes.append(
+            f"{sheet.fixes_batch} fixes the batch at {sheet.inputs[0].shape[0]}: "
+            "export the model with dynamic_shapes to have another one"
+        )
+    return notes
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def _is_folded(node: onnx.NodeProto) -> bool:
+    """Return whether a convolution has taken a BatchNormalization in."""
+    if node.op_type not in ("Conv", "ConvTranspose"):
+        return False
+    scopes = [entry.value for entry in node.metadata_props if entry.key == SCOPES]
+    is_newer = any("batch_norm" in scope.rsplit(",", 1)[-1] for scope in scopes)
+    is_older = len(node.input) > 2 and node.input[1].startswith("onnx::Conv")
+    return is_newer or is_older

@@ -1,0 +1,174 @@
+"""Which tensors of an ONNX file are parameters: the format does not say.
+
+Those that a layer has as its weight, through transposing, slicing and the like; and
+those that are added or multiplied and have a name that a person gave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import onnx
+
+from gemsc.importers.onnx.names import is_machine_made
+from gemsc.importers.onnx.reader.fold import MOVES
+from gemsc.importers.weight import FileTensor
+
+__all__ = ["all_nodes", "fuse_bias", "trained_names", "used_names"]
+
+# the operands that are weights, whatever their names are
+SLOTS: Mapping[str, tuple[int, ...]] = {
+    "BatchNormalization": (1, 2),
+    "Conv": (1, 2),
+    "ConvTranspose": (1, 2),
+    "DeformConv": (1, 3),
+    "Einsum": (0, 1, 2, 3),
+    "GRU": (1, 2, 3),
+    "Gather": (0,),
+    "GatherElements": (0,),
+    "GatherND": (0,),
+    "Gemm": (0, 1, 2),
+    "GroupNormalization": (1, 2),
+    "InstanceNormalization": (1, 2),
+    "LSTM": (1, 2, 3),
+    "LayerNormalization": (1, 2),
+    "MatMul": (0, 1, 2),
+    "PRelu": (1,),
+    "RMSNormalization": (1,),
+    "RNN": (1, 2, 3),
+}
+NAMED: Mapping[str, tuple[int, ...]] = {
+    "Add": (0, 1),
+    "Concat": tuple(range(64)),
+    "Div": (0,),
+    "Expand": (0,),
+    "Mul": (0, 1),
+    "Sub": (0, 1),
+}
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Give the nodes of a graph, and of those within it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from all_nodes(attribute.g)
+
+
+def used_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the values that a node takes, or that a graph gives."""
+    found = {value.name for value in graph.output}
+    for node in graph.node:
+        found.update(node.input)
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                found |= used_names(attribute.g)
+    return found
+
+
+def trained_names(
+    graph: onnx.GraphProto, table: Mapping[str, FileTensor]
+) -> tuple[set[str], list[str]]:
+    """Return the tensors that are parameters, and which are so by their names alone."""
+    makers = {name: node for node in all_nodes(graph) for name in node.output}
+    weights: set[str] = set()
+    named: dict[str, None] = {}
+    for node in all_nodes(graph):
+        for index in SLOTS.get(node.op_type, ()):
+            if index < len(node.input):
+                weights.update(_origins(node.input[index], makers, table))
+        for index in NAMED.get(node.op_type, ()):
+            if index < len(node.input):
+                for name in _origins(node.input[index], makers, table):
+                    is_number = name in makers and math.prod(table[name].shape) == 1
+                    if not is_machine_made(name) and not is_number:
+                        named[name] = None
+    weights -= _statistics(graph, makers, table)
+    others = [name for name in named if name not in weights]
+    return weights | set(others), others
+
+
+def _statistics(
+    graph: onnx.GraphProto,
+    makers: Mapping[str, onnx.NodeProto],
+    table: Mapping[str, FileTensor],
+) -> set[str]:
+    """Return what is a BatchNormalization's mean or variance, and nothing else."""
+    found = {
+        name
+        for node in all_nodes(graph)
+        if node.op_type == "BatchNormalization"
+        for operand in node.input[3:5]
+        for name in _origins(operand, makers, table)
+    }
+    return set() if not found else found - _used_elsewhere(graph)
+
+
+def _used_elsewhere(graph: onnx.GraphProto) -> set[str]:
+    return {
+        name
+        for node in all_nodes(graph)
+        for index, name in enumerate(node.input)
+        if node.op_type != "BatchNormalization" or index < 3
+    }
+
+
+def _origins(
+    name: str, makers: Mapping[str, onnx.NodeProto], table: Mapping[str, FileTensor]
+) -> Iterator[str]:
+    """Give the tensors of the file whose elements a value has, all or some."""
+    waiting, seen = [name], set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        tensor = table.get(name)
+        if tensor is not None:
+            is_float = tensor.dtype.kind == "f" or tensor.dtype.name == "bfloat16"
+            if tensor.shape and is_float:
+                yield name
+        elif name in makers and makers[name].op_type in MOVES:
+            maker = makers[name]
+            waiting += maker.input if maker.op_type == "Concat" else maker.input[:1]
+
+
+def fuse_bias(graph: onnx.GraphProto, table: Mapping[str, FileTensor]) -> None:
+    """Give each MatMul by a weight the vector that is added to it, as a third input.
+
+    So PyTorch's exporter writes nn.Linear where there are more axes than two.
+    """
+    makers = {name: node for node in graph.node for name in node.output}
+    uses: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            uses.setdefault(name, []).append(node)
+    kept = {value.name for value in graph.output}
+    gone = []
+    for node in graph.node:
+        is_plain = node.op_type == "MatMul" and not node.domain
+        if not is_plain or len(node.input) > 2 or node.output[0] in kept:
+            continue
+        users = uses.get(node.output[0], [])
+        if len(users) != 1 or users[0].op_type != "Add":
+            continue
+        weight = next(_origins(node.input[1], makers, table), None)
+        for bias in users[0].input:
+            width = table[bias].shape if bias in table else ()
+            if weight and len(width) == 1 and width[0] in table[weight].shape:
+                gone.append(node.output[0])
+                users[0].CopyFrom(_with_bias(node, bias, users[0].output[0]))
+                break
+    for index in reversed(range(len(graph.node))):
+        if any(name in gone for name in graph.node[index].output):
+            del graph.node[index]
+
+
+def _with_bias(matmul: onnx.NodeProto, bias: str, output: str) -> onnx.NodeProto:
+    node = onnx.NodeProto()
+    node.CopyFrom(matmul)
+    node.input.append(bias)
+    node.output[0] = output
+    return node

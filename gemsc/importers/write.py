@@ -1,0 +1,275 @@
+"""The text of model.py: plain PyTorch that a person would have written.
+
+It is the same for the same file, and as `ruff format` leaves it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from gemsc.codegen.writer import Names, Writer, comment, in_docstring
+from gemsc.errors import InternalError
+from gemsc.importers.examples import examples
+from gemsc.importers.expression import names_in, parsed, write_statement
+from gemsc.importers.forward import write_forward
+from gemsc.importers.network import ImportedNetwork
+from gemsc.importers.sheet import Sheet, after_parent, sheet_of
+from gemsc.ir.layers import layer_source
+
+__all__ = ["counts", "model_source"]
+
+IMPORTS = (
+    "import math",
+    "from pathlib import Path",
+    "import gemsc.nn",
+    "import torch",
+    "import torch.nn.functional as F",
+    "from safetensors.torch import load_file",
+    "from torch import Tensor, nn",
+)
+INSTALLED = ("gemsc", "numpy", "safetensors", "torch")
+LONGEST_PLACE = 48  # columns of self.a["b"]["c"] in __init__
+
+
+def model_source(network: ImportedNetwork, file: str, digest: str) -> str:
+    """Return the text: imports, classes, model() and example_inputs(), the rest.
+
+    `file` and `digest` are the name and the SHA-256 of what was imported.
+    """
+    others = [ast.parse(text) for text in (*network.functions, *network.imports)]
+    classes = Names([*_bound(map(ast.parse, IMPORTS)), "model", "example_inputs"])
+    for name in _bound(others):
+        classes.unique(name)
+    names = {
+        id(sheet.root): classes.unique(sheet.name[:48]) for sheet in network.sheets
+    }
+    body = Writer()
+    for sheet in network.sheets:
+        about = [f"SHA-256 {digest[:16]}...", *counts(sheet.root)]
+        _class(body, sheet, names, about if sheet is network.model else [])
+        body.line()
+        body.line()
+    _model(body, network, names[id(network.model.root)])
+    body.line()
+    body.line()
+    with body.block("def example_inputs() -> tuple[Tensor, ...]:"):
+        body.docstring("Return one micro-batch of inputs, of random numbers.")
+        items = examples(network.model)
+        body.items("return (", items, ",)" if len(items) == 1 else ")")
+    for text in network.functions:
+        body.line()
+        body.line()
+        body.lines(text)
+    text = body.text()
+    head = Writer()
+    head.docstring(_plain(f"{file}, imported by gemsc."))
+    head.line()
+    head.line("from __future__ import annotations")
+    _imports(head, [*IMPORTS, *network.imports], names_in(ast.parse(text)))
+    head.line()
+    head.line()
+    return head.text().rstrip("\n") + "\n\n\n" + text
+
+
+def counts(root: nn.Module) -> list[str]:
+    """Return lines that say how many parameters and buffers there are."""
+    parameters = dict(root.named_parameters())
+    frozen = [p for p in parameters.values() if not p.requires_grad]
+    buffers = [b for name, b in root.named_buffers() if "batches_tracked" not in name]
+    first = _counted(parameters.values(), "parameter")
+    if frozen:
+        first += f", {_numbers(frozen):,} of them not trained"
+    return [first, *([_counted(buffers, "number") + " as buffers"] if buffers else [])]
+
+
+def _counted(tensors: Iterable[Tensor], word: str) -> str:
+    tensors = list(tensors)
+    numbers, count = _numbers(tensors), len(tensors)
+    plural, tensor = "s" * (numbers != 1), "tensor" + "s" * (count != 1)
+    return f"{numbers:,} {word}{plural} in {count:,} {tensor}"
+
+
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(prod(tensor.shape) for tensor in tensors)
+
+
+def _plain(text: str) -> str:
+    """Return text that neither ends a docstring nor is changed by a formatter."""
+    return in_docstring(text).replace('"', "'").strip()
+
+
+# --------------------------------------------------------------------- imports
+
+
+def _imports(writer: Writer, lines: Iterable[str], used: set[str]) -> None:
+    """Write the lines that are used: first what Python brings, each part sorted."""
+    parts: list[list[tuple[bool, str, str]]] = [[], [], []]
+    for line in dict.fromkeys(lines):
+        (node,) = ast.parse(line).body
+        if not _bound([ast.Module([node], [])]) & used:
+            continue
+        is_from = isinstance(node, ast.ImportFrom)
+        module = line.split()[1]
+        top = module.partition(".")[0]
+        part = 0 if top in sys.stdlib_module_names else 1 if top in INSTALLED else 2
+        parts[part].append((is_from, module, line))
+    for part_lines in filter(None, parts):
+        writer.line()
+        for _, _, line in sorted(part_lines):
+            writer.line(line)
+
+
+def _bound(trees: Iterable[ast.Module]) -> set[str]:
+    """Return the names that pieces of code give to something at their top."""
+    found: set[str] = set()
+    for tree in trees:
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {
+                    (alias.asname or alias.name).partition(".")[0]
+                    for alias in node.names
+                }
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = (
+                    node.targets if isinstance(node, ast.Assign) else [node.target]
+                )
+                found |= {name for target in targets for name in names_in(target)}
+    return found
+
+
+# --------------------------------------------------------------------- classes
+
+
+def _class(
+    writer: Writer, sheet: Sheet, names: Mapping[int, str], about: Iterable[str]
+) -> None:
+    with writer.block(f"class {names[id(sheet.root)]}(nn.Module):"):
+        _docstring(writer, _plain(sheet.doc) or "It has no description.", about)
+        writer.line()
+        with writer.block("def __init__(self) -> None:"):
+            writer.line("super().__init__()")
+            _Held(writer, sheet, names).write(sheet.root, "self")
+            for text, other in sheet.ties:
+                writer.line(f"{text} = {other}")
+        writer.line()
+        write_forward(writer, sheet)
+
+
+def _docstring(writer: Writer, text: str, about: Iterable[str]) -> None:
+    lines = [comment(line, writer.room)[2:] for line in about]
+    if not lines:
+        writer.docstring(comment(text, writer.room - 4)[2:])
+        return
+    writer.line('"""' + comment(text, writer.room - 1)[2:])
+    writer.line()
+    for line in lines:
+        writer.line(line)
+    writer.line('"""')
+
+
+class _Held:
+    """Writes what a class holds: its layers, and tensors of its own."""
+
+    def __init__(self, writer: Writer, sheet: Sheet, names: Mapping[int, str]) -> None:
+        self.writer, self.sheet, self.names = writer, sheet, names
+        self.locals = Names(["self", "nn", "torch", "gemsc"])
+
+    def write(self, module: nn.Module, place: str) -> None:
+        """Write what a module holds, which stands in a place."""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                source = f"nn.Parameter({_empty(parameter)})"
+                self.assign(f"{place}.{name}", source)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.assign(f"{place}.{name}", f"nn.Buffer({_empty(buffer)})")
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            there = place + after_parent(name, module)
+            if isinstance(child, nn.ModuleDict):
+                self.folder(child, there)
+            else:
+                self.layer(child, there)
+
+    def folder(self, module: nn.Module, place: str) -> None:
+        """Write a ModuleDict and what is in it."""
+        self.writer.line(f"{place} = nn.ModuleDict()")
+        if len(place) > LONGEST_PLACE:
+            name = self.locals.unique("part")
+            self.writer.line(f"{name} = {place}")
+            place = name
+        self.write(module, place)
+
+    def layer(self, module: nn.Module, place: str) -> None:
+        """Write a layer, or an object of another class."""
+        if id(module) in self.names:
+            self.assign(place, f"{self.names[id(module)]}()")
+            return
+        source = self.sheet.texts.get(module) or layer_source(module)
+        if source is None:
+            raise InternalError(f"{type(module).__name__} has no text")
+        self.assign(place, source)
+        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+        if len(frozen) == sum(1 for _ in module.parameters()):
+            frozen = frozen and [""]
+        for name in frozen:
+            dot = "." * bool(name)
+            if "." in name:
+                name = f'get_parameter("{name}")'
+            self.writer.line(f"{place}{dot}{name}.requires_grad_(False)")
+
+    def assign(self, place: str, source: str) -> None:
+        """Write that something stands in a place."""
+
+        def fresh() -> str:
+            return self.locals.unique("part")
+
+        write_statement(self.writer, f"{place} = ", parsed(source), fresh)
+
+
+def _empty(tensor: Tensor) -> str:
+    sizes = ", ".join(map(str, tensor.shape)) or "()"
+    dtype = "" if tensor.dtype is torch.float32 else f", dtype={tensor.dtype}"
+    return f"torch.empty({sizes}{dtype})"
+
+
+def _model(writer: Writer, network: ImportedNetwork, name: str) -> None:
+    file = 'Path(__file__).with_name("weights.safetensors")'
+    with writer.block("def model() -> nn.Module:"):
+        writer.docstring("Return the network with the weights of the file.")
+        if any(sheet.texts for sheet in network.sheets):  # layers of the user's
+            writer.line(f"network = {name}()")
+            writer.line(f"network.load_state_dict(load_file({file}))")
+        else:
+            with writer.block('with torch.device("meta"):'):
+                writer.line(f"network = {name}()")
+            writer.line(f"weights = load_file({file})")
+            writer.line("network.load_state_dict(weights, assign=True)")
+            for line in _ties(network):
+                writer.line(line)
+        writer.line("return network")
+
+
+def _ties(network: ImportedNetwork) -> Iterator[str]:
+    """Yield what makes one tensor again of those that a state_dict has twice."""
+    for path, module in network.model.root.named_modules():
+        if (sheet := sheet_of(module)) is None or not sheet.ties:
+            continue
+        place = "network"
+        parent: nn.Module = network.model.root
+        for name in filter(None, path.split(".")):
+            place += after_parent(name, parent)
+            parent = parent.get_submodule(name)
+        for text, other in sheet.ties:
+            yield f"{place}{text.removeprefix('self')} = " + (
+                f"{place}{other.removeprefix('self')}"
+            )

@@ -1,0 +1,301 @@
+"""What an import of a Keras model refuses or reports, and layers of the user's own."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from keras_support import assert_same, imported, keras
+
+from gemsc.errors import GemscError
+from gemsc.importers.network import read
+from gemsc.importers.options import ImportOptions
+
+layers = keras.layers
+SEQUENCE = (5, 4)
+
+
+def of(layer: Any, shape: Any = SEQUENCE, **call: Any) -> Any:
+    inputs = keras.Input(shape)
+    return keras.Model(inputs, layer(inputs, **call))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "recurrent_dropout": (
+        lambda: of(layers.LSTM(3, recurrent_dropout=0.2, name="a")),
+        "LSTM 'a' has recurrent_dropout=0.2",
+    ),
+    "reset_after": (
+        lambda: of(layers.GRU(3, reset_after=False, name="a")),
+        "GRU 'a' has reset_after=False",
+    ),
+    "activation": (
+        lambda: of(layers.LSTM(3, activation="relu", name="a")),
+        "LSTM 'a' has activation='relu', where PyTorch's layer has tanh",
+    ),
+    "recurrent_activation": (
+        lambda: of(layers.GRU(3, recurrent_activation="hard_sigmoid", name="a")),
+        "has recurrent_activation='hard_sigmoid'",
+    ),
+    "stateful": (
+        lambda: keras.Sequential(
+            [keras.Input(batch_shape=(2, 5, 4)), layers.LSTM(3, stateful=True)]
+        ),
+        "is stateful",
+    ),
+    "dropout of two directions": (
+        lambda: of(layers.Bidirectional(layers.LSTM(3, dropout=0.2))),
+        "has dropout=0.2: each direction has its own mask",
+    ),
+    "two directions": (
+        lambda: of(
+            layers.Bidirectional(
+                layers.LSTM(3), backward_layer=layers.LSTM(2, go_backwards=True)
+            )
+        ),
+        "two directions with different settings",
+    ),
+    "masking": (lambda: of(layers.Masking(name="a")), "Masking 'a' masks steps"),
+    "activity": (
+        lambda: of(layers.Dense(3, activity_regularizer="l2", name="a")),
+        "Dense 'a' has an activity_regularizer",
+    ),
+    "activity layer": (
+        lambda: of(layers.ActivityRegularization(0.1, name="a")),
+        "ActivityRegularization 'a' adds its input to the loss",
+    ),
+    "normalized steps": (
+        lambda: of(layers.TimeDistributed(layers.BatchNormalization(), name="a")),
+        "TimeDistributed 'a' normalizes each step of time",
+    ),
+    "attention axes": (
+        lambda: keras.Model(
+            x := keras.Input((3, 4, 5)), layers.MultiHeadAttention(2, 3)(x, x)
+        ),
+        "attends over axes",
+    ),
+    "window": (
+        lambda: keras.Model(
+            x := keras.Input(SEQUENCE),
+            layers.MultiHeadAttention(2, 3, sliding_window=2)(x, x),
+        ),
+        "has a sliding_window",
+    ),
+    "attention mask": (
+        lambda: keras.Model(
+            [x := keras.Input(SEQUENCE), y := keras.Input((5, 5), dtype="bool")],
+            layers.MultiHeadAttention(2, 3, name="a")(x, x, attention_mask=y),
+        ),
+        "MultiHeadAttention 'a' is given attention_mask",
+    ),
+    "lambda": (
+        lambda: of(layers.Lambda(lambda x: 2 * x, name="a")),
+        "'a' (Lambda)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    build, words = REFUSED[name]
+    with pytest.raises(GemscError, match=re.escape(words)) as caught:
+        imported(build(), tmp_path)
+    assert caught.value.help
+    assert not (tmp_path / "network").exists()
+
+
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999"])
+def test_a_setting_that_is_no_number_is_refused(number: str, tmp_path: Path) -> None:
+    of(layers.ELU(0.625)).save(tmp_path / "a.keras")
+    with (
+        zipfile.ZipFile(tmp_path / "a.keras") as whole,
+        zipfile.ZipFile(tmp_path / "b.keras", "w") as damaged,
+    ):
+        for name in whole.namelist():
+            text = whole.read(name)
+            damaged.writestr(name, text.replace(b"0.625", number.encode()))
+    with pytest.raises(GemscError, match=f"is damaged: {number} among its numbers"):
+        read(tmp_path / "b.keras", ImportOptions())
+
+
+# --------------------------------------------------------------------------- masks
+
+
+def masked(*then: Any) -> Any:
+    words = layers.Embedding(6, 4, mask_zero=True, name="words")
+    return keras.Sequential([keras.Input((5,), dtype="int32"), words, *then])
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        [layers.LSTM(3)],
+        [layers.Dense(3), layers.Dropout(0.1), layers.GlobalAveragePooling1D()],
+        [keras.Sequential([layers.Dense(3)]), layers.GRU(2)],
+        [keras.Sequential([layers.Dense(3), layers.SimpleRNN(2)])],
+    ],
+    ids=["LSTM", "later", "out of a model", "in a model"],
+)
+def test_a_mask_that_is_used_is_refused_where_it_is(then: Any, tmp_path: Path) -> None:
+    with pytest.raises(GemscError, match="leaves out steps that 'words' masks"):
+        imported(masked(*then), tmp_path)
+
+
+def test_a_mask_that_is_forgotten_is_none(tmp_path: Path) -> None:
+    assert_same(masked(layers.Flatten(), layers.Dense(3)), tmp_path)
+
+
+def test_a_mask_of_an_output_is_noted(tmp_path: Path) -> None:
+    network, _ = imported(masked(layers.Dense(3)), tmp_path)
+    assert any("'words' masks" in note for note in network.notes)
+
+
+# --------------------------------------------------------------------------- notes
+
+
+def test_regularizers_and_constraints_are_noted(tmp_path: Path) -> None:
+    dense = layers.Dense(
+        3, kernel_regularizer=keras.regularizers.L2(0.01), name="dense"
+    )
+    lstm = layers.LSTM(3, recurrent_constraint="unit_norm", name="lstm")
+    model = keras.Sequential(
+        [keras.Input(SEQUENCE), dense, layers.Bidirectional(lstm, name="both")]
+    )
+    network, _ = imported(model, tmp_path)
+    notes = "\n".join(network.notes)
+    assert "'dense': L2(l2=0.01) of its kernel" in notes
+    assert "weight_decay=0.02 is the same under SGD" in notes
+    assert "'both': UnitNorm(axis=0) of its recurrent is left out" in notes
+
+
+def test_the_second_bias_of_a_recurrent_layer_is_not_trained(tmp_path: Path) -> None:
+    _, net = imported(of(layers.LSTM(3, name="lstm")), tmp_path)
+    frozen = {n for n, p in net.named_parameters() if not p.requires_grad}
+    assert frozen == {"lstm.bias_hh_l0"}
+    assert not net.lstm.bias_hh_l0.any()
+
+
+def test_dropout_of_an_lstm_leaves_out_features_of_whole_sequences(
+    tmp_path: Path,
+) -> None:
+    _, net = imported(of(layers.LSTM(3, dropout=0.5, name="lstm"), (4, 100)), tmp_path)
+    seen = []
+    net.lstm["cell"].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    net.train()
+    net(torch.ones(2, 4, 100))
+    (given,) = seen
+    assert set(given.unique().tolist()) == {0.0, 2.0}
+    assert (given == given[:, :1]).all()
+    assert (given[0] != given[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("layer", "spread"),
+    [
+        (layers.GaussianNoise(0.5), 0.5),
+        (layers.GaussianDropout(0.2), 0.5),
+        (layers.Dropout(0.2), 0.5),
+        (layers.Dropout(0.2, noise_shape=(None, 1, 400)), 0.5),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_noise_is_there_in_training_only(
+    layer: Any, spread: float, tmp_path: Path
+) -> None:
+    _, net = imported(of(layer, (40, 400)), tmp_path)
+    x = torch.ones(2, 40, 400)
+    assert torch.equal(net.eval()(x), x)
+    torch.manual_seed(0)
+    noisy = net.train()(x)
+    assert abs(noisy.mean().item() - 1) < 0.1
+    assert abs(noisy.std().item() - spread) < 0.05
+
+
+# ------------------------------------------------------------- layers of one's own
+
+
+@keras.saving.register_keras_serializable(package="Mine")
+class Scale(layers.Layer):  # type: ignore[misc,name-defined]
+    def __init__(self, units: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.units = units
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], self.units))
+        self.bias = self.add_weight(shape=(self.units,))
+
+    def call(self, x: Any, factor: float = 1.0) -> Any:
+        return keras.ops.matmul(x, self.kernel) * factor + self.bias
+
+    def get_config(self) -> Any:
+        return {**super().get_config(), "units": self.units}
+
+
+CUSTOM = """
+import torch
+from torch import nn
+
+class ScaleModule(nn.Module):
+    def __init__(self, units):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.empty(4, units))
+        self.bias = nn.Parameter(torch.empty(units))
+
+    def forward(self, x, *, factor=1.0):
+        return x @ self.kernel * factor + self.bias
+
+def Scale(config):
+    return ScaleModule(config["units"])
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+def double_it(config):
+    assert "function" not in config
+    return Twice()
+"""
+
+
+def with_scale() -> Any:
+    inputs = keras.Input((5, 6, 3))
+    x = layers.Conv2D(4, 1)(inputs)
+    x = Scale(2, name="scale")(x, factor=2.5)
+    return keras.Model(inputs, layers.Lambda(lambda z: 2 * z, name="double-it")(x))
+
+
+def custom(folder: Path, text: str) -> ImportOptions:
+    (folder / "own_layers.py").write_text(text)
+    return ImportOptions(custom=folder / "own_layers.py")
+
+
+def test_layers_of_ones_own_are_called_with_the_axes_of_keras(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert_same(with_scale(), tmp_path, options=custom(tmp_path, CUSTOM))
+    text = (tmp_path / "network" / "model.py").read_text()
+    assert 'self.scale = own_layers.Scale({"units": 2})' in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("(4, units)", "(units, 4)"), "4x2, layers/scale/vars/1 2 in the file"),
+        (("return Twice()", "return 3"), "returns an object of type int"),
+        (("return Twice()", "return 1 / 0"), "double_it() of own_layers.py fails"),
+        (("import torch", "import torc"), "importing it fails: ModuleNotFoundError"),
+        (("return 2 * x", "return x[:, 9]"), "Lambda 'double-it' does not fit"),
+    ],
+)
+def test_a_layer_of_ones_own_that_does_not_fit_is_named(
+    change: tuple[str, str], words: str, tmp_path: Path
+) -> None:
+    options = custom(tmp_path, CUSTOM.replace(*change, 1))
+    with pytest.raises(GemscError, match=re.escape(words)):
+        imported(with_scale(), tmp_path, options)
