@@ -54,7 +54,7 @@ class BiasedBatchNorm(nn.modules.batchnorm._BatchNorm):
         if count is not None:
             count.add_(1)
         if self.momentum is None and count is not None:  # the plain mean of all batches
-            return count.reciprocal().to(like)
+            return count.double().reciprocal().to(like)
         return like.new_full((), self.momentum or 0.0)
 
 

@@ -55,7 +55,7 @@ def batch_norm(
     if layer.training and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
         if layer.momentum is None:  # the plain mean of all batches
-            momentum = layer.num_batches_tracked.reciprocal()
+            momentum = layer.num_batches_tracked.double().reciprocal()
     return functional_batch_norm(
         grid,
         value,
@@ -97,7 +97,7 @@ def functional_batch_norm(
     if running_mean is not None and running_var is not None:
         averaged = variance * (count / (count - correction))
         with torch.no_grad():
-            share = torch.as_tensor(momentum).to(running_mean)
+            share = torch.as_tensor(momentum, dtype=torch.float64).to(running_mean)
             running_mean.lerp_(mean.to(running_mean.dtype), share)
             running_var.lerp_(averaged.to(running_var.dtype), share)
     return result
