@@ -38,7 +38,9 @@ COMMANDS = {
     "timeline": "gemsc.cli.show",
     "profile": "gemsc.cli.profile",
     "import": "gemsc.cli.import_",
+    "doctor": "gemsc.cli.doctor",
 }
+COMPLETES = "_GEMSC_COMPLETE"  # set by the shell, as typer tells it to
 TIMES = {"--calibrate", "--profile"}  # commands with these flags measure
 SETTINGS = {"run": PASSES_ON, "verify": {"ignore_unknown_options": True}}
 
@@ -63,18 +65,37 @@ def _options(
     """Stand before the commands: with it there is a word for each, even for one."""
 
 
-def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """Return the command line with these commands; no others are loaded."""
+def make_app(names: Iterable[str] = COMMANDS, *, loaded: bool = True) -> typer.Typer:
+    """Return the command line with these commands; no others are loaded.
+
+    Those that are not `loaded` have names and no more: enough to complete these.
+    """
     app = typer.Typer(
         help="Split a PyTorch model over MPI ranks and train it exactly.",
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
         callback=_options,
     )
     for name in names:
-        command = getattr(import_module(COMMANDS[name]), f"{name}_command")
+        command = _nothing
+        if loaded:
+            command = getattr(import_module(COMMANDS[name]), f"{name}_command")
         app.command(name, context_settings=SETTINGS.get(name))(command)
     return app
+
+
+def _nothing() -> None: ...
+
+
+def _app_for(words: list[str]) -> typer.Typer:
+    """Return the command line with what these words need: torch takes seconds."""
+    if COMPLETES in os.environ:  # the shell asks what the last word may become
+        words = os.environ.get("COMP_WORDS", "").split()[1:]
+        if len(words) < 2:
+            return make_app(loaded=False)
+    if words[0] in COMMANDS:
+        return make_app(words[:1])
+    return make_app(["run"] if words[0] == "--version" else COMMANDS)
 
 
 def main() -> None:
@@ -88,8 +109,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], setting)
     try:
         _check_words(words)
-        app = make_app(words[:1] if words[0] in COMMANDS else COMMANDS)
-        sys.exit(app(words, standalone_mode=False))
+        sys.exit(_app_for(words)(words, standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except UsageError as error:

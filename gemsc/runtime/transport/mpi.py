@@ -33,7 +33,7 @@ from gemsc.runtime.transport.waiting import Awaited, Request, wait
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiTransport", "library_takes_cuda"]
 
 CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
 LAST_SECONDS = 5.0  # for the library to end all ranks
@@ -260,7 +260,7 @@ class MpiTransport:
         setting = os.environ.get(CUDA_AWARE_VARIABLE, "")
         if setting not in ("", "0", "1"):
             raise GemscError(f"{CUDA_AWARE_VARIABLE} is {setting!r}, not 0 or 1")
-        return setting == "1" if setting else _library_takes_cuda()
+        return setting == "1" if setting else library_takes_cuda()
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
@@ -366,7 +366,7 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes)][:-1]
 
 
-def _library_takes_cuda() -> bool:
+def library_takes_cuda() -> bool:
     """Ask the MPI library in this process; Open MPI and MPICH have this function."""
     for path in _loaded_libraries("libmpi"):
         query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
