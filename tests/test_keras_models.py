@@ -232,6 +232,8 @@ def test_open_sizes_are_given_by_the_user(tmp_path):
     model = keras.Sequential([L.Input((None, None, 3), name="image"), L.Conv2D(2, 3)])
     with pytest.raises(GemscError, match=r"'image' leaves sizes open: \?x\?x3"):
         imported(model, tmp_path)
+    with pytest.raises(GemscError, match=r"has 2 sizes; in the file .* \?x\?x\?x3"):
+        imported(model, tmp_path, ImportOptions(shapes={"image": (8, 9)}))
     options = ImportOptions(shapes={"image": (2, 8, 9, 3)})
     _, net = imported(model, tmp_path, options)
     assert net(torch.zeros(2, 8, 9, 3)).shape == (2, 6, 7, 2)

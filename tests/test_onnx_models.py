@@ -341,6 +341,92 @@ def test_one_tensor_that_two_layers_hold_is_one_parameter(tmp_path):
     assert len(list(network.parameters())) == 4
 
 
+def test_what_is_added_to_hide_is_a_constant_and_what_may_be_one_is_told(tmp_path):
+    nodes = [
+        node("Add", ["x", "attn_mask"], ["a"]),
+        node("Add", ["a", "attn_far"], ["b"]),
+        node("Add", ["b", "position"], ["y"]),
+    ]
+    mask = np.array([[0, -100], [-100, 0]], "f4")
+    far = np.array([[0, -np.inf], [0, 0]], "f4")
+    weights = {"attn_mask": mask, "attn_far": far, "position": numbers(2, 2)}
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [3, 2, 2]}, weights)
+    network = agree(path, numbers(3, 2, 2))
+    assert [name for name, _ in network.named_parameters()] == ["position"]
+    _, read = imported(path)
+    (note,) = [n for n in read.notes if n.startswith("trained though")]
+    assert "4 parameters: position; " in note
+    source = path.with_suffix("") / "model.py"
+    text = source.read_text()
+    line = "self.position = nn.Parameter(torch.empty(2, 2))"
+    assert line in text
+    changed = 'self.register_buffer("position", torch.empty(2, 2))'
+    source.write_text(text.replace(line, changed))  # what the note advises
+    network = network_of(source.parent)
+    assert not list(network.parameters())
+    np.testing.assert_array_equal(network.position, weights["position"])
+
+
+def test_equal_tensors_that_an_exporter_made_one_are_told(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.LayerNorm(4), nn.LayerNorm(4)
+            self.three = nn.LayerNorm(4)
+            nn.init.uniform_(self.three.weight)
+            nn.init.uniform_(self.three.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.three(self.two(torch.tanh(self.one(x))))
+
+    notes = {}
+    for name, how in (("older", OLDER), ("newer", NEWER)):
+        path = tmp_path / f"{name}.onnx"
+        network, read = imported(
+            exported(Twice().eval(), [torch.rand(2, 4)], path, **how)
+        )
+        notes[name] = [n for n in read.notes if n.startswith("one tensor in the file")]
+        assert len(list(network.parameters())) == (4 if name == "older" else 6)
+    (note,) = notes["older"]
+    assert "trained as one: one.weight, one.bias; " in note
+    assert not notes["newer"]
+
+
+def test_numbers_that_are_made_of_known_ones_are_computed_at_once(tmp_path):
+    """Range is a loop in the standard, and CenterCropPad depends on types."""
+    nodes = [
+        node("Constant", [], ["start"], value_float=0.0),
+        node("Range", ["start", "limit", "delta"], ["numbers"]),
+        node("Add", ["x", "numbers"], ["y"]),
+    ]
+    weights = {"limit": np.float32(100), "delta": np.float32(1)}
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 100]}, weights)
+    assert not list(agree(path, numbers(2, 100)).parameters())
+    nodes = [node("CenterCropPad", ["x", "sizes"], ["y"], axes=[1, 2])]
+    sizes = {"sizes": np.array([5, 3])}
+    agree(
+        file_of(tmp_path / "b.onnx", nodes, {"x": [2, 4, 6]}, sizes), numbers(2, 4, 6)
+    )
+
+
+@pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("size", [(7, 9), (8, 6), (6, 5), (5, 11)])
+def test_means_of_windows_with_gaps_between_them(mode, size, tmp_path):
+    """The last window may end before the image does: then nothing is padded."""
+    runtime = pytest.importorskip("onnxruntime")  # the reference cannot do it
+    settings = {"kernel_shape": [2, 3], "strides": [3, 4], "auto_pad": mode}
+    nodes = [
+        node("AveragePool", ["x"], ["a"], **settings),
+        node("AveragePool", ["x"], ["b"], count_include_pad=1, **settings),
+    ]
+    x = numbers(2, 3, *size)
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": x.shape}, outputs=["a", "b"])
+    wanted = runtime.InferenceSession(str(path)).run(None, {"x": x})
+    found = imported(path)[0](torch.from_numpy(x))
+    for one, two in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one.numpy(), two, rtol=1e-5, atol=1e-5)
+
+
 def test_branches_and_loops_that_do_not_depend_on_data_are_unrolled(tmp_path):
     helper = onnx.helper
     info = [helper.make_tensor_value_info("then", 1, None)]
@@ -501,6 +587,19 @@ def test_sizes_that_the_file_leaves_open_are_asked_for(tmp_path):
     shapes = {"x": (4, 3, 6, 8)}
     _, read = imported(path, ImportOptions(shapes=shapes))
     assert read.model.inputs[0].shape == (4, 3, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({"x": (3, 4)}, "--shape x=3x4 has 2 sizes; in the file the input is ?x3x?x8"),
+        ({"y": (3, 4)}, "a.onnx has no input 'y'"),
+    ],
+)
+def test_shapes_that_are_none_of_an_input_are_refused(shapes, words, tmp_path):
+    nodes = [node("Relu", ["x"], ["y"])]
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": ["n", 3, "height", 8]})
+    assert words in refused(path, ImportOptions(shapes=shapes))
 
 
 @pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "missing.data"])

@@ -327,7 +327,7 @@ class _Calls:
 
     def _new_input(self, name: str, shape: Any, dtype: str) -> Laid:
         options = self.graph.options
-        batch, *sizes = options.shapes.get(name, shape)
+        batch, *sizes = options.shape(name, shape) or shape
         with self.sheet.place(f"InputLayer {name!r}"):
             if any(size is None for size in sizes):
                 known = "x".join("?" if size is None else str(size) for size in sizes)

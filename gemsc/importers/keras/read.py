@@ -47,10 +47,7 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
         inputs = _inputs(Listed.of(archive.config))
     except MISREAD as error:
         raise GemscError(f"{path}: config.json is damaged: {error!r:.80}") from error
-    for name in sorted(set(options.shapes) - inputs):
-        raise GemscError(
-            f"{path.name} has no input {name!r}", help=f"it has {', '.join(inputs)}"
-        )
+    options.check_names(path.name, inputs)
     model = graph.model(archive.config, "")
     compiled = archive.config.get("compile_config")
     masks = [

@@ -13,9 +13,16 @@ import onnx.inliner
 from gemsc.errors import GemscError
 from gemsc.importers.onnx.reader.control import CONTROL
 from gemsc.importers.onnx.reader.file import DAMAGED
+from gemsc.importers.onnx.reader.fold import DRAWN
 from gemsc.importers.onnx.reader.trained import all_nodes
 
-__all__ = ["STRUCTURE", "inlined", "leave_unused_out", "refuse_unknown"]
+__all__ = [
+    "STRUCTURE",
+    "inlined",
+    "known_names",
+    "leave_unused_out",
+    "refuse_unknown",
+]
 
 OLDEST = 6
 # what is read without a function of its own
@@ -53,12 +60,17 @@ def inlined(
     try:
         if model.functions:
             model = onnx.inliner.inline_local_functions(model)
-        kinds = {node.op_type for node in all_nodes(model.graph) if not node.domain}
+        known = known_names(model.graph)  # computed when the file is read
+        kinds = {
+            node.op_type
+            for node in all_nodes(model.graph)
+            if not node.domain and known.isdisjoint(node.output)
+        }
         unknown = kinds - set(operators) - STRUCTURE
         standard = [("", kind) for kind in sorted(unknown) if _is_function(kind)]
         if standard:
             model = onnx.inliner.inline_selected_functions(
-                model, standard, inline_schema_functions=True
+                _typed(model), standard, inline_schema_functions=True
             )
     except (RuntimeError, ValueError, TypeError) as why:
         reason = str(why).split("\n")[0]
@@ -66,6 +78,19 @@ def inlined(
             f"{path}: its functions cannot be inlined: {reason}", help=DAMAGED
         ) from why
     return model
+
+
+def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with the types of its values, which some functions depend on."""
+    typed = onnx.shape_inference.infer_shapes(model)
+    own = {value.name for value in typed.graph.input}
+    for tensor in typed.graph.initializer:
+        if tensor.name not in own:
+            value = onnx.helper.make_tensor_value_info(
+                tensor.name, tensor.data_type, tensor.dims
+            )
+            typed.graph.value_info.append(value)
+    return typed
 
 
 def _is_function(kind: str) -> bool:
@@ -138,3 +163,15 @@ def leave_unused_out(graph: onnx.GraphProto) -> None:
         for index, name in enumerate(node.output):
             if index and name not in used:
                 node.output[index] = ""
+
+
+def known_names(graph: onnx.GraphProto) -> set[str]:
+    """Return the first outputs of nodes that are computed when the file is read."""
+    known = {tensor.name for tensor in graph.initializer} | {""}
+    for node in graph.node:
+        is_shape = node.op_type in ("Shape", "Size", "Constant")
+        is_fixed = known.issuperset(node.input) and node.op_type not in DRAWN
+        is_standard = not node.domain and onnx.defs.has(node.op_type)
+        if is_shape or (is_fixed and is_standard):
+            known.update(node.output)
+    return known - {""}

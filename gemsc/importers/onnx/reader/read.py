@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,19 @@ from gemsc.importers.onnx.names import SCOPES
 from gemsc.importers.onnx.operators import OPERATORS
 from gemsc.importers.onnx.reader.file import OnnxTensors, load_model, number_type
 from gemsc.importers.onnx.reader.fold import DRAWN
-from gemsc.importers.onnx.reader.graph import inlined, leave_unused_out, refuse_unknown
+from gemsc.importers.onnx.reader.graph import (
+    inlined,
+    known_names,
+    leave_unused_out,
+    refuse_unknown,
+)
 from gemsc.importers.onnx.reader.reference import OnnxReference
-from gemsc.importers.onnx.reader.trained import fuse_bias, trained_names, used_names
+from gemsc.importers.onnx.reader.trained import (
+    Trained,
+    fuse_bias,
+    trained_names,
+    used_names,
+)
 from gemsc.importers.onnx.reader.walk import Walk
 from gemsc.importers.onnx.static import Static, Value, torch_type
 from gemsc.importers.options import ImportOptions
@@ -40,24 +51,25 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
     tensors = OnnxTensors(path, model)
     model = inlined(model, path, OPERATORS)
     graph = model.graph
-    refuse_unknown(graph, path.name, _known(graph), OPERATORS)
+    refuse_unknown(graph, path.name, known_names(graph), OPERATORS)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     opsets[""] = opsets.pop("ai.onnx", opsets.get("", 1))
     leave_unused_out(graph)
     fuse_bias(graph, tensors.table)
-    trained, named = trained_names(graph, tensors.table)
+    trained = trained_names(graph, tensors.table, tensors.read)
     sheet = Sheet(_class_name(path.stem), "", path.name)
     values: dict[str, Value] = {}
+    options.check_names(path.name, [value.name for value in _inputs(graph)])
     for value in _inputs(graph):
         values[value.name] = _input(sheet, value, options)
     names = list(values)
     if not names:
         raise GemscError(f"{path.name} has no inputs, so there is nothing to train")
-    walk = Walk(sheet, tensors, opsets, trained, used_names(graph), OPERATORS)
+    walk = Walk(sheet, tensors, opsets, trained.all, used_names(graph), OPERATORS)
     walk.run(graph, values)
     _returns(sheet, walk, graph, values)
     sheet.doc = _doc(sheet, path, opsets[""])
-    notes = _notes(sheet, graph, named)
+    notes = _notes(sheet, graph, tensors, trained)
     kinds = {node.op_type for node in graph.node}
     # before opset 14 onnx.reference takes the statistics of the batch
     odd = {"BatchNormalization"} if opsets[""] < 14 else set()
@@ -73,18 +85,6 @@ def _is_quick(sheet: Sheet) -> bool:
     return bool(counter.get_total_flops() <= MOST_FLOPS)
 
 
-def _known(graph: onnx.GraphProto) -> set[str]:
-    """Return the first outputs of nodes that are computed when the file is read."""
-    known = {tensor.name for tensor in graph.initializer} | {""}
-    for node in graph.node:
-        is_shape = node.op_type in ("Shape", "Size", "Constant")
-        is_fixed = known.issuperset(node.input) and node.op_type not in DRAWN
-        is_standard = not node.domain and onnx.defs.has(node.op_type)
-        if is_shape or (is_fixed and is_standard):
-            known.update(node.output)
-    return known - {""}
-
-
 def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
     """Return the inputs that are no initializers, as those of old files are."""
     own = {tensor.name for tensor in graph.initializer}
@@ -98,19 +98,26 @@ def _input(sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions) -> 
         kind = number_type(value.type.tensor_type.elem_type)
         if kind is None:
             raise sheet.refuse("has no numbers that PyTorch has")
-        shape = options.shapes.get(value.name) or _shape(sheet, value, options.batch)
+        shape = _shape(sheet, value, options)
         return sheet.input(value.name, shape, torch_type(kind))
 
 
-def _shape(sheet: Sheet, value: onnx.ValueInfoProto, batch: int) -> tuple[int, ...]:
+def _shape(
+    sheet: Sheet, value: onnx.ValueInfoProto, options: ImportOptions
+) -> tuple[int, ...]:
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
+        if value.name in options.shapes:
+            return options.shapes[value.name]
         raise sheet.refuse(
             "has a shape that the file leaves open", help=_give_shape(value, "...")
         )
     sizes = [d.dim_value if d.dim_value > 0 else None for d in tensor.shape.dim]
+    given = options.shape(value.name, sizes)
+    if given is not None:
+        return given
     if sizes and sizes[0] is None:
-        sizes[0] = batch
+        sizes[0] = options.batch
     if None in sizes:
         said = "x".join("?" if size is None else str(size) for size in sizes)
         raise sheet.refuse(
@@ -152,7 +159,9 @@ def _doc(sheet: Sheet, path: Path, opset: int) -> str:
     return f"{path.name}, opset {opset}: {count:,} parameters."
 
 
-def _notes(sheet: Sheet, graph: onnx.GraphProto, named: list[str]) -> list[str]:
+def _notes(
+    sheet: Sheet, graph: onnx.GraphProto, tensors: OnnxTensors, trained: Trained
+) -> list[str]:
     notes = []
     folded = sum(map(_is_folded, graph.node))
     if folded:
@@ -163,15 +172,19 @@ def _notes(sheet: Sheet, graph: onnx.GraphProto, named: list[str]) -> list[str]:
     frozen = [n for n, p in sheet.root.named_parameters() if not p.requires_grad]
     if frozen:
         notes.append(f"not trained, as they are computed: {_some(frozen)}")
-    if sheet.ties:
-        tied = [text.removeprefix("self.") for text, _ in sheet.ties]
+    if trained.shared:
         notes.append(
-            f"one tensor with another layer's in the file, and trained as one: "
-            f"{_some(tied)}; torch.onnx's older exporter makes tensors one that are "
-            "equal by chance: dynamo=True does not"
+            "one tensor in the file for several layers, and trained as one: "
+            f"{_some(trained.shared)}; torch.onnx's older exporter makes tensors one "
+            "that are equal by chance: dynamo=True does not"
         )
-    if named:
-        notes.append(f"trained though no layer's weight: {_some(named)}")
+    if trained.named:
+        count = sum(math.prod(tensors.table[name].shape) for name in trained.named)
+        notes.append(
+            f"trained though no layer's weight, {count:,} parameters: "
+            f"{_some(trained.named)}; if one is a constant, make it "
+            "self.register_buffer(name, torch.empty(...)) in model.py"
+        )
     buffers = [
         name
         for name, buffer in sheet.root.named_buffers()

@@ -1,21 +1,22 @@
 """Which tensors of an ONNX file are parameters: the format does not say.
 
 Those that a layer has as its weight, through transposing, slicing and the like; and
-those that are added or multiplied and have a name that a person gave.
+those that are added or multiplied and have a name that a person gave, but for masks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import onnx
 
-from gemsc.importers.onnx.names import is_machine_made
+from gemsc.importers.onnx.names import is_machine_made, scope
 from gemsc.importers.onnx.reader.fold import MOVES
-from gemsc.importers.weight import FileTensor
+from gemsc.importers.weight import Array, FileTensor
 
-__all__ = ["all_nodes", "fuse_bias", "trained_names", "used_names"]
+__all__ = ["Trained", "all_nodes", "fuse_bias", "trained_names", "used_names"]
 
 # the operands that are weights, whatever their names are
 SLOTS: Mapping[str, tuple[int, ...]] = {
@@ -46,6 +47,19 @@ NAMED: Mapping[str, tuple[int, ...]] = {
     "Mul": (0, 1),
     "Sub": (0, 1),
 }
+HIDES = -100.0  # what masks add to the scores of attention, or less: -inf
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The tensors of a file that are parameters.
+
+    `named` are so by their names alone; `shared` are parameters of several layers.
+    """
+
+    all: set[str]
+    named: list[str]
+    shared: list[str]
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -69,25 +83,39 @@ def used_names(graph: onnx.GraphProto) -> set[str]:
 
 
 def trained_names(
-    graph: onnx.GraphProto, table: Mapping[str, FileTensor]
-) -> tuple[set[str], list[str]]:
-    """Return the tensors that are parameters, and which are so by their names alone."""
+    graph: onnx.GraphProto,
+    table: Mapping[str, FileTensor],
+    read: Callable[[str], Array],
+) -> Trained:
+    """Return the tensors that are parameters; `read` gives the numbers of one."""
     makers = {name: node for node in all_nodes(graph) for name in node.output}
     weights: set[str] = set()
     named: dict[str, None] = {}
+    users: dict[str, set[str]] = {}
     for node in all_nodes(graph):
         for index in SLOTS.get(node.op_type, ()):
             if index < len(node.input):
-                weights.update(_origins(node.input[index], makers, table))
+                for name in _origins(node.input[index], makers, table):
+                    weights.add(name)
+                    users.setdefault(name, set()).add(scope(node))
         for index in NAMED.get(node.op_type, ()):
             if index < len(node.input):
                 for name in _origins(node.input[index], makers, table):
                     is_number = name in makers and math.prod(table[name].shape) == 1
                     if not is_machine_made(name) and not is_number:
                         named[name] = None
+                        users.setdefault(name, set()).add(scope(node))
     weights -= _statistics(graph, makers, table)
-    others = [name for name in named if name not in weights]
-    return weights | set(others), others
+    others = [n for n in named if n not in weights and not _is_mask(read(n))]
+    found = weights | set(others)
+    shared = [name for name in users if name in found and len(users[name]) > 1]
+    return Trained(found, others, shared)
+
+
+def _is_mask(array: Array) -> bool:
+    """Return whether numbers are added to hide others: each zero, or far below it."""
+    hidden = array <= HIDES
+    return bool(hidden.any() and (hidden | (array == 0)).all())
 
 
 def _statistics(
