@@ -25,7 +25,7 @@ from gemsc.importers.onnx.reader.graph import (
 )
 from gemsc.importers.onnx.reader.reference import OnnxReference
 from gemsc.importers.onnx.reader.trained import (
-    Trained,
+    TrainedTensors,
     fuse_bias,
     trained_names,
     used_names,
@@ -160,7 +160,7 @@ def _doc(sheet: Sheet, path: Path, opset: int) -> str:
 
 
 def _notes(
-    sheet: Sheet, graph: onnx.GraphProto, tensors: OnnxTensors, trained: Trained
+    sheet: Sheet, graph: onnx.GraphProto, tensors: OnnxTensors, trained: TrainedTensors
 ) -> list[str]:
     notes = []
     folded = sum(map(_is_folded, graph.node))

@@ -16,7 +16,7 @@ from gemsc.importers.onnx.names import is_machine_made, scope
 from gemsc.importers.onnx.reader.fold import MOVES
 from gemsc.importers.weight import Array, FileTensor
 
-__all__ = ["Trained", "all_nodes", "fuse_bias", "trained_names", "used_names"]
+__all__ = ["TrainedTensors", "all_nodes", "fuse_bias", "trained_names", "used_names"]
 
 # the operands that are weights, whatever their names are
 SLOTS: Mapping[str, tuple[int, ...]] = {
@@ -51,7 +51,7 @@ HIDES = -100.0  # what masks add to the scores of attention, or less: -inf
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedTensors:
     """The tensors of a file that are parameters.
 
     `named` are so by their names alone; `shared` are parameters of several layers.
@@ -86,7 +86,7 @@ def trained_names(
     graph: onnx.GraphProto,
     table: Mapping[str, FileTensor],
     read: Callable[[str], Array],
-) -> Trained:
+) -> TrainedTensors:
     """Return the tensors that are parameters; `read` gives the numbers of one."""
     makers = {name: node for node in all_nodes(graph) for name in node.output}
     weights: set[str] = set()
@@ -109,7 +109,7 @@ def trained_names(
     others = [n for n in named if n not in weights and not _is_mask(read(n))]
     found = weights | set(others)
     shared = [name for name in users if name in found and len(users[name]) > 1]
-    return Trained(found, others, shared)
+    return TrainedTensors(found, others, shared)
 
 
 def _is_mask(array: Array) -> bool:
