@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import Gemsc, gemsc_here
 from local_transport import LocalTransport, run_local
-from program_support import Net, written
+from program_support import Net, X, mse, written
+from sim_cuda import DEVICE, SimDevice
 
 from gemsc.errors import GemscError
 from gemsc.runtime.process import device as module
-from gemsc.runtime.process.device import choose_device, claim_device
+from gemsc.runtime.process.device import (
+    choose_device,
+    claim_device,
+    exact_arithmetic,
+)
+from gemsc.verify.steps import reference_steps
 
 gemsc = pytest.fixture(gemsc_here)
 
@@ -98,3 +105,52 @@ def test_without_a_gpu_nothing_is_started(tmp_path: Path, gemsc: Gemsc) -> None:
     assert done.code == 1
     assert "error: --device cuda: PyTorch finds no GPU here" in done.err
     assert "rank" not in done.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_verify_without_a_gpu_is_refused(tmp_path: Path, gemsc: Gemsc) -> None:
+    written(tmp_path / "program", Net(lambda self, x: self.a(x)), ranks=1)
+    for words in ((), ("--run", "2")):
+        done = gemsc("verify", tmp_path / "program", "--device", "cuda", *words)
+        assert done.code == 1
+        assert "PyTorch finds no GPU here" in done.err
+    done = gemsc("verify", tmp_path / "program", "--device", "tpu")
+    assert "unknown device 'tpu'" in done.err
+
+
+def test_two_runs_on_a_gpu_are_compared_without_tf32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.fp32_precision = conv.fp32_precision = "tf32"
+    try:
+        with exact_arithmetic(torch.device("cuda")):
+            assert matmul.fp32_precision == conv.fp32_precision == "ieee"
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert matmul.fp32_precision == conv.fp32_precision == "tf32"
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
+
+
+def test_one_process_trains_on_a_device_as_on_the_cpu() -> None:
+    seen = []
+
+    def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.device)
+        return self.b(self.a(x))
+
+    model = Net(forward)
+    given = (model, mse, [((X,), X)] * 2, 2, torch.float64)
+    expected = reference_steps(*given)
+    with SimDevice(0):
+        found = reference_steps(*given, device=DEVICE)
+    assert set(seen[4:]) == {DEVICE}
+    assert found.losses == expected.losses
+    for name, tensor in expected.state.items():
+        assert found.state[name].device.type == "cpu"
+        assert torch.equal(found.state[name], tensor)

@@ -102,7 +102,7 @@ def test_the_exit_code_asks_float64_to_be_exact(
         "undecided": found({"x": 1.0}, {"x": 1.0}),
     }
     monkeypatch.setattr(
-        cli, "verify_program", lambda directory, dtype, num_steps: errors[kinds[dtype]]
+        cli, "verify_program", lambda directory, dtype, **_: errors[kinds[dtype]]
     )
     monkeypatch.setattr(
         cli.Plan,

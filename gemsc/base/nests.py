@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
 
@@ -16,6 +17,7 @@ __all__ = [
     "map_tensors",
     "named_tuple",
     "normalize_inputs",
+    "on_device",
     "tensor_leaves",
 ]
 
@@ -42,6 +44,11 @@ def normalize_inputs(inputs: object) -> Inputs:
             help="return the tensors of one micro-batch, as forward takes them",
         )
     return inputs
+
+
+def on_device(nest: Any, device: torch.device) -> Any:
+    """Return a nest with its tensors on a device."""
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), nest)
 
 
 def tensor_leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:

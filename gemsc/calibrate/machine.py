@@ -21,32 +21,17 @@ from gemsc.costs.stopwatch import clock_of
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.runtime.memory.offload import store_for
-from gemsc.runtime.process.device import require_gpu
 from gemsc.runtime.transport.streams import streams_for
 
 __all__ = [
     "calibrate_machine",
-    "check_device",
     "check_output",
     "measure_on_ranks",
     "write_network",
 ]
 
 
-DEVICES = ("cpu", "cuda")
 HOST_BYTES = 2**26  # more than caches hold
-
-
-def check_device(kind: str) -> None:
-    """Refuse to measure what is not there.
-
-    Raises:
-        GemscError: it is neither a CPU nor a GPU, or there is no GPU.
-    """
-    if kind not in DEVICES:
-        raise GemscError(f"unknown device '{kind}'", help="choose cpu or cuda")
-    if kind == "cuda":
-        require_gpu()
 
 
 def check_output(path: Path) -> None:

@@ -9,7 +9,6 @@ import typer
 
 from gemsc.calibrate.machine import (
     calibrate_machine,
-    check_device,
     check_output,
     measure_on_ranks,
     write_network,
@@ -18,6 +17,7 @@ from gemsc.calibrate.network_rank import is_rank
 from gemsc.calibrate.network_rank import main as measure_on_this_rank
 from gemsc.cli.terminal import console, progress_bar
 from gemsc.errors import GemscError
+from gemsc.runtime.process.device import device_named
 
 __all__ = ["profile_command"]
 
@@ -52,7 +52,7 @@ def profile_command(
             "nothing to measure", help="give --calibrate, --network or both"
         )
     check_output(output)
-    check_device(device)
+    device_named(device)
     if network and is_rank():
         if (found := measure_on_this_rank()) is not None:
             write_network(found, output, hardware)

@@ -12,6 +12,7 @@ from rich.table import Table
 from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.process.device import device_named
 from gemsc.verify.runs import OPTIONS, verify_run
 from gemsc.verify.steps import LIMIT, Comparison, verify_program
 from gemsc.viz.tables import show_activations
@@ -25,6 +26,10 @@ def verify_command(
     directory: Directory,
     steps: Annotated[int, typer.Option(help="training steps to compare", min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="float64, float32 or both")] = "both",
+    device: Annotated[
+        str,
+        typer.Option(help="where both compute: cpu, or cuda for the GPU"),
+    ] = "cpu",
     run: Annotated[
         int | None,
         typer.Option(
@@ -46,6 +51,7 @@ def verify_command(
         raise GemscError(
             f"unknown argument {arguments[0]}", help="see gemsc verify --help"
         )
+    chosen = device_named(device)
     plan = Plan.read(directory / "plan.toml")
     if plan.only_dtype and plan.dtype in names and len(names) > 1:
         names = [plan.dtype]
@@ -55,7 +61,8 @@ def verify_command(
         told["float32"] = f"float32: within autocast, in {plan.precision}"
         console.print("; ".join(told[name] for name in names), highlight=False)
     if run is not None:
-        raise typer.Exit(_verify_run(directory, names, run, arguments or []))
+        code = _verify_run(directory, names, run, arguments or [], chosen)
+        raise typer.Exit(code)
     table = Table(
         title=f"{directory} against one process, {steps} steps: relative error"
     )
@@ -63,7 +70,9 @@ def verify_command(
         table.add_column(column)
     results = {}
     for name in names:
-        found = verify_program(directory, dtype=DTYPES[name], num_steps=steps)
+        found = verify_program(
+            directory, dtype=DTYPES[name], num_steps=steps, device=chosen
+        )
         results[name] = found
         table.add_row(name, *_row(found))
     console.print(table)
@@ -81,7 +90,11 @@ def verify_command(
 
 
 def _verify_run(
-    directory: Path, names: list[str], num_steps: int, arguments: list[str]
+    directory: Path,
+    names: list[str],
+    num_steps: int,
+    arguments: list[str],
+    device: torch.device,
 ) -> int:
     """Compare whole runs; return the exit code."""
     verdicts: list[str] = []
@@ -91,7 +104,11 @@ def _verify_run(
         table.add_column(column)
     for name in names:
         found = verify_run(
-            directory, dtype=DTYPES[name], num_steps=num_steps, arguments=arguments
+            directory,
+            dtype=DTYPES[name],
+            num_steps=num_steps,
+            arguments=arguments,
+            device=device,
         )
         equal = f"{found.equal} of {found.total}"
         parts = map(_with_name, (found.evaluation, found.model))

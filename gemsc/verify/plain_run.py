@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +22,14 @@ from gemsc.base.boxes import Box
 from gemsc.base.digest import digest
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast, cast_module
+from gemsc.base.nests import on_device
 from gemsc.base.rng import seed_of
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
 
 __all__ = ["PlainRun", "RunSettings"]
+
+HOST = torch.device("cpu")
 
 Scores = list[tuple[int, dict[str, float]]]  # samples and the figures of a part of data
 
@@ -44,6 +48,7 @@ class RunSettings:
     clip_norm: float | None = None
     precision: Precision = FULL
     trains_rest: bool = False
+    device: torch.device = HOST
 
     @property
     def part_size(self) -> int:
@@ -109,7 +114,7 @@ class PlainRun:
         seed = seed_of(seed, -1)
         data = self.user.make_dataset("eval_dataset", seed=seed)
         self.eval_samples = Samples(data, seed)
-        self.model = copy.deepcopy(self.model)
+        self.model = copy.deepcopy(self.model).to(self.settings.device)
         cast_module(self.model, dtype)
         if not self.model.training:
             self.model.train()
@@ -117,6 +122,7 @@ class PlainRun:
         self.parameters = dict(self.model.named_parameters())
         if isinstance(self.loss, nn.Module):
             cast_module(self.loss, dtype)
+            self.loss.to(self.settings.device)
             named = self.loss.named_parameters()
             self.parameters |= {f"_loss.{name}": tensor for name, tensor in named}
         pairs = self.parameters.items()
@@ -124,7 +130,7 @@ class PlainRun:
         self.optimizer = make(pairs) if make else torch.optim.SGD(pairs, lr=0.01)
         make = self.user.scheduler
         self.scheduler = make(self.optimizer) if make else None
-        self.scaler = self.settings.precision.scaler()
+        self.scaler = self.settings.precision.scaler(self.settings.device)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -167,7 +173,7 @@ class PlainRun:
         micro_batches = list(self._micro_batches(samples))
         total = 0.0
         for input, target in micro_batches:
-            with same_draws(), self.settings.precision.autocast():
+            with same_draws(), self._autocast():
                 loss = self.loss(self._forward(input), target)
             part = loss / len(micro_batches) / self.settings.accumulate
             self.scaler.scale(part).backward()
@@ -202,7 +208,7 @@ class PlainRun:
             full = samples + samples[-1:] * (size - len(samples))
             outputs, losses = [], []
             for input, target in self._micro_batches(full):
-                with same_draws(), settings.precision.autocast():
+                with same_draws(), self._autocast():
                     output = self._forward(input)
                     losses.append(float(self.loss(output, target).double()))
                 outputs.append(settings.precision.output(output))
@@ -227,7 +233,8 @@ class PlainRun:
             joined = pytree.tree_map(_join, *theirs[: settings.micro_batches])
             output = pytree.tree_map(lambda leaf: _first(leaf, len(mine)), joined)  # noqa: B023
             target = self._batch(mine)[1]
-            figures = self.user.metrics(output, target) if self.user.metrics else {}
+            given = on_device((output, target), HOST)
+            figures = self.user.metrics(*given) if self.user.metrics else {}
             figures = {name: float(value) for name, value in figures.items()}
             if len(samples) < settings.replicas * settings.part_size:
                 figures["loss"] = float(self.loss(output, target))
@@ -239,8 +246,12 @@ class PlainRun:
             yield self._batch(samples[first : first + size])
 
     def _batch(self, samples: list[Any]) -> tuple[Any, Any]:
-        input, target = cast(default_collate(samples), self.settings.dtype)
+        batch = cast(default_collate(samples), self.settings.dtype)
+        input, target = on_device(batch, self.settings.device)
         return input, target
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return self.settings.precision.autocast(self.settings.device)
 
     def _forward(self, input: Any) -> Any:
         if isinstance(input, Mapping):

@@ -26,17 +26,17 @@ class Precision:
         is_mixed = plan.precision != "float32" and dtype is not torch.float64
         return cls(getattr(torch, plan.precision)) if is_mixed else FULL
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return what a forward runs within."""
-        return autocasting(None if self.dtype is None else ("cpu", self.dtype))
+        return autocasting(None if self.dtype is None else (device.type, self.dtype))
 
     def output(self, output: Any) -> Any:
         """Return what a model returns as metrics get it: not in half precision."""
         return output if self.dtype is None else whole(output)
 
-    def scaler(self) -> torch.amp.GradScaler:
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Return what scales the loss; it does nothing but in float16."""
-        return torch.amp.GradScaler("cpu", enabled=self.dtype is torch.float16)
+        return torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
 
 
 FULL = Precision()

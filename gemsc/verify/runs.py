@@ -19,6 +19,7 @@ from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError
 from gemsc.launch.start import start
 from gemsc.plan import Plan
+from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.run_record import Figures, RunRecord
 from gemsc.user_model import UserModel
@@ -45,6 +46,7 @@ __all__ = [
     "verify_run",
 ]
 
+CPU = torch.device("cpu")
 # what the plain loop knows of, besides the number of steps
 OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm", "--last-batch")
 
@@ -85,14 +87,30 @@ def verify_run(
     dtype: torch.dtype,
     num_steps: int,
     arguments: Sequence[str] = (),
+    device: torch.device = CPU,
 ) -> RunComparison:
     """Train with `gemsc run` and in a plain loop in this process; compare the two.
 
-    `arguments` are those of `gemsc run`. Both make the same random draws.
+    `arguments` are those of `gemsc run`. Both make the same random draws and compute on
+    the same kind of `device`: see `exact_arithmetic`.
 
     Raises:
-        GemscError: the program cannot run, or the two have seen different data.
+        GemscError: the program cannot run, the two have seen different data, or a GPU
+            is wanted where there is none.
     """
+    if device.type == "cuda":
+        require_gpu()
+    with exact_arithmetic(device):
+        return _verify(directory, dtype, num_steps, arguments, device)
+
+
+def _verify(
+    directory: Path,
+    dtype: torch.dtype,
+    num_steps: int,
+    arguments: Sequence[str],
+    device: torch.device,
+) -> RunComparison:
     for word in arguments:
         if word.startswith("--") and word.split("=")[0] not in OPTIONS:
             raise GemscError(
@@ -102,7 +120,8 @@ def verify_run(
     options = parse_arguments(arguments)
     plan = Plan.read(directory / "plan.toml")
     user = user_model_of(directory, plan)
-    record, saved = _run(directory, dtype, num_steps, arguments)
+    words = [*arguments, "--device", device.type]
+    record, saved = _run(directory, dtype, num_steps, words)
     settings = RunSettings(
         steps=num_steps,
         dtype=dtype,
@@ -114,6 +133,7 @@ def verify_run(
         clip_norm=options.clip_norm,
         precision=Precision.of(plan, dtype),
         trains_rest=options.last_batch == "train",
+        device=device,
     )
     model = initial_model(user, directory)
     with threads_of_a_rank(plan):

@@ -19,12 +19,14 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
+from gemsc.base.nests import on_device
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.process import num_cores
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import Batches, repeated
+from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
@@ -47,6 +49,7 @@ __all__ = [
     "verify_program",
 ]
 
+CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 # A gradient that is zero but for rounding (a bias before BatchNorm) has no relative
 # error worth the name: errors are taken relative to at least this share of the largest.
@@ -121,6 +124,7 @@ def reference_steps(
     dtype: torch.dtype,
     optimizer: OptimizerFactory | None = None,
     precision: Precision = FULL,
+    device: torch.device = CPU,
 ) -> StepRecord:
     """Train a copy of the user's model in this process, over the same micro-batches.
 
@@ -129,14 +133,16 @@ def reference_steps(
     """
     model = copy.deepcopy(model)
     cast_module(model, dtype)
+    model.to(device)
     if not model.training:
         model.train()
     loss = copy.deepcopy(loss)
     if isinstance(loss, nn.Module):
         cast_module(loss, dtype)
+        loss.to(device)
     pairs = [(n, p) for n, p in model.named_parameters()]
     update = (optimizer or _default_optimizer)(pairs)
-    scaler = precision.scaler()
+    scaler = precision.scaler(device)
     losses, gradients = [], {}
     for step, (input, target) in enumerate(batches):
         total = 0.0
@@ -144,9 +150,11 @@ def reference_steps(
         batch = next((t.shape[0] for t in leaves if t.dim()), 1)
         for m in range(num_micro_batches):
             part = (m, num_micro_batches, batch)
-            given = _micro_batch(cast(input, dtype), *part)
-            wanted = _micro_batch(cast(target, dtype), *part)
-            with plain_forward(), default_dtype(dtype), precision.autocast():
+            given, wanted = (
+                on_device(_micro_batch(cast(each, dtype), *part), device)
+                for each in (input, target)
+            )
+            with plain_forward(), default_dtype(dtype), precision.autocast(device):
                 by_name = isinstance(given, Mapping)
                 output = model(**given) if by_name else model(*given)
                 value = loss(output, wanted)
@@ -156,12 +164,12 @@ def reference_steps(
         scaler.unscale_(update)
         if step == 0:
             present = {n: p.grad for n, p in pairs if p.grad is not None}
-            gradients = {n: as_real(g).clone() for n, g in present.items()}
+            gradients = {n: as_real(g).cpu().clone() for n, g in present.items()}
         scaler.step(update)
         scaler.update()
         update.zero_grad(set_to_none=True)
     state = dict([*model.named_parameters(), *model.named_buffers()])
-    state = {n: as_real(t.detach()) for n, t in state.items()}
+    state = {n: as_real(t.detach()).cpu() for n, t in state.items()}
     return StepRecord(losses, gradients, state)
 
 
@@ -270,6 +278,7 @@ def verify_compiled(
     example_target: Any = None,
     dtype: torch.dtype = torch.float64,
     num_steps: int = 2,
+    device: torch.device = CPU,
 ) -> Comparison:
     """Compare a program that was compiled from Python with its model.
 
@@ -287,7 +296,9 @@ def verify_compiled(
         loss=loss,
         example_target=example_target,
     )
-    found = verify_program(Path(directory), dtype=dtype, num_steps=num_steps, user=user)
+    found = verify_program(
+        Path(directory), dtype=dtype, num_steps=num_steps, user=user, device=device
+    )
     kind, name = found.judge(dtype)
     if kind != "exact":
         raise GemscError(
@@ -306,30 +317,47 @@ def verify_program(
     num_steps: int = 2,
     seed: int = 0,
     user: UserModel | None = None,
+    device: torch.device = CPU,
 ) -> Comparison:
     """Run a program under mpirun and the user's model here, on the same batches.
 
-    Both start from the program's weights and draw the same random numbers. A run that
-    is further off than the tolerance is also compared with what rounding alone does.
+    Both start from the program's weights, draw the same random numbers and compute on
+    the same kind of `device`: see `exact_arithmetic`. A run that is further off than
+    the tolerance is also compared with what rounding alone does.
     `user` is the model of a program that was not compiled from a file.
 
     Raises:
-        GemscError: the program is stale, has no source or no loss, or a rank fails.
+        GemscError: the program is stale, has no source or no loss, a rank fails, or a
+            GPU is wanted where there is none.
     """
+    if device.type == "cuda":
+        require_gpu()
+    with exact_arithmetic(device):
+        return _verify(directory, dtype, num_steps, seed, user, device)
+
+
+def _verify(
+    directory: Path,
+    dtype: torch.dtype,
+    num_steps: int,
+    seed: int,
+    user: UserModel | None,
+    device: torch.device,
+) -> Comparison:
     plan = Plan.read(directory / "plan.toml")
     check_program(directory, plan.ranks)
     check_dtype(plan, dtype)
     user = user or user_model_of(directory, plan)
     model = initial_model(user, directory)
     batches = _batches(user, plan, num_steps, seed)
-    expected = _one_process(user, model, batches, plan, dtype)
+    expected = _one_process(user, model, batches, plan, dtype, device)
     overflow = Precision.of(plan, dtype).dtype is torch.float16
-    ranks = _ranks(directory, plan, batches, dtype)
+    ranks = _ranks(directory, plan, batches, dtype, device)
     found = compare(ranks, expected, may_overflow=overflow)
     found = replace(found, last_bit=_last_bit(plan, dtype))
     if found.judge(dtype)[0] == "exact":
         return found
-    for other in _other_roundings(user, model, batches, plan, dtype):
+    for other in _other_roundings(user, model, batches, plan, dtype, device):
         once = compare(other, expected, may_overflow=overflow).errors
         known = found.rounding
         rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.items()}
@@ -347,13 +375,18 @@ def _last_bit(plan: Plan, dtype: torch.dtype) -> float:
 
 
 def _ranks(
-    directory: Path, plan: Plan, batches: list[tuple[Any, Any]], dtype: torch.dtype
+    directory: Path,
+    plan: Plan,
+    batches: list[tuple[Any, Any]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> StepRecord:
     """Train in the ranks, under mpirun."""
     with tempfile.TemporaryDirectory(prefix="gemsc-verify-") as name:
         folder = Path(name)
         torch.save(batches, folder / "batches.pt")
-        words = ["--verify-into", name, "--dtype", str(dtype).removeprefix("torch.")]
+        words = ["--verify-into", name, "--device", device.type]
+        words += ["--dtype", str(dtype).removeprefix("torch.")]
         code = launch(plan.ranks, [sys.executable, str(directory), *words])
         if code != 0:
             raise GemscError(
@@ -369,13 +402,14 @@ def _other_roundings(
     batches: list[tuple[Any, Any]],
     plan: Plan,
     dtype: torch.dtype,
+    device: torch.device,
 ) -> Iterator[StepRecord]:
     """Yield what one process does where it rounds otherwise."""
     if dtype is not torch.float64 and not plan.only_dtype:
-        yield _one_process(user, model, batches, plan, torch.float64)
+        yield _one_process(user, model, batches, plan, torch.float64, device)
     for number in range(NUDGES):
         changed = nudged(model, number, dtype, Precision.of(plan, dtype).dtype)
-        yield _one_process(user, changed, batches, plan, dtype)
+        yield _one_process(user, changed, batches, plan, dtype, device)
 
 
 def nudged(
@@ -403,6 +437,7 @@ def _one_process(
     batches: list[tuple[Any, Any]],
     plan: Plan,
     dtype: torch.dtype,
+    device: torch.device,
 ) -> StepRecord:
     """Train in this process, with the threads of one rank and the same draws."""
     try:
@@ -415,6 +450,7 @@ def _one_process(
                 dtype,
                 user.optimizer,
                 Precision.of(plan, dtype),
+                device,
             )
     except (RuntimeError, TypeError) as error:
         text = " ".join(str(error).split())

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from gemsc.errors import GemscError
 from gemsc.runtime.transport.transport import Transport
 
-__all__ = ["choose_device", "claim_device", "require_gpu"]
+__all__ = [
+    "choose_device",
+    "claim_device",
+    "device_named",
+    "exact_arithmetic",
+    "require_gpu",
+]
 
 # A rank's number on its machine, as launchers tell it; the first that is set counts.
 # A job step's own variable comes before those of the job that it may run in.
@@ -19,6 +28,8 @@ LOCAL_RANK_VARIABLES = (
     "PMI_LOCAL_RANK",
     "SLURM_LOCALID",
 )
+# the only one with which cuBLAS gives the same bits each time; read when it starts
+CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def require_gpu() -> None:
@@ -34,6 +45,19 @@ def require_gpu() -> None:
         )
 
 
+def device_named(kind: str) -> torch.device:
+    """Return the CPU, or the GPU that this process would take.
+
+    Raises:
+        GemscError: it is neither "cpu" nor "cuda", or there is no GPU.
+    """
+    if kind not in ("cpu", "cuda"):
+        raise GemscError(f"unknown device '{kind}'", help="choose cpu or cuda")
+    if kind == "cuda":
+        require_gpu()
+    return torch.device(kind)
+
+
 def claim_device(
     wanted: torch.device | None = None, *, deterministic: bool = False
 ) -> None:
@@ -43,7 +67,7 @@ def claim_device(
     is current then. `choose_device` has the last word.
     """
     if deterministic:  # before CUDA starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(*CUBLAS_SETTING)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     if torch.cuda.is_available() and (wanted is None or wanted.type == "cuda"):
@@ -72,6 +96,35 @@ def choose_device(
     device = _gpu(wanted, transport.local_rank)
     torch.cuda.set_device(device)  # of pinned memory and libraries, too
     return device
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """Let two runs on a GPU be comparable, until the end.
+
+    float32 is not rounded to TF32, and what has deterministic algorithms uses them;
+    what has none only warns. On a CPU nothing changes.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault(*CUBLAS_SETTING)
+    backends: Any = torch.backends
+    places = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
+    before = [place.fp32_precision for place in places]
+    mode = torch.get_deterministic_debug_mode()
+    benchmark = backends.cudnn.benchmark
+    for place in places:
+        place.fp32_precision = "ieee"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+        torch.set_deterministic_debug_mode(mode)
+        backends.cudnn.benchmark = benchmark
 
 
 def _gpu(wanted: torch.device | None, local_rank: int) -> torch.device:

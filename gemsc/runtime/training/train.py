@@ -14,7 +14,7 @@ from gemsc.base.process import is_started_by_mpirun, num_cores
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import saved_seed
-from gemsc.runtime.process.device import claim_device
+from gemsc.runtime.process.device import claim_device, exact_arithmetic
 from gemsc.runtime.process.failure import install_hooks, is_first, stop_all
 from gemsc.runtime.process.status import REPORTED, Status
 from gemsc.runtime.process.stop import STOPPED
@@ -63,7 +63,11 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
         share_cores(transport)
         if options.verify_into is not None:
             run_recorded_steps(
-                directory, transport, options.verify_into, DTYPES[options.dtype]
+                directory,
+                transport,
+                options.verify_into,
+                DTYPES[options.dtype],
+                _device(options) or torch.device("cpu"),
             )
         elif options.record_into is not None:
             record_timed_steps(
@@ -158,5 +162,7 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
     if options.resume is not None:
         trainer.resume(options.resume)
     trainer.leave_on_signals()
-    training.run()
+    compared = options.record_run is not None
+    with exact_arithmetic(trainer.device if compared else torch.device("cpu")):
+        training.run()
     return STOPPED if trainer.is_leaving else 0

@@ -11,6 +11,7 @@ import torch
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real
 from gemsc.plan import Plan
+from gemsc.runtime.process.device import exact_arithmetic
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.metered import metered
@@ -19,9 +20,15 @@ from gemsc.weights.write import write_tensors
 
 __all__ = ["record_steps", "run_recorded_steps"]
 
+CPU = torch.device("cpu")
+
 
 def run_recorded_steps(
-    directory: Path, transport: Transport, folder: Path, dtype: torch.dtype
+    directory: Path,
+    transport: Transport,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
 ) -> None:
     """Train on the batches in `folder` (batches.pt) and leave this rank's record."""
     batches = torch.load(folder / "batches.pt", weights_only=True)
@@ -30,8 +37,10 @@ def run_recorded_steps(
     if plan.spec:
         optimizer = load_user_model(plan.spec, constants=plan.constants).optimizer
     torch.set_default_dtype(dtype)  # also of what forward makes
-    with same_draws():
-        record_steps(directory, transport, folder, batches, dtype, optimizer)
+    with exact_arithmetic(device), same_draws():
+        record_steps(
+            directory, transport, folder, batches, dtype, optimizer, device=device
+        )
 
 
 def record_steps(
@@ -43,6 +52,7 @@ def record_steps(
     optimizer: OptimizerFactory | None = None,
     *,
     measure: bool = True,
+    device: torch.device = CPU,
 ) -> list[float]:
     """Train on `batches`; write gradients of the first step and the last state.
 
@@ -55,7 +65,7 @@ def record_steps(
         directory,
         transport,
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=device,
         optimizer=optimizer,
         on_nonfinite="warn",  # one process goes on, too
     )
