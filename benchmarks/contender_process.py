@@ -12,12 +12,10 @@ Kinds of processes:
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import socket
 import sys
 import time
-import weakref
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -29,10 +27,9 @@ import torch
 import torch.distributed as dist
 from cases import CASES
 from jobs import LEARNING_RATE, Job, Step, join_gloo
+from peak_tensors import PeakTensors
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch_shards import start_torch_shards
 
 import gemsc
@@ -77,42 +74,6 @@ def _watched(step: Step) -> dict[str, Any]:
     with PeakTensors() as peak:
         step()
     return {"resident": int(status.split()[0]) * 1024, "tensors": peak.peak}
-
-
-class PeakTensors(TorchDispatchMode):
-    """Counts the bytes of all storages alive, those at the start included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: dict[int, weakref.ref[Any]] = {}
-        self._bytes = self.peak = 0
-        gc.collect()
-        for item in gc.get_objects():
-            if issubclass(type(item), Tensor) and item.device.type == "cpu":
-                self._see(item)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
-        return result
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-
-        def forget(reference: Any) -> None:
-            del self._known[key]
-            self._bytes -= size
-
-        self._known[key] = weakref.ref(storage, forget)
-        self._bytes += size
-        self.peak = max(self.peak, self._bytes)
 
 
 def start_alone(job: Job, place: Path) -> Step:

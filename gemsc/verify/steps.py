@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -464,7 +465,8 @@ def _one_process(
 def threads_of_a_rank(plan: Plan) -> Iterator[None]:
     """Let torch use as many threads as one of the ranks on this machine."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_cores() // plan.ranks))
+    if "OMP_NUM_THREADS" not in os.environ:  # else the ranks have it, too
+        torch.set_num_threads(max(1, num_cores() // plan.ranks))
     try:
         yield
     finally:

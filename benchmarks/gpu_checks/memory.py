@@ -1,0 +1,63 @@
+"""Memory: what a plan predicts against what the allocator hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from local_transport import run_local
+from peak_tensors import PeakTensors
+
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.transport import Transport
+
+from .lines import Line, Place, judged
+from .subjects import SUBJECTS, compiled, sgd
+
+__all__ = ["MODES", "memory"]
+
+MODES = {
+    "plain": {},
+    "recompute": {"recompute": ("all",)},
+    "offload": {"offload": ("all",)},
+}
+MICRO_BATCHES = 2
+STEPS = 3
+LOWEST, HIGHEST = 0.9, 1.05  # of measured over predicted
+
+
+def memory(name: str, mode: str, place: Place) -> Iterator[Line]:
+    """Train a program of one rank; compare its highest bytes with the plan's."""
+    subject = SUBJECTS[name]
+    folder = place.scratch / "program"
+    choices = {"ranks": 1, "micro_batches": MICRO_BATCHES, **MODES[mode]}
+    plan = compiled(subject, place, folder, **choices).plan
+    inputs, target = subject.data(place, MICRO_BATCHES)
+
+    def train(transport: Transport) -> dict[str, int]:
+        trainer = Trainer(folder, transport, optimizer=sgd, device=place.device)
+        for _ in range(STEPS):
+            trainer.step(inputs, target)
+        if not place.has_gpu:
+            with PeakTensors() as seen:
+                trainer.step(inputs, target)
+            return {"allocated": seen.peak}
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "in_use": total - free,
+        }
+
+    (found,) = run_local(1, train, timeout=600)
+    predicted = plan.peak_bytes[0]
+    ratio = found["allocated"] / predicted
+    yield judged(
+        f"{name} {mode}",
+        LOWEST <= ratio <= HIGHEST or place.is_tiny,
+        f"{found['allocated'] / 2**20:.1f} MiB allocated, "
+        f"{predicted / 2**20:.1f} predicted: {ratio:.3f}",
+        f"{LOWEST} to {HIGHEST}" if not place.is_tiny else "none in this size",
+        predicted=predicted,
+        **found,
+    )

@@ -1,0 +1,115 @@
+"""One of several ranks on a GPU: what gpu_checks/ranks.py starts under mpirun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_checks.lines import Place
+from gpu_checks.subjects import SUBJECTS, sgd, unet
+from peak_tensors import PeakTensors
+
+import gemsc
+from gemsc.runtime.process.device import choose_device, claim_device
+from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.mpi import MpiTransport
+from gemsc.runtime.transport.streams import streams_for
+
+REPEATS = 5
+
+
+def median_seconds(work: Callable[[], object], turns: int, steps: int) -> float:
+    """Return the median over some turns of the seconds of a step."""
+    times = []
+    for _ in range(turns):
+        started = time.perf_counter()
+        for _ in range(steps):
+            work()
+        times.append((time.perf_counter() - started) / steps)
+    return statistics.median(times)
+
+
+def train(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Make steps of a program, perhaps with a part of the device's memory."""
+    folder = Path(given["directory"])
+    place = Place(device, given.get("is_tiny", True), folder, folder)
+    if "picture" in given:
+        inputs, target = unet(given["picture"], 1).data(place)
+    else:
+        torch.manual_seed(1)
+        sample = SUBJECTS[given["subject"]].sample
+        inputs, target = sample(given["samples"], place.is_tiny)
+    cap = given.get("cap")
+    limited: Any = contextlib.nullcontext()
+    if cap is not None and place.has_gpu:
+        claim_device(device)
+        total = torch.cuda.get_device_properties(torch.cuda.current_device())
+        torch.cuda.set_per_process_memory_fraction(cap / total.total_memory)
+    elif cap is not None:
+        limited = PeakTensors(cap)
+    trainer = gemsc.load(folder, optimizer=sgd, device=device)
+    with limited:
+
+        def step() -> None:
+            trainer.step(inputs, target)
+            place.synchronize()
+
+        for _ in range(2):
+            step()
+        trainer.transport.barrier()
+        seconds = median_seconds(step, given["turns"], given["steps"])
+    rank = trainer.transport.rank
+    trainer.transport.close()
+    return {"rank": rank, "seconds": seconds}
+
+
+def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Send a buffer of the device to the other rank and back."""
+    claim_device(device)
+    transport = MpiTransport()
+    chosen = choose_device(transport, device)
+    link = DeviceTransport(transport, streams_for(chosen))
+    shape, other = (given["bytes"] // 4,), 1 - transport.rank
+    mine = torch.arange(shape[0], dtype=torch.float32, device=chosen) + transport.rank
+    equal = []
+
+    def there_and_back() -> None:
+        incoming = link.receive(shape, torch.float32, other, 1)
+        request = link.send(mine, other, 1)
+        found = incoming.take()
+        link.wait(request)
+        equal.append(bool((found - mine == other - transport.rank).all()))
+
+    there_and_back()
+    seconds = median_seconds(there_and_back, REPEATS, 1)
+    direct = chosen.type == "cuda" and transport.cuda_aware
+    rank = transport.rank
+    transport.close()
+    return {
+        "rank": rank,
+        "seconds": seconds,
+        "equal": all(equal),
+        "direct": direct,
+        "notes": [],
+    }
+
+
+def main() -> None:
+    """Do what was asked and leave a report."""
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    device = torch.device(given["device"])
+    work = {"steps": train, "messages": send_messages}[given["kind"]]
+    found = work(given, device)
+    path = Path(given["into"]) / f"{found['rank']}.json"
+    path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
