@@ -110,7 +110,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "verify": (
         *("errors", "base", "weights", "plan", "user_model", "launch"),
-        *("runtime.data", "runtime.training"),
+        *("runtime.process", "runtime.data", "runtime.training"),
     ),
     "simulate": (
         *(*PLANNER, "compilation", "frontend", "passes", "search", "compiler"),
