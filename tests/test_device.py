@@ -13,12 +13,12 @@ from program_support import Net, X, mse, written
 from sim_cuda import DEVICE, SimDevice
 
 from gemsc.errors import GemscError
-from gemsc.runtime.process import device as module
 from gemsc.runtime.process.device import (
     choose_device,
     claim_device,
     exact_arithmetic,
 )
+from gemsc.runtime.process.sharing import LOCAL_RANKS
 from gemsc.verify.steps import reference_steps
 
 gemsc = pytest.fixture(gemsc_here)
@@ -31,8 +31,9 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    for name in module.LOCAL_RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for names in LOCAL_RANKS.items():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
     return chosen
 
 
@@ -40,7 +41,7 @@ def gpu(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-@pytest.mark.parametrize("name", module.LOCAL_RANK_VARIABLES)
+@pytest.mark.parametrize("name", LOCAL_RANKS)
 def test_each_launcher_tells_the_gpu_before_mpi_starts(
     name: str, current: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:

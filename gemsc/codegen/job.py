@@ -26,6 +26,8 @@ SCRIPT = Template("""\
 # predicted peak of a rank: $peak
 ##SBATCH --mem-per-cpu=4G
 ##SBATCH --gpus-per-task=1
+# ranks that share GPUs all see those of their node; add the option --per-device 2
+##SBATCH --gpus-per-node=4
 ##SBATCH --time=24:00:00
 # two minutes before the time limit the ranks save a checkpoint and leave
 #SBATCH --signal=USR1@120

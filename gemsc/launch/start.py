@@ -19,6 +19,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import check_checkpoint
 from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.progress import BAR_VARIABLE
+from gemsc.runtime.process.sharing import check_sharing
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.run_folder import choose_folder
 
@@ -42,6 +43,8 @@ def start(
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
     how, rest, options = read_launch(arguments)
     hosts = _places(how.hosts, plan.ranks, directory)
+    if options.per_device is not None and not hosts:  # else each host counts its own
+        _check_sharing(options.per_device, plan.ranks, options.device)
     is_named = options.save is not None
     if options.resume is not None and not options.goes_on:
         check_checkpoint(options.resume)
@@ -138,6 +141,12 @@ def _places(hosts: Sequence[Host], ranks: int, directory: Path) -> tuple[Host, .
         return ()
     check_hosts(used, directory)
     return used
+
+
+def _check_sharing(per_device: int, ranks: int, kind: str) -> None:
+    from gemsc.runtime.process.device import num_gpus  # loads PyTorch: a second
+
+    check_sharing(per_device, ranks, num_gpus(kind))
 
 
 def _say(text: str) -> None:

@@ -1,15 +1,25 @@
-"""Which device a rank computes on: one GPU each, chosen before MPI starts."""
+"""Which GPU a rank computes on: its own, or one that it shares."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from gemsc.base.process import is_started_by_mpirun
 from gemsc.errors import GemscError
+from gemsc.runtime.process.mps import use_mps
+from gemsc.runtime.process.sharing import (
+    LocalPlace,
+    check_sharing,
+    local_place,
+    shared_device,
+)
+from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport
 
 __all__ = [
@@ -17,19 +27,14 @@ __all__ = [
     "claim_device",
     "device_named",
     "exact_arithmetic",
+    "num_gpus",
     "require_gpu",
 ]
 
-# A rank's number on its machine, as launchers tell it; the first that is set counts.
-# A job step's own variable comes before those of the job that it may run in.
-LOCAL_RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
-    "MPI_LOCALRANKID",  # MPICH, Intel MPI
-    "PMI_LOCAL_RANK",
-    "SLURM_LOCALID",
-)
 # the only one with which cuBLAS gives the same bits each time; read when it starts
 CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# PyTorch then counts GPUs without starting CUDA, which has to come after MPS
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def require_gpu() -> None:
@@ -58,23 +63,77 @@ def device_named(kind: str) -> torch.device:
     return torch.device(kind)
 
 
+def num_gpus(kind: str) -> int:
+    """Return how many GPUs there are for ranks on "cpu", "cuda" or what is there."""
+    if kind == "cpu" or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
+
+
 def claim_device(
-    wanted: torch.device | None = None, *, deterministic: bool = False
-) -> None:
+    wanted: torch.device | None = None,
+    *,
+    deterministic: bool = False,
+    per_device: int | None = None,
+    copy_ranks: int = 1,
+) -> torch.device | None:
     """Make this rank's GPU the current one, if the launcher tells the rank's number.
 
     Call it before MPI starts: CUDA-aware libraries set themselves up on the device that
-    is current then. `choose_device` has the last word.
+    is current then. `choose_device` has the last word on what is returned: the GPU that
+    `per_device` ranks share, of copies of the model with `copy_ranks` each, or else
+    what is `wanted`.
+
+    Raises:
+        GemscError: the ranks of this machine are not `per_device` for each of its GPUs.
     """
     if deterministic:  # before CUDA starts
         os.environ.setdefault(*CUBLAS_SETTING)
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-    if torch.cuda.is_available() and (wanted is None or wanted.type == "cuda"):
-        numbers = [os.environ.get(name, "") for name in LOCAL_RANK_VARIABLES]
-        known = next((text for text in numbers if text.isdecimal()), None)
-        if known is not None:
-            torch.cuda.set_device(_gpu(wanted, int(known)))
+    place, gpus = local_place(), num_gpus("auto" if wanted is None else wanted.type)
+    is_open = wanted is None or wanted.index is None
+    if per_device is not None and is_open:
+        return _share(per_device, copy_ranks, gpus) or wanted
+    if gpus and place is not None:
+        torch.cuda.set_device(_gpu(wanted, place.rank))
+        if is_open and place.size > gpus:
+            _say(
+                f"{place.size} ranks take turns on {gpus} GPU{'s' * (gpus > 1)}; "
+                "--per-device lets them share"
+            )
+    return wanted
+
+
+def _share(per_device: int, copy_ranks: int, gpus: int) -> torch.device | None:
+    """Return the GPU that this rank shares, now the current one; None on a CPU."""
+    place = local_place()
+    if place is None and not is_started_by_mpirun():
+        place = LocalPlace(0, 1)
+    if place is None or not place.size:
+        raise GemscError(
+            f"--per-device {per_device}: the launcher does not say which ranks are on "
+            "this machine",
+            help="start them with `gemsc run`, mpirun or srun, or leave it out",
+        )
+    check_sharing(per_device, place.size, gpus)
+    if not gpus:
+        return None
+    if per_device > 1 and (reason := use_mps()):
+        _say(
+            f"no MPS ({reason}): the {per_device} ranks on a GPU take turns; expect no "
+            "gain over one"
+        )
+    index = shared_device(place.rank, per_device, copy_ranks, place.size)
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    torch.cuda.set_per_process_memory_fraction(1 / per_device, device)
+    return device
+
+
+def _say(note: str) -> None:
+    if is_first_started():
+        print(f"note: {note}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def choose_device(

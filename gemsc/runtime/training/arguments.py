@@ -108,6 +108,12 @@ def parse_arguments(
     )
     parser.add_argument("--workers", type=int, default=0, help="data loader processes")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--per-device",
+        type=_count,
+        metavar="N",
+        help="so many ranks share each GPU of their machine, by MPS where it is",
+    )
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument(
         "--set",

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from gemsc.base.units import parse_seconds
+from gemsc.plan import Plan
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.failure import install_hooks, watch_exit
 from gemsc.runtime.process.watch import start_watch
@@ -37,6 +38,7 @@ def load(
     clip_norm: float | None = None,
     on_nonfinite: str = "stop",
     deterministic: bool = False,
+    per_device: int | None = None,
     callbacks: Iterable[Callback] = (),
     timeout: float | str | None = DEFAULT_TIMEOUT,
 ) -> Trainer:
@@ -45,9 +47,9 @@ def load(
     `optimizer` gets the rank's (name, parameter) pairs; the default is SGD with a
     learning rate of 0.01. `scheduler` gets the optimizer and gives what steps the
     learning rate after each update. `dtype`, torch.float64 for example, becomes the
-    default dtype, too. `seed`, `accumulate`, `clip_norm`, `on_nonfinite` and
-    `deterministic` are those of `gemsc run`; `callbacks` follow the training (see
-    `gemsc.Callback`).
+    default dtype, too. `seed`, `accumulate`, `clip_norm`, `on_nonfinite`,
+    `deterministic` and `per_device` are those of `gemsc run`; `callbacks` follow the
+    training (see `gemsc.Callback`).
 
     From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
     all ranks. So does a `timeout` (seconds, or a text such as "10min"; None for never)
@@ -59,7 +61,12 @@ def load(
             or its sources have changed; the timeout is no time.
     """
     folder = Path(directory)
-    claim_device(device, deterministic=deterministic)
+    device = claim_device(
+        device,
+        deterministic=deterministic,
+        per_device=per_device,
+        copy_ranks=Plan.read(folder / "plan.toml").copy_ranks if per_device else 1,
+    )
     transport = MpiTransport()
     install_hooks(transport)
     watch_exit(transport)

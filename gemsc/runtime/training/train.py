@@ -39,13 +39,12 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 def main(directory: Path, arguments: list[str] | None = None) -> int:
     """Run this rank under mpirun; return the exit code."""
-    options, wrong, code = argparse.Namespace(), None, 0
+    options, device, wrong, code = argparse.Namespace(), None, None, 0
     try:
         options = parse_arguments(arguments)
+        device = _claimed(directory, options)
     except GemscError as error:
         wrong = str(error)
-    else:
-        claim_device(_device(options), deterministic=options.deterministic)
     transport = _start_mpi(directory)
     if transport is None:
         return 1
@@ -67,7 +66,7 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
                 transport,
                 options.verify_into,
                 DTYPES[options.dtype],
-                _device(options) or torch.device("cpu"),
+                device or torch.device("cpu"),
             )
         elif options.record_into is not None:
             record_timed_steps(
@@ -75,16 +74,23 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
             )
         else:
             options = cast("argparse.Namespace", transport.broadcast_object(options))
-            code = train(directory, transport, options)
+            code = train(directory, transport, options, device)
         transport.close()
     except BaseException as error:
         stop_all(error, transport, Status.current)
     return code
 
 
-def _device(options: argparse.Namespace) -> torch.device | None:
-    """Return the device asked for; None leaves the choice."""
-    return None if options.device == "auto" else torch.device(options.device)
+def _claimed(directory: Path, options: argparse.Namespace) -> torch.device | None:
+    """Return the device asked for, or that of this rank; None leaves the choice."""
+    wanted = None if options.device == "auto" else torch.device(options.device)
+    shares = options.per_device is not None
+    return claim_device(
+        wanted,
+        deterministic=options.deterministic,
+        per_device=options.per_device,
+        copy_ranks=Plan.read(directory / "plan.toml").copy_ranks if shares else 1,
+    )
 
 
 def _start_mpi(directory: Path) -> MpiTransport | None:
@@ -126,7 +132,12 @@ def share_cores(transport: Transport) -> None:
         torch.set_num_threads(max(1, num_cores() // transport.local_size))
 
 
-def train(directory: Path, transport: Transport, options: argparse.Namespace) -> int:
+def train(
+    directory: Path,
+    transport: Transport,
+    options: argparse.Namespace,
+    device: torch.device | None = None,
+) -> int:
     """Train for the epochs or steps asked for; return the exit code."""
     plan = Plan.read(directory / "plan.toml")
     if not plan.spec:
@@ -149,7 +160,7 @@ def train(directory: Path, transport: Transport, options: argparse.Namespace) ->
         directory,
         transport,
         optimizer=user.optimizer,
-        device=_device(options),
+        device=device,
         dtype=None if options.dtype == "float32" else DTYPES[options.dtype],
         seed=options.seed,
         scheduler=user.scheduler,
