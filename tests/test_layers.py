@@ -134,6 +134,7 @@ MAY_IMPORT["cli"] = tuple(MAY_IMPORT)
 IN_FUNCTIONS = {
     ("gemsc.runtime.transport.launcher", "mpi4py"),
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
+    ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
 }
 
