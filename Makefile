@@ -17,7 +17,7 @@ UNET := examples/unet_histology/model.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test nightly format bench clean
+.PHONY: help demo test nightly format bench release clean
 
 help:  ## say what the commands are
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -55,6 +55,15 @@ format: $(READY)  ## put all files into the one format
 bench: $(READY)  ## measure: docs/benchmarks.md says what
 	@for script in $(filter-out %/contender_process.py, $(shell grep -l __main__ benchmarks/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script || exit; done
+
+release: $(READY)  ## check all that a release needs, and build it in dist/
+	@test -z "$$(git status --porcelain)" || { echo "commit first"; exit 1; }
+	@! grep -q 'not released yet' docs/changelog.md || { echo "docs/changelog.md: date the version"; exit 1; }
+	$(MAKE) test nightly
+	rm -rf dist && $(BIN)/python -m build
+	packaging/try_wheel.sh dist/*.whl
+	MPI=mpich packaging/try_wheel.sh dist/*.whl
+	@echo "next: git tag v$$($(BIN)/gemsc --version | cut -d' ' -f2), push it, and upload dist/"
 
 clean:  ## remove what was built, not .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
