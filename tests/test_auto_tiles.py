@@ -82,6 +82,7 @@ def test_a_picture_that_fits_on_no_layer_split_is_split_itself(
     assert max(record.peak_bytes) <= cap
 
 
+@pytest.mark.nightly
 def test_two_tiles_of_a_grid_tell_what_all_of_them_do() -> None:
     chosen = options(ranks=4, tiles="4x1", micro_batches=2)
     unet = traced("unet")

@@ -308,11 +308,16 @@ def run_ranks(program: Path, num_ranks: int, folder: Path) -> Outcome:
 
 
 @pytest.mark.mpi
-def test_a_wrong_number_of_ranks_is_told_once(program: Path, tmp_path: Path) -> None:
-    outcome = run_ranks(program, 3, tmp_path)
+@pytest.mark.parametrize("started", [1, *at_night(3)])
+def test_a_wrong_number_of_ranks_is_told_once(
+    started: int, program: Path, tmp_path: Path
+) -> None:
+    outcome = run_ranks(program, started, tmp_path)
     assert outcome.code == 1
     assert outcome.err.count("error: ") == 1
-    assert f"{program} was compiled for 2 ranks, mpirun started 3" in outcome.err
+    assert (
+        f"{program} was compiled for 2 ranks, mpirun started {started}" in outcome.err
+    )
     assert f"help: use mpirun -n 2, or `gemsc run {program}`" in outcome.err
 
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from training_support import pairs, program, run, user_of
 
 from gemsc.errors import GemscError
@@ -93,6 +95,25 @@ def test_the_best_one_is_kept(tmp_path: Path) -> None:
 def test_it_is_the_least_loss_where_nothing_is_said(tmp_path: Path) -> None:
     evaluated([1.0, 2.0, 3.0], tmp_path)
     assert best(tmp_path / "saved") == "step-000003"
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    """Three epochs of three steps: at once, and with a stop after four steps."""
+    names = at_once, in_two = tmp_path / "at_once", tmp_path / "in_two"
+    user = user_of(optimizer=torch.optim.Adam)
+    directory = program(tmp_path / "program")
+    for words in (
+        f"--epochs 3 --save {at_once}",
+        f"--steps 4 --save {in_two}",
+        f"--epochs 3 --resume {in_two} --save {in_two}",
+    ):
+        run(directory, user, *words.split())
+    files = "model.safetensors", "latest/rank0.safetensors", "latest/rank1.safetensors"
+    for file in files:  # optimizer and generators, too
+        one, other = (load_file(name / file) for name in names)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+        assert file == files[0] or any("optimizer/exp_avg/" in key for key in one)
 
 
 def test_patience_ends_a_run_and_goes_on_after_a_resume(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+from command_line import gemsc_here
 from typer.main import get_command
 
 from gemsc.cli import make_app
@@ -244,10 +245,16 @@ def run(folder: Path, words: list[str]) -> str:
 
 
 @pytest.mark.mpi
-def test_the_commands_of_the_readme_work(workplace):
+def test_the_commands_of_the_readme_work(workplace, monkeypatch, capfd):
     (commands,) = blocks(ROOT / "README.md", "sh")
+    gemsc = gemsc_here(monkeypatch, capfd)
+    monkeypatch.chdir(workplace)
     for command in commands.splitlines():
-        text = run(workplace, shlex.split(command))
+        first, *words = shlex.split(command)
+        assert first == "gemsc"
+        done = gemsc(*words)
+        text = done.out + done.err
+        assert done.code == 0, text
         if "verify" in command:
             assert text.count(": exact") == 2
         if "gemsc run" in command:

@@ -79,6 +79,7 @@ def test_dropout_on_tiles_is_that_of_one_rank(tmp_path: Path, gemsc: Gemsc) -> N
     assert json.loads(leaner.with_suffix(".json").read_text()) == found
 
 
+@pytest.mark.nightly
 def test_compile_and_verify_from_the_command_line(tmp_path: Path, gemsc: Gemsc) -> None:
     path = compiled(
         gemsc, tmp_path, "p", "--ranks", "2", "--tiles", "1x1x2", "--schedule", "gpipe"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import is_alive
+from nightly import at_night
 
 from gemsc.errors import GemscError
 from gemsc.launch import mpirun
@@ -302,7 +303,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", *at_night("SIGHUP", "SIGQUIT")])
 def test_a_signal_ends_all_ranks(name):
     number = signal.Signals[name]
     with sleeping_job() as (process, folder, pids):

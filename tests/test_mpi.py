@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nightly import at_night
 from parity_support import FLOAT32, FLOAT64, NETWORKS, lowered, options, reference
 
 from gemsc.codegen.package import write_directory
@@ -37,7 +38,7 @@ SAMPLE = [
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("processes", [4, *at_night(2, 3)])
 def test_processes_compute_what_one_process_does(
     processes: int, tmp_path: Path
 ) -> None:

@@ -1,9 +1,15 @@
-"""N ranks against one process, on threads: models, schedules, ranks, micro-batches."""
+"""N ranks against one process, on threads: models, schedules, ranks, micro-batches.
+
+By day the small models see every row of a table, and others take turns; what is deep
+sees one row, in float32.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,17 +44,37 @@ PAIRS = [
     for row, ranks in enumerate(RANKS)
     for column, micro_batches in enumerate((3, 4, 8))
 ]
+TAKE_TURNS = ("resnet18", "densecnn", "encoder")
+DEEP = ("resnet50", "resnet110v2")
+
+
+def in_turns(names: Sequence[str], rows: Sequence[Any]) -> list[Any]:
+    """Return each row for each name; by day each row for one of `names`."""
+    return [
+        pytest.param(
+            name, row, marks=() if at % len(names) == number else pytest.mark.nightly
+        )
+        for number, name in enumerate((*names, *DEEP))
+        for at, row in enumerate(rows)
+    ]
+
+
 CASES = [
-    *itertools.product(("mlp", "unet"), EVERYTHING),
-    *itertools.product(
-        ("resnet18", "resnet50", "resnet110v2", "densecnn", "encoder"), PAIRS
+    *(pytest.param("mlp", row) for row in EVERYTHING),
+    *(
+        pytest.param("unet", row, marks=() if row in PAIRS else pytest.mark.nightly)
+        for row in EVERYTHING
     ),
+    *in_turns(TAKE_TURNS, PAIRS),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), CASES, ids=[f"{name} {case}" for name, case in CASES]
-)
+def shown(value: object) -> str:
+    """Return what stands in the name of a test."""
+    return value.command_line() if isinstance(value, CompileOptions) else str(value)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=shown)
 def test_ranks_compute_what_one_process_does(
     name: str, case: tuple[int, int, str], tmp_path: Path
 ) -> None:
@@ -90,8 +116,13 @@ TWO_REPLICAS = (
 )
 
 
-@pytest.mark.parametrize("options", TWO_REPLICAS, ids=CompileOptions.command_line)
-@pytest.mark.parametrize("name", ["mlp", "resnet110v2", "unet", "densecnn", "encoder"])
+REPLICATED = [
+    *(pytest.param("mlp", row) for row in TWO_REPLICAS),
+    *in_turns(("unet", *TAKE_TURNS), TWO_REPLICAS),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), REPLICATED, ids=shown)
 def test_replicas_copies_and_placements_are_exact(
     name: str, options: CompileOptions, tmp_path: Path
 ) -> None:

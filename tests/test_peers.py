@@ -353,6 +353,7 @@ def test_evaluation_draws_nothing_and_moves_no_statistics(tmp_path: Path) -> Non
     assert torch.equal(first, second)
 
 
+@pytest.mark.nightly
 def test_the_compiler_is_fast_and_linear_in_dense_skips() -> None:
     """Compile time grows with the layers, not with the pairs of layers."""
 

@@ -111,10 +111,14 @@ def test_plain_mpirun_starts_a_moved_program_from_anywhere(
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     gemsc: Gemsc, program: Path
 ) -> None:
-    """Three epochs of three steps: at once, and with a stop after four steps."""
+    """Three epochs of three steps: at once, and with a stop after four steps.
+
+    By day on threads: test_checkpoints.py.
+    """
     for words in (
         "--epochs 3 --save at_once",
         "--steps 4 --save in_two",

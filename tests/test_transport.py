@@ -11,6 +11,7 @@ import pytest
 import torch
 from local_transport import LocalTransport, run_local
 from mpi_transport_program import CASES
+from nightly import at_night
 
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import launch
@@ -74,7 +75,7 @@ def test_threads(case, num_ranks):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
 @pytest.mark.parametrize("name", CASES)
 def test_mpi(name, num_ranks, mpi_output):
     output = mpi_output(num_ranks)
@@ -183,7 +184,7 @@ def test_ranks_in_different_collectives_are_an_error():
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *at_night(4)])
 def test_ranks_end_after_they_closed_the_transport(num_ranks, mpi_output):
     assert "\nexit code 0\n" in mpi_output(num_ranks)
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from nightly import at_night
 from program_support import Net, X, mse, written
 
 import gemsc
@@ -116,7 +117,10 @@ def test_the_exit_code_asks_float64_to_be_exact(
 
 
 @pytest.mark.mpi
-def test_a_program_compiled_from_python_is_verified(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [True, *at_night(False)])
+def test_a_program_compiled_from_python_is_verified(
+    wrong: bool, tmp_path: Path
+) -> None:
     def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
         h = self.b(self.a(x)) + torch.randn_like(x)
         return self.d(self.c(h.to(x.dtype)))
@@ -124,8 +128,10 @@ def test_a_program_compiled_from_python_is_verified(tmp_path: Path) -> None:
     model = Net(forward)
     written(tmp_path, model, ranks=2, micro_batches=2)
     given = {"loss": mse, "example_target": X, "num_steps": 1}
-    result = gemsc.verify_compiled(tmp_path, model, (X,), **given)
-    assert result.judge(WIDE)[0] == "exact"
+    if not wrong:
+        result = gemsc.verify_compiled(tmp_path, model, (X,), **given)
+        assert result.judge(WIDE)[0] == "exact"
+        return
     path = tmp_path / "rank1.py"
     path.write_text(path.read_text().replace("worker.loss_gradient", "None"))
     with pytest.raises(GemscError, match=r"is wrong in .*: gradient of"):

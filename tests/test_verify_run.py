@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Gemsc, gemsc_here
+from nightly import at_night
 
 from gemsc.base.digest import digest
 from gemsc.base.rng import seed_of
@@ -168,7 +169,9 @@ RUN = ("--run", 5, "--accumulate", 2, "--clip-norm", 0.05)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", ["mirrored", "replicas", *at_night("one rank", "tiles")]
+)
 def test_a_run_is_a_plain_loop(
     name: str, gemsc: Gemsc, path: Path, tmp_path: Path
 ) -> None:
