@@ -75,7 +75,9 @@ def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]
     claim_device(device)
     transport = MpiTransport()
     chosen = choose_device(transport, device)
-    link = DeviceTransport(transport, streams_for(chosen))
+    streams = streams_for(chosen)
+    transport.try_device(streams)
+    link = DeviceTransport(transport, streams)
     shape, other = (given["bytes"] // 4,), 1 - transport.rank
     mine = torch.arange(shape[0], dtype=torch.float32, device=chosen) + transport.rank
     equal = []

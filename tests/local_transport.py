@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
+from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import (
     add_in_order,
     check_memory,
@@ -286,6 +287,9 @@ class LocalTransport:
         self._world = world
         self._groups: dict[tuple[tuple[int, ...], str], LocalGroup] = {}
         self._num_collectives: dict[tuple[tuple[int, ...], str], int] = {}
+
+    def try_device(self, streams: Streams) -> None:
+        """There is nothing to find out."""
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send; complete when the receive was posted and the data copied."""

@@ -165,6 +165,24 @@ def run(script: str, folder: Path, **options) -> tuple[int, str]:
         return code, stderr.read()
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "answer", "pml"),
+    [(True, "true", None), (True, "false", "ob1"), (False, "true", "ob1")],
+)
+def test_a_library_for_gpus_chooses_its_own_parts(
+    has_gpu, answer, pml, monkeypatch, tmp_path
+):
+    path = use_mpirun(monkeypatch, tmp_path, "mpirun (Open MPI) 5.0.8")
+    info = path.with_name("ompi_info")
+    text = f"mca:opal:base:param:opal_built_with_cuda_support:value:{answer}"
+    info.write_text(f'#!/bin/sh\necho "{text}"\n')
+    info.chmod(0o755)
+    driver = tmp_path if has_gpu else tmp_path / "none"
+    monkeypatch.setattr(mpirun, "NVIDIA_DRIVER", driver)
+    monkeypatch.delenv("OMPI_MCA_pml", raising=False)
+    assert mpirun_command(2, ["python"])[1].get("OMPI_MCA_pml") == pml
+
+
 def test_exit_code_folder_and_environment_are_passed_on(shell_mpirun, tmp_path):
     code, text = run(
         "pwd >&2; echo $ADDED >&2; exit 7", tmp_path, cwd=tmp_path, env={"ADDED": "yes"}

@@ -31,7 +31,7 @@ __all__ = ["doctor_command"]
 Row = tuple[str, str, str]  # what it is, what is there, what to do where nothing is
 LIBRARY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    "from gemsc.runtime.transport.mpi import library_takes_cuda as cuda; "
+    "from gemsc.runtime.transport.trial import library_takes_cuda as cuda; "
     "print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
     "; print('CUDA-aware' if cuda() else 'without CUDA')"
 )

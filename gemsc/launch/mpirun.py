@@ -18,6 +18,7 @@ from gemsc.launch.hosts import Host, listed
 __all__ = ["find_mpirun", "mpirun_command"]
 
 OF_MPI = ("OMPI_", "PRTE_", "PMIX_", "OPAL_")  # mpirun carries those of the user itself
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 OF_A_HOST = re.compile(
     r"HOSTNAME|HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|_|TMPDIR|DISPLAY|TERM"
     r"|(SSH|XDG|DBUS|SLURM)_\w+"
@@ -50,6 +51,18 @@ def _is_hydra(mpirun: Path) -> bool:
     return "hydra" in (answer.stdout + answer.stderr).lower()
 
 
+@cache
+def _is_built_with_cuda(mpirun: Path) -> bool:
+    """Whether this Open MPI carries GPU memory; no, on a machine without a GPU."""
+    info = mpirun.resolve().with_name("ompi_info")
+    if not NVIDIA_DRIVER.exists() or not info.exists():
+        return False
+    answer = subprocess.run(
+        [info, "--parsable", "--all"], capture_output=True, text=True, check=False
+    )
+    return "built_with_cuda_support:value:true" in answer.stdout
+
+
 def mpirun_command(
     num_ranks: int,
     argv: Sequence[str],
@@ -78,6 +91,8 @@ def mpirun_command(
     if not is_hydra:
         settings |= _open_mpi_settings()
         settings |= {} if hosts else _one_machine_settings(scratch)
+        if _is_built_with_cuda(mpirun):  # what carries GPU memory may be another part
+            settings.pop("OMPI_MCA_pml", None)
     settings |= dict(os.environ) | dict(env or {})
     where = _hydra_options if is_hydra else _open_mpi_options
     command = [str(mpirun), "-n", str(num_ranks), *where(num_ranks, hosts, settings)]

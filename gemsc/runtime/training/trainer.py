@@ -112,6 +112,7 @@ class Trainer:
         self.directory = directory
         self.transport = transport
         streams = streams or streams_for(choose_device(transport, device))
+        transport.try_device(streams)
         self.device = streams.device
         self.callbacks: list[Any] = []  # each a Callback, which knows the trainer
         self.epoch = 0

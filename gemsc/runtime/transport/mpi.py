@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy
@@ -19,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gemsc.base.process import end_with_launcher
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import InternalError
 from gemsc.runtime.transport.launcher import check_size, start_mpi
+from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import (
     add_in_order,
     check_memory,
@@ -28,14 +27,14 @@ from gemsc.runtime.transport.transport import (
     check_sum,
     shape_text,
 )
+from gemsc.runtime.transport.trial import may_carry, try_message
 from gemsc.runtime.transport.waiting import Awaited, Request, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport", "library_takes_cuda"]
+__all__ = ["MpiTransport"]
 
-CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
 LAST_SECONDS = 5.0  # for the library to end all ranks
 LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4
 
@@ -232,6 +231,7 @@ class MpiTransport:
         self._messages = world.Dup()
         self._control = world.Dup()
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
+        self.cuda_aware = False
         self._neighbours = self._find_neighbours()
 
     def _find_neighbours(self) -> list[int]:
@@ -252,15 +252,17 @@ class MpiTransport:
         """How many ranks its machine has."""
         return len(self._neighbours)
 
-    @cached_property
-    def cuda_aware(self) -> bool:
-        """What the library says, or GEMSC_CUDA_AWARE=0 or 1."""
-        if not torch.cuda.is_available():
-            return False
-        setting = os.environ.get(CUDA_AWARE_VARIABLE, "")
-        if setting not in ("", "0", "1"):
-            raise GemscError(f"{CUDA_AWARE_VARIABLE} is {setting!r}, not 0 or 1")
-        return setting == "1" if setting else library_takes_cuda()
+    def try_device(self, streams: Streams) -> None:
+        """Send memory of the device from each rank to the next; see `cuda_aware`."""
+        may, note = may_carry(streams.device)
+        self.cuda_aware = self.size > 1 and all(self.all_gather_object(may))
+        if self.cuda_aware:
+            arrived = self.all_gather_object(try_message(self, streams))
+            self.cuda_aware = all(arrived)
+            if not self.cuda_aware:
+                note = "MPI changes messages of GPU memory: they go through the host"
+        if note and self.rank == 0:
+            print(f"note: {note}", file=sys.stderr, flush=True)  # noqa: T201
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send the tensor's bytes."""
@@ -364,22 +366,3 @@ class MpiTransport:
 def _starts(sizes: Sequence[int]) -> list[int]:
     """Return where each of some parts begins that lie one after the other."""
     return [0, *accumulate(sizes)][:-1]
-
-
-def library_takes_cuda() -> bool:
-    """Ask the MPI library in this process; Open MPI and MPICH have this function."""
-    for path in _loaded_libraries("libmpi"):
-        query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
-        if query is not None:
-            return bool(query())
-    return False
-
-
-def _loaded_libraries(prefix: str) -> list[str]:
-    """Paths of the shared libraries in this process whose file name starts so."""
-    try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:  # not Linux: no CUDA either
-        return []
-    paths = {line.split(maxsplit=5)[-1] for line in maps if "/" in line}
-    return sorted(path for path in paths if Path(path).name.startswith(prefix))

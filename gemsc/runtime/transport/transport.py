@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
+from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.waiting import Request
 
 __all__ = [
@@ -89,6 +90,10 @@ class Transport(Protocol):
     @property
     def cuda_aware(self) -> bool:
         """Whether CUDA tensors can be sent and received as they are."""
+        ...
+
+    def try_device(self, streams: Streams) -> None:
+        """Find out whether the device's tensors can; all ranks call this."""
         ...
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
