@@ -181,6 +181,11 @@ def test_the_layers_of_a_user_come_along(small: Path, tmp_path: Path) -> None:
             import_file(small, tmp_path / "new", ImportOptions(custom=tmp_path / name))
     with pytest.raises(GemscError, match="no such file"):
         import_file(small, tmp_path / "new", ImportOptions(custom=tmp_path / "no.py"))
+    (tmp_path / "torch.py").write_text("")  # model.py would import the other one
+    with pytest.raises(GemscError, match="there is another module torch"):
+        import_file(
+            small, tmp_path / "new", ImportOptions(custom=tmp_path / "torch.py")
+        )
 
 
 # ------------------------------------------------------------------- commands
@@ -273,6 +278,15 @@ def test_files_of_tensorflow_and_older_keras_are_told_how_to_be_saved_anew(
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "saved_model.pb").touch()
     for name in ("net.h5", "saved"):
-        done = command("import", name)
-        assert done.code == 1
-        assert f'load_model("{name}").save("model.keras")' in done.err
+        for what in ("import", "compile"):
+            done = command(what, name)
+            assert done.code == 1
+            assert f'load_model("{name}").save("model.' in done.err
+    done = command("import", "net.weights.h5")
+    assert 'model.load_weights("net.weights.h5")' in done.err
+
+
+def test_one_argument_too_many_is_told(small: Path, gemsc: Gemsc) -> None:
+    done = gemsc("import", small, "net")
+    assert done.code == 1
+    assert f"gemsc import {small} -o net" in done.err

@@ -331,7 +331,7 @@ def test_layers_of_the_user_are_written_as_calls(tmp_path: Path) -> None:
     )
     found = network(sheet, imports=["import layers", "from collections import Counter"])
     text = checked(model_source(found, "x.keras", "0" * 64), tmp_path)
-    assert "\n\nimport layers\n\n\nclass Net" in text
+    assert "\n\nif __package__:\n    from . import layers\nelse:\n" in text
     assert "Counter" not in text  # which nothing uses
     assert 'self.own.get_parameter("0.bias").requires_grad_(False)' in text
     assert "meta" not in text  # what a user's layer computes has to be there

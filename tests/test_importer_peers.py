@@ -270,6 +270,17 @@ def test_a_folded_batchnorm_is_told(tmp_path: Path) -> None:
     assert [*net.parameters()]
 
 
+def test_numbers_that_an_exporter_has_made_up_are_not_trained(tmp_path: Path) -> None:
+    """torch.onnx writes GroupNorm as InstanceNormalization by ones and zeros."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4))
+    older = {"dynamo": False, "do_constant_folding": False}
+    for how in (older, {"dynamo": True, "optimize": False}):
+        _, net = imported(export(model, tmp_path / "n.onnx", **how))
+        counts = [sum(p.numel() for p in m.parameters()) for m in (net, model)]
+        assert counts[0] == counts[1]
+        assert {"1.weight", "1.bias"} <= {name.lstrip("_") for name in net.state_dict()}
+
+
 def test_a_norm_without_running_statistics_stays_so(tmp_path: Path) -> None:
     """torch.onnx writes training_mode=1 for it, also in evaluation: pytorch#75252."""
     torch.manual_seed(0)

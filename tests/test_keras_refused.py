@@ -13,8 +13,10 @@ import torch
 from keras_support import assert_same, imported, keras
 
 from gemsc.errors import GemscError
+from gemsc.importers.folder import import_file
 from gemsc.importers.network import read
 from gemsc.importers.options import ImportOptions
+from gemsc.user_model import load_user_model
 
 layers = keras.layers
 SEQUENCE = (5, 4)
@@ -291,11 +293,26 @@ def test_layers_of_ones_own_are_called_with_the_axes_of_keras(
         (("return Twice()", "return 1 / 0"), "double_it() of own_layers.py fails"),
         (("import torch", "import torc"), "importing it fails: ModuleNotFoundError"),
         (("return 2 * x", "return x[:, 9]"), "Lambda 'double-it' does not fit"),
+        (("return 2 * x", "return x.no"), "self.double_it(scale) fails: Attrib"),
+        (("return 2 * x", "return [3]"), "'double-it' gives an object of type int"),
+        (("def double_it", "def triple"), "'double-it' (Lambda)"),
     ],
 )
 def test_a_layer_of_ones_own_that_does_not_fit_is_named(
     change: tuple[str, str], words: str, tmp_path: Path
 ) -> None:
     options = custom(tmp_path, CUSTOM.replace(*change, 1))
-    with pytest.raises(GemscError, match=re.escape(words)):
+    with pytest.raises(GemscError, match=re.escape(words)) as caught:
         imported(with_scale(), tmp_path, options)
+    assert "own_layers.py" in f"{caught.value} {caught.value.help}"
+
+
+def test_a_train_py_imports_a_model_with_layers_of_ones_own(tmp_path: Path) -> None:
+    with_scale().save(tmp_path / "m.keras")
+    (tmp_path / "layers").mkdir()
+    options = custom(tmp_path / "layers", CUSTOM)
+    import_file(tmp_path / "m.keras", tmp_path / "own_net", options)
+    train = tmp_path / "train.py"
+    train.write_text("from own_net.model import example_inputs, model")
+    model = load_user_model(str(train)).make_model()
+    assert [*model.scale.state_dict()]

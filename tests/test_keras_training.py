@@ -6,6 +6,8 @@ Losses with their gradients, and three updates of optimizers that are said to be
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -353,6 +355,21 @@ def test_what_gemsc_run_does_is_said_with_its_options() -> None:
     notes = " ".join(text.notes)
     assert "--clip-norm 1.5" in notes
     assert "--ema 0.99" in notes
+
+
+def test_functions_of_long_names_are_as_ruff_formats_them(tmp_path: Path) -> None:
+    names = [f"the_{end}_head_of_a_network_for_histology" for end in ("mask", "class")]
+    outputs = [ModelOutput(name, (8, 1), f'["{name}"]') for name in names]
+    text = training_text({"loss": "mse", "metrics": [["mae"], ["mae"]]}, outputs)
+    path = tmp_path / "model.py"
+    path.write_text("\n\n".join(text.functions))
+    ruff = str(Path(sys.executable).with_name("ruff"))
+    how = [ruff, "format", "--isolated", "--no-cache", "--diff", str(path)]
+    done = subprocess.run(how, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert max(map(len, path.read_text().splitlines())) <= 88
+    x = dict.fromkeys(names, torch.rand(8, 1))
+    assert functions(text)["loss"](x, x) == 0
 
 
 def test_names_of_outputs_do_not_get_into_the_code() -> None:

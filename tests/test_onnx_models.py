@@ -527,12 +527,12 @@ def test_operators_that_are_unknown_are_listed_once_with_their_number(tmp_path):
     nodes = [
         node("NonZero", ["x"], ["a"], name="first"),
         node("NonZero", ["x"], ["b"]),
-        node("Fancy", ["x"], ["y"], name="own", domain="com.example"),
+        node("Fancy", ["x"], ["y"], domain="com.example"),
     ]
     path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 4]})
     assert (
         "a.onnx has operators that gemsc does not know: NonZero (2 nodes, first "
-        "'first'), com.example.Fancy (1 node, first 'own')"
+        "'first'), com.example.Fancy (1 node, first 'y')"
     ) in refused(path)
 
 
@@ -584,6 +584,8 @@ def test_sizes_that_the_file_leaves_open_are_asked_for(tmp_path):
     assert "input 'x' has the shape 2x3x?x8: the file leaves sizes open" in refused(
         path
     )
+    wrong = ImportOptions(shapes={"X": (4, 3, 6, 8)})
+    assert "a.onnx has no input 'X'" in refused(path, wrong)
     shapes = {"x": (4, 3, 6, 8)}
     _, read = imported(path, ImportOptions(shapes=shapes))
     assert read.model.inputs[0].shape == (4, 3, 6, 8)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gemsc.cli.import_weights import import_weights
-from gemsc.cli.imported import described
+from gemsc.cli.imported import described, refuse_older
 from gemsc.cli.terminal import console
 from gemsc.errors import GemscError
 from gemsc.importers.folder import default_folder, import_file
@@ -60,6 +60,11 @@ def import_command(
     if source.suffix not in READERS:
         _import_weights(source, weights)
         return
+    if weights is not None:
+        raise GemscError(
+            f"{source} is imported as a whole, and {weights} is one argument too many",
+            help=f"to choose the folder: gemsc import {source} -o {weights}",
+        )
     folder = output or default_folder(source)
     options = ImportOptions(batch, _shapes(shape or []), custom, channels_first)
     network = import_file(source, folder, options, overwrite=overwrite, check=check)
@@ -71,12 +76,7 @@ def import_command(
 
 
 def _import_weights(program: Path, weights: Path | None) -> None:
-    if program.suffix in (".h5", ".hdf5") or (program / "saved_model.pb").exists():
-        raise GemscError(
-            f"{program} is of TensorFlow or an older Keras; gemsc reads .keras files",
-            help="save it once with Keras 3: "
-            f'keras.models.load_model("{program}").save("model.keras")',
-        )
+    refuse_older(program)
     if weights is None:
         raise GemscError(
             f"{program} is no file that gemsc imports, and there are no weights",

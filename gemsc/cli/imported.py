@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gemsc.base.nests import tensor_leaves
 from gemsc.cli.terminal import say
+from gemsc.errors import GemscError
 from gemsc.importers.folder import import_once
 from gemsc.importers.network import READERS, ImportedNetwork
 from gemsc.importers.origin import MODEL_FILE
 from gemsc.importers.write import counts
 
-__all__ = ["described", "imported"]
+__all__ = ["described", "imported", "refuse_older"]
 
 SHOWN = 5  # names in a line
 
@@ -24,6 +25,7 @@ def imported(model: str) -> str:
     """Return what a command loads: the model.py of what model.keras is imported to."""
     path = Path(model)
     if path.suffix not in READERS:
+        refuse_older(path)
         return model
     folder, network = import_once(path)
     if network is None:
@@ -33,6 +35,30 @@ def imported(model: str) -> str:
         notes = f": {count} note{'s' * (count != 1)} in its import.toml" * bool(count)
         say(f"imported {path} into {folder}{notes}")
     return str(folder / MODEL_FILE)
+
+
+def refuse_older(path: Path) -> None:
+    """Refuse what TensorFlow or an older Keras has written.
+
+    Raises:
+        GemscError: it is such a file or folder; it says how to save it anew.
+    """
+    again = 'keras.models.load_model("{}").save("model.keras")'
+    if path.name.endswith(".weights.h5"):
+        what = "has weights without layers"
+        advice = f'in Keras: model.load_weights("{path}"); model.save("model.keras")'
+    elif path.suffix in (".h5", ".hdf5"):
+        what = "is of TensorFlow or an older Keras"
+        advice = f"save it once with Keras 3: {again.format(path)}"
+    elif (path / "saved_model.pb").exists():
+        what = "is a SavedModel, which Keras 3 does not load as a model"
+        advice = (
+            f'with the TensorFlow that wrote it: tf.keras.models.load_model("{path}")'
+            f'.save("model.h5"); then with Keras 3: {again.format("model.h5")}'
+        )
+    else:
+        return
+    raise GemscError(f"{path} {what}; gemsc reads .keras files", help=advice)
 
 
 def described(network: ImportedNetwork) -> Iterator[str]:

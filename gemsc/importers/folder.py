@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +34,7 @@ from gemsc.importers.origin import (
     check_inside,
 )
 from gemsc.importers.weight import to_torch
-from gemsc.importers.write import model_source
+from gemsc.importers.write import INSTALLED, model_source
 from gemsc.weights.facts import facts_of
 from gemsc.weights.write import Entry, write_stream
 
@@ -123,7 +124,7 @@ def _check_free(path: Path, folder: Path, overwrite: bool) -> None:
         raise GemscError(
             f"{edited} was changed after it was imported",
             help=f"choose another folder: gemsc import {path} -o FOLDER; or lose the "
-            "changes: gemsc import --overwrite",
+            f"changes: gemsc import {path} -o {folder} --overwrite",
         )
 
 
@@ -140,6 +141,11 @@ def _checked_custom(path: Path | None) -> Path | None:
         raise GemscError(
             f"--custom {path}: {MODEL_FILE} cannot import a file of this name",
             help="call it layers.py",
+        )
+    if path.stem in (*sys.stdlib_module_names, *INSTALLED):
+        raise GemscError(
+            f"--custom {path}: there is another module {path.stem}",
+            help="call it layers.py, or any name of its own",
         )
     return path
 

@@ -17,7 +17,7 @@ class ImportOptions:
 
     `batch` is the micro-batch of the example inputs, where the file leaves it open;
     `shapes` are whole shapes of inputs by name. `custom` is a Python file with a
-    function for each layer or operator that gemsc does not know: it takes the layer's
+    function for each layer of Keras that gemsc does not know: it takes the layer's
     settings as a dict, and returns an nn.Module. With `channels_first` a Keras model
     takes and gives images as PyTorch does, (batch, channels, height, width).
     """

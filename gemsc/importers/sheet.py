@@ -37,6 +37,7 @@ __all__ = ["LONGEST", "Line", "Sheet", "Symbol", "after_parent", "sheet_of"]
 # what the text of a line may name besides values and self
 SPACE = {"torch": torch, "nn": nn, "F": F, "math": math, "gemsc": gemsc}
 UNREADABLE = ("l", "I", "O")  # as names: they look like digits
+NO_FIT = "give sizes that fit with --shape; if there are none, the file is damaged"
 LONGEST = 32  # letters of a name: of a longer one its end; a line has room for two
 
 
@@ -170,7 +171,7 @@ class Sheet:
                 return eval(text, dict(self._space))
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as why:
             reason = str(why).split("\n")[0]
-            raise self.refuse(f"does not fit: {text}: {reason}") from why
+            raise self.refuse(f"does not fit: {text}: {reason}", NO_FIT) from why
 
     def _with_other_batch(self, text: str) -> Any:
         """Return what an expression gives with another batch, None if it cannot."""

@@ -22,7 +22,7 @@ from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.sheet import Sheet, after_parent, sheet_of
 from gemsc.ir.layers import layer_source
 
-__all__ = ["counts", "model_source"]
+__all__ = ["INSTALLED", "counts", "model_source"]
 
 IMPORTS = (
     "import math",
@@ -108,7 +108,10 @@ def _plain(text: str) -> str:
 
 
 def _imports(writer: Writer, lines: Iterable[str], used: set[str]) -> None:
-    """Write the lines that are used: first what Python brings, each part sorted."""
+    """Write the lines that are used: first what Python brings, each part sorted.
+
+    Modules of the user's lie beside model.py, whether that is imported or run.
+    """
     parts: list[list[tuple[bool, str, str]]] = [[], [], []]
     for line in dict.fromkeys(lines):
         (node,) = ast.parse(line).body
@@ -119,10 +122,19 @@ def _imports(writer: Writer, lines: Iterable[str], used: set[str]) -> None:
         top = module.partition(".")[0]
         part = 0 if top in sys.stdlib_module_names else 1 if top in INSTALLED else 2
         parts[part].append((is_from, module, line))
-    for part_lines in filter(None, parts):
+    *others, own = parts
+    for part_lines in filter(None, others):
         writer.line()
         for _, _, line in sorted(part_lines):
             writer.line(line)
+    if own:
+        writer.line()
+        with writer.block("if __package__:"):
+            for _, _, line in sorted(own):
+                writer.line(f"from . {line}")
+        with writer.block("else:"):
+            for _, _, line in sorted(own):
+                writer.line(line)
 
 
 def _bound(trees: Iterable[ast.Module]) -> set[str]:

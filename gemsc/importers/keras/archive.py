@@ -41,6 +41,8 @@ _DAMAGE = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 _DAMAGED = (*_DAMAGE, zipfile.BadZipFile, NotImplementedError, OverflowError)
 _CONVERT = 'save it once with Keras 3: keras.models.load_model(path).save("m.keras")'
 
+_DAMAGED_FILE = "it is cut off, or something else: copy it once more, or save it again"
+
 
 class Archive:
     """A file that ends in .keras."""
@@ -53,7 +55,11 @@ class Archive:
         """
         self.path = path
         if not zipfile.is_zipfile(path):
-            raise GemscError(f"{path} is no Keras archive", help=_CONVERT)
+            is_older = h5py.is_hdf5(path)  # as TensorFlow has called them, too
+            raise GemscError(
+                f"{path} is no archive of Keras 3" + ", but HDF5" * is_older,
+                help=_CONVERT if is_older else _DAMAGED_FILE,
+            )
         with self._damage(), zipfile.ZipFile(path) as archive:
             names = [info.filename for info in archive.infolist()]
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -68,11 +74,11 @@ class Archive:
                 help=_CONVERT,
             )
         if _WEIGHTS not in names:
-            raise GemscError(f"{path} has no {_WEIGHTS}", help=_CONVERT)
+            raise GemscError(f"{path} has no {_WEIGHTS}", help=_DAMAGED_FILE)
 
     def _json(self, archive: zipfile.ZipFile, name: str) -> dict[str, Any]:
         if name not in archive.namelist():
-            raise GemscError(f"{self.path} has no {name}", help=_CONVERT)
+            raise GemscError(f"{self.path} has no {name}", help=_DAMAGED_FILE)
         if archive.getinfo(name).file_size > _MAX_TEXT:
             raise GemscError(f"{self.path}: {name} is too large to be true")
         try:

@@ -58,7 +58,7 @@ def custom_layers(path: Path | None) -> Mapping[str, Translator]:
     except Exception as error:
         raise GemscError(
             f"--custom {path}: importing it fails: {type(error).__name__}: {error}",
-            help=f"`python {path.name}` shows the whole traceback",
+            help=_import_advice(path, error),
         ) from error
     finally:
         sys.modules.pop(path.stem)
@@ -71,11 +71,18 @@ def custom_layers(path: Path | None) -> Mapping[str, Translator]:
     }
 
 
+def _import_advice(path: Path, error: Exception) -> str:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name and path.with_name(f"{name}.py").is_file():
+        return f"put what it needs of {name}.py into {path.name}: it alone is copied"
+    return f"`python {path}` shows the whole traceback"
+
+
 def _translator(path: Path, name: str, function: Callable[..., Any]) -> Translator:
     def translate(call: LayerCall) -> Laid | list[Laid]:
         if "" not in call.layer.added:
             call.layer.added[""] = _add(call, path, name, function)
-        return _called(call, call.layer.added[""])
+        return _called(call, call.layer.added[""], f"{name}() of {path.name}")
 
     return translate
 
@@ -134,7 +141,7 @@ def _size(shape: tuple[int, ...]) -> str:
 # ------------------------------------------------------------------------ the call
 
 
-def _called(call: LayerCall, layer: str) -> Laid | list[Laid]:
+def _called(call: LayerCall, layer: str, where: str) -> Laid | list[Laid]:
     """Call the module as the model calls the layer."""
     arguments = [_text(call, each) for each in call.arguments]
     for key, value in call.keywords.items():
@@ -142,13 +149,25 @@ def _called(call: LayerCall, layer: str) -> Laid | list[Laid]:
             raise call.refuse(f"is called with {key!r:.60}, which is no name")
         arguments.append(f"{key}={_text(call, value)}")
     text = f"{layer}({', '.join(arguments)})"
-    found = call.sheet.empty(text)
+    try:
+        found = call.sheet.empty(text)
+    except GemscError as error:
+        error.help = f"the module is made by {where}"
+        raise
+    except Exception as error:
+        raise call.refuse(
+            f"cannot be computed: {text} fails: {type(error).__name__}: {error}",
+            help=f"the module is made by {where}",
+        ) from error
     if isinstance(found, Tensor):
         return call.gives(text)
-    if not isinstance(found, tuple | list):
-        raise call.refuse(
-            f"gives an object of type {type(found).__name__}", help="give tensors"
-        )
+    several = found if isinstance(found, tuple | list) else [found]
+    for value in several:
+        if not isinstance(value, Tensor):
+            raise call.refuse(
+                f"gives an object of type {type(value).__name__}",
+                help=f"let the module of {where} return tensors",
+            )
     name = call.layer.name
     wishes = [f"{name}_{number}" for number in range(len(found))]
     return [Laid(value) for value in call.sheet.unpack(wishes, text)]

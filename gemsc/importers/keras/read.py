@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gemsc.errors import GemscError
+from gemsc.importers.expression import literal_text
 from gemsc.importers.keras.archive import Archive
 from gemsc.importers.keras.config import MODELS, Listed, references
 from gemsc.importers.keras.custom import custom_layers, custom_name
@@ -43,7 +44,7 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
 
     graph = Graph(archive, options, translator)
     try:
-        _check(path, archive.config, graph)
+        _check(path, archive.config, graph, _given(options, custom))
         inputs = _inputs(Listed.of(archive.config))
     except MISREAD as error:
         raise GemscError(f"{path}: config.json is damaged: {error!r:.80}") from error
@@ -115,7 +116,7 @@ def _outputs(config: Mapping[str, Any], model: Model) -> list[ModelOutput]:
         names, places = [entry.name], [""]
     elif isinstance(structure, dict):
         names = sorted(structure)
-        places = [f"[{name!r}]" for name in names]
+        places = [f"[{literal_text(name)}]" for name in names]
     else:
         names = [name for name, _, _ in references(structure)]
         places = [f"[{index}]" for index in range(len(names))]
@@ -128,8 +129,17 @@ def _outputs(config: Mapping[str, Any], model: Model) -> list[ModelOutput]:
     ]
 
 
-def _check(path: Path, config: Mapping[str, Any], graph: Graph) -> None:
-    """Refuse all that is not known at once."""
+def _given(options: ImportOptions, custom: Collection[str]) -> str:
+    """Return what to do about layers that are not known."""
+    if options.custom is None:
+        return "or give each with --custom layers.py"
+    return f"or with a function in {options.custom.name}, which has " + (
+        ", ".join(sorted(custom)) or "none"
+    )
+
+
+def _check(path: Path, config: Mapping[str, Any], graph: Graph, given: str) -> None:
+    """Refuse all that is not known at once; `given` is advice."""
     top = Listed.of(config)
     if not top.is_model:
         raise GemscError(
@@ -149,8 +159,8 @@ def _check(path: Path, config: Mapping[str, Any], graph: Graph) -> None:
         raise GemscError(
             f"{path.name} has layers that gemsc has not: "
             f"{', '.join(unknown[:_SHOWN])}{more}",
-            help="build them of other layers, or give each with --custom layers.py; "
-            "the code of a Lambda is never run",
+            help=f"build them of other layers, {given}; the code of a Lambda is "
+            "never run",
         )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemsc.codegen.writer import Names, Writer
+from gemsc.importers.expression import parsed, write_statement
 from gemsc.importers.keras.training.losses import (
     LossForm,
     ModelOutput,
@@ -130,13 +132,15 @@ def _write_losses(
         text.functions.append(_function(name, _title(config, output), form.lines))
         factor = "" if weight in (None, 1) else f"{float(weight)!r} * "
         parts.append(f"{factor}{name}(output{output.place}, target{output.place})")
-    lines = [f"total = {parts[0]}"]
-    lines += [f"total = total + {part}" for part in parts[1:]]
     kind = _kind(outputs)
+    statements = [("total = ", parts[0])]
+    statements += [("total = ", f"total + {part}") for part in parts[1:]]
     text.functions.append(
-        f"def loss(output: {kind}, target: {kind}) -> Tensor:\n"
-        '    """Add the losses of the outputs."""\n'
-        + "".join(f"    {line}\n" for line in [*lines, "return total"])
+        _written_out(
+            ("def loss(", [f"output: {kind}", f"target: {kind}"], ") -> Tensor:"),
+            "Add the losses of the outputs.",
+            [*statements, ("return ", "total")],
+        )
     )
 
 
@@ -165,9 +169,27 @@ def _is_word(name: str) -> bool:
 
 
 def _function(name: str, doc: str, lines: Sequence[str]) -> str:
-    body = "".join(f"    {line}\n" for line in lines)
-    head = f"def {name}(output: Tensor, target: Tensor) -> Tensor:"
-    return f"{head}\n    {_quoted(doc)}\n{body}"
+    writer = Writer()
+    tensors = ["output: Tensor", "target: Tensor"]
+    writer.call(f"def {name}(", tensors, ") -> Tensor:")
+    with writer.indented():
+        writer.line(_quoted(doc))
+        writer.lines("\n".join(lines))
+    return writer.text()
+
+
+def _written_out(
+    head: tuple[str, list[str], str], doc: str, statements: Sequence[tuple[str, str]]
+) -> str:
+    """Return a function of these statements, each in lines that fit."""
+    writer, names = Writer(), Names(["output", "target", "total"])
+    writer.call(*head)
+    with writer.indented():
+        writer.docstring(doc)
+        for start, expression in statements:
+            tree = parsed(expression)
+            write_statement(writer, start, tree, lambda: names.unique("part"))
+    return writer.text()
 
 
 def _quoted(doc: str) -> str:
@@ -194,9 +216,11 @@ def _write_target(
     else:
         whole = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
     text.functions.append(
-        f"def example_target() -> {kind}:\n"
-        '    """Return a target of the shape that loss takes."""\n'
-        f"    return {whole}\n"
+        _written_out(
+            ("def example_target(", [], f") -> {kind}:"),
+            "Return a target of the shape that loss takes.",
+            [("return ", whole)],
+        )
     )
 
 
@@ -237,12 +261,14 @@ def _write_metrics(
         entries[key] = f"metric_{key}(output{output.place}, target{output.place})"
     if entries:
         kind = _kind(outputs)
+        arguments = [f"output: {kind}", f"target: {kind}"]
+        pairs = ", ".join(f'"{key}": {call}' for key, call in entries.items())
         text.functions.append(
-            f"def metrics(output: {kind}, target: {kind}) -> dict[str, Tensor]:\n"
-            '    """Return the metrics of a batch."""\n'
-            "    return {\n"
-            + "".join(f'        "{key}": {call},\n' for key, call in entries.items())
-            + "    }\n"
+            _written_out(
+                ("def metrics(", arguments, ") -> dict[str, Tensor]:"),
+                "Return the metrics of a batch.",
+                [("return ", f"{{{pairs}}}")],
+            )
         )
 
 

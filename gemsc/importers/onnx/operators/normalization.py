@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from gemsc.importers.onnx.names import is_machine_made
 from gemsc.importers.onnx.node import Node, Operator, Static
 from gemsc.importers.onnx.operators.text import axis_of, dim_of, number, of_numbers
 from gemsc.importers.sheet import Symbol
@@ -74,11 +75,19 @@ def _across(node: Node, index: int, rank: int) -> str:
     return f"{node.value(index)}.reshape(-1{', 1' * (rank - 2)})"
 
 
+def _is_plain(scale: Static, bias: Static) -> bool:
+    """Whether an exporter has made these up: torch.onnx, for a norm without weights."""
+    made = all(is_machine_made(each.name) for each in (scale, bias))
+    return made and bool((scale.array == 1).all() and (bias.array == 0).all())
+
+
 def _instance_norm(node: Node) -> Symbol:
     x = node.value(0)
     rank, channels = len(x.shape), x.shape[1]
     eps = node.attribute("epsilon", 1e-5)
     held = _held(node, (channels,), 1, 2)
+    if held and _is_plain(*held):
+        return node.gives(f"F.instance_norm({x}, eps={number(eps)})")
     if held and rank in _INSTANCE:
         make = _INSTANCE[rank]
         module = make(channels, eps=eps, affine=True)

@@ -159,7 +159,9 @@ class OnnxTensors:
         ):
             raise self._damaged(name, f"it is outside of the file's folder: {location}")
         if not path.is_file():
-            raise self._damaged(name, f"there is no file {location} beside it")
+            error = self._damaged(name, f"there is no file {location} beside it")
+            error.help = f"copy {location} into {self.path.parent}, too"
+            raise error
         said = {entry.key: entry.value for entry in tensor.external_data}
         size = math.prod(tensor.dims) * kind.itemsize
         start, length = int(said.get("offset", 0)), int(said.get("length", size))

@@ -122,7 +122,7 @@ def refuse_unknown(
             quantized[kind] += 1
         elif not _is_known(node, known, operators):
             unknown[kind] += 1
-        first.setdefault(kind, node.name)
+        first.setdefault(kind, node.name or next(iter(node.output), ""))
     if quantized:
         raise GemscError(
             f"{file} is a quantized file: {_list(quantized, first)}",

@@ -47,6 +47,11 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
         GemscError: it is damaged, or has what PyTorch or gemsc has not; it names the
             node.
     """
+    if options.custom is not None:
+        raise GemscError(
+            f"--custom {options.custom.name} is for layers of Keras",
+            help="keep operators of your own outside of the file",
+        )
     model = load_model(path)
     tensors = OnnxTensors(path, model)
     model = inlined(model, path, OPERATORS)
@@ -68,7 +73,7 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
     walk = Walk(sheet, tensors, opsets, trained.all, used_names(graph), OPERATORS)
     walk.run(graph, values)
     _returns(sheet, walk, graph, values)
-    sheet.doc = _doc(sheet, path, opsets[""])
+    sheet.doc = _doc(path, opsets[""])
     notes = _notes(sheet, graph, tensors, trained)
     kinds = {node.op_type for node in graph.node}
     # before opset 14 onnx.reference takes the statistics of the batch
@@ -154,9 +159,8 @@ def _class_name(stem: str) -> str:
     return name if name[:1].isalpha() else f"Network{name}"
 
 
-def _doc(sheet: Sheet, path: Path, opset: int) -> str:
-    count = sum(parameter.numel() for parameter in sheet.root.parameters())
-    return f"{path.name}, opset {opset}: {count:,} parameters."
+def _doc(path: Path, opset: int) -> str:
+    return f"{path.name}, opset {opset}."
 
 
 def _notes(
