@@ -85,7 +85,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "importers": (*IR, "nn", "weights", "codegen"),
     "importers.onnx": ("errors", "base", "nn", "frontend", "importers"),
     "importers.onnx.operators": ("errors", "base", "nn", "importers", "importers.onnx"),
-    "importers.keras.training": (),
+    "importers.keras.training": ("codegen", "importers"),
     "importers.onnx.reader": (
         *("errors", "base", "nn", "importers", "importers.onnx"),
         "importers.onnx.operators",
