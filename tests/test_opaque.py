@@ -387,7 +387,10 @@ gemsc = pytest.fixture(gemsc_here)
 
 @pytest.mark.mpi
 def test_the_command_reports_and_verifies_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gemsc: Gemsc
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gemsc: Gemsc,
+    pytestconfig: pytest.Config,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(MODEL)
@@ -401,9 +404,10 @@ def test_the_command_reports_and_verifies_them(
     )
     assert note in " ".join(outcome.out.split())
     assert note in " ".join(gemsc("show", "program").out.split())
-    outcome = gemsc("verify", "program", "--dtype", "float64", "--steps", "2")
-    assert outcome.code == 0, outcome.err
-    assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)
+    if pytestconfig.getoption("--nightly"):
+        outcome = gemsc("verify", "program", "--dtype", "float64", "--steps", "2")
+        assert outcome.code == 0, outcome.err
+        assert re.search(r"float64: worst \S+, allowed 1e-09: exact\n", outcome.out)
     (tmp_path / "parts.py").write_text(PARTS.replace("return -x", "return x"))
     outcome = gemsc("run", "program")
     assert outcome.code == 1
