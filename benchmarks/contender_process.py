@@ -234,8 +234,9 @@ START = {
 def main() -> None:
     """Be one process of a group."""
     kind, place, text = sys.argv[1:]
-    torch.set_num_threads(1)
-    step = START[kind](Job(**json.loads(text)), Path(place))
+    job = Job(**json.loads(text))
+    torch.set_num_threads(job.threads)
+    step = START[kind](job, Path(place))
     with socket.socket(socket.AF_UNIX) as end:
         end.connect(str(Path(place) / "socket"))
         serve(Connection(end.detach()), step)

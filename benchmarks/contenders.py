@@ -208,11 +208,10 @@ def busy_processes(count: int) -> Iterator[None]:
 def contenders(jobs: dict[str, tuple[str, Job]]) -> Iterator[list[Contender]]:
     """Start groups: name -> (kind, job); they sleep until they are asked.
 
-    All have the same environment: one thread, and, except for `plain`, the settings for
-    glibc's malloc that gemsc's launcher makes.
+    All have the same environment: the job's threads and, except for `plain`, the
+    settings for glibc's malloc that gemsc's launcher makes.
     """
     environment = {
-        "OMP_NUM_THREADS": "1",
         "GLIBC_TUNABLES": mpirun_command(1, [])[1]["GLIBC_TUNABLES"],
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -237,6 +236,7 @@ def _start(
     stack: contextlib.ExitStack,
 ) -> Contender:
     num_ranks = 1 if kind in ("alone", "plain") else job.ranks
+    environment = environment | {"OMP_NUM_THREADS": str(job.threads)}
     if kind == "plain":
         environment = environment | {"GLIBC_TUNABLES": ""}
     server = stack.enter_context(socket.socket(socket.AF_UNIX))

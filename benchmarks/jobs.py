@@ -27,6 +27,7 @@ class Job:
     micro_batches: int
     schedule: str
     directory: str  # of the compiled program
+    threads: int = 1  # of each rank
 
 
 def join_gloo(job: Job, place: Path) -> int:

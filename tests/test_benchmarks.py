@@ -49,6 +49,13 @@ def test_the_cpu_cost_benchmark_prints_a_row_for_each_group():
     assert all(len(numbers(row)) == 6 and min(numbers(row)) > 0 for row in rows)
 
 
+@pytest.mark.mpi
+def test_the_sharing_benchmark_prints_rates_and_their_ratio():
+    _, row, note = run_quickly("sharing.py")
+    assert re.fullmatch(r"mlp( +\d+\.\d){3}   \d+\.\d\d \(.*\)", row)
+    assert "others used" in note
+
+
 def test_the_time_model_benchmark_prints_errors_and_balances():
     lines = run_quickly("time_model.py", "--only", "unet")
     stages = [line for line in lines[:-1] if " stage " in line]

@@ -127,6 +127,7 @@ def test_all_names_of_a_model_file_are_explained():
 def test_options_that_are_named_exist(page, capsys):
     known = {"--help", "--update-golden"}  # pytest's
     known |= {"--extra-index-url", "--oversubscribe", "--mpi"}  # pip, mpirun, srun
+    known |= {"--gpus-per-node"}  # sbatch
     app = get_command(make_app())
     for command in (app, *app.commands.values()):
         known |= {name for param in command.params for name in param.opts}

@@ -17,10 +17,13 @@ from rich.console import Console
 from torch import nn
 
 from gemsc.costs.hardware import read_hardware
+from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
+from gemsc.ir import meta
 from gemsc.options import CompileOptions
 from gemsc.schedules import SCHEDULES
 from gemsc.simulate.curve import draw_curve
+from gemsc.simulate.sharing import share
 from gemsc.simulate.simulation import (
     powers_of_two,
     read_counts,
@@ -270,6 +273,73 @@ def test_published_figures_are_printed_beside_simulated_ones(
     gain = float(fast.replace(",", "")) / float(slow.replace(",", ""))
     assert second == ["two", "3.5x", f"{gain:.2f}"]
     assert gain > 1.5  # half of the sums for each sample
+
+
+def test_what_sharing_a_device_gains_is_printed_over_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = (SCENARIOS / "accdp.toml").read_text().replace("accdp.py", "deep.py")
+    text = "[[run]]".join(runs.split("[[run]]")[:4])
+    (tmp_path / "accdp.toml").write_text(text)
+    (tmp_path / "deep.py").write_text(DEEP.replace("256", "1024"))
+    monkeypatch.setenv("SAMPLES", "8")
+    compare = script("compare")
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "accdp.toml")])
+    monkeypatch.setattr(compare, "Console", lambda: Console(width=160))
+    compare.main()
+    said = capsys.readouterr().out
+    rows = re.findall(r"│ +(\d+) │ +(\d+)% │ up to \+62% │ +\+(\d+)% │", said)
+    assert [int(row[0]) for row in rows] == [1, 2, 3]
+    used = [int(row[1]) for row in rows]
+    assert used == sorted(used)
+    gains = [int(row[2]) for row in rows]
+    assert gains == sorted(gains, reverse=True)
+    assert "HiPC 2022" in said
+    assert "core of its own" in said
+
+
+SHARED = SharedDevice(launch=10.0, kernels=6.0, full=4.0, sum_seconds=1.0)
+
+
+def test_a_shared_device_is_bound_by_launches_kernels_or_what_fills_it() -> None:
+    assert [SHARED.seconds(k) for k in (1, 2, 4)] == [10, 10, 16]
+    assert [SHARED.gain(k) for k in (1, 2, 4)] == [0, 1, 1.5]
+    assert SHARED.gain(4, sums=True) == 4 * 10 / (16 + 4) - 1
+    assert SHARED.gain(1, sums=True) == 0
+    assert [SHARED.gain_of_batch(k) for k in (1, 2, 4)] == [0, 1, 4 * 10 / 18 - 1]
+    assert [SHARED.utilisation(k) for k in (1, 2, 4)] == [0.4, 0.8, 1]
+
+
+def test_launches_and_kernels_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    machine = read_hardware("a100")
+    traced = trace_unfilled(load_user_model(str(tmp_path / "deep.py")), machine)
+    found = share(traced.program, machine.device)
+    facts = [meta.facts(node) for node in traced.program.compute_nodes]
+    total = sum(each.forward_seconds + each.backward_seconds for each in facts)
+    assert found.launch + found.kernels == pytest.approx(total)
+    launches = found.launch / machine.device.forward_overhead
+    assert launches == pytest.approx(round(launches))
+    products = 2 * 17 + 16  # forward, and for weights; inputs, but for the first
+    peak = machine.device.peak_flops["float32"] * machine.device.efficiency["matmul"]
+    small = products * machine.device.half_flops / peak
+    assert 0 < found.kernels - found.full <= small
+    both = share(traced.program, machine.device, 2)
+    assert both.kernels == 2 * found.kernels
+    assert both.sum_seconds == found.sum_seconds
+
+
+def test_the_command_prints_processes_that_share_a_device(
+    tmp_path: Path, gemsc: Gemsc
+) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    words = ("simulate", tmp_path / "deep.py", "--hardware", "a100", "--per-device", 4)
+    done = gemsc(*words, "--ranks", 1, "--micro-batches", 2)
+    assert done.code == 0, done.err
+    assert "processes that share a device, a step of 32 samples each" in done.out
+    refused = gemsc(*words, "--ranks", 2)
+    assert refused.code == 1
+    assert "simulated for replicas of one rank, these have 2" in refused.err
 
 
 def script(name: str) -> ModuleType:

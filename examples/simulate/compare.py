@@ -18,6 +18,7 @@ from rich.table import Table
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.costs.hardware import read_hardware
 from gemsc.options import CompileOptions
+from gemsc.simulate.sharing import ASSUMPTIONS, share
 from gemsc.simulate.simulation import Simulation, simulate, trace_unfilled
 from gemsc.user_model import load_user_model
 
@@ -43,6 +44,36 @@ def simulate_runs(path: Path) -> tuple[dict[str, Any], list[Simulation]]:
         )
         found.append(simulate(traced, options))
     return scenario, found
+
+
+def compare_sharing(path: Path, console: Console) -> None:
+    """Print a scenario of processes that share a device, for several batches."""
+    scenario = tomllib.loads(path.read_text(encoding="utf-8"))
+    table = Table(title=scenario["title"], title_justify="left")
+    for title in ("samples", "device used", "published", "simulated", "with sums"):
+        table.add_column(title, justify="right")
+    table.add_column("one process, larger batch", justify="right")
+    machine = read_hardware(shipped_or_beside(path, scenario["hardware"]))
+    for run in scenario["run"]:
+        os.environ.update(run["environment"])
+        user = load_user_model(str(path.parent / scenario["model"]))
+        found = share(trace_unfilled(user, machine).program, machine.device)
+        count = run["per_device"]
+        gains = found.gain(count), found.gain(count, sums=True)
+        table.add_row(
+            run["name"],
+            f"{found.utilisation():.0%}",
+            f"up to +{run['published_gain']:.0%}",
+            *(f"{gain:+.0%}" for gain in (*gains, found.gain_of_batch(count))),
+        )
+    console.print(table)
+    console.print(f"published: {scenario['source']}", highlight=False)
+    for text in (*scenario["assumptions"], *ASSUMPTIONS, *machine.notes):
+        console.print(f"- {text}", highlight=False)
+
+
+def shipped_or_beside(path: Path, name: str) -> str:
+    return str(path.parent / name) if name.endswith(".toml") else name
 
 
 def compare(path: Path, console: Console) -> None:
@@ -84,8 +115,9 @@ def compare(path: Path, console: Console) -> None:
 def main() -> None:
     console = Console()
     for name in sys.argv[1:]:
-        if "[[run]]" in Path(name).read_text(encoding="utf-8"):
-            compare(Path(name), console)
+        text = Path(name).read_text(encoding="utf-8")
+        if "[[run]]" in text:
+            (compare_sharing if "per_device" in text else compare)(Path(name), console)
             console.print()
 
 

@@ -17,6 +17,7 @@ from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.simulate.curve import draw_curve
+from gemsc.simulate.sharing import share, show_sharing
 from gemsc.simulate.simulation import (
     Simulation,
     read_counts,
@@ -51,6 +52,9 @@ def simulate_command(
     allreduce: Annotated[
         str, typer.Option(help=f"auto, {', '.join(ROUNDS)}; default: the machine's")
     ] = "",
+    per_device: Annotated[
+        int, typer.Option(help="processes that share a device, up to these", min=1)
+    ] = 1,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="draw the curve: curve.svg")
     ] = None,
@@ -64,10 +68,22 @@ def simulate_command(
     counts = _counts(options, ranks, data, fixed=Path(target).is_dir())
     options = replace(options, **{**(given or {}), **counts})
     machine = _machine(options.hardware, allreduce)
+    if per_device > 1 and options.ranks > 1:
+        raise GemscError(
+            f"--per-device {per_device} is simulated for replicas of one rank, these "
+            f"have {options.ranks}",
+            help="leave it out, or give each replica one rank: --ranks 8 --data 8",
+        )
     traced = trace_unfilled(user, machine, options.frontend)
     copies = read_counts(curve, options.data)
     found = simulate(traced, options, copies, machine=machine)
     _print(found)
+    if per_device > 1:
+        count = found.options.micro_batches
+        shared = share(traced.program, machine.device, count)
+        show_sharing(
+            shared, found.last.samples // found.last.copies, per_device, console
+        )
     if output is not None:
         write_text(output, draw_curve(_heading(found), found.points))
         console.print(f"wrote {output}", highlight=False)
