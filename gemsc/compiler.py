@@ -126,6 +126,7 @@ def compile(
             check=options.check,
             hardware=read_hardware(options.hardware),
             profile=options.profile,
+            device=torch.device(options.device) if options.device else None,
             progress=progress,
             after_each=after_each,
         )
@@ -155,13 +156,15 @@ def trace(
     evaluates: bool = True,
     hardware: Hardware | None = None,
     profile: bool = False,
+    device: torch.device | None = None,
     progress: Progress = lambda name, share: None,
     after_each: Observer | None = None,
 ) -> Traced:
     """Trace a model in both modes and find its blocks: what no plan changes.
 
     Seconds are those of the hardware's device, the shipped default if None; or measured
-    here if `profile`. Without `evaluates` the result can be planned, not compiled.
+    here, on the `device`, if `profile`. Without `evaluates` the result can be planned,
+    not compiled.
     """
     record = choose("frontend", frontend, FRONTENDS)
     feed = {"loss": loss, "target": example_target}
@@ -193,7 +196,8 @@ def trace(
         if check:
             compare(program)
         if profile:
-            timed = TimeBlocks(example_inputs, example_target, progress=progress)
+            given = example_inputs, example_target
+            timed = TimeBlocks(*given, device=device, progress=progress)
             program = run(program, timed)
         return program
 

@@ -78,6 +78,7 @@ class CompileOptions:
     )
     hardware: str = option("", "machine to plan for: a shipped one, or a .toml file")
     profile: bool = option(False, "time the model's blocks on this machine")
+    device: str = option("", "profile: cpu or cuda, instead of where the model is")
     recompute: tuple[str, ...] = option(
         (), "off, all, auto or blocks to recompute in the backward"
     )
@@ -291,6 +292,12 @@ class CompileOptions:
                         f"each stage: --{name} 2,1,4",
                     )
         choose("precision", self.precision, dict.fromkeys(PRECISIONS))
+        choose("device", self.device or "cpu", dict.fromkeys(("cpu", "cuda")))
+        if self.device and not self.profile:
+            raise GemscError(
+                f"--device {self.device} has no effect without --profile",
+                help="leave it out: `gemsc run --device` says where a program runs",
+            )
         choose("trunk", self.trunk, dict.fromkeys(TRUNKS))
         for name in ("trunk", "whole"):
             value = getattr(self, name)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
 from program_support import Net, mean
+from sim_cuda import DEVICE, SimDevice
 from torch import Tensor, nn
 
 from gemsc.calibrate.machine import check_output
@@ -54,6 +55,51 @@ def test_profiling_leaves_the_model_and_the_random_numbers_as_they_are() -> None
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert [module.training for module in model.modules()] == modes
+
+
+class Counts(nn.Module):
+    """Makes numbers where its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.arange(4, device=x.device)
+        return self.first(x) * numbers
+
+
+def test_blocks_are_timed_on_the_device_that_is_asked_for() -> None:
+    model, x = nn.Sequential(Counts(), nn.Linear(4, 2)), torch.randn(3, 4)
+    program = trace(model, (x,), loss=mean, check=False).program
+    devices: list[object] = []
+
+    def note(module: nn.Module, given: tuple[Tensor, ...], _: Tensor) -> None:
+        devices.append(given[0].device)
+
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        with SimDevice(0):
+            found = time_nodes(program, program.blocks or (), (x,), device=DEVICE)
+    finally:
+        handle.remove()
+    assert set(devices) == {DEVICE}
+    assert all(each.forward > 0 for each in found)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_profiling_on_a_gpu_that_is_not_there_is_refused(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    words = ("compile", model, "-o", tmp_path / "x", "--device", "cuda")
+    done = gemsc(*words, "--profile")
+    assert done.code == 1
+    assert "PyTorch finds no GPU here" in done.err
+    done = gemsc(*words)
+    assert "--device cuda has no effect without --profile" in done.err
 
 
 def test_measured_seconds_take_the_place_of_predicted_ones() -> None:

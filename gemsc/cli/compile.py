@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from gemsc.base.files import write_text
@@ -26,6 +27,7 @@ from gemsc.passes.base import Pass
 from gemsc.passes.manager import Observer
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
+from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate
 from gemsc.source.constants import split_constants
 from gemsc.user_model import UserModel, load_user_model
@@ -45,6 +47,7 @@ COMPARED = (
     "device_memory",
     "hardware",
     "profile",
+    "device",
     "recompute",
     "offload",
     "tiles",
@@ -195,6 +198,7 @@ def _plan(
             evaluates=False,
             hardware=read_hardware(options.hardware),
             profile=options.profile,
+            device=torch.device(options.device) if options.device else None,
         )
     candidates, found = plan(traced, options, user.path)
     return candidates, _with_source(found, user)
@@ -203,6 +207,7 @@ def _plan(
 @contextmanager
 def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, Any]]:
     """Give what compiling and planning take of a user's model; show a profile's way."""
+    device_named(options.device or "cpu")
     inputs = user.make_inputs()
     bar = progress_bar() if options.profile else nullcontext(_say_nothing)
     with bar as progress, user.lines():

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gemsc.base.nests import normalize_inputs, tensor_leaves
+from gemsc.base.nests import normalize_inputs, on_device, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.costs.stopwatch import clock_of
 from gemsc.ir import meta
@@ -53,11 +54,13 @@ def time_nodes(
     target: Any = None,
     *,
     rounds: int = 5,
+    device: torch.device | None = None,
     progress: Progress = lambda name, share: None,
 ) -> list[BlockTimes]:
     """Run each block (or stage) of a program some times, one after the other.
 
-    Layers, parameters and buffers are copies, on the device of the user's; the random
+    Layers, parameters and buffers are copies, on the `device`; None is that of the
+    user's. What forward makes on a device that it names is made there, too. The random
     generators are put back. What a block takes from earlier ones is what they computed
     from the example inputs; gradients of what it gives are random. Gradients of
     parameters are added up, as in a step of several micro-batches. The first run of
@@ -69,11 +72,14 @@ def time_nodes(
     holder._parameters.update(program.module._parameters)
     holder._buffers.update(program.module._buffers)
     module = copy.deepcopy(holder).train(program.loss is not None)
+    if device is not None:
+        module.to(device)
+        inputs, target = on_device((inputs, target), device)
     for path in program.frozen:
         module.get_submodule(path).eval()
     values = _feed(program, module, inputs, target)
     times = []
-    with seeded(0), torch.enable_grad():
+    with seeded(0), torch.enable_grad(), _Made(device):
         for index, group in enumerate(groups):
             progress(getattr(group, "name", f"stage {index}"), index / len(groups))
             runs = _steady(partial(_run, group.nodes, values, module), rounds)
@@ -85,6 +91,23 @@ def time_nodes(
                 )
             )
     return times
+
+
+class _Made(TorchFunctionMode):
+    """Lets calls that name a device name another one; None leaves them as they are."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = args, kwargs or {}
+        if self._device is not None:
+            named = torch.device
+            given = pytree.tree_map_only(named, lambda _: self._device, given)
+        return func(*given[0], **given[1])
 
 
 def _steady(run: Callable[[], _TimedRun], rounds: int) -> list[_TimedRun]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from gemsc.costs.profile import BlockTimes, Progress, time_nodes
@@ -30,6 +31,7 @@ class TimeBlocks(Pass):
 
     inputs: Any = field(default=(), repr=False)
     target: Any = field(default=None, repr=False)
+    device: torch.device | None = None
     rounds: int = 5
     progress: Progress = field(default=lambda name, share: None, repr=False)
 
@@ -42,6 +44,7 @@ class TimeBlocks(Pass):
             self.inputs,
             self.target,
             rounds=self.rounds,
+            device=self.device,
             progress=self.progress,
         )
         graph, copies = copied_graph(program.graph)
