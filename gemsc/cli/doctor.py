@@ -29,12 +29,15 @@ from gemsc.verify.steps import verify_compiled
 __all__ = ["doctor_command"]
 
 Row = tuple[str, str, str]  # what it is, what is there, what to do where nothing is
-LIBRARY = (
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    "from gemsc.runtime.transport.trial import library_takes_cuda as cuda; "
-    "print(MPI.Get_library_version().split(chr(10))[0].split(',')[0].strip(chr(0)))"
-    "; print('CUDA-aware' if cuda() else 'without CUDA')"
-)
+LIBRARY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from gemsc.runtime.transport.trial import library_takes_cuda
+print(MPI.Get_library_version())
+if MPI.get_vendor()[0] == "Open MPI":  # others end a process that asks before MPI_Init
+    print("CUDA-aware" if library_takes_cuda() else "without CUDA")
+"""
 EXTRAS = {  # package: (extra, what it is for)
     "mpi4py": ("mpi", "ranks"),
     "onnx": ("onnx", "gemsc import x.onnx, gemsc export --to onnx"),
@@ -96,7 +99,9 @@ def _mpirun() -> str:
 
 def _library() -> str:
     """Return the library that ranks load, which may not be that of mpirun."""
-    return ", ".join(_output(sys.executable, "-c", LIBRARY).splitlines())
+    name, *_, last = _output(sys.executable, "-c", LIBRARY).splitlines()
+    name = " ".join(name.split(",")[0].rstrip("\0").split())
+    return f"{name}, {last}" if "CUDA" in last else name
 
 
 def _cores() -> Row:
