@@ -67,7 +67,9 @@ def write_forward(writer: Writer, sheet: Sheet) -> None:
 def _note(line: Line) -> str:
     """Return what a line comes from, unless its text has that name."""
     words = set(re.findall(r"\w+", f"{line.text} {' '.join(line.names)}"))
-    named = [re.sub(r"\W", "_", name) for name in re.findall(r"'([^']*)'", line.note)]
+    end = f"/{line.note.partition(' ')[0]}"  # torch.onnx writes /encoder/conv1/Conv
+    paths = (name.removesuffix(end) for name in re.findall(r"'([^']*)'", line.note))
+    named = [re.sub(r"\W", "_", path.rpartition("/")[2]) for path in paths]
     if not line.note or (named and words.issuperset(named)):
         return ""
     return comment(line.note, LONGEST_NOTE)[2:]
