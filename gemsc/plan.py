@@ -161,7 +161,8 @@ class Plan:
     actions of a step as text (`2F0` is the forward of stage 2 on micro-batch 0).
 
     `step_seconds` end with the last backward; `ending_seconds` come on top for the sums
-    of gradients that nothing hides, and for the update.
+    of gradients that nothing hides, and for the update. `sums` say when those of each
+    stage start and end.
 
     The ranks of a grid do the same: with `groups`, peaks, places and orders are those
     of each group of ranks. `barriers` are values of split stages that had to be
@@ -195,6 +196,7 @@ class Plan:
     constants: dict[str, str] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
     ending_seconds: float = 0.0
+    sums: list[dict[str, Any]] = field(default_factory=list)
     workspace_bytes: int = 0
     memory: list[dict[str, int]] = field(default_factory=list)
     groups: list[list[int]] = field(default_factory=list)
@@ -307,6 +309,7 @@ _ENTRIES = {  # of the tables in these lists
     "barriers": ("stage", "value", "num_bytes", "line", "reason"),
     "opaque": ("module", "stages", "line", "reason"),
     "skips": ("value", "source", "dest", "num_bytes", "kind"),
+    "sums": ("stage", "start", "end"),
 }
 
 

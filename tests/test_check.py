@@ -350,7 +350,7 @@ def shards(*damages: Damage) -> None:
             sums = [
                 AllReduce(f"stage{stage}{kind}", over)
                 for stage in (1, 0)
-                for kind, over in (("", everyone), (" parts", alike))
+                for kind, over in ((" parts", alike), ("", everyone))
             ]
             steps = (*grid.actions, *sums, AllReduce("tied", alike), *ENDS)
             here = number, runs, steps, GRIDS[grid.rank]

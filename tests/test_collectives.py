@@ -120,6 +120,6 @@ def test_a_sum_inside_a_stage_doubles_if_small_and_goes_in_parts_if_large() -> N
     ranks, where = list(range(8)), network("auto")
     small = 3 * (LATENCY + 64 / BANDWIDTH + 64 / ADDING)
     assert sum_seconds(where, ranks, 64) == pytest.approx(small, rel=1e-9)
-    large = published("halving-doubling", 8, 16 * MIB)
-    assert sum_seconds(where, ranks, 16 * MIB) == pytest.approx(large, rel=1e-9)
+    large = published("halving-doubling", 8, 8 * MIB)
+    assert sum_seconds(where, ranks, 8 * MIB) == pytest.approx(large, rel=1e-9)
     assert sum_seconds(where, ranks[:1], MIB) == 0.0

@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from gemsc.costs.collectives import BUCKET_BYTES
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
-from gemsc.planner.ending import PACKING, UPDATE, Held, gradient_sums
+from gemsc.planner.ending import (
+    PACKING,
+    UPDATE,
+    Held,
+    StageSum,
+    gradient_sums,
+    times_of_sums,
+)
 from gemsc.schedules import (
     SCHEDULES,
     Edge,
@@ -142,6 +150,22 @@ def test_a_rank_sums_what_all_hold_and_then_its_part_at_full_speed() -> None:
     alone = seconds(whole) + seconds(none, *parts)
     assert seconds(whole, *parts) == pytest.approx(alone)
     assert seconds(none, *parts) > 1.9 * seconds(none, parts[0])  # on one interface
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("count", [1, 4])
+def test_sums_hide_behind_their_backward_but_for_a_bucket(
+    seconds: float, count: int
+) -> None:
+    stage = StageCost(1.0, 2.0)
+    task = Task.chain((stage,), (1,))
+    timeline = run(task, SCHEDULES["1f1b"].policy)
+    fast = replace(MACHINE.device, memory_bandwidth=1e30)
+    sums = [StageSum(seconds, count * BUCKET_BYTES, 0.0, 0.0, frozenset())]
+    ((begin, end),) = times_of_sums(task, [timeline], sums, fast).values()
+    assert begin == pytest.approx(1.0 + 2.0 / count)
+    exposed = max(seconds / count, seconds - 2.0 + 2.0 / count)
+    assert end - timeline.makespan == pytest.approx(exposed)
 
 
 def test_two_thousand_ranks_can_be_simulated() -> None:

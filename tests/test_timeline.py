@@ -181,6 +181,19 @@ def test_replicas_and_stages_have_colours_of_their_own():
     assert len(names) == 6  # three kinds, two stages
 
 
+def test_sums_are_drawn_in_and_after_the_last_backward():
+    plan = compiled("copies").plan
+    (panel,) = panels_of(plan)
+    lines = elements(draw_timeline("", [panel]), "rect", "sums")
+    assert len(lines) == len(plan.sums) == len(panel.rows) == 2
+    assert panel.length == max(each["end"] for each in plan.sums) > panel.makespan
+    ends = [float(line.get("x")) + float(line.get("width")) for line in lines]
+    idle = elements(draw_timeline("", [panel]), "rect", "idle")[0]
+    right = float(idle.get("x")) + float(idle.get("width"))
+    assert max(ends) == pytest.approx(right, abs=0.2)
+    assert not panels_of(compiled("1f1b").plan)[0].sums
+
+
 def test_names_are_escaped(tmp_path):
     plan = replace(compiled("1f1b").plan, model="<b> & 'c'")
     write_timeline(plan, tmp_path / "a.svg")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gemsc.base.boxes import Interval
 
-__all__ = ["Part", "by_path", "holder_of", "make_whole", "parts_of"]
+__all__ = ["Part", "by_path", "holder_of", "make_whole", "parts_of", "sums_in_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +152,12 @@ def parts_of(stage: str) -> str:
     Parameters that all ranks of a stage hold as a whole are added up as `stage2`.
     """
     return f"{stage} parts"
+
+
+def sums_in_order(stages: Iterable[int]) -> list[str]:
+    """Return the sums of some stages' gradients in the order of every rank.
+
+    The last stage is complete first; of a stage, its parts are the larger sum.
+    """
+    names = (f"stage{stage}" for stage in sorted(stages, reverse=True))
+    return [key for name in names for key in (parts_of(name), name)]

@@ -6,7 +6,7 @@ import re
 
 from torch import fx
 
-from gemsc.base.parts import parts_of
+from gemsc.base.parts import sums_in_order
 from gemsc.codegen.constants import Constants
 from gemsc.codegen.exchanges import gathers_of
 from gemsc.codegen.expressions import UserObject, quoted, structure_text
@@ -334,7 +334,7 @@ class _RankWriter:
     def _write_train_step(self) -> None:
         with self.writer.block("def train_step(worker: Worker) -> None:"):
             self.writer.line('"""Run this rank\'s part of one training step."""')
-            last = self._last_backwards()
+            last = self._last_backwards()  # in which they begin: see `Departures`
             for index, step in enumerate(self.text.steps):
                 self._write_step(step)
                 for stage in last.get(index, []):
@@ -348,8 +348,7 @@ class _RankWriter:
     def _last_backwards(self) -> dict[int, list[str]]:
         """Return after which steps the gradients of which stages are added up.
 
-        All ranks begin with the last stage, which is complete first: so what several
-        ranks add up they add up in one order.
+        What several ranks add up they add up in one order.
         """
         last: dict[int, int] = {}
         for index, step in enumerate(self.text.steps):
@@ -361,9 +360,8 @@ class _RankWriter:
         place = 0
         for stage, index in sorted(last.items(), reverse=True):
             place = max(place, index)
-            for key in (f"stage{stage}", parts_of(f"stage{stage}")):
-                if key in self.text.reductions:
-                    found.setdefault(place, []).append(key)
+            keys = (k for k in sums_in_order([stage]) if k in self.text.reductions)
+            found.setdefault(place, []).extend(keys)
         return found
 
     def _write_step(self, step: Step) -> None:

@@ -1,16 +1,16 @@
 """What follows the backward of a step: sums of gradients over ranks, and the update.
 
-The sum of a stage's gradients starts when its last backward is done everywhere. A rank
-runs its sums one after the other, and they hide behind what it still computes. Where
-ranks share the update, they bring together at the end what each has updated.
+The sums of a stage's gradients start in its last backward everywhere, bucket by bucket.
+A rank runs its sums one after the other, and they hide behind what it still computes.
+Where ranks share the update, they bring together at the end what each has updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from gemsc.costs.collectives import Sum, allreduce, reduce_scatter
+from gemsc.costs.collectives import BUCKET_BYTES, Sum, allreduce, reduce_scatter
 from gemsc.costs.hardware import Device, Hardware, Network
 from gemsc.ir.program import Program
 from gemsc.planner.memory import stage_weights
@@ -19,11 +19,13 @@ from gemsc.schedules import Task, Timeline
 __all__ = [
     "Held",
     "StageSum",
+    "StepEnd",
     "after_backward",
     "ends_of_sums",
     "gradient_sums",
     "held_gradients",
     "reduced_bytes",
+    "times_of_sums",
     "update_seconds",
 ]
 
@@ -50,14 +52,25 @@ class StageSum:
     algorithms: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """The seconds from the last backward of a step to its end.
+
+    `sums` are the begin and end of the sums of each stage's gradients.
+    """
+
+    seconds: float = 0.0
+    sums: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+
 def after_backward(
     program: Program, task: Task, timeline: Timeline, copies: int, hardware: Hardware
-) -> float:
-    """Return the seconds from the last backward of a step to its end."""
+) -> StepEnd:
+    """Return how a step ends."""
     placement = program.placement
     assert placement is not None
     if not task.has_backward:
-        return 0.0
+        return StepEnd()
     sums = gradient_sums(
         hardware.network,
         held_gradients(program, task),
@@ -65,13 +78,14 @@ def after_backward(
         copies,
         shares_update=program.updated is not None,
     )
-    ends = ends_of_sums(task, [timeline], sums, hardware.device)
+    times = times_of_sums(task, [timeline], sums, hardware.device)
+    ends = ends_of_sums(task, times)
     done = max(
         max((*(timed.end for timed in actions), ends[rank]), default=0.0)
         + update_seconds(task, rank, sums, hardware.device)
         for rank, actions in enumerate(timeline.ranks)
     )
-    return done - timeline.makespan
+    return StepEnd(done - timeline.makespan, times)
 
 
 def held_gradients(program: Program, task: Task) -> list[list[Held]]:
@@ -153,28 +167,48 @@ def _stage_sum(own: Sequence[tuple[int, Sum | None]]) -> StageSum:
     )
 
 
-def ends_of_sums(
+def times_of_sums(
     task: Task,
     timelines: Sequence[Timeline],
     sums: Sequence[StageSum],
     device: Device,
-) -> list[float]:
-    """Return, for each rank of a copy, when its last sum is done."""
-    ready = {stage: 0.0 for stage, each in enumerate(sums) if each.packed}
+) -> dict[int, tuple[float, float]]:
+    """Return, for each stage, when its sums begin and end.
+
+    Of n buckets, which take T seconds, one is complete after each n-th of the last
+    backward. What is exposed of them is at most T, at least T/n:
+
+        done = max(begin + (end - begin) / n + T, end + T/n)
+    """
+    ready = {stage: (0.0, 0.0) for stage, each in enumerate(sums) if each.packed}
     for timeline in timelines:
         for actions in timeline.ranks:
-            for timed in actions:
-                stage = timed.action.stage
-                if stage in ready:
-                    ready[stage] = max(ready[stage], timed.end)
+            last = {timed.action.stage: timed for timed in actions}
+            for stage in last.keys() & ready.keys():
+                begin, end = ready[stage]
+                timed = last[stage]
+                ready[stage] = max(begin, timed.start), max(end, timed.end)
     free = [0.0] * task.num_ranks
-    for stage in sorted(ready, key=ready.__getitem__):
+    found = {}
+    for stage in sorted(ready, key=lambda stage: ready[stage][1]):
         places = {row[stage] for row in task.placement}
-        start = max(ready[stage], *(free[place] for place in places))
-        packing = PACKING * sums[stage].packed / device.memory_bandwidth
+        begin, end = ready[stage]
+        count = -(-sums[stage].packed // BUCKET_BYTES)
+        start = max(begin + (end - begin) / count, *(free[place] for place in places))
+        seconds = PACKING * sums[stage].packed / device.memory_bandwidth
+        seconds += sums[stage].seconds
+        found[stage] = start, max(start + seconds, end + seconds / count)
         for place in places:
-            free[place] = start + packing + sums[stage].seconds
-    return free
+            free[place] = found[stage][1]
+    return found
+
+
+def ends_of_sums(task: Task, times: Mapping[int, tuple[float, float]]) -> list[float]:
+    """Return, for each rank of a copy, when its last sum is done."""
+    return [
+        max((times[stage][1] for _, stage in lanes if stage in times), default=0.0)
+        for lanes in task.lanes
+    ]
 
 
 def update_seconds(

@@ -59,6 +59,7 @@ def make_plan(
     weights = largest_weights(tiles)
     shown = os.path.relpath(source) if source else program.name
     given = {key: value for key, value in asdict(options).items() if value is not None}
+    ending = after_backward(first, task, timeline, options.data, hardware)
     return Plan(
         gemsc=version("gemsc"),
         torch=torch.__version__,
@@ -75,7 +76,11 @@ def make_plan(
         micro_batch_size=micro_batch_size(program),
         times=times_text(hardware, options),
         step_seconds=timeline.makespan,
-        ending_seconds=after_backward(first, task, timeline, options.data, hardware),
+        ending_seconds=ending.seconds,
+        sums=[
+            {"stage": stage, "start": start, "end": end}
+            for stage, (start, end) in sorted(ending.sums.items())
+        ],
         bubble=timeline.bubble,
         workspace_bytes=task.workspace_bytes,
         peak_bytes=list(timeline.peak_bytes),

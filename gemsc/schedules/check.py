@@ -9,7 +9,8 @@ what a rank does with it:
         compute; on a tile, in step with the other tiles of its grid
         send what others need, without waiting
         a backward waits until what its own forward sent has left
-    all-reduce gradients as soon as they are complete, one after the other
+    all-reduce gradients as soon as they are complete, one after the other: in a
+        stage's last action already, which never waits for that
     wait for these, and until what the backwards sent has left
 
 and it supposes the worst of the network: no message moves before its receive is posted.
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, zip_longest
 
-from gemsc.base.parts import Part, make_whole, parts_of
+from gemsc.base.parts import Part, make_whole, parts_of, sums_in_order
 from gemsc.errors import InternalError
 from gemsc.schedules.action import Action, Kind, Task, Timed
 from gemsc.schedules.events import Way, events_of, find_cycle
@@ -88,6 +89,7 @@ def prove(
     proof.parts_make_whole_weights()
     proof.each_gradient_is_reduced_once()
     proof.nothing_blocks()
+    proof.sums_are_in_order()
     proof.memory_is_within_the_cap()
 
 
@@ -465,6 +467,17 @@ class _Proof:
         if actions:
             raise self.wrong(actions[0], text)
         raise self.wrong_sum(sums[0].group, text)
+
+    def sums_are_in_order(self) -> None:
+        """Each rank starts its sums in the order in which they start within actions."""
+        order = sums_in_order(range(len(self.task.stages)))
+        for rank in self.ranks:
+            begun = [step.group for step in rank.steps if isinstance(step, AllReduce)]
+            found = [group for group in begun if group in order]
+            for group, first in zip(found, sorted(found, key=order.index), strict=True):
+                if group != first:
+                    text = f"rank {rank.rank} all-reduces '{group}' before '{first}'"
+                    raise self.wrong_sum(first, text)
 
     # -- memory ------------------------------------------------------------------------
 

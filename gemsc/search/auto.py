@@ -81,20 +81,20 @@ def assess(
     peaks = done.timeline.peak_bytes
     first, hardware = done.tiles[0], read_hardware(options.hardware)
     sums = reduced_bytes(first, done.task, options.data)
-    ending = after_backward(first, done.task, done.timeline, options.data, hardware)
+    ends = after_backward(first, done.task, done.timeline, options.data, hardware)
     highest = max(range(len(peaks)), key=lambda group: peaks[group])
     size = micro_batch_size(done.program)
     sent = step_traffic(first, done.task)
     return Candidate(
         options,
-        seconds=done.timeline.makespan + ending,
+        seconds=done.timeline.makespan + ends.seconds,
         samples=options.data * sum(done.task.micro_batches) * size,
         micro_batch_size=size,
         peak_bytes=peaks[highest],
         activation_bytes=done.timeline.peak_activation_bytes[highest],
         bubble=done.timeline.bubble,
         talking=_talking_share(done, hardware),
-        ending=ending,
+        ending=ends.seconds,
         sent_bytes=sent.message_bytes + sent.sum_bytes + sum(sums),
     )
 

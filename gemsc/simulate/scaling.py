@@ -20,6 +20,7 @@ from gemsc.planner.ending import (
     StageSum,
     ends_of_sums,
     gradient_sums,
+    times_of_sums,
     update_seconds,
 )
 from gemsc.schedules import Edge, Policy, Task, Timeline, run, split_last_backwards
@@ -90,7 +91,8 @@ class Simulator:
         sums = self._sums(copies)
         device = self.hardware.device
         algorithms = [each.algorithms for each in sums]
-        ends = ends_of_sums(self.task, timelines, sums, device)
+        times = times_of_sums(self.task, timelines, sums, device)
+        ends = ends_of_sums(self.task, times)
         best: Point | None = None
         for timeline in timelines:
             for rank, actions in enumerate(timeline.ranks):

@@ -108,7 +108,8 @@ class Branches:
 class Panel:
     """One step of all ranks, or of those whose numbers are given.
 
-    `branches` are those of each stage whose ranks share branches.
+    `branches` are those of each stage whose ranks share branches, `sums` the begin and
+    end of the sums of each stage's gradients.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Panel:
     makespan: float
     numbers: tuple[int, ...] = ()
     branches: Mapping[int, tuple[Branches, ...]] = field(default_factory=dict)
+    sums: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def number(self, row: int) -> int:
         """Return the rank that a row shows."""
@@ -138,6 +140,11 @@ class Panel:
         length = self.makespan / BINS
         rows = (replace(row, spans=_coarse(row.spans, length)) for row in self.rows)
         return replace(self, rows=tuple(rows))
+
+    @property
+    def length(self) -> float:
+        """The seconds until all actions and sums are done."""
+        return max((self.makespan, *(end for _, end in self.sums.values())))
 
     @property
     def bubble(self) -> float:
@@ -177,7 +184,8 @@ def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, 
         task, timeline_of(plan), list(map(show_ranks, copies[0]))
     )
     branches = {stage.index: tuple(_branches(stage)) for stage in plan.stages}
-    predicted = replace(predicted, branches=branches)
+    sums = {each["stage"]: (each["start"], each["end"]) for each in plan.sums}
+    predicted = replace(predicted, branches=branches, sums=sums)
     if not marks:
         return (predicted,)
     groups = [ranks for copy in copies for ranks in copy]

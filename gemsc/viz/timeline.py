@@ -32,6 +32,7 @@ OTHERS = {
 }
 LEFT, RIGHT, TOP, GAP, AXIS, LINE = 96, 110, 58, 30, 22, 20
 THINNEST = 0.5  # of what is drawn of branches
+SUMS = 0.2  # of a box, for the line of sums
 NARROWEST, WIDEST = 880, 2400  # of the part where time runs
 STYLE = """
 text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
@@ -46,6 +47,7 @@ text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
 .box { stroke: #ffffff }
 .thin { stroke-width: 0 }
 .branches { stroke: #ffffff; stroke-width: 0.3 }
+.sums { stroke: #ffffff; stroke-width: 0.5 }
 .dark { text-anchor: middle }
 .light { text-anchor: middle; fill: #ffffff }
 .resident { fill: #dfe4ea }
@@ -127,7 +129,7 @@ class _Drawn:
         return self.top + self.pitch * len(self.panel.rows)
 
     def x(self, seconds: float) -> float:
-        return LEFT + self.width * seconds / (self.panel.makespan or 1.0)
+        return LEFT + self.width * seconds / (self.panel.length or 1.0)
 
     def parts(self) -> Iterator[str]:
         yield from self._axis()
@@ -143,7 +145,7 @@ class _Drawn:
 
     def _axis(self) -> Iterator[str]:
         """Draw lines at round numbers of milliseconds."""
-        total = 1e3 * (self.panel.makespan or 1.0)
+        total = 1e3 * (self.panel.length or 1.0)
         step = _round_step(total / (self.width / 90))
         for index in range(int(total / step * (1 + 1e-9)) + 1):
             x = self.x(index * step / 1e3)
@@ -152,10 +154,11 @@ class _Drawn:
             yield text(x, self.end + 12, label, "tick")
 
     def _row(self, row: Row, y: int) -> Iterator[str]:
-        makespan, right = self.panel.makespan, self.x(self.panel.makespan)
+        makespan, right = self.panel.makespan, self.x(self.panel.length)
         yield rect("idle", LEFT, y, right - LEFT, self.box)
         for span in row.spans:
             yield from self._span(row, span, y)
+        yield from self._sums(row, y)
         middle = y + self.box / 2 + 4
         idle = 1 - row.busy / makespan if makespan else 0
         yield text(LEFT - 8, middle, row.name, "rank")
@@ -185,13 +188,24 @@ class _Drawn:
             start, end = each.start, each.end
             if span.kind == "backward":
                 start, end = 1 - end, 1 - start
-            width = self.width * (end - start) * span.seconds / self.panel.makespan
+            width = self.width * (end - start) * span.seconds / self.panel.length
             if width >= THINNEST:
                 x = self.x(span.start + start * span.seconds)
                 top = y + self.box - height * (count - each.place)
                 colour = LINES[each.place % len(LINES)] if each.names else "#ffffff"
                 title = each.names or "waits for branches of others"
                 yield rect("branches", x, top, width, height, colour, title)
+
+    def _sums(self, row: Row, y: int) -> Iterator[str]:
+        """Draw a line at the top of a row while it adds up gradients with others."""
+        for stage in sorted({stage for _, stage in row.lanes} & self.panel.sums.keys()):
+            start, end = self.panel.sums[stage]
+            title = f"sums of stage {stage} {start * 1e3:.4g} to {end * 1e3:.4g} ms"
+            x, width = self.x(start), self.x(end) - self.x(start)
+            height = SUMS * self.box
+            yield rect(
+                "sums", x, y, max(width, 0.5), height, OTHERS["reduction"], title
+            )
 
     def _label(self, span: Span, y: int) -> Iterator[str]:
         """Write the number of an action's micro-batch, if there is room."""
@@ -207,7 +221,7 @@ class _Drawn:
     def _memory(self, row: Row, bottom: int) -> Iterator[str]:
         """Draw the bytes held over time; all ranks of a panel share the scale."""
         most = max(row.peak_bytes for row in self.panel.rows) or 1
-        right = self.x(self.panel.makespan)
+        right = self.x(self.panel.length)
 
         def y(held: int) -> str:
             return n(bottom - (self.memory - 2) * held / most)
@@ -273,7 +287,7 @@ def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str, str]]:
             if (kind, replica) in found:
                 yield "", _colour(kind, replica, 0.0), kind + mark
     for kind, colour in OTHERS.items():
-        if (kind, 0) in found:
+        if (kind, 0) in found or (kind == "reduction" and any(p.sums for p in panels)):
             yield "", colour, kind
     places = {b.place for p in panels for s in p.branches.values() for b in s}
     for place in sorted(places):

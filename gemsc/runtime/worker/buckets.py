@@ -15,7 +15,7 @@ from gemsc.runtime.transport.waiting import Request
 
 __all__ = ["Bucket", "buckets", "flat", "rows_of", "shares"]
 
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 8 * 2**20
 
 
 @dataclass(slots=True)

@@ -102,3 +102,5 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient.contiguous()
     else:
         parameter.grad += gradient
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # as autograd
+        hook(parameter)

@@ -13,7 +13,7 @@ from gemsc.messages.rows import Rows
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
-from gemsc.runtime.worker.buckets import Bucket, buckets, flat, shares
+from gemsc.runtime.worker.buckets import Bucket, flat, shares
 
 __all__ = ["GradientSums", "RunningStatistics", "tracking"]
 
@@ -21,47 +21,42 @@ __all__ = ["GradientSums", "RunningStatistics", "tracking"]
 class GradientSums:
     """Sums of gradients in flight.
 
-    Gradients travel packed in buckets; a sum is started as soon as a stage's last
-    backward is done and waited for before the optimizer's step.
+    Gradients travel packed in buckets; sums are started in a stage's last backward, or
+    after it, and waited for before the optimizer's step. Where `rows` of a parameter
+    are given, each rank gets the sums of its own only.
     """
 
-    def __init__(self, transport: DeviceTransport) -> None:
+    def __init__(self, transport: DeviceTransport, rows: Mapping[str, Rows]) -> None:
         self._transport = transport
+        self._rows = rows
         self._buckets: list[Bucket] = []
         self._counted: list[tuple[list[nn.Parameter], Tensor]] = []
 
-    def start(
-        self,
-        group: Group,
-        parameters: Mapping[str, nn.Parameter],
-        rows: Mapping[str, Rows],
-        *,
-        counted: bool = False,
-    ) -> None:
-        """Start to add up the gradients of these parameters over a group.
+    def count(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start to count how many ranks have a gradient, for each parameter.
 
-        Where `rows` of a parameter are given, each rank gets the sums of its own only.
-        Where data came by on some ranks only, the others have no gradient: then it is
-        `counted` how many ranks have one. A parameter ends without if none has.
+        Where data came by on some ranks only, the others have none: here they get
+        zeros to add. A parameter ends without if no rank has one.
         """
         trained = [p for p in parameters.values() if p.requires_grad]
-        if counted and trained:
-            present = [float(parameter.grad is not None) for parameter in trained]
-            counts = torch.tensor(present, device=trained[0].device)
-            for parameter in trained:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            self._counted.append((trained, counts))
-            self._start(group, [counts])
-        found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        names, gradients = [*found], [*found.values()]
-        for numbers in buckets(gradients):
-            packed = [gradients[number] for number in numbers]
-            if rows:
-                of_ranks = [rows[names[number]] for number in numbers]
-                self._start_shares(group, shares(packed, of_ranks))
-            else:
-                self._start(group, packed)
+        if not trained:
+            return
+        present = [float(parameter.grad is not None) for parameter in trained]
+        counts = torch.tensor(present, device=trained[0].device)
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._counted.append((trained, counts))
+        self._start(group, [counts])
+
+    def start(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start to add up these parameters' gradients over a group, in one bucket."""
+        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        if self._rows:
+            of_ranks = [self._rows[name] for name in parameters]
+            self._start_shares(group, shares(gradients, of_ranks))
+        else:
+            self._start(group, gradients)
 
     def _start(self, group: Group, gradients: list[Tensor]) -> None:
         sums = flat(gradients)

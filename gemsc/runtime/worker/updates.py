@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +14,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from gemsc.base.boxes import Interval
+from gemsc.base.parts import sums_in_order
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.worker.clip import clip_gradients
+from gemsc.runtime.worker.departures import Departures, leaving_early
 from gemsc.runtime.worker.finite import all_finite
 from gemsc.runtime.worker.loss_scale import LossScale
 from gemsc.runtime.worker.own_rows import OwnRows
-from gemsc.runtime.worker.program import RankPlace, RankProgram
+from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics, tracking
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
@@ -61,7 +65,6 @@ class Updates:
         self._place = place
         self._steps = steps
         self._clip_norm = clip_norm
-        self._sums = GradientSums(transport)
         self._groups = {
             key: transport.host.group(place.everywhere(ranks), key)
             for key, ranks in sorted(program.reductions.items())
@@ -75,6 +78,13 @@ class Updates:
             for key, group in self._groups.items():
                 self._own.share(group, self._summed[key], program.updated_whole)
         self.parameters = self._own.parameters(stages.parameters)
+        self._sums = GradientSums(transport, self._own.rows)
+        self._departures = {
+            key: Departures(self._summed[key], partial(self._sums.start, group))
+            for key, group in self._groups.items()
+        }
+        self._to_start: list[str] = []  # sums of this step, in order
+        self._to_come: Counter[str] = Counter()  # actions with gradients, by stage
         self._statistics = self._running_statistics()
         self.scaler = LossScale() if is_scaled else None
 
@@ -82,15 +92,39 @@ class Updates:
         """Remember what running statistics were before the step."""
         for statistics in self._statistics.values():
             statistics.remember()
+        program = self._program
+        keys = sums_in_order({run.stage for run in program.stages})
+        self._to_start = [key for key in keys if key in self._groups]
+        self._to_come.clear()
+        for run in program.stages:
+            deferred = len(program.deferred.get(run, ()))
+            self._to_come[run.stage_name] += program.num_micro_batches + deferred
+
+    def adding(self, run: Run) -> AbstractContextManager[None]:
+        """Return what an action that computes gradients runs in.
+
+        In a stage's last one sums start as soon as gradients are complete, unless those
+        that come before, in the order of all ranks, have not been started.
+        """
+        stage = run.stage_name
+        self._to_come[stage] -= 1
+        if self._to_come[stage] or not self._steps.is_update or self._are_counted:
+            return nullcontext()
+        keys = [key for key in sums_in_order([run.stage]) if key in self._groups]
+        if not keys or self._to_start[: len(keys)] != keys:
+            return nullcontext()
+        sums = [self._departures[key] for key in keys]
+        return leaving_early(sums, self._transport.progress)
 
     def start_reduction(self, key: str) -> None:
         """Start the all-reduces of a stage's gradients, less those of tied parameters.
 
         `key` is that of `RankProgram.reductions`, of whole parameters or of parts.
-        Called after the stage's last backward; what follows hides the communication.
+        Called after the stage's last backward, in which some may have started; what
+        follows hides the communication.
         """
         if self._steps.is_update:
-            self._start(key, self._summed[key])
+            self._start(key)
 
     def finish_reductions(self) -> None:
         """All-reduce tied parameters' gradients and statistics; wait for all sums."""
@@ -101,7 +135,7 @@ class Updates:
                 is_present = parameter.grad is not None or not parameter.requires_grad
                 if not is_present and not self._program.depends_on_data:
                     parameter.grad = torch.zeros_like(parameter)
-                self._start(name, {name: parameter})
+                self._start(name)
         num_runs = self._steps.count / self._program.num_micro_batches
         waits = [
             request
@@ -160,11 +194,19 @@ class Updates:
         """Give all ranks the complete gradients; all call this, in `before`."""
         self._own.gather(lambda parameter: parameter.grad)
 
-    def _start(self, key: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        program, group = self._program, self._groups[key]
+    @property
+    def _are_counted(self) -> bool:
+        """Whether a rank may lack gradients in this step that others have."""
         is_partial = self._steps.count < self._steps.num_micro_batches
-        counted = program.depends_on_data or program.branches or is_partial
-        self._sums.start(group, parameters, self._own.rows, counted=counted)
+        program = self._program
+        return program.depends_on_data or program.branches or is_partial
+
+    def _start(self, key: str) -> None:
+        if self._are_counted:
+            self._sums.count(self._groups[key], self._summed[key])
+        self._departures[key].finish()
+        if key in self._to_start:
+            self._to_start.remove(key)
 
     def _running_statistics(self) -> dict[str, RunningStatistics]:
         num_replicas = self._program.num_replicas

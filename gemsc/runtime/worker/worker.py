@@ -202,7 +202,8 @@ class Worker:
         depends_on_data = self.program.depends_on_data
         if depends_on_data:
             gradients = self._present(run, gradients)
-        run_backward(kept.outputs, gradients)
+        with self.updates.adding(run):
+            run_backward(kept.outputs, gradients)
         if kept.anomalies is not None:
             kept.anomalies.check_gradients()
         if kept.deferred is not None:
@@ -216,8 +217,9 @@ class Worker:
         """Add up the weight gradients that a stage's backward deferred."""
         self.status.enter("weight gradients", run, m)
         self.mail.release_arrived()
-        if self._number_of(run, m) < self.steps.count:
-            self._deferred.pop((run, m)).compute()
+        with self.updates.adding(run):
+            if self._number_of(run, m) < self.steps.count:
+                self._deferred.pop((run, m)).compute()
 
     @property
     def loss_gradient(self) -> Tensor:
@@ -251,7 +253,10 @@ class Worker:
         self.steps.add_result(loss, whole(output) if is_mixed else output)
 
     def start_reduction(self, key: str) -> None:
-        """Start to add up a stage's gradients, or its parts', over who holds them."""
+        """Add up a stage's gradients, or its parts', over who holds them.
+
+        Those that were complete have been started in the stage's last backward.
+        """
         self.updates.start_reduction(key)
 
     def finish_reductions(self) -> None:
