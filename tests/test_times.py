@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +14,16 @@ from torch import Tensor, nn
 
 from gemsc.calibrate.fit import fit_seconds, least_squares
 from gemsc.calibrate.samples import FAMILIES, Draw
+from gemsc.compiler import schedule_stages, trace
 from gemsc.costs.hardware import read_hardware, shipped_hardware
 from gemsc.costs.operators import work_of
 from gemsc.costs.times import roofline, seconds
 from gemsc.frontend import record
 from gemsc.ir import meta
+from gemsc.options import CompileOptions
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.canonicalize import Canonicalize
-from gemsc.passes.manager import run_passes
+from gemsc.passes.manager import Runs, run_passes
 
 ATEN = torch.ops.aten
 
@@ -154,3 +158,40 @@ def test_the_backward_of_each_node_is_booked_on_it() -> None:
     )
     assert all(each.backward_seconds > 0 for each in facts[:4])
     assert facts[2].backward_seconds > 3 * facts[1].backward_seconds
+
+
+def seconds_of_a_stage(offload: str = "off", **changes: Any) -> tuple[float, float]:
+    """Return what a small network takes, forward and backward, as one stage."""
+    base = read_hardware("v100")
+    hardware = replace(base, device=replace(base.device, **changes))
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    chosen = () if offload == "off" else (offload,)
+    options = CompileOptions(ranks=1, micro_batches=1, offload=chosen)
+    x = torch.randn(8, 64)
+    traced = trace(model, (x,), loss=mean, check=False, hardware=hardware)
+    done = schedule_stages(traced, options, Runs(None), hardware=hardware)
+    return done.task.stages[0].forward, done.task.stages[0].backward
+
+
+def test_launches_and_kernels_of_an_asynchronous_device_overlap() -> None:
+    slow = {"forward_overhead": 1.0, "backward_overhead": 2.0}
+    none = {"forward_overhead": 0.0, "backward_overhead": 0.0}
+    for way in range(2):
+        both = seconds_of_a_stage(**slow, asynchronous=False)[way]
+        kernels = seconds_of_a_stage(**none)[way]
+        launches = seconds_of_a_stage(**slow)[way]
+        assert kernels > 0
+        assert launches == pytest.approx(both - kernels, rel=1e-12)
+        assert launches == round(launches)  # each launch takes a second, or two
+        few = {name: each * 1e-12 for name, each in slow.items()}
+        assert seconds_of_a_stage(**few)[way] == pytest.approx(kernels, rel=1e-3)
+
+
+def test_copies_of_an_asynchronous_device_hide_under_what_it_computes() -> None:
+    slow, fast = {"host_bandwidth": 1.0}, {"host_bandwidth": 1e15}
+    for way in range(2):
+        alone = seconds_of_a_stage()[way]
+        added = seconds_of_a_stage("all", **slow, asynchronous=False)[way]
+        assert seconds_of_a_stage("all", **fast)[way] == alone
+        assert seconds_of_a_stage("all", **slow)[way] > 1000.0 > alone  # bytes
+        assert added > seconds_of_a_stage("all", **slow)[way]

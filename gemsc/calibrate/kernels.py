@@ -73,6 +73,7 @@ def calibrate(
         bandwidth = _bandwidth(device)
         progress("overheads", 0.98)
         forward, backward = _overheads(device)
+    workspace = _workspace() if device != "cpu" else 0
     progress("fit", 0.99)
     return Device(
         name=_name(device),
@@ -81,6 +82,8 @@ def calibrate(
         peak_flops={dtype: rounded(peak) for dtype, peak in peaks.items()},
         forward_overhead=rounded(forward),
         backward_overhead=rounded(backward),
+        workspace_bytes=workspace,
+        asynchronous=device != "cpu",
         fit=fit_all(samples),
     )
 
@@ -262,6 +265,23 @@ def _overheads(device: str) -> tuple[float, float]:
     return max(0.0, extra[0]), max(0.0, extra[1])
 
 
+def _workspace() -> int:
+    """Return the bytes of a GPU that a process takes before it has any tensor.
+
+    CUDA's context, and what cuBLAS and cuDNN keep after a product and a convolution.
+    The GPU has to be this process' own.
+    """
+    x = torch.randn(1, 64, 64, 64, device="cuda")
+    torch.mm(x[0, 0], x[0, 0])
+    nn.functional.conv2d(x, torch.randn(64, 64, 3, 3, device="cuda"))
+    del x
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    outside = total - free - torch.cuda.memory_reserved()
+    return outside + torch.cuda.memory_allocated()
+
+
 def _name(device: str) -> str:
     if device != "cpu":
         return torch.cuda.get_device_name()
@@ -279,6 +299,7 @@ def _name(device: str) -> str:
 def _memory(device: str) -> int:
     """Return the bytes of a GPU; on a CPU, of one core's part of the memory."""
     if device != "cpu":
-        return torch.cuda.get_device_properties(0).total_memory
+        index = torch.cuda.current_device()
+        return torch.cuda.get_device_properties(index).total_memory
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return whole // (os.cpu_count() or 1)

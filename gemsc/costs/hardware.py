@@ -35,7 +35,9 @@ class Device:
     `peak_flops` holds operations per second by dtype ("float32"); "tf32", where it is
     given, is what convolutions in float32 reach (PyTorch's default on GPUs that have
     it). Overheads are seconds per operator, forward and backward, that no kernel
-    takes: Python, dispatch, launch. `host_bandwidth` is bytes per second, one way,
+    takes: Python, dispatch, launch. Where the host only queues kernels
+    (`asynchronous`), as on a GPU, it spends them while kernels run, and copies to the
+    host run beside both. `host_bandwidth` is bytes per second, one way,
     between the device and where offloaded activations wait: host memory, or the file
     that stands for it where the device is the host. `workspace_bytes` are what
     libraries take of each rank's memory for themselves. `gemsc.costs.times` says how
@@ -57,6 +59,7 @@ class Device:
     backward_overhead: float = 0.0
     host_bandwidth: float = 4e9
     workspace_bytes: int = 0
+    asynchronous: bool = False
     half_flops: float = 0.0
     half_channels: float = 0.0
     efficiency: dict[str, float] = field(default_factory=dict)

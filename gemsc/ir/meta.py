@@ -123,7 +123,9 @@ class TileSum(NamedTuple):
 class Facts:
     """What the annotate pass knows of a node.
 
-    Seconds are predicted for one micro-batch. `saved` holds (storage, bytes) of all
+    Seconds are predicted for one micro-batch. `forward_launches` and
+    `backward_launches` are the part of them in which an asynchronous device runs
+    kernels of other nodes: see `busy_seconds`. `saved` holds (storage, bytes) of all
     that autograd keeps for this node's backward, without parameters and buffers;
     `saved_bytes` counts those of them that no earlier node keeps already. `storages`
     are the (storage, bytes) of the node's own value. `heavy` nodes multiply matrices,
@@ -148,6 +150,8 @@ class Facts:
     random: bool = False
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    forward_launches: float = 0.0
+    backward_launches: float = 0.0
     sums: tuple[TileSum, ...] = ()
     weight_seconds: float = 0.0
     weight_bytes: int = 0

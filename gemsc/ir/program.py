@@ -29,6 +29,7 @@ __all__ = [
     "Slot",
     "Stage",
     "Transfer",
+    "busy_seconds",
 ]
 
 
@@ -82,6 +83,22 @@ class Block:
     def total(self, fact: str) -> Any:
         """Return the sum of one field of `Facts` over the nodes."""
         return sum(getattr(facts(node), fact) for node in self.nodes)
+
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds of forward and backward, where launches and kernels overlap."""
+        return sum(
+            busy_seconds(self.total(f"{way}_seconds"), self.total(f"{way}_launches"))
+            for way in ("forward", "backward")
+        )
+
+
+def busy_seconds(seconds: float, launches: float) -> float:
+    """Return how long nodes keep a device: the longer of launching and computing.
+
+    `seconds` count both; `launches` are 0 where they do not overlap.
+    """
+    return max(launches, seconds - launches)
 
 
 @dataclass(frozen=True, slots=True)

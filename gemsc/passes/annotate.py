@@ -153,6 +153,8 @@ class _Count:
     moved_bytes: int = 0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    forward_operators: int = 0
+    backward_operators: int = 0
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
     sums: list[meta.TileSum] = field(default_factory=list)
@@ -234,7 +236,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count.random |= draws(func, args, kwargs)
         count.flops += flops
         count.moved_bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
-        count.forward_seconds += self.device.forward_overhead
+        count.forward_operators += 1
         count.forward_seconds += self._seconds(works)
 
     def book_call(self, call: OpaqueCall) -> None:
@@ -243,10 +245,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count.flops += call.flops
         count.moved_bytes += call.moved_bytes
         count.random |= call.random
-        overhead = call.forward_operators * self.device.forward_overhead
-        count.forward_seconds += overhead + self._seconds(call.forward)
-        overhead = call.backward_operators * self.device.backward_overhead
-        count.backward_seconds += overhead + self._seconds(call.backward)
+        count.forward_operators += call.forward_operators
+        count.forward_seconds += self._seconds(call.forward)
+        count.backward_operators += call.backward_operators
+        count.backward_seconds += self._seconds(call.backward)
 
     def _seconds(self, works: Iterable[Work]) -> float:
         return sum(seconds(self.device, work) for work in works)
@@ -278,7 +280,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.node = self.ran[place] if place >= 0 else None
         count = self.counts[self.node]
         _, works = work_of(func, args, kwargs, result)
-        count.backward_seconds += self.device.backward_overhead
+        count.backward_operators += 1
         count.backward_seconds += self._seconds(works)
         if count.weights:
             of_weight = tuple(getattr(result, "shape", ())) in count.weight_shapes
@@ -293,6 +295,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         fresh = {key: size for key, size in count.saved.items() if key not in seen}
         seen.update(fresh)
+        forward = count.forward_operators * self.device.forward_overhead
+        backward = count.backward_operators * self.device.backward_overhead
+        overlaps = self.device.asynchronous
         return meta.Facts(
             flops=count.flops,
             moved_bytes=count.moved_bytes,
@@ -304,8 +309,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             heavy=count.flops > 0
             or any(p.dim() > 1 for p in _parameters(node, module)),
             random=count.random,
-            forward_seconds=count.forward_seconds,
-            backward_seconds=count.backward_seconds,
+            forward_seconds=forward + count.forward_seconds,
+            backward_seconds=backward + count.backward_seconds,
+            forward_launches=forward if overlaps else 0.0,
+            backward_launches=backward if overlaps else 0.0,
             sums=tuple(count.sums),
             weight_seconds=count.weight_seconds,
             weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),

@@ -7,7 +7,7 @@ Example, five blocks of 1, 1, 2, 2 and 4 ms on three stages:
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import chain, combinations, pairwise
@@ -89,7 +89,7 @@ class BalanceStages(Pass):
         known = {grid: self._shares(program, blocks, grid) for grid in set(grids)}
         shares = [known[grid] for grid in grids]
         if self.kind == "compute":
-            seconds = [_seconds(block) for block in blocks]
+            seconds = [block.busy_seconds for block in blocks]
             rows = [
                 [each * share for each, share in zip(seconds, row, strict=True)]
                 for row in shares
@@ -130,7 +130,7 @@ class BalanceStages(Pass):
         found = []
         for block in blocks:
             less = [meta.facts(n).seconds * saved.get(n.name, 0.0) for n in block.nodes]
-            found.append(1 - sum(less) / (_seconds(block) or 1.0))
+            found.append(1 - sum(less) / (block.busy_seconds or 1.0))
         return found
 
     def _step(
@@ -192,11 +192,6 @@ class BalanceStages(Pass):
 
 def _join(values: Sequence[object]) -> str:
     return ",".join(map(str, values))
-
-
-def _seconds(block: Block) -> float:
-    total: Callable[[str], float] = block.total
-    return total("forward_seconds") + total("backward_seconds")
 
 
 def _crossing(program: Program, blocks: Sequence[Block]) -> list[float]:

@@ -77,6 +77,8 @@ def _share(block: Block, found: BlockTimes, copies: dict[fx.Node, fx.Node]) -> N
             copies[node],
             replace(
                 facts,
+                forward_launches=0.0,
+                backward_launches=0.0,
                 forward_seconds=found.forward * forward,
                 backward_seconds=found.backward * backward,
             ),

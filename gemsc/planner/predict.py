@@ -10,7 +10,7 @@ from gemsc.costs.hardware import Hardware, Network
 from gemsc.ir import meta
 from gemsc.ir.flow import is_exchange
 from gemsc.ir.opaque import opaque_of
-from gemsc.ir.program import Program, Stage, Transfer
+from gemsc.ir.program import Program, Stage, Transfer, busy_seconds
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.planner.activations import (
     activations,
@@ -85,13 +85,17 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     for stage in program.require_stages():
         kept, owned = saved[stage.index], weights[stage.index]
         waits = talking(program, stage, hardware.network)
+        computing = _computing(program, stage)
         moving = hardware.device.host_seconds(kept.moved)
-        forward, backward = (each + moving for each in waits)
-        again = again_seconds(program, stage.index)
+        if hardware.device.asynchronous:  # beside what is computed
+            computing = [max(each, moving) for each in computing]
+        else:
+            computing = [each + moving for each in computing]
+        forward, backward = map(sum, zip(computing, waits, strict=True))
         found.append(
             StageCost(
-                forward=stage.total("forward_seconds") + forward,
-                backward=stage.total("backward_seconds") + backward + again,
+                forward=forward,
+                backward=backward,
                 saved_bytes=kept.kept,
                 transient_bytes=kept.transient,
                 first_transient_bytes=kept.first_transient,
@@ -105,6 +109,22 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
             )
         )
     return found
+
+
+def _computing(program: Program, stage: Stage) -> list[float]:
+    """Return the seconds of a stage's own work, forward and backward.
+
+    What the backward computes again takes as much as it did in the forward.
+    """
+    spent, launches = (
+        [float(stage.total(f"{way}_{what}")) for way in ("forward", "backward")]
+        for what in ("seconds", "launches")
+    )
+    again = again_seconds(program, stage.index)
+    if spent[0]:
+        launches[1] += launches[0] * again / spent[0]
+    spent[1] += again
+    return [busy_seconds(*each) for each in zip(spent, launches, strict=True)]
 
 
 def _waiting_seconds(program: Program, stage: Stage) -> float:

@@ -267,7 +267,8 @@ def _savings_of(
     for block in stage.blocks:
         if "offload" in kinds:
             freed, _ = _freed([block], saved, users)
-            seconds = 2 * device.host_seconds(sum(saved[block.index].values()))
+            moving = device.host_seconds(sum(saved[block.index].values()))
+            seconds = _stalled(device, block, moving)
             found.append(Saving((block.index,), "offload", freed, seconds))
     for length in range(1, 1 + longest) if "recompute" in kinds else ():
         for run in _runs(program, stage, length):
@@ -281,6 +282,17 @@ def _savings_of(
             seconds = seconds_again(program, stage.index, nodes)
             found.append(Saving(indices, "recompute", freed - kept, seconds))
     return [saving for saving in found if saving.freed > 0]
+
+
+def _stalled(device: Device, block: Block, moving: float) -> float:
+    """Return how long a block waits for what it moves to the host, and back.
+
+    Copies run beside an asynchronous device's work; the block's own hides its own.
+    """
+    if not device.asynchronous:
+        return 2 * moving
+    ways = ("forward_seconds", "backward_seconds")
+    return sum(max(0.0, moving - float(block.total(way))) for way in ways)
 
 
 def _runs(program: Program, stage: Stage, length: int) -> Iterator[Sequence[Block]]:
