@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from sim_cuda import DEVICE, SimDevice
 
 from gemsc.errors import GemscError
 from gemsc.runtime.process.device import (
+    cap_memory,
     choose_device,
     claim_device,
     exact_arithmetic,
 )
 from gemsc.runtime.process.sharing import LOCAL_RANKS
+from gemsc.runtime.training import trainer
 from gemsc.verify.steps import reference_steps
 
 gemsc = pytest.fixture(gemsc_here)
@@ -155,3 +158,47 @@ def test_one_process_trains_on_a_device_as_on_the_cpu() -> None:
     for name, tensor in expected.state.items():
         assert found.state[name].device.type == "cpu"
         assert torch.equal(found.state[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("cap", "before", "share"),
+    [
+        (2**30, 1.0, 0.125),
+        (2**32 + 2**29, 1.0, 1.0),
+        (2**29, 1.0, 0.0625),
+        (2**32, 0.5, 0.5),
+        (None, 1.0, None),
+    ],
+)
+def test_pytorch_hands_out_what_a_rank_was_compiled_for(
+    cap: int | None,
+    before: float,
+    share: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The GPU has 4 GiB, of which CUDA takes half a GiB."""
+    shares: list[float] = []
+    facts = SimpleNamespace(total_memory=2**32)
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda device: before)
+    monkeypatch.setattr(
+        cuda,
+        "set_per_process_memory_fraction",
+        lambda each, device: shares.append(each),
+    )
+    cap_memory(torch.device("cpu"), cap)
+    assert not shares
+    cap_memory(gpu(0), cap)
+    assert shares == ([] if share is None else [share])
+
+
+def test_a_trainer_knows_what_it_was_compiled_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    caps: list[int | None] = []
+    monkeypatch.setattr(trainer, "cap_memory", lambda device, cap: caps.append(cap))
+    for cap in (None, 2**24):
+        written(tmp_path, Net(lambda self, x: self.a(x)), ranks=1, device_memory=cap)
+        run_local(1, lambda t: trainer.Trainer(tmp_path, t))
+    assert caps == [None, 2**24]

@@ -23,6 +23,7 @@ from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport
 
 __all__ = [
+    "cap_memory",
     "choose_device",
     "claim_device",
     "device_named",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 # the only one with which cuBLAS gives the same bits each time; read when it starts
+CONTEXT_BYTES = 2**29  # of CUDA itself, in each process
 CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # PyTorch then counts GPUs without starting CUDA, which has to come after MPS
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -155,6 +157,20 @@ def choose_device(
     device = _gpu(wanted, transport.local_rank)
     torch.cuda.set_device(device)  # of pinned memory and libraries, too
     return device
+
+
+def cap_memory(device: torch.device, cap: int | None) -> None:
+    """Let PyTorch refuse what goes beyond the bytes that a rank was compiled for.
+
+    CUDA's context is part of them, but not of what PyTorch hands out. On a CPU, and
+    without a cap, nothing changes.
+    """
+    if device.type != "cuda" or cap is None:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = max(cap - CONTEXT_BYTES, cap // 2) / total
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(share, before), device)
 
 
 @contextmanager

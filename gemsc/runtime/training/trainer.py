@@ -22,7 +22,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.read import resume
 from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.tiled import Window
-from gemsc.runtime.process.device import choose_device
+from gemsc.runtime.process.device import cap_memory, choose_device
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
@@ -120,6 +120,7 @@ class Trainer:
         self._saving = PendingSave()
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
+        cap_memory(self.device, plan.options.get("device_memory"))
         place = RankPlace(
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
         )
