@@ -20,6 +20,7 @@ from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.costs.optimizer_state import optimizer_bytes
 from gemsc.costs.profile import Progress
+from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
 from gemsc.frontend import FRONTENDS
 from gemsc.frontend.check import check_against_eager
@@ -30,7 +31,7 @@ from gemsc.ir.opaque import Opaque, opaques
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
 from gemsc.ir.staged import same_stages
-from gemsc.options import CompileOptions, choose
+from gemsc.options import AUTO, CompileOptions, choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
@@ -55,6 +56,7 @@ from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.separate_towers import SeparateTowers
+from gemsc.passes.share_device import share
 from gemsc.passes.split_tiles import SplitTiles
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
@@ -70,6 +72,7 @@ from gemsc.schedules.loops import find_loops
 from gemsc.search.auto import settled
 from gemsc.search.candidates import Candidate
 from gemsc.search.grids import image_sizes
+from gemsc.search.sharing import choose_sharing, sharing_note
 
 __all__ = [
     "CompiledProgram",
@@ -231,7 +234,8 @@ def lower(
     done = schedule_stages(traced, options, run, placed=placed)
     whole, tiles = evaluate(traced, done, options, run)
     steps = tuple(find_loops(order) for order in done.timeline.orders)
-    compilation = Compilation(whole, tiles, steps, _planned(done, options, source))
+    plan = _planned(traced, done, options, source)
+    compilation = Compilation(whole, tiles, steps, plan)
     files = rank_modules(compilation)
     prove_files(files, compilation, done.task)
     return CompiledProgram(replace(compilation, files=files), candidates)
@@ -243,7 +247,8 @@ def plan(
     """Return what was compared and the plan of the best, without a program."""
     run = Runs()
     candidates, options = settled_options(traced, options, run)
-    return candidates, _planned(schedule_stages(traced, options, run), options, source)
+    done = schedule_stages(traced, options, run)
+    return candidates, _planned(traced, done, options, source)
 
 
 def settled_options(
@@ -253,7 +258,15 @@ def settled_options(
     stage = partial(schedule_stages, traced, run=run)
     sizes, has_branches = image_sizes(traced.program), "branches" in options.open_splits
     most = most_branches(traced.program) if has_branches else 1
-    return settled(options, sizes, most, stage)
+    settle = partial(settled, sizes=sizes, most_branches=most, stage=stage)
+    if options.per_device == AUTO:
+        return choose_sharing(options, _shared(traced, options), settle, stage)
+    return settle(options)
+
+
+def _shared(traced: Traced, options: CompileOptions) -> SharedDevice:
+    device = read_hardware(options.hardware).device
+    return share(traced.program, device, options.micro_batches)
 
 
 def schedule_stages(
@@ -393,10 +406,16 @@ def _outputs_alone(training: Program) -> InsertComms:
     return InsertComms(outputs=True, first_index=len(training.transfers or ()))
 
 
-def _planned(done: Scheduled, options: CompileOptions, source: Path | None) -> Plan:
+def _planned(
+    traced: Traced, done: Scheduled, options: CompileOptions, source: Path | None
+) -> Plan:
     hardware = read_hardware(options.hardware)
     parts = done.program, done.tiles, done.task, done.timeline
-    return make_plan(*parts, options, source, hardware)
+    plan = make_plan(*parts, options, source, hardware)
+    if options.per_device == 1:
+        return plan
+    note = sharing_note(_shared(traced, options), options.per_device)
+    return replace(plan, notes=[*plan.notes, note])
 
 
 @contextmanager

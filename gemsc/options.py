@@ -51,14 +51,17 @@ class CompileOptions:
     remaining ranks has one stage. `shards` "2" gives two ranks to every stage without
     tiles; "2,1,4" gives two to the first stage, one to the second and four to the last.
     `branches` is like it, on the same ranks where a stage has both.
-    `hardware` "" is one core of a CPU. `recompute` and `offload` "auto" take as few
-    blocks as `device_memory` requires, "all" every block where that frees anything.
+    Of `data` replicas, `per_device` share each device and its memory; AUTO makes `data`
+    so many times as large. `hardware` "" is one core of a CPU. `recompute` and
+    `offload` "auto" take as few blocks as `device_memory` requires, "all" every block
+    where that frees anything.
     `precision` "bfloat16" or "float16" computes within `torch.autocast`; weights and
     their gradients stay in float32.
     """
 
     ranks: int = option(2, "processes that hold one replica of the model")
     data: int = option(1, "data-parallel replicas, or auto", auto=True)
+    per_device: int = option(1, "ranks of replicas on one device, or auto", auto=True)
     schedule: str = option("1f1b")
     micro_batches: int = option(
         4, "micro-batches (of example_inputs()) in one step, or auto", auto=True
@@ -156,6 +159,11 @@ class CompileOptions:
                 help="add --blocks 3,4,4,5 (blocks of each stage) or "
                 "--cuts layer2,layer3 (where each later stage begins)",
             )
+
+    @property
+    def rank_memory(self) -> int | None:
+        """What a rank may take of `device_memory`."""
+        return self.device_memory and self.device_memory // max(1, self.per_device)
 
     @property
     def groups(self) -> tuple[GridShape, ...]:
@@ -317,7 +325,7 @@ class CompileOptions:
         object.__setattr__(self, name, tuple(filter(None, words)))
 
     def _check_counts(self) -> None:
-        for name in ("ranks", "data", "micro_batches", "times", "chunks"):
+        for name in ("ranks", "data", "micro_batches", "times", "chunks", "per_device"):
             value = getattr(self, name)
             if value == AUTO and name in MAY_BE_AUTO:
                 continue
@@ -326,6 +334,17 @@ class CompileOptions:
                     f"{flag(name)} is {value}",
                     help=f"give {flag(name)} a value from 1 to {MOST:,}",
                 )
+
+        if self.per_device == AUTO and AUTO in (self.data, self.micro_batches):
+            raise GemscError(
+                "--per-device auto takes numbers for --data and --micro-batches",
+                help="--data 1 is one replica on each device, before they are shared",
+            )
+        if self.data != AUTO and self.data % max(1, self.per_device):
+            raise GemscError(
+                f"--per-device {self.per_device} does not divide --data {self.data}",
+                help="--data counts all replicas, also those that share a device",
+            )
 
     def command_line(self) -> str:
         """Return the flags that differ from the defaults, as a user would type them."""

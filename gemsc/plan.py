@@ -240,6 +240,12 @@ class Plan:
         return self.ranks // self.data
 
     @property
+    def per_device(self) -> int | None:
+        """How many ranks it was compiled to have on each device, if not one."""
+        found = self.options.get("per_device", 1)
+        return found if found != 1 else None
+
+    @property
     def members(self) -> list[list[int]]:
         """The ranks of each group of one copy: alone, where no stage is split."""
         return self.groups or [[rank] for rank in range(self.copy_ranks)]

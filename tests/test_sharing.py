@@ -17,7 +17,9 @@ import pytest
 import torch
 from command_line import GEMSC, MODEL, Gemsc, gemsc_here, start
 
+from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
+from gemsc.options import AUTO, CompileOptions
 from gemsc.runtime.process import mps
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.sharing import (
@@ -27,6 +29,7 @@ from gemsc.runtime.process.sharing import (
     local_place,
     shared_device,
 )
+from gemsc.search.sharing import choose_sharing
 
 gemsc = pytest.fixture(gemsc_here)
 
@@ -316,3 +319,45 @@ def test_on_a_cpu_the_run_is_the_same(program: Path) -> None:
     assert shared.code == plain.code == 0, shared.err
     losses = [out.split("loss")[1].split()[0] for out in (plain.out, shared.out)]
     assert losses[0] == losses[1]
+
+
+def test_the_number_that_was_compiled_is_that_of_the_run(
+    tmp_path: Path, fake_gpus: list[object], gemsc: Gemsc
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    words = ("compile", tmp_path / "model.py", "-o", tmp_path / "p", "--ranks", 1)
+    done = gemsc(*words, "--data", 3, "--per-device", 3, "--hardware", "a100")
+    assert done.code == 0, done.err
+    assert "note: 3 ranks share each device: predicted +" in done.out
+    done = gemsc("run", tmp_path / "p")
+    assert "--per-device 3 on 2 GPUs is for 6 ranks, and 3 are" in done.err
+    done = gemsc(*words, "--data", 3, "--per-device", 2)
+    assert "error: --per-device 2 does not divide --data 3" in done.err
+    done = gemsc(*words, "--data", "auto", "--per-device", "auto")
+    assert "--per-device auto takes numbers for --data" in done.err
+
+
+def chosen(gain: float, fits: int, cap: int | None = None) -> int:
+    """Return the number that is chosen where so many fit, for `gain` seconds idle."""
+    shared = SharedDevice(launch=gain, kernels=1.0, full=1.0, sum_seconds=0.01)
+
+    def stage(options: CompileOptions) -> None:
+        assert options.data == 3 * options.per_device
+        assert options.rank_memory == (cap and cap // options.per_device)
+        if options.per_device > fits:
+            raise GemscError("too large")
+
+    asked = CompileOptions(data=3, per_device=AUTO, device_memory=cap)
+    found = choose_sharing(asked, shared, lambda o: ((), o), stage)  # type: ignore[arg-type]
+    return found[1].per_device
+
+
+def test_auto_takes_the_fewest_that_gain_most_and_fit() -> None:
+    assert chosen(1.0, fits=8) == 1  # the device is full
+    assert chosen(2.0, fits=8) == 2
+    assert chosen(4.0, fits=8) == 4
+    assert chosen(100.0, fits=8) == 8
+    assert chosen(100.0, fits=7, cap=2**30) == 4
+    assert chosen(1.05, fits=8) == 1  # the sums cost more
+    with pytest.raises(GemscError, match="too large"):
+        chosen(4.0, fits=0)

@@ -21,9 +21,9 @@ from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.options import CompileOptions
+from gemsc.passes.share_device import share
 from gemsc.schedules import SCHEDULES
 from gemsc.simulate.curve import draw_curve
-from gemsc.simulate.sharing import share
 from gemsc.simulate.simulation import (
     powers_of_two,
     read_counts,

@@ -18,7 +18,8 @@ from rich.table import Table
 from gemsc.base.units import show_bytes, show_seconds
 from gemsc.costs.hardware import read_hardware
 from gemsc.options import CompileOptions
-from gemsc.simulate.sharing import ASSUMPTIONS, share
+from gemsc.passes.share_device import share
+from gemsc.simulate.sharing import ASSUMPTIONS
 from gemsc.simulate.simulation import Simulation, simulate, trace_unfilled
 from gemsc.user_model import load_user_model
 

@@ -39,6 +39,7 @@ __all__ = ["compile_command", "compiled", "plan_command"]
 COMPARED = (
     "ranks",
     "data",
+    "per_device",
     "schedule",
     "micro_batches",
     "balance",

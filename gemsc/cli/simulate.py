@@ -16,8 +16,9 @@ from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
+from gemsc.passes.share_device import share
 from gemsc.simulate.curve import draw_curve
-from gemsc.simulate.sharing import share, show_sharing
+from gemsc.simulate.sharing import show_sharing
 from gemsc.simulate.simulation import (
     Simulation,
     read_counts,

@@ -65,6 +65,7 @@ def fewer_ranks(plan: Plan, slots: int) -> CompileOptions:
     if copies == 0:
         copies, ranks = 1, slots
         given = {n: v for n, v in given.items() if n not in OF_A_NUMBER_OF_RANKS}
+    given.pop("per_device", None)
     each = {"ranks": ranks, "data": copies, "micro_batches": batches // copies}
     return CompileOptions(**{**given, **each})
 

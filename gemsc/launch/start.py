@@ -43,8 +43,9 @@ def start(
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
     how, rest, options = read_launch(arguments)
     hosts = _places(how.hosts, plan.ranks, directory)
-    if options.per_device is not None and not hosts:  # else each host counts its own
-        _check_sharing(options.per_device, plan.ranks, options.device)
+    per_device = options.per_device or plan.per_device
+    if per_device is not None and not hosts:  # else each host counts its own
+        _check_sharing(per_device, plan.ranks, options.device)
     is_named = options.save is not None
     if options.resume is not None and not options.goes_on:
         check_checkpoint(options.resume)

@@ -41,7 +41,7 @@ def schedule(
     Raises:
         GemscError: it does not fit the memory cap.
     """
-    policy, cap = SCHEDULES[options.schedule].policy, options.device_memory
+    policy, cap = SCHEDULES[options.schedule].policy, options.rank_memory
     timeline = run(task, policy)
     if cap is not None and max(timeline.peak_bytes) > cap:
         if "auto" in (*options.recompute, *options.offload):
@@ -69,7 +69,7 @@ def _fitted(
     Raises:
         GemscError: neither fits; says how much the lowest possible peak is.
     """
-    cap = options.device_memory
+    cap = options.rank_memory
     assert cap is not None
     kinds = [k for k in ("recompute", "offload") if "auto" in getattr(options, k)]
 

@@ -26,7 +26,7 @@ def nothing_fits(candidates: Sequence[Candidate], assess: Assess) -> GemscError:
             help="try another number of --ranks or --micro-batches",
         )
     lowest = min(built, key=lambda c: c.peak_bytes)
-    cap = lowest.options.device_memory or 0
+    cap = lowest.options.rank_memory or 0
     ways = [
         *_more_ranks(lowest, assess),
         *_recompute(lowest, assess),

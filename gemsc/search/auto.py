@@ -75,7 +75,7 @@ def assess(
         done = stage(uncapped, every_tile=every_tile)
     except GemscError as error:
         return Candidate(options, problem=error.message)
-    if options.device_memory and max(done.timeline.peak_bytes) > options.device_memory:
+    if options.rank_memory and max(done.timeline.peak_bytes) > options.rank_memory:
         with suppress(GemscError):  # there may be an order that holds less at a time
             done = stage(options, every_tile=every_tile)
     peaks = done.timeline.peak_bytes

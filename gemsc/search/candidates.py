@@ -95,7 +95,7 @@ class Candidate:
 
     def fits(self) -> bool:
         """Whether it can be built and stays below the memory cap."""
-        cap = self.options.device_memory
+        cap = self.options.rank_memory
         return not self.problem and (cap is None or self.peak_bytes <= cap)
 
     def may_recompute(self) -> bool:

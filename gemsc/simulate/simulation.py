@@ -142,7 +142,7 @@ def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:
         for key, value in plan.options.items()
     }
     blocks = tuple(len(stage.blocks) for stage in plan.stages)
-    given |= {"balance": "explicit", "blocks": blocks, "cuts": ()}
+    given |= {"per_device": 1, "balance": "explicit", "blocks": blocks, "cuts": ()}
     return load_user_model(plan.spec, constants=plan.constants), replace(known, **given)
 
 

@@ -112,7 +112,8 @@ def parse_arguments(
         "--per-device",
         type=_count,
         metavar="N",
-        help="so many ranks share each GPU of their machine, by MPS where it is",
+        help="so many ranks share each GPU of their machine, by MPS where it is; by "
+        "default as compiled",
     )
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument(

@@ -61,11 +61,12 @@ def load(
             or its sources have changed; the timeout is no time.
     """
     folder = Path(directory)
+    plan = Plan.read(folder / "plan.toml")
     device = claim_device(
         device,
         deterministic=deterministic,
-        per_device=per_device,
-        copy_ranks=Plan.read(folder / "plan.toml").copy_ranks if per_device else 1,
+        per_device=per_device or plan.per_device,
+        copy_ranks=plan.copy_ranks,
     )
     transport = MpiTransport()
     install_hooks(transport)

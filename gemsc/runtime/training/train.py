@@ -84,12 +84,12 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
 def _claimed(directory: Path, options: argparse.Namespace) -> torch.device | None:
     """Return the device asked for, or that of this rank; None leaves the choice."""
     wanted = None if options.device == "auto" else torch.device(options.device)
-    shares = options.per_device is not None
+    plan = Plan.read(directory / "plan.toml")
     return claim_device(
         wanted,
         deterministic=options.deterministic,
-        per_device=options.per_device,
-        copy_ranks=Plan.read(directory / "plan.toml").copy_ranks if shares else 1,
+        per_device=options.per_device or plan.per_device,
+        copy_ranks=plan.copy_ranks,
     )
 
 
