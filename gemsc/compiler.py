@@ -14,6 +14,8 @@ from torch import nn
 
 from gemsc.base.elementwise import Factory, updated_whole
 from gemsc.base.grid_shape import GridShape
+from gemsc.base.memory_format import convert, converted
+from gemsc.base.nests import normalize_inputs
 from gemsc.codegen.package import rank_modules
 from gemsc.compilation import Compilation, TileProgram, Traced
 from gemsc.compiled import CompiledProgram, prove_files
@@ -109,7 +111,8 @@ def compile(
     `edited` plan replaces them all. `progress(block, share)` is called while
     `profile=True` measures blocks.
 
-    The model's parameters and buffers and the random generators are left unchanged.
+    The model's parameters and buffers and the random generators are left unchanged;
+    a `memory_format` changes how they lie in memory.
 
     Raises:
         GemscError: the model or an option cannot be compiled; it says where and why.
@@ -126,6 +129,7 @@ def compile(
             optimizer=optimizer,
             frontend=options.frontend,
             precision=options.precision,
+            memory_format=options.memory_format,
             check=options.check,
             hardware=read_hardware(options.hardware),
             profile=options.profile,
@@ -155,6 +159,7 @@ def trace(
     optimizer: Factory | None = None,
     frontend: str = "record",
     precision: str = "float32",
+    memory_format: str = "as-given",
     check: bool = True,
     evaluates: bool = True,
     hardware: Hardware | None = None,
@@ -170,6 +175,8 @@ def trace(
     not compiled.
     """
     record = choose("frontend", frontend, FRONTENDS)
+    convert(model, memory_format)
+    example_inputs = converted(normalize_inputs(example_inputs), memory_format)
     feed = {"loss": loss, "target": example_target}
     how = {**feed, "autocast": autocast_of(model, precision)}
     trains, run = loss is not None, Runs(after_each)

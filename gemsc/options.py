@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from gemsc.base.grid_shape import ALONE, BESIDE, SPLITS, GridShape
+from gemsc.base.memory_format import MEMORY_FORMATS
 from gemsc.errors import GemscError
 
 __all__ = [
@@ -56,7 +57,8 @@ class CompileOptions:
     `offload` "auto" take as few blocks as `device_memory` requires, "all" every block
     where that frees anything.
     `precision` "bfloat16" or "float16" computes within `torch.autocast`; weights and
-    their gradients stay in float32.
+    their gradients stay in float32. `memory_format` "channels_last" gives weights and
+    inputs of images and volumes that format, in place; their values stay.
     """
 
     ranks: int = option(2, "processes that hold one replica of the model")
@@ -76,6 +78,7 @@ class CompileOptions:
     placement: str = option("natural")
     frontend: str = option("record")
     precision: str = option("float32")
+    memory_format: str = option("as-given")
     device_memory: int | None = option(
         None, "memory limit of each rank, for example 16GiB", unit="bytes"
     )
@@ -306,6 +309,7 @@ class CompileOptions:
                 f"--device {self.device} has no effect without --profile",
                 help="leave it out: `gemsc run --device` says where a program runs",
             )
+        choose("memory format", self.memory_format, dict.fromkeys(MEMORY_FORMATS))
         choose("trunk", self.trunk, dict.fromkeys(TRUNKS))
         for name in ("trunk", "whole"):
             value = getattr(self, name)

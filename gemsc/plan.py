@@ -230,6 +230,11 @@ class Plan:
         return str(self.options.get("precision", "float32"))
 
     @property
+    def memory_format(self) -> str:
+        """What weights and inputs were converted to; "as-given" if to nothing."""
+        return str(self.options.get("memory_format", "as-given"))
+
+    @property
     def batch_size(self) -> int:
         """The samples of one step, over all copies of the model."""
         return self.data * self.micro_batches * self.micro_batch_size

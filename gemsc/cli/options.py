@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from gemsc.base.memory_format import MEMORY_FORMATS
 from gemsc.base.units import parse_bytes
 from gemsc.cli.imported import imported
 from gemsc.errors import GemscError
@@ -38,6 +39,7 @@ NAMES = {
     "placement": ("natural", "auto", *PLACEMENTS),
     "frontend": tuple(FRONTENDS),
     "precision": PRECISIONS,
+    "memory_format": MEMORY_FORMATS,
     "trunk": TRUNKS,
 }
 

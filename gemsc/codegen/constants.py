@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+import torch
 from torch import fx
 
 from gemsc.base.boxes import Box
+from gemsc.base.memory_format import format_of
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import as_tuple, literal, quoted
 from gemsc.codegen.rank_text import RankText, RunText
@@ -213,6 +215,7 @@ class Constants:
             arguments.append("gradient=True")
         if meta.dtypes(value).value:
             arguments.append("keeps_dtype=True")
+        arguments += _format(value)
         return f"Value({', '.join(arguments)})"
 
     def _tile_value(self, transfer: Transfer, value: fx.Node) -> str:
@@ -229,6 +232,7 @@ class Constants:
             arguments.append("gradient=True")
         if meta.dtypes(value).value:
             arguments.append("keeps_dtype=True")
+        arguments += _format(value)
         arguments += _rest(exchange)
         return f"TileValue({', '.join(arguments)})"
 
@@ -277,6 +281,7 @@ class Constants:
         if layout is not None and not layout.is_whole:
             assert self.text.tile is not None
             arguments.append(f"box={as_tuple(layout.boxes[self.text.tile])}")
+        arguments += _format(node)
         return f"Input({', '.join(arguments)})"
 
 
@@ -289,6 +294,12 @@ def box_constants(values: Sequence[Box]) -> str:
         shown = [str(axis[0]) if len(axis) == 1 else str([*axis]) for axis in axes]
         return f"tile_boxes({', '.join(shown)})"
     return as_tuple(values)
+
+
+def _format(value: fx.Node) -> list[str]:
+    """Return the argument that says how a value lies in memory, if it is not plain."""
+    form = format_of(meta.value(value))
+    return [] if form is torch.contiguous_format else [f"memory_format={form}"]
 
 
 def _rest(exchange: Exchange) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from torch import Tensor, fx, nn
 
+from gemsc.base.memory_format import CHANNELS_LAST, format_of, is_laid_out
 from gemsc.codegen.expressions import Named, access, as_tuple, is_attribute, quoted
 from gemsc.codegen.forward import write_forwards
 from gemsc.codegen.rank_text import StageText
@@ -38,6 +39,8 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
         with writer.block("def __init__(self) -> None:"):
             writer.line("super().__init__()")
             _write_layers(writer, stage, named)
+            for line in _formats(stage, paths):
+                writer.line(line)
             if frozen:
                 writer.line("self.train()")
         writer.line()
@@ -46,6 +49,34 @@ def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
         write_forwards(writer, stage, named, _method_names(stage))
     writer.line()
     writer.line()
+
+
+def _formats(stage: StageText, paths: Iterable[str]) -> Iterator[str]:
+    """Yield the lines that give layers' weights the memory format of the model's.
+
+    One line does for a stage, where all weights that a format is for have it.
+    """
+    tensors = _tensors(stage.program.module)
+    images = {
+        n for n in stage.owned if n in tensors and tensors[n].dim() in CHANNELS_LAST
+    }
+    for dims, form in CHANNELS_LAST.items():
+        has = {
+            n for n in images if tensors[n].dim() == dims and is_laid_out(tensors[n])
+        }
+        if not any(format_of(tensors[name]) is form for name in has):
+            continue
+        layers = ["self"]
+        if has != images:
+            layers = [access("self", p) for p in paths if _is_under(p, images, has)]
+        for layer in layers:
+            yield f"{layer}.to(memory_format={form})"
+
+
+def _is_under(path: str, names: Iterable[str], some: Set[str]) -> bool:
+    """Whether a layer holds some of the names, all of them among `some`."""
+    inside = {name for name in names if name.startswith(f"{path}.")}
+    return bool(inside) and inside <= some
 
 
 def _attributes(stage: StageText) -> Iterator[str]:

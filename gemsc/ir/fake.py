@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
+from gemsc.base.memory_format import empty, format_of
+
 __all__ = ["fake_copy", "fake_like", "fake_parameters"]
 
 
@@ -42,8 +44,7 @@ def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """Return a fresh fake leaf with the tensor's shape, dtype and device."""
+    """Return a fresh fake leaf with the tensor's shape, format, dtype and device."""
     with mode:
-        return torch.empty(
-            tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device
-        )
+        form = format_of(tensor)
+        return empty(tensor.shape, form, dtype=tensor.dtype, device=tensor.device)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, shape_of
+from gemsc.base.memory_format import empty
 from gemsc.messages.exchange import Exchange, Piece
 from gemsc.messages.message import Message, Value, name_of
 
@@ -46,10 +47,18 @@ class TileValue:
     fill: float = 0.0
     owned: tuple[Box, ...] = ()
     keeps_dtype: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
 
     def part(self, shape: tuple[int, ...]) -> Value:
         """Return a part of it, of a shape, as one tensor of a message."""
-        return Value(self.name, shape, self.dtype, self.gradient, self.keeps_dtype)
+        return Value(
+            self.name,
+            shape,
+            self.dtype,
+            self.gradient,
+            self.keeps_dtype,
+            self.memory_format,
+        )
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -152,7 +161,7 @@ class GridMessage:
             value = self.values[index]
             own = self._here(value, part.source, sends=True)
             tensor = tensors[place[value.name]]
-            cuts.append(tensor[piece.within(own)].contiguous())
+            cuts.append(tensor[piece.within(own)])
         return tuple(cuts)
 
     def join(
@@ -178,7 +187,9 @@ class GridMessage:
             fill = (
                 -0.0 if self.is_gradient else value.fill
             )  # see gemsc/runtime/worker/backward.py
-            whole = torch.full(shape_of(own), fill, dtype=dtype, device=device)
+            whole = empty(
+                shape_of(own), value.memory_format, dtype=dtype, device=device
+            ).fill_(fill)
             for piece, tensor in pieces:
                 if self.is_gradient:
                     whole[piece.within(own)] += tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ class Value:
     """One tensor of a message; `gradient` says whether its gradient travels back.
 
     Where the program runs in another floating-point type than the one it was traced in,
-    its values are of that type, less those that keep their own (`x.float()`).
+    its values are of that type, less those that keep their own (`x.float()`). Its
+    `memory_format` is that of the value when it was traced: so it travels, without a
+    copy where it lies so, and so does its gradient.
     """
 
     name: str
@@ -31,6 +34,32 @@ class Value:
     dtype: torch.dtype
     gradient: bool = False
     keeps_dtype: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+    @property
+    def lying(self) -> tuple[int, ...]:
+        """Its sizes in the order in which they lie in memory, and travel."""
+        if self.memory_format is torch.contiguous_format:
+            return self.shape
+        batch, channels, *image = self.shape
+        return batch, *image, channels
+
+    def laid(self, tensor: Tensor) -> Tensor:
+        """Return the tensor's memory, of sizes `lying`; a copy if it lies otherwise."""
+        if self.memory_format is torch.contiguous_format:
+            return tensor
+        return tensor.contiguous(memory_format=self.memory_format).movedim(1, -1)
+
+    def stood(self, memory: Tensor) -> Tensor:
+        """Return the tensor whose memory this is: the inverse of `laid`."""
+        if self.memory_format is torch.contiguous_format:
+            return memory
+        return memory.movedim(-1, 1)
 
     def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype that it has where the program runs in `dtype`."""
@@ -74,23 +103,25 @@ class Message:
     def pack(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return one tensor that holds all: the tensor itself if it is alone."""
         if len(tensors) == 1:
-            return tensors[0]
+            return self.values[0].laid(tensors[0])
         sizes = [tensor.nbytes for tensor in tensors]
         starts, total = _offsets(sizes)
         packed = torch.empty(total, dtype=torch.uint8, device=tensors[0].device)
-        for tensor, start, size in zip(tensors, starts, sizes, strict=True):
+        for value, tensor, start, size in zip(
+            self.values, tensors, starts, sizes, strict=True
+        ):
             target = packed[start : start + size].view(tensor.dtype)
-            target.copy_(tensor.detach().reshape(-1))
+            value.stood(target.view(value.lying)).copy_(tensor.detach())
         return packed
 
     def unpack(self, buffer: Tensor, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
         """Return the values in a received buffer, without a copy."""
         if len(self.values) == 1:
-            return [buffer]
+            return [self.values[0].stood(buffer)]
         sizes = self._sizes(dtypes)
         starts, _ = _offsets(sizes)
         return [
-            buffer[start : start + size].view(dtype).view(value.shape)
+            value.stood(buffer[start : start + size].view(dtype).view(value.lying))
             for value, dtype, start, size in zip(
                 self.values, dtypes, starts, sizes, strict=True
             )
@@ -101,12 +132,12 @@ class Message:
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of the buffer that holds the values."""
         if len(self.values) == 1:
-            return self.values[0].shape, dtypes[0]
+            return self.values[0].lying, dtypes[0]
         return (_offsets(self._sizes(dtypes))[1],), torch.uint8
 
     def _sizes(self, dtypes: tuple[torch.dtype, ...]) -> list[int]:
         return [
-            torch.Size(value.shape).numel() * dtype.itemsize
+            value.size * dtype.itemsize
             for value, dtype in zip(self.values, dtypes, strict=True)
         ]
 
@@ -124,7 +155,8 @@ class Input:
 
     `path` is ("input", 0), ("input", "mask"), ("target",), ("target", "boxes", 1), ...
     All micro-batches share an input that is not `batched`. `box` is the part that this
-    rank reads where it computes one tile, () for all of it.
+    rank reads where it computes one tile, () for all of it. The stage gets it in the
+    `memory_format` of the example that was traced.
     """
 
     path: tuple[str | int, ...]
@@ -132,6 +164,7 @@ class Input:
     dtype: torch.dtype
     batched: bool = True
     box: Box = ()
+    memory_format: torch.memory_format = torch.contiguous_format
 
     @property
     def name(self) -> str:

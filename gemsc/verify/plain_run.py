@@ -22,6 +22,7 @@ from gemsc.base.boxes import Box
 from gemsc.base.digest import digest
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast, cast_module
+from gemsc.base.memory_format import converted, like_examples
 from gemsc.base.nests import on_device
 from gemsc.base.rng import seed_of
 from gemsc.user_model import UserModel
@@ -47,6 +48,7 @@ class RunSettings:
     accumulate: int = 1
     clip_norm: float | None = None
     precision: Precision = FULL
+    memory_format: str = "as-given"
     trains_rest: bool = False
     device: torch.device = HOST
 
@@ -110,6 +112,8 @@ class PlainRun:
 
     def __post_init__(self) -> None:
         seed, dtype = self.settings.seed, self.settings.dtype
+        form = self.settings.memory_format
+        self.examples = converted(self.user.make_inputs(), form)
         self.samples = Samples(self.user.make_dataset("dataset", seed=seed), seed)
         seed = seed_of(seed, -1)
         data = self.user.make_dataset("eval_dataset", seed=seed)
@@ -255,8 +259,9 @@ class PlainRun:
 
     def _forward(self, input: Any) -> Any:
         if isinstance(input, Mapping):
-            return self.model(**input)
-        return self.model(*input) if isinstance(input, Sequence) else self.model(input)
+            return self.model(**like_examples(input, self.examples))
+        given = input if isinstance(input, Sequence) else (input,)
+        return self.model(*like_examples(given, self.examples))
 
 
 def _join(*leaves: Any) -> Any:

@@ -132,6 +132,7 @@ def _verify(
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
         precision=Precision.of(plan, dtype),
+        memory_format=plan.memory_format,
         trains_rest=options.last_batch == "train",
         device=device,
     )

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
+from gemsc.base.memory_format import convert, converted, like_examples
 from gemsc.base.nests import on_device
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.process import num_cores
@@ -497,13 +498,15 @@ def user_model_of(directory: Path, plan: Plan) -> UserModel:
 def initial_model(user: UserModel, directory: Path) -> nn.Module:
     """Return the user's model with the weights that a program starts from."""
     model = user.make_model()
-    folder = directory / Plan.read(directory / "plan.toml").weights
+    plan = Plan.read(directory / "plan.toml")
+    folder = directory / plan.weights
     own = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():
         for path in sorted(folder.glob("*.safetensors")):
             for name, tensor in read_tensors(path).items():
                 if name in own:
                     own[name].copy_(tensor)
+    convert(model, plan.memory_format)
     return model
 
 
@@ -511,12 +514,15 @@ def _batches(
     user: UserModel, plan: Plan, num_steps: int, seed: int
 ) -> list[tuple[Any, Any]]:
     """Return batches of the dataset, or the example inputs again and again."""
-    inputs = user.make_inputs()
+    inputs = converted(user.make_inputs(), plan.memory_format)
     target = user.make_target(inputs)
     if user.dataset is not None:
         data = user.make_dataset(seed=seed)
         batches = Batches(data, plan.batch_size, seed=seed, shuffle=True)
         if len(batches) >= num_steps:
             pairs = [b.data for b in itertools.islice(batches.epoch(0), num_steps)]
-            return [(as_structure(input), target) for input, target in pairs]
+            return [
+                (like_examples(as_structure(input), inputs), target)
+                for input, target in pairs
+            ]
     return [repeated((inputs, target), plan)] * num_steps

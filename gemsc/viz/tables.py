@@ -118,6 +118,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"{show_seconds(plan.ending_seconds)} for gradient all-reduces and the update"
     )
     yield from _precision(plan)
+    yield from _memory_format(plan)
     yield from _updates(plan)
     yield from _here(plan)
     yield f"why this split: {why.line}"
@@ -168,6 +169,17 @@ def _precision(plan: Plan) -> Iterator[str]:
         yield (
             f"precision: {plan.precision} within autocast, weights and their gradients "
             f"float32{scaled}"
+        )
+
+
+def _memory_format(plan: Plan) -> Iterator[str]:
+    """Yield how images lie in memory, and what the prediction knows of it."""
+    if plan.memory_format != "as-given":
+        measured = bool(plan.options.get("profile"))
+        yield f"memory format: {plan.memory_format}; " + (
+            "times were measured in it"
+            if measured
+            else "predicted times are those of contiguous tensors: --profile measures"
         )
 
 

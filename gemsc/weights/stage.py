@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.memory_format import is_laid_out, to_format
 from gemsc.errors import GemscError
 
 __all__ = ["NOT_OF_THE_MODEL", "fill", "model_state", "put", "stage_tensors"]
@@ -44,7 +45,10 @@ def fill(stage: nn.Module, read: Callable[[str], Tensor], device: torch.device) 
                 f"{list(empty.shape)}",
                 help="use weights of this model, or compile again",
             )
-        values[name] = tensor.to(device)
+        tensor = tensor.to(device)
+        if is_laid_out(empty) and not is_laid_out(tensor):
+            tensor = to_format(tensor)
+        values[name] = tensor
         del tensor
     put(stage, values)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.boxes import Box, intersection, shape_of, volume
+from gemsc.base.memory_format import empty, format_of
 from gemsc.messages.exchange import Exchange, View, index_of
 from gemsc.runtime.tiles.messages import Flight, TileMailbox
 from gemsc.runtime.tiles.saving import remember
@@ -147,7 +148,7 @@ def _added(
     More than two of half precision are added in float32.
     """
     if _is_tiled(outer, boxes):
-        result = like.new_empty(shape_of(outer))
+        result = _room(like, outer)
         for box, term in terms:
             result[index_of(box, outer)] = term
         return result
@@ -156,12 +157,18 @@ def _added(
     total: Tensor | None = None
     for box, term in terms:
         if total is None and box == outer:
-            total = term.to(dtype).clone(memory_format=torch.contiguous_format)
+            total = _room(like, outer, dtype).copy_(term)
             continue
         if total is None:
-            total = like.new_zeros(shape_of(outer), dtype=dtype)
+            total = _room(like, outer, dtype).zero_()
         total[index_of(box, outer)] += term
-    return like.new_zeros(shape_of(outer)) if total is None else total.to(like.dtype)
+    return _room(like, outer).zero_() if total is None else total.to(like.dtype)
+
+
+def _room(like: Tensor, box: Box, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory for a box of a value, in the memory format of a part of it."""
+    how = {"dtype": dtype or like.dtype, "device": like.device}
+    return empty(shape_of(box), format_of(like), **how)
 
 
 @lru_cache(maxsize=4096)
@@ -174,7 +181,7 @@ def _is_tiled(outer: Box, boxes: tuple[Box, ...]) -> bool:
 
 def _begun(held: Tensor, view: View, fill: float) -> Tensor:
     """Return the wanted box with what the tile has itself, and what is filled."""
-    result = held.new_empty(shape_of(view.wanted))
+    result = _room(held, view.wanted)
     for part in view.outside:
         result[part] = fill
     for piece in view.own:

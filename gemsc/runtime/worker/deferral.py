@@ -99,7 +99,10 @@ def _add_up(call: WeightedCall, of_weight: Tensor, of_bias: Tensor | None) -> No
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient.contiguous()
+        is_alike = gradient.stride() == parameter.stride()  # as autograd leaves it
+        parameter.grad = (
+            gradient if is_alike else torch.empty_like(parameter).copy_(gradient)
+        )
     else:
         parameter.grad += gradient
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # as autograd

@@ -146,7 +146,10 @@ class Worker:
 
     def input(self, name: str, m: int) -> Tensor:
         """Return a micro-batch's part of a tensor of this copy's batch."""
-        return self.steps.part(name, m).to(self.device, non_blocking=True)
+        part = self.steps.part(name, m).to(self.device, non_blocking=True)
+        form = self.program.inputs[name].memory_format
+        plain = form is torch.contiguous_format
+        return part if plain else part.contiguous(memory_format=form)
 
     def receive(self, message: Message | GridMessage, m: int) -> Any:
         """Return the message's value (a tuple if it has several), waiting politely."""
