@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemsc.base.nests import map_tensors, tensor_leaves
+from gemsc.base.nests import Path, map_tensors, tensor_leaves
 
 __all__ = [
     "CHANNELS_LAST",
@@ -44,12 +44,15 @@ def format_of(tensor: Tensor) -> torch.memory_format:
 def is_laid_out(tensor: Tensor) -> bool:
     """Whether a tensor has just the strides that channels_last gives to its sizes.
 
-    Kernels go by these for a weight of 1x1, too, which lies the same either way.
+    Kernels go by these for a weight of 1x1, too, which lies the same either way. False
+    where plain memory has the same strides.
     """
     last = CHANNELS_LAST.get(tensor.dim())
     if last is None or tensor.layout is not torch.strided:
         return False
-    return tensor.stride() == empty(tensor.shape, last, device="meta").stride()
+    forms = last, torch.contiguous_format
+    own, plain = (empty(tensor.shape, f, device="meta").stride() for f in forms)
+    return tensor.stride() == own != plain
 
 
 def empty(shape: Sequence[int], form: torch.memory_format, **how: Any) -> Tensor:
@@ -79,14 +82,18 @@ def converted(values: Any, name: str) -> Any:
     """Return a nest of tensors in a format of MEMORY_FORMATS."""
     if name != "channels_last":
         return values
-    return map_tensors(values, lambda path, tensor: to_format(tensor.detach()))
+
+    def change(path: Path, tensor: Tensor) -> Tensor:
+        return to_format(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    return map_tensors(values, change)
 
 
 def like_examples(values: Any, examples: Any) -> Any:
     """Return a nest of tensors in the formats that the same ones have in `examples`."""
     known = {path: format_of(tensor) for path, tensor in tensor_leaves(examples)}
 
-    def laid(path: Any, tensor: Tensor) -> Tensor:
+    def laid(path: Path, tensor: Tensor) -> Tensor:
         form = known.get(path, torch.contiguous_format)
         is_last = CHANNELS_LAST.get(tensor.dim()) is form
         return tensor.contiguous(memory_format=form) if is_last else tensor

@@ -13,7 +13,7 @@ from gemsc.base.memory_format import format_of
 from gemsc.codegen.exchanges import exchanges_of, gathers_of, wish_of
 from gemsc.codegen.expressions import as_tuple, literal, quoted
 from gemsc.codegen.rank_text import RankText, RunText
-from gemsc.codegen.writer import Names, Writer
+from gemsc.codegen.writer import Names, Writer, split_arguments
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.flow import base_name
@@ -199,10 +199,19 @@ class Constants:
             kind = "Message"
         packed = f"({', '.join(values)}{',' if len(values) == 1 else ''})"
         if len(f"values={packed},") > self.writer.room - 4 and kind == "Message":
-            inside = "".join(f"    {value},\n" for value in values)
+            inside = "".join(map(self._line, values))
             packed = f"(\n{inside})"
         arguments = [f"tag={tag}", *ranks, f"values={packed}"]
         self.writer.call(f"{name} = {kind}(", arguments)
+
+    def _line(self, value: str) -> str:
+        """Return a value of a message as a line, or as several."""
+        line = f"    {value},\n"
+        if len(line) <= self.writer.room - 4:
+            return line
+        head, arguments, _ = split_arguments(value)
+        inside = "".join(f"        {argument},\n" for argument in arguments)
+        return f"    {head}\n{inside}    ),\n"
 
     def _value(self, value: fx.Node) -> str:
         spec = meta.spec(value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 from torch import Tensor, fx, nn
 
-from gemsc.base.memory_format import CHANNELS_LAST, format_of, is_laid_out
+from gemsc.base.memory_format import CHANNELS_LAST, is_laid_out
 from gemsc.codegen.expressions import Named, access, as_tuple, is_attribute, quoted
 from gemsc.codegen.forward import write_forwards
 from gemsc.codegen.rank_text import StageText
@@ -56,15 +56,13 @@ def _formats(stage: StageText, paths: Iterable[str]) -> Iterator[str]:
 
     One line does for a stage, where all weights that a format is for have it.
     """
-    tensors = _tensors(stage.program.module)
-    images = {
-        n for n in stage.owned if n in tensors and tensors[n].dim() in CHANNELS_LAST
-    }
+    found = _tensors(stage.program.module)
+    tensors = {name: found[name] for name in stage.owned if name in found}
+    images = {n for n, tensor in tensors.items() if tensor.dim() in CHANNELS_LAST}
+    plain = {n for n in images if not is_laid_out(tensors[n])}
     for dims, form in CHANNELS_LAST.items():
-        has = {
-            n for n in images if tensors[n].dim() == dims and is_laid_out(tensors[n])
-        }
-        if not any(format_of(tensors[name]) is form for name in has):
+        has = {n for n in images - plain if tensors[n].dim() == dims}
+        if not has:
             continue
         layers = ["self"]
         if has != images:

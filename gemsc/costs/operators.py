@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from gemsc.base.memory_format import format_of
 from gemsc.ir.work import Work
 
 __all__ = ["draws", "family", "runs_a_kernel", "work_of"]
@@ -112,7 +113,9 @@ def _moved(given: list[Tensor], results: list[Tensor]) -> dict[str, float]:
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    return tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    if tensor.dim() == 0 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1:
+        return True
+    return format_of(tensor) is not torch.contiguous_format  # rows of channels
 
 
 # Convolutions. What is written for forward holds for the two gradients as well: each of

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gemsc.base.memory_format import is_laid_out, to_format
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import HeldTensor
 from gemsc.runtime.checkpoint.pieces import TensorPiece
@@ -164,7 +165,9 @@ class SavedOptimizer:
             found = self._rest_of(slot)
             for key in self.states.get(slot.name, ()):
                 tensor = read(tensor_key(key, slot.name), slot.held.piece)
-                found[key] = tensor.view(slot.parameter.shape)
+                tensor = tensor.view(slot.parameter.shape)
+                is_alike = not is_laid_out(slot.parameter)
+                found[key] = tensor if is_alike else to_format(tensor)
             if found:
                 state[slot.index] = found
         groups = []
