@@ -33,6 +33,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch_shards import start_torch_shards
 
 import gemsc
+from gemsc.base.memory_format import convert, converted
 from gemsc.messages.message import Input, Message
 from gemsc.runtime import RankProgram, Run
 from gemsc.runtime.training.trainer import load_rank_module
@@ -81,6 +82,10 @@ def start_alone(job: Job, place: Path) -> Step:
     case = CASES[job.case]
     model = case.build()
     inputs, target = case.data(case.batch)
+    convert(model, job.memory_format)
+    inputs = converted(inputs, job.memory_format)
+    if job.torch_compile:
+        model.compile(fullgraph=True, dynamic=False)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
     count = job.micro_batches
 

@@ -187,7 +187,15 @@ def compile_job(
         micro_batches=micro_batches,
         **choices,
     ).write(directory)
-    return Job(case_name, ranks * replicas, micro_batches, schedule, str(directory))
+    return Job(
+        case_name,
+        ranks * replicas,
+        micro_batches,
+        schedule,
+        str(directory),
+        choices.get("memory_format", "as-given"),
+        choices.get("torch_compile", False),
+    )
 
 
 @contextlib.contextmanager
