@@ -193,8 +193,8 @@ def compile_job(
         micro_batches,
         schedule,
         str(directory),
-        choices.get("memory_format", "as-given"),
-        choices.get("torch_compile", False),
+        memory_format=choices.get("memory_format", "as-given"),
+        torch_compile=choices.get("torch_compile", False),
     )
 
 

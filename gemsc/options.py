@@ -9,12 +9,12 @@ from math import prod
 from typing import Any, TypeVar
 
 from gemsc.base.grid_shape import ALONE, BESIDE, SPLITS, GridShape
-from gemsc.base.memory_format import MEMORY_FORMATS
 from gemsc.errors import GemscError
 
 __all__ = [
     "AUTO",
     "BALANCES",
+    "MEMORY_FORMATS",
     "PRECISIONS",
     "TRUNKS",
     "CompileOptions",
@@ -28,6 +28,7 @@ Entry = TypeVar("Entry")
 
 BALANCES = ("compute", "memory", "explicit", "auto")
 PRECISIONS = ("float32", "bfloat16", "float16")
+MEMORY_FORMATS = ("as-given", "channels_last")
 TRUNKS = ("auto", "whole", "batch", "sequence")
 AUTO = -1  # a number that is left to the compiler
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand

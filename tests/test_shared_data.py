@@ -13,9 +13,9 @@ from command_line import MODEL, Gemsc, gemsc_here, line_of
 from local_transport import run_local
 from nightly import at_night
 
-from gemsc.base.digest import digest
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.shared import Digests, SharedData
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.transport.transport import Transport

@@ -12,10 +12,10 @@ import torch
 from command_line import Gemsc, gemsc_here
 from nightly import at_night
 
-from gemsc.base.digest import digest
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.digest import digest
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings

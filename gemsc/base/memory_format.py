@@ -18,7 +18,6 @@ from gemsc.base.nests import Path, map_tensors, tensor_leaves
 
 __all__ = [
     "CHANNELS_LAST",
-    "MEMORY_FORMATS",
     "convert",
     "converted",
     "empty",
@@ -28,7 +27,6 @@ __all__ = [
     "to_format",
 ]
 
-MEMORY_FORMATS = ("as-given", "channels_last")
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 
 
@@ -71,7 +69,7 @@ def to_format(tensor: Tensor) -> Tensor:
 
 
 def convert(model: nn.Module, name: str) -> None:
-    """Let a model's weights have a format of MEMORY_FORMATS; their values stay."""
+    """Let a model's weights have the format of that name; their values stay."""
     if name == "channels_last":
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
@@ -79,7 +77,7 @@ def convert(model: nn.Module, name: str) -> None:
 
 
 def converted(values: Any, name: str) -> Any:
-    """Return a nest of tensors in a format of MEMORY_FORMATS."""
+    """Return a nest of tensors in the format of that name."""
     if name != "channels_last":
         return values
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from gemsc.base.memory_format import MEMORY_FORMATS
 from gemsc.base.units import parse_bytes
 from gemsc.cli.imported import imported
 from gemsc.errors import GemscError
@@ -18,6 +17,7 @@ from gemsc.frontend import FRONTENDS
 from gemsc.options import (
     AUTO,
     BALANCES,
+    MEMORY_FORMATS,
     PRECISIONS,
     TRUNKS,
     CompileOptions,

@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from gemsc.base.boxes import Box
-from gemsc.base.digest import digest
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast, cast_module
 from gemsc.base.memory_format import converted, like_examples
 from gemsc.base.nests import on_device
 from gemsc.base.rng import seed_of
+from gemsc.runtime.data.digest import digest
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
 

@@ -12,12 +12,12 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gemsc.base.digest import digest
 from gemsc.base.process import outlast_signals
 from gemsc.base.rng import seed_of
 from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
+from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.tiled import TiledDataset, Window
 from gemsc.runtime.process.status import Status
 
