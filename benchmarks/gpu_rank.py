@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -54,7 +55,9 @@ def train(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(cap / total.total_memory)
     elif cap is not None:
         limited = PeakTensors(cap)
-    trainer = gemsc.load(folder, optimizer=sgd, device=device)
+    trainer = gemsc.load(
+        folder, optimizer=sgd, device=device, per_device=given.get("per_device")
+    )
     with limited:
 
         def step() -> None:
@@ -67,7 +70,12 @@ def train(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
         seconds = median_seconds(step, given["turns"], given["steps"])
     rank = trainer.transport.rank
     trainer.transport.close()
-    return {"rank": rank, "seconds": seconds}
+    return {
+        "rank": rank,
+        "seconds": seconds,
+        "samples": len(inputs[0]),
+        "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
+    }
 
 
 def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -99,7 +107,6 @@ def send_messages(given: dict[str, Any], device: torch.device) -> dict[str, Any]
         "seconds": seconds,
         "equal": all(equal),
         "direct": direct,
-        "notes": [],
     }
 
 

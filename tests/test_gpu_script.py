@@ -36,6 +36,7 @@ def test_a_check_that_hangs_or_crashes_costs_a_line(
     report: gpu.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(gpu, "CPU_PATIENCE", 1)
     run = gpu.wanted("devices")[0].run
     report.run([gpu.Check("devices", 1, run), gpu.Check("unknown", 60, run)])
     late, crashed = report.lines

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gemsc.launch.launch import launch
 
-from .lines import Line, Place, judged, skipped
-from .subjects import SUBJECTS, Subject, compiled, unet
+from .lines import Line, Place, judged
+from .subjects import SUBJECTS, compiled, unet
 
 __all__ = ["devices", "sharing", "transports"]
 
@@ -32,7 +30,8 @@ def on_ranks(
     folder = Path(tempfile.mkdtemp(dir=place.scratch))
     text = json.dumps({**work, "device": place.device.type, "into": str(folder)})
     words = [sys.executable, str(PROGRAM), text]
-    if launch(count, words, env=env, timeout=START) != 0:
+    seconds = START if place.has_gpu else 3 * START
+    if launch(count, words, env=env, timeout=seconds) != 0:
         return None
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
@@ -53,8 +52,7 @@ def transports(place: Place) -> Iterator[Line]:
             name,
             all(rank["equal"] for rank in ranks),
             f"{2 * size / found[name] / 1e9:.2f} GB/s there and back, "
-            + ("straight from the device" if direct else "through the host")
-            + "".join(f"; {note}" for note in ranks[0]["notes"]),
+            + ("straight from the device" if direct else "through the host"),
             "the same bytes",
             seconds=found[name],
             direct=direct,
@@ -115,73 +113,49 @@ def _largest_side(
 
 def sharing(samples: int, place: Place) -> Iterator[Line]:
     """Let 1, 2 and 4 copies share the GPU: against one, and one with all samples."""
-    subject = SUBJECTS["resnet50"]
-    counts = (1, 2) if place.is_tiny else (1, 2, 4)
-    one = {}
-    for count in counts:
-        one[count] = _samples_per_second(subject, place, 1, count * samples)
-    for with_mps in (False, True):
-        if with_mps and not place.has_gpu:
-            return
-        with mps(place) if with_mps else contextlib.nullcontext({}) as env:
-            name = f"batch {samples}, {'MPS' if with_mps else 'time slices'}"
-            if env is None:
-                yield skipped(name, "no nvidia-cuda-mps-control here")
-                return
-            for count in counts[1:]:
-                found = _samples_per_second(subject, place, count, samples, env)
-                if found is None or one[1] is None or one[count] is None:
-                    yield judged(f"{name}, {count} copies", False, "ranks failed", "")
-                    continue
-                yield judged(
-                    f"{name}, {count} copies",
-                    True,
-                    f"{found:.1f} samples/s: {found / one[1]:.2f} of one process, "
-                    f"{found / one[count]:.2f} of one with {count * samples} samples",
-                    "",
-                    samples_per_second=found,
-                    one=one[1],
-                    one_large=one[count],
-                )
+    counts = (2,) if place.is_tiny else (2, 4)
+    alone = {k: _copies(place, 1, k * samples) for k in (1, *counts)}
+    one = _rate(alone[1])
+    for shares in (False, True):
+        for count in counts:
+            name = f"{count} x {samples} samples"
+            name += ", --per-device" if shares else ", in turns"
+            ranks = _copies(place, count, samples, shares=shares)
+            found, large = _rate(ranks), _rate(alone[count])
+            if not (found and one and large):
+                yield judged(name, False, "ranks failed", "")
+                continue
+            kind = "MPS" if ranks and ranks[0]["mps"] else "no MPS"
+            yield judged(
+                name,
+                True,
+                f"{found:.1f} samples/s ({kind}): {found / one:.2f} of one process, "
+                f"{found / large:.2f} of one with {count * samples} samples",
+                "",
+                samples_per_second=found,
+                one=one,
+                one_large=large,
+            )
 
 
-def _samples_per_second(
-    subject: Subject,
-    place: Place,
-    copies: int,
-    samples: int,
-    env: Mapping[str, str] = {},
-) -> float | None:
+def _copies(
+    place: Place, copies: int, samples: int, *, shares: bool = False
+) -> list[dict[str, Any]] | None:
     """Train copies of a model, each with its samples; None if they fail."""
+    subject = SUBJECTS["resnet50"]
     folder = place.scratch / f"{copies}-{samples}"
-    resized = Subject(subject.make, subject.sample, subject.loss, samples, samples)
+    resized = replace(subject, batch=samples, tiny=samples)
     compiled(resized, place, folder, ranks=1, data=copies, micro_batches=1)
     work = {"kind": "steps", "directory": str(folder), "subject": "resnet50"}
     work |= {"samples": copies * samples, "steps": 2 if place.is_tiny else 20}
     work |= {"turns": 3, "is_tiny": place.is_tiny}
-    ranks = on_ranks(copies, place, work, env)
-    if ranks is None:
-        return None
-    return copies * samples / max(rank["seconds"] for rank in ranks)
+    work |= {"per_device": copies} if shares else {}
+    path = f"{os.environ.get('PATH', '')}:/usr/local/nvidia/bin"  # of the daemon
+    return on_ranks(copies, place, work, {"PATH": path})
 
 
-@contextlib.contextmanager
-def mps(place: Place) -> Iterator[dict[str, str] | None]:
-    """Run NVIDIA's daemon for several processes on a GPU; None without it."""
-    places = f"{os.environ.get('PATH', '')}:/usr/local/nvidia/bin:/usr/bin"
-    binary = shutil.which("nvidia-cuda-mps-control", path=places)
-    if binary is None:
-        yield None
-        return
-    folder = Path(tempfile.mkdtemp(prefix="mps-"))  # a socket's path must be short
-    own = {
-        "CUDA_MPS_PIPE_DIRECTORY": str(folder),
-        "CUDA_MPS_LOG_DIRECTORY": str(folder),
-    }
-    env = os.environ | own
-    subprocess.run([binary, "-d"], env=env, check=True, timeout=20)
-    try:
-        yield own
-    finally:
-        subprocess.run([binary], input=b"quit\n", env=env, check=False, timeout=20)
-        shutil.rmtree(folder, ignore_errors=True)
+def _rate(ranks: list[dict[str, Any]] | None) -> float:
+    """Return the samples per second of all ranks; 0 if they failed."""
+    if not ranks:
+        return 0.0
+    return float(ranks[0]["samples"]) / max(rank["seconds"] for rank in ranks)
