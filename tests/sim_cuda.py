@@ -24,6 +24,13 @@ from typing import Any
 
 import torch
 from local_transport import LocalTransport
+from sim_operators import (
+    is_view,
+    mapped,
+    returned_argument,
+    tensors_in,
+    written_arguments,
+)
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +41,7 @@ DEVICE = torch.device("cpu", 1)  # of autograd's view: it needs no device of its
 HOST = torch.device("cpu")
 NAN = 255  # in every byte: no number in any floating-point type
 GRAIN = 64  # bytes; blocks of sizes that round to the same are used again
+MOST_LOOKS = 10_000  # of the host, one after the other, while no queue moves
 aten = torch.ops.aten
 
 # which stream goes first if several could: 0 computes, 1 copies outward, 2 inward
@@ -42,7 +50,9 @@ POLICIES: dict[str, tuple[int, ...]] = {
     "copies last": (0, 2, 1),
     "copies first": (1, 2, 0),
     "inward first": (2, 0, 1),
+    "keeps up": (),  # the device does at once what it is told
 }
+ORDERS = [name for name in POLICIES if name != "keeps up"]
 
 
 class DeviceTensor(torch.Tensor):
@@ -150,17 +160,21 @@ class Block:
 class SimDevice(TorchDispatchMode):
     """One device, for the thread that enters it; it stands for torch.cuda, too."""
 
+    activity = 0  # of all devices: calls and moves
+
     def __init__(self, seed: int = 0, policy: str = "") -> None:
         super().__init__()
         self.random = random.Random(seed)
-        names = list(POLICIES)
-        self.order = POLICIES[policy or names[seed % len(names)]]
+        self.order = POLICIES[policy or ORDERS[seed % len(ORDERS)]]
+        self.keeps_up = policy == "keeps up"
         self.eagerness = self.random.choice([1, 4, 30])  # how much moves at a look
         self.streams: list[Stream] = []
         self.blocks: dict[int, Block] = {}
         self.free: dict[tuple[Stream, int], list[Tensor]] = defaultdict(list)
-        self.pinned: dict[int, StorageWeakRef] = {}
-        self.bytes = self.peak_bytes = 0
+        self.pinned: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = self.peak_bytes = self.peak_pinned_bytes = 0
+        self.looks = 0  # since a queue has moved
+        self.num_computed = 0  # calls of operators
         self.current = Stream(self)
 
     # ------------------------------------------- what torch.cuda has
@@ -192,9 +206,14 @@ class SimDevice(TorchDispatchMode):
         first = [n for n in self.order if n in able]
         number = first[0] if first else self.random.choice(able)
         self.streams[number].move()
+        self.looks = 0
+        SimDevice.activity += 1
 
     def move_some(self) -> None:
         """Run a little: the host has looked."""
+        self.looks += 1
+        if self.looks > MOST_LOOKS:
+            raise RuntimeError("the host looks at an idle device for ever")
         for _ in range(self.random.randint(1, self.eagerness)):
             if any(stream.can_move for stream in self.streams):
                 self.move()
@@ -235,37 +254,65 @@ class SimDevice(TorchDispatchMode):
     def data_of(self, tensor: Tensor) -> Tensor:
         """Return a device tensor's data, where they are."""
         block = self.blocks[tensor.untyped_storage()._cdata]
-        result = torch.empty(0, dtype=tensor.dtype)
-        return result.set_(
+        result = torch.empty(0, dtype=tensor.dtype).set_(
             block.data.untyped_storage(),
             tensor.storage_offset(),
             tensor.size(),
             tensor.stride(),
         )
+        result = result.conj() if tensor.is_conj() else result
+        return torch._neg_view(result) if tensor.is_neg() else result
 
     def is_pinned(self, tensor: Tensor) -> bool:
         known = self.pinned.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known.expired()
+        return known is not None and not known[0].expired()
+
+    def pin(self, tensor: Tensor) -> None:
+        """Make fresh memory of the host pinned; queued copies keep it, too."""
+        storage = tensor.untyped_storage()
+        alive = [each for each in self.pinned.items() if not each[1][0].expired()]
+        self.pinned = dict(alive)
+        self.pinned[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        num_bytes = sum(size for _, size in self.pinned.values())
+        self.peak_pinned_bytes = max(self.peak_pinned_bytes, num_bytes)
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(NAN)
 
     # ------------------------------------------------ the operators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        SimDevice.activity += 1
+        result = self._called(func, args, dict(kwargs or {}))
+        while self.keeps_up and any(stream.can_move for stream in self.streams):
+            self.move()
+        return result
+
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.collect()
         tensors = list(tensors_in((args, kwargs)))
         is_here = kwargs.get("device") == DEVICE
         if func is aten.set_.source_Storage_storage_offset:
             return func(*args, **kwargs)
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
         if not is_here and not any(map(self.owns, tensors)):
             return self._on_host(func, args, kwargs)
         if func is aten._to_copy.default:
             return self._to_copy(args[0], **kwargs)
         if func is aten.copy_.default and self.owns(args[0]) != self.owns(args[1]):
             return self._copy(*args, **kwargs)
-        if is_here:
+        return self._on_device(func, args, kwargs, tensors)
+
+    def _on_device(
+        self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        if kwargs.get("pin_memory"):
+            raise RuntimeError("only memory of the host can be pinned")
+        if kwargs.get("device") == DEVICE:
             kwargs["device"] = HOST
+            if func is aten.empty_like.default and not self.owns(args[0]):
+                return self.allot(func(*args, **kwargs))
         if func is aten._unsafe_view.default or is_view(func):
             return mapped(self.wrapped, func(*args, **kwargs))
         for tensor in tensors:
@@ -277,9 +324,7 @@ class SimDevice(TorchDispatchMode):
         pinned = kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
         if pinned:
-            storage = result.untyped_storage()
-            self.pinned[storage._cdata] = StorageWeakRef(storage)
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(NAN)
+            self.pin(result)
         return result
 
     def _enqueue(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -315,6 +360,7 @@ class SimDevice(TorchDispatchMode):
 
         if func not in (aten.empty.memory_format, aten.new_empty.default):
             self.current.queue.append(run)
+            self.num_computed += 1
         if not is_tuple:
             return results[0]
         return tuple(results) if isinstance(example, tuple) else results
@@ -357,66 +403,22 @@ class SimDevice(TorchDispatchMode):
     def _copy(
         self, target: Tensor, source: Tensor, non_blocking: bool = False
     ) -> Tensor:
-        """Copy between host and device; only pinned memory is touched later."""
+        """Copy between host and device; only pinned memory is touched later.
+
+        Where the memory is pageable, the host waits for all that is queued before.
+        """
         host = source if self.owns(target) else target
         is_late = non_blocking and self.is_pinned(host)
         to, from_ = self._memory(target), self._memory(source)
         if host is source and not is_late:
             from_ = source.clone()
         self.current.queue.append(lambda: to.copy_(from_))
-        if not is_late and not (host is source and non_blocking):
+        if not is_late:
             self.current.synchronize()
         return target
 
     def _memory(self, tensor: Tensor) -> Tensor:
         return self.data_of(tensor) if self.owns(tensor) else tensor.detach()
-
-
-def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Change the tensors in what an operator takes or gives."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        parts = [mapped(change, part) for part in value]
-        return tuple(parts) if isinstance(value, tuple) else parts
-    if isinstance(value, dict):
-        return {key: mapped(change, part) for key, part in value.items()}
-    return value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what an operator takes or gives."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-
-
-def is_view(func: Any) -> bool:
-    aliases = [r.alias_info for r in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-def written_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return what an operator writes, by the name that its results have for it."""
-    found = {}
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            for name in argument.alias_info.before_set:
-                found[name] = value
-    return found
-
-
-def returned_argument(func: Any, number: int) -> str | None:
-    """Return which written argument a result is, if it is one."""
-    if number >= len(func._schema.returns):
-        return None
-    alias = func._schema.returns[number].alias_info
-    return next(iter(alias.before_set)) if alias is not None else None
 
 
 class DirectTransport:

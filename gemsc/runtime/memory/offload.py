@@ -81,27 +81,36 @@ class Store(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class PinnedStore:
-    """Pinned memory of the host, for a CUDA device; PyTorch keeps what is freed."""
+    """Pinned memory of the host, for a CUDA device; freed room is used again.
 
-    streams: Streams
+    At once: what was there has been taken, so that the computation waits for its copy
+    back, and the next copy outward for the computation. PyTorch would take more memory
+    instead, the more the host is ahead of the device.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Kept:
         """Copy on the outward stream."""
-        return _Pinned(self.streams, self.streams.to_host(data))
+        free = self._free[data.nbytes]
+        copy = self._streams.to_host(data, free.pop() if free else None)
+        return _Pinned(self._streams, copy, free)
 
 
 @dataclass(frozen=True)
 class _Pinned:
     streams: Streams
     copy: Pending
+    free_rooms: list[Tensor]
 
     def fetch(self) -> Arrival:
         return self.streams.fetch(self.copy)
 
     def free(self) -> None:
-        pass
+        self.free_rooms.append(self.copy.tensor)
 
 
 class FileStore:
@@ -164,8 +173,7 @@ class _Moved:
             self._arrival = self._kept.fetch()
 
     def bytes(self) -> Tensor:
-        """Return it as a row of bytes of the device."""
-        self.fetch()
+        """Return it as a row of bytes of the device, once it is fetched."""
         assert self._arrival is not None
         return self._arrival.take()
 

@@ -16,6 +16,7 @@ from gemsc.runtime.transport.waiting import Awaited, Request, wait
 __all__ = ["DeviceTransport", "Incoming"]
 
 MOST_DEFERRED = 4  # how far the host may be ahead of the device
+DEVICE_SLEEP = 200e-6  # seconds: what waits for the device starts about as late
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +52,7 @@ class _Until:
 
     done: Callable[[], bool]
     requests: tuple[Request, ...] = ()
+    longest_sleep = DEVICE_SLEEP
 
     @property
     def need(self) -> Awaited:
@@ -90,7 +92,7 @@ class Incoming:
         self.transport.wait(self)
         if self.staged is None:
             return self.room.tensor
-        return self.transport.streams.to_device(self.staged, self.room)
+        return self.transport.bring(self.staged, self.room)
 
 
 class DeviceTransport:
@@ -98,8 +100,8 @@ class DeviceTransport:
 
     Where the library cannot read the device, or the device is not done with a tensor, a
     message is deferred: it starts at a later call, in order. All that is
-    deferred holds memory: with more of it than MOST_DEFERRED, the host waits for the
-    device, and for nobody else.
+    deferred holds memory, and so do messages that are copied to the device: with more
+    than MOST_DEFERRED of either, the host waits for the device, and for nobody else.
     """
 
     def __init__(self, host: Transport, streams: Streams) -> None:
@@ -107,6 +109,7 @@ class DeviceTransport:
         self.streams = streams
         self._direct = streams.in_order or host.cuda_aware
         self._deferred: deque[_Deferred] = deque()
+        self._arriving: deque[Pending] = deque()  # in memory of the host
 
     def send(self, tensor: Tensor, dest: int, tag: int) -> Request:
         """Start to send; the tensor must not change in place until that is done."""
@@ -191,15 +194,27 @@ class DeviceTransport:
     ) -> Request:
         deferred = _Deferred(self, copy, start, finish)
         self._deferred.append(deferred)
-        self.advance()
-        if len(self._deferred) > MOST_DEFERRED:
-            wait(_Until(lambda: self._at_most(MOST_DEFERRED)))
+        wait(_Until(lambda: self._at_most(MOST_DEFERRED)))
         return deferred
 
     def _at_most(self, most: int) -> bool:
         """Start what is ready, other ranks may need it; whether so few are left."""
         self.progress()
         return len(self._deferred) <= most
+
+    def bring(self, staged: Tensor, room: Pending) -> Tensor:
+        """Return a message that has come to the host, on the device."""
+        tensor = self.streams.to_device(staged, room)
+        self._arriving.append(self.streams.in_place(staged))
+        wait(_Until(self._has_arrived))
+        return tensor
+
+    def _has_arrived(self) -> bool:
+        """Start what is ready; whether the device has the oldest message."""
+        self.progress()
+        while self._arriving and self._arriving[0].ready():
+            self._arriving.popleft()
+        return len(self._arriving) <= MOST_DEFERRED
 
     def advance(self) -> None:
         """Start what is ready. In order: messages and sums must not overtake."""

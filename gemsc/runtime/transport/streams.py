@@ -76,8 +76,8 @@ class Streams:
     device = torch.device("cpu")
     in_order = True
 
-    def to_host(self, tensor: Tensor) -> Pending:
-        """Start to copy a tensor of the device to the host."""
+    def to_host(self, tensor: Tensor, buffer: Tensor | None = None) -> Pending:
+        """Start to copy a tensor of the device to the host, to a buffer if given."""
         return Pending(tensor)
 
     def in_place(self, tensor: Tensor) -> Pending:
@@ -95,6 +95,10 @@ class Streams:
     def to_device(self, buffer: Tensor, room: Pending) -> Tensor:
         """Start to copy into a device buffer; what is computed next waits for it."""
         return buffer
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host on the device; the host does not wait."""
+        return tensor
 
     def fetch(self, copy: Pending) -> Arrival:
         """Start to copy back what `to_host` copied; nothing waits for it yet."""
@@ -131,9 +135,10 @@ class CudaStreams(Streams):
         self._leaving: deque[tuple[Tensor, StreamEvent]] = deque()
         self._coming: deque[tuple[Tensor, StreamEvent]] = deque()
 
-    def to_host(self, tensor: Tensor) -> Pending:
+    def to_host(self, tensor: Tensor, buffer: Tensor | None = None) -> Pending:
         """Copy to pinned memory on the outward stream, after the computation so far."""
-        buffer = self.host_buffer(tuple(tensor.shape), tensor.dtype)
+        if buffer is None:
+            buffer = self.host_buffer(tuple(tensor.shape), tensor.dtype)
         self._outward.wait_event(self.in_place(tensor).event)
         with self._cuda.stream(self._outward):
             buffer.copy_(tensor, non_blocking=True)
@@ -162,6 +167,15 @@ class CudaStreams(Streams):
     def to_device(self, buffer: Tensor, room: Pending) -> Tensor:
         """Copy on the inward stream; the compute stream waits for this copy alone."""
         return self._bring(buffer, room).take()
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Copy on the compute stream, from pinned memory."""
+        if tensor.device == self.device:
+            return tensor
+        if not tensor.is_pinned():  # the host would wait for all that is queued
+            tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        room = torch.empty_like(tensor, device=self.device)
+        return room.copy_(tensor, non_blocking=True)
 
     def fetch(self, copy: Pending) -> Arrival:
         """Copy on the inward stream, once the copy outward is done."""

@@ -49,7 +49,11 @@ class Awaited(NamedTuple):
 
 
 class Request(Protocol):
-    """One operation in flight. It may have a `need`, which `Wait.needs` returns."""
+    """One operation in flight.
+
+    It may have a `need`, which `Wait.needs` returns, and a `longest_sleep` in seconds,
+    where something starts only when it is asked.
+    """
 
     def done(self) -> bool:
         """Give the library a turn; True once complete, and from then on."""
@@ -89,7 +93,7 @@ def wait(*requests: Request) -> None:
                 thread = threading.get_ident()
                 _waits[thread] = Wait(begin, pending)
                 seconds = (now - started) * SLEEP_SHARE
-                _sleep(min(max(seconds, SHORTEST_SLEEP), LONGEST_SLEEP))
+                _sleep(min(max(seconds, SHORTEST_SLEEP), _longest_sleep(pending)))
             before = time.perf_counter()
     finally:
         if thread:
@@ -101,6 +105,10 @@ def wait(*requests: Request) -> None:
 def waited_seconds() -> float:
     """Return how long this thread has waited, less what took no sleep."""
     return _waited.get(threading.get_ident(), 0.0)
+
+
+def _longest_sleep(pending: tuple[Request, ...]) -> float:
+    return min(getattr(each, "longest_sleep", LONGEST_SLEEP) for each in pending)
 
 
 def _sleep(seconds: float) -> None:

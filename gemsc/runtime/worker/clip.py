@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
@@ -28,15 +28,26 @@ def clip_gradients(
     is in `own` of one rank.
     """
     square = torch.zeros((), dtype=torch.float64)
-    gradients = [p.grad for p in own if p.grad is not None]
+    gradients = _gradients(own)
     if gradients:  # one number goes to the host
-        squares = [each.abs().double().square().sum() for each in gradients]
-        square = torch.stack(squares).sum().cpu()
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float64)
+        square = torch.stack(norms).square().sum().cpu()
     transport.wait(group.all_reduce(square))
     norm = float(square.sqrt())
     scale = limit / (norm + EPSILON)
-    if scale < 1.0:
-        for parameter in everything:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+    scaled = _gradients(everything)
+    if scale < 1.0 and scaled:
+        torch._foreach_mul_(scaled, scale)
     return norm
+
+
+def _gradients(parameters: Collection[nn.Parameter]) -> list[Tensor]:
+    """Return the numbers of all gradients, in their memory."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad._values())
+        elif parameter.grad is not None:
+            found.append(parameter.grad.detach())
+    return [torch.view_as_real(g) if g.is_complex() else g for g in found]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gemsc.runtime.data.batch import BatchShape
 from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.worker.program import RankPlace, RankProgram
 
 __all__ = ["Steps"]
@@ -78,9 +79,12 @@ class Steps:
         """Whether this step ends with an update."""
         return (self.done + 1) % self.accumulate == 0
 
-    def part(self, name: str, m: int) -> Tensor:
-        """Return what micro-batch m has of a tensor of the batch."""
-        return self._shape.part(self._batch, name, m)
+    def input(self, name: str, m: int, streams: Streams) -> Tensor:
+        """Return what micro-batch m has of a tensor of the batch, on the device."""
+        tensor = streams.upload(self._shape.part(self._batch, name, m))
+        if not self._shape.inputs[name].batched:  # the same for all, and there once
+            self._batch[name] = tensor
+        return tensor
 
     def add_loss(self, loss: Tensor, number: int | None = None) -> None:
         """Book the loss of a micro-batch; without a number it is the next one."""

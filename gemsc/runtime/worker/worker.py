@@ -146,7 +146,7 @@ class Worker:
 
     def input(self, name: str, m: int) -> Tensor:
         """Return a micro-batch's part of a tensor of this copy's batch."""
-        part = self.steps.part(name, m).to(self.device, non_blocking=True)
+        part = self.steps.input(name, m, self.transport.streams)
         form = self.program.inputs[name].memory_format
         plain = form is torch.contiguous_format
         return part if plain else part.contiguous(memory_format=form)
