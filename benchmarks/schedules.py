@@ -29,6 +29,8 @@ VARIANTS = {
     "1f1b": {"schedule": "1f1b"},
     "1f1b folded": {"schedule": "1f1b", "placement": "folded"},
     "zb-h1": {"schedule": "zb-h1"},
+    "zb-v": {"schedule": "zb-v"},
+    "v-half": {"schedule": "v-half"},
     "interleaved": {"schedule": "interleaved"},
     "master": {"schedule": "master"},
     "bidirectional": {"schedule": "bidirectional"},

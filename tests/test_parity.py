@@ -104,6 +104,8 @@ TWO_REPLICAS = (
     CompileOptions(ranks=4, schedule="chimera", micro_batches=8),
     CompileOptions(ranks=4, schedule="zb-h1", micro_batches=8),
     CompileOptions(ranks=2, data=2, schedule="zb-h1", micro_batches=1),
+    CompileOptions(ranks=3, data=2, schedule="zb-v", micro_batches=4),
+    CompileOptions(ranks=3, schedule="v-half", micro_batches=6),
     CompileOptions(ranks=2, schedule="1f1b", placement="folded"),
     CompileOptions(ranks=4, schedule="interleaved", micro_batches=4, chunks=2),
     CompileOptions(ranks=2, placement="0,1,1,0", micro_batches=3),
@@ -136,8 +138,14 @@ def test_peaks_are_the_predicted_ones(
 ) -> None:
     record, program = trained(name, options, tmp_path / "program", torch.float32)
     plan = program.plan
-    assert record.activation_bytes == plan.activation_bytes * plan.data
+    kept: object = plan.activation_bytes * plan.data
     peaks: object = plan.peak_bytes * plan.data
+    if options.schedule == "v-half":
+        # what two stages of a rank both wait for may go before the plan lets it go
+        kept = pytest.approx(kept, rel=0.02)
+        assert sum(record.activation_bytes) <= sum(plan.activation_bytes)
+        peaks = pytest.approx(peaks, rel=0.02)
+    assert record.activation_bytes == kept
     if name == "encoder" and options.schedule == "mast":
         # both ends of the tied embedding are on one rank: predicted too low
         peaks = pytest.approx(plan.peak_bytes * plan.data, rel=0.13)

@@ -1,6 +1,7 @@
 """Every schedule: its figures, and what must be true of it for any task."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ PLACEMENTS = ["linear", "looped", "folded", "mirrored"]
 def schedule(name: str, num_ranks: int, num_micro_batches: int) -> Timeline:
     """Schedule equal stages; on four ranks or so; M counts both replicas' together."""
     entry = SCHEDULES[name]
-    chunks = 2 if name == "interleaved" else 1
+    chunks = 2 if name in ("interleaved", "zb-v", "v-half") else 1
     task = equal_task(entry, num_ranks, num_micro_batches, chunks=chunks)
     return run(task, entry.policy)
 
@@ -45,6 +46,8 @@ def schedule(name: str, num_ranks: int, num_micro_batches: int) -> Timeline:
         ("interleaved", (16.5, 28.5, 52.5), (11, 9, 7, 5)),
         ("chimera", (16, 30, 58), (3, 4, 4, 3)),
         ("zb-h1", (15, 27, 51), (4, 4, 4, 4)),
+        ("zb-v", (13.5, 25.5, 49.5), (8, 8, 8, 8)),  # also halves
+        ("v-half", (14.5, 26.5, 50.5), (6, 6, 6, 6)),
     ],
 )
 def test_four_equal_stages_take_the_time_and_memory_of_the_literature(
@@ -67,6 +70,24 @@ def test_equal_stages_take_what_the_formulas_say(n: int, m: int) -> None:
         assert schedule("interleaved", n, m).makespan == 3 * m + 3 * (n - 1) / 2
     if m >= n:
         assert schedule("zb-h1", n, m).makespan == 3 * m + n - 1
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("extra", [0, 1, 3, 8, 14])
+def test_in_a_v_no_rank_is_idle_once_it_has_begun(n: int, extra: int) -> None:
+    """F = B = W: zero bubble, with the memory of 1F1B's first rank on every rank.
+
+    Source: Qi and others, Zero Bubble Pipeline Parallelism, 2024, section 4.
+    """
+    m = n + extra
+    half = StageCost(0.5, 1.0, 0.5, saved_bytes=1, waiting_bytes=1)
+    rows = place("folded", 2 * n, n)
+    task = Task.chain((half,) * (2 * n), (m,), placement=rows)
+    found = run(task, SCHEDULES["zb-v"].policy)
+    late = found.makespan - 3 * m - (n - 1) / 2
+    assert 0 <= late <= (n / 4 if n > 4 else 0)
+    assert max(found.peak_bytes) == 2 * n
+    assert found.makespan < schedule("zb-h1", n, m).makespan
 
 
 def picture(text: str) -> list[str]:
@@ -94,6 +115,23 @@ def test_two_mirrored_runs_at_once_take_the_time_of_one() -> None:
         rank 0  0F0  1F0' 1B0' --   0B0  --
         rank 1  0F0' 1F0  1B0  --   0B0' --
     """)
+
+
+def test_the_page_of_schedules_has_these_figures() -> None:
+    page = Path(__file__).parents[1] / "docs" / "schedules.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
+    found = []
+    for name, entry in SCHEDULES.items():
+        chunks = 2 if entry.placement in ("looped", "folded") else 1
+        makespans = [schedule(name, 4, m).makespan for m in (4, 8, 16)]
+        task = equal_task(entry, 4, 8, chunks=chunks)
+        kept = dataclasses.replace(task.stages[0], saved_bytes=1, waiting_bytes=1)
+        task = dataclasses.replace(task, stages=(kept,) * len(task.stages))
+        peaks = [peak / chunks for peak in run(task, entry.policy).peak_bytes]
+        cells = [f"`{name}`", *map("{:g}".format, makespans)]
+        cells += [" ".join(map("{:g}".format, peaks)), f"{entry.num_replicas}"]
+        found.append(f"| {' | '.join(cells)} |")
+    assert rows[1:] == found  # the first is the heading
 
 
 # -- properties ------------------------------------------------------------------------

@@ -60,8 +60,9 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
 
     With `split`, weight gradients come in a second part of the backward.
 
-    What an earlier stage on the same rank keeps already, longer, counts there only; but
-    each stage has a copy of its own of what it reads of the batch.
+    What an earlier stage on the same rank keeps already, longer, counts there only, and
+    waits there for the weight gradients of both; but each stage has a copy of its own
+    of what it reads of the batch.
     """
     placement = program.placement
     assert placement is not None
@@ -70,17 +71,21 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
     batch = _union(dict(meta.facts(node).storages) for node in inputs)
     found: list[Activations] = []
     held: list[Storages] = []
-    for index in range(len(program.require_stages())):
-        known = _union(held[i] for i in range(index) if row[i] == row[index])
-        received, parts = _parts(program, index, split=split)
-        found.append(_measure(received, parts, known))
+    stages = range(len(program.require_stages()))
+    parts_of = [_parts(program, index, split=split) for index in stages]
+    left = [_left_behind(parts)[0] for _, parts in parts_of]
+    for index, (received, parts) in enumerate(parts_of):
+        here = [other for other in stages if row[other] == row[index]]
+        known = _union(held[other] for other in here if other < index)
+        later = _union(left[other] for other in here if other > index)
+        found.append(_measure(received, parts, known, later))
         stays = _union([received, *(part.stays for part in parts)])
         held.append(_without(stays, batch))
     return found
 
 
 def _measure(
-    received: Storages, parts: Sequence[_SavedPart], known: Storages
+    received: Storages, parts: Sequence[_SavedPart], known: Storages, later: Storages
 ) -> Activations:
     """Return what is kept, and what is alive when a part's backward begins, at most.
 
@@ -88,7 +93,7 @@ def _measure(
     done. A recomputed part needs all that is saved in it at once. Offloaded parts are
     fetched one ahead: the last one when the backward begins, each other one when the
     offloaded part after it is needed. What is fetched is a copy, even of what stays
-    because of another part.
+    because of another part. What `later` stages leave waiting may be kept here.
     """
     moved = [_without(p.needs, received) if p.kind == "offload" else {} for p in parts]
     offloaded = [position for position, storages in enumerate(moved) if storages]
@@ -97,21 +102,22 @@ def _measure(
     peak = first_peak = kept + sum(_union(moved[i] for i in offloaded[-1:]).values())
     alive = {*known, *received}
     held = sum(_without(received, known).values())
-    later = sum(part.gradients for part in parts)
+    to_come = sum(part.gradients for part in parts)
     ahead: Storages = {}
     left = _left_behind(parts)
     for part, copies, waiting in zip(parts, moved, left[1:], strict=True):
         held += sum(_missing(part.stays, alive).values())
         alive.update(part.stays)
-        later -= part.gradients
+        to_come -= part.gradients
         fetched = _union([copies, ahead])
         again = _missing(part.needs, alive) if part.kind == "recompute" else {}
         now = held + sum(fetched.values()) + sum(again.values())
         now += sum(_missing(waiting, alive).values())
-        peak, first_peak = max(peak, now), max(first_peak, now + later)
+        peak, first_peak = max(peak, now), max(first_peak, now + to_come)
         ahead = copies or ahead
     total = sum(_union(moved).values())
-    waiting_bytes = sum(_without(left[0], known).values())
+    shared = {key: size for key, size in later.items() if key in everything}
+    waiting_bytes = sum(_without(_union([left[0], shared]), known).values())
     return Activations(kept, peak - kept, first_peak - kept, total, waiting_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -86,6 +86,25 @@ def all_stages(task: Task, replica: int, stage: int) -> int:
     return max(task.stages_to_end)
 
 
+def way_and_back(task: Task, replica: int, stage: int) -> int:
+    """As many as there are stages to the end, one less on the way there.
+
+    Of 2 N stages in a V, rank i holds 2 N - 1 - i and i + 1 micro-batches: 2 N in all.
+    """
+    left = task.stages_to_end[stage]
+    return left - (2 * left > max(task.stages_to_end))
+
+
+def half_way_and_back(task: Task, replica: int, stage: int) -> int:
+    """Half as many as there are stages to the end, and one more: N + 2 on each rank."""
+    return task.stages_to_end[stage] // 2 + 1
+
+
+def last_stage(task: Task, action: Action) -> tuple[int, ...]:
+    """The oldest micro-batch, and of that the stage that is nearest to the end."""
+    return action.micro_batch, action.replica, -action.stage
+
+
 def half_the_ranks(task: Task, replica: int, stage: int) -> int:
     """Half as many as there are ranks: the other half comes from the other end."""
     return max(1, task.num_ranks // 2)
@@ -112,6 +131,9 @@ def _rank(task: Task, action: Action) -> int:
 
 
 _MASTER = Policy(live_runs=1)
+_V = Policy(
+    kinds=_FORWARD_FIRST, key=last_stage, held=way_and_back, split_backward=True
+)
 
 SCHEDULES: dict[str, Schedule] = {
     "basic": Schedule(
@@ -168,5 +190,15 @@ SCHEDULES: dict[str, Schedule] = {
             split_backward=True,
         ),
         description="1f1b with deferred weight gradients, which fill idle time",
+    ),
+    "zb-v": Schedule(
+        policy=_V,
+        description="zb-h1 with two stages on each rank, in a V: hardly any idle time",
+        placement="folded",
+    ),
+    "v-half": Schedule(
+        policy=replace(_V, held=half_way_and_back),
+        description="zb-v with about half of its activations: about as fast as zb-h1",
+        placement="folded",
     ),
 }

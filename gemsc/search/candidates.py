@@ -23,6 +23,8 @@ PAIRS = (
     ("1f1b", "linear"),
     ("1f1b", "folded"),
     ("zb-h1", "linear"),
+    ("zb-v", "folded"),
+    ("v-half", "folded"),
     ("interleaved", "looped"),
     ("master", "mirrored"),
     ("bidirectional", "mirrored"),
