@@ -251,6 +251,12 @@ class Plan:
         return found if found != 1 else None
 
     @property
+    def rank_memory(self) -> int | None:
+        """The bytes that a rank may take: its part of a device's limit, or None."""
+        found = self.options.get("device_memory")
+        return found and found // (self.per_device or 1)
+
+    @property
     def members(self) -> list[list[int]]:
         """The ranks of each group of one copy: alone, where no stage is split."""
         return self.groups or [[rank] for rank in range(self.copy_ranks)]

@@ -20,6 +20,7 @@ from command_line import GEMSC, MODEL, Gemsc, gemsc_here, start
 from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
+from gemsc.plan import Plan
 from gemsc.runtime.process import mps
 from gemsc.runtime.process.device import claim_device
 from gemsc.runtime.process.sharing import (
@@ -326,9 +327,11 @@ def test_the_number_that_was_compiled_is_that_of_the_run(
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     words = ("compile", tmp_path / "model.py", "-o", tmp_path / "p", "--ranks", 1)
-    done = gemsc(*words, "--data", 3, "--per-device", 3, "--hardware", "a100")
+    shares = ("--data", 3, "--per-device", 3, "--hardware", "a100")
+    done = gemsc(*words, *shares, "--device-memory", "6GiB")
     assert done.code == 0, done.err
     assert "note: 3 ranks share each device: predicted +" in done.out
+    assert Plan.read(tmp_path / "p" / "plan.toml").rank_memory == 2 * 2**30
     done = gemsc("run", tmp_path / "p")
     assert "--per-device 3 on 2 GPUs is for 6 ranks, and 3 are" in done.err
     done = gemsc(*words, "--data", 3, "--per-device", 2)

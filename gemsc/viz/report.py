@@ -51,7 +51,7 @@ def write_report(
     *listings, (_, of_ranks) = list_plan(plan, MOST_LINES)
     page = _template().render(
         plan=plan,
-        limit=plan.options.get("device_memory"),
+        limit=plan.rank_memory,
         micro_batches=show_micro_batches(plan.micro_batches),
         step_seconds=plan.step_seconds + plan.ending_seconds,
         why=why,

@@ -120,7 +120,7 @@ class Trainer:
         self._saving = PendingSave()
         self.plan = plan = Plan.read(directory / "plan.toml")
         check_dtype(plan, dtype)
-        cap_memory(self.device, plan.options.get("device_memory"))
+        cap_memory(self.device, plan.rank_memory)
         place = RankPlace(
             transport.rank, plan.copy_ranks, transport.size // plan.copy_ranks
         )
