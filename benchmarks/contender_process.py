@@ -84,8 +84,6 @@ def start_alone(job: Job, place: Path) -> Step:
     inputs, target = case.data(case.batch)
     convert(model, job.memory_format)
     inputs = converted(inputs, job.memory_format)
-    if job.torch_compile:
-        model.compile(fullgraph=True, dynamic=False)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
     count = job.micro_batches
 

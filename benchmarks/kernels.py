@@ -1,11 +1,9 @@
-"""Train with other kernels: channels last, and what torch.compile writes.
+"""Train with other kernels: with channels last.
 
 python benchmarks/kernels.py [--quick] [--models resnet50,unet] [--micro-batches 2]
-                             [--torch-compile]
 
-One process and gemsc on two ranks, each as the model is, with `--memory-format
-channels_last`, and with `--torch-compile`, in turn. A ratio is that of two turns of
-the same round.
+One process and gemsc on two ranks, each as the model is and with `--memory-format
+channels_last`, in turn. A ratio is that of two turns of the same round.
 """
 
 from __future__ import annotations
@@ -70,7 +68,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny: does it run?")
     parser.add_argument("--models", default="resnet50,unet")
     parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--torch-compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="in each turn")
     parser.add_argument(
@@ -79,10 +76,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.models, options.rounds, options.patience = "resnet20v2", 2, 0
-    last, compiled = {"memory_format": "channels_last"}, {"torch_compile": True}
-    kinds: dict[str, dict[str, Any]] = {"as it is": {}, "channels_last": last}
-    if options.torch_compile:
-        kinds |= {"torch.compile": compiled, "both": last | compiled}
+    kinds: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "channels_last": {"memory_format": "channels_last"},
+    }
     print(HEADER, flush=True)
     for model in options.models.split(","):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
