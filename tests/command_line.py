@@ -14,6 +14,7 @@ import pytest
 from gemsc import cli
 
 __all__ = [
+    "DEEP",
     "GEMSC",
     "MODEL",
     "Gemsc",
@@ -27,6 +28,26 @@ __all__ = [
 
 GEMSC = Path(sys.executable).with_name("gemsc")
 SECONDS = 120  # no command of a test takes as long
+
+DEEP = """\
+import os
+import torch
+from torch import nn
+
+def model():
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(16)]
+    return nn.Sequential(*layers, nn.Linear(256, 8))
+
+def example_inputs():
+    return (torch.randn(SAMPLES, 256),)
+
+def example_target():
+    return torch.zeros(SAMPLES, dtype=torch.long)
+
+SAMPLES = int(os.environ.get("SAMPLES", "16"))
+
+loss = nn.CrossEntropyLoss()
+"""
 
 MODEL = """\
 import torch

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import resource
-import sys
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from command_line import MODEL, Gemsc, gemsc_here
-from rich.console import Console
+from command_line import DEEP, MODEL, Gemsc, gemsc_here
 from torch import nn
 
 from gemsc.costs.hardware import read_hardware
@@ -33,52 +29,6 @@ from gemsc.simulate.simulation import (
 from gemsc.simulate.unfilled import unfilled
 from gemsc.user_model import load_user_model
 
-SCENARIOS = Path(__file__).parents[1] / "examples" / "simulate"
-
-DEEP = """\
-import os
-import torch
-from torch import nn
-
-def model():
-    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(16)]
-    return nn.Sequential(*layers, nn.Linear(256, 8))
-
-def example_inputs():
-    return (torch.randn(SAMPLES, 256),)
-
-def example_target():
-    return torch.zeros(SAMPLES, dtype=torch.long)
-
-SAMPLES = int(os.environ.get("SAMPLES", "16"))
-
-loss = nn.CrossEntropyLoss()
-"""
-GAINS = """\
-title = "deep"
-source = "nobody"
-model = "deep.py"
-hardware = "v100-lassen.toml"
-assumptions = ["none"]
-
-[[run]]
-name = "one"
-environment = { SAMPLES = "16" }
-ranks = 8
-data = 8
-
-[[run]]
-name = "two"
-environment = { SAMPLES = "32" }
-ranks = 8
-data = 8
-published_speedup = 3.5
-over = "one"
-"""
-SMALL = {
-    **{"VOCABULARY": 11, "WIDTH": 12, "FEATURES": 8, "HEADS": 4, "HEAD": 3},
-    **{"DEPTH": 2, "TOKENS": 6, "BUCKETS": 8, "FARTHEST": 6},
-}
 HUGE = """\
 import torch
 from torch import nn
@@ -205,6 +155,18 @@ def test_every_schedule_can_be_simulated(tmp_path: Path) -> None:
         assert found.fits
 
 
+def test_whole_backwards_keep_the_ranks_before_them_waiting(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    traced = trace_unfilled(
+        load_user_model(str(tmp_path / "deep.py")), read_hardware("v100")
+    )
+    options = CompileOptions(ranks=4, schedule="basic", hardware="v100")
+    deferred, whole = (
+        simulate(traced, options, defers=defers).last for defers in (True, False)
+    )
+    assert deferred.step_seconds < whole.step_seconds
+
+
 def test_more_weights_than_memory_take_none(tmp_path: Path) -> None:
     (tmp_path / "huge.py").write_text(HUGE)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -245,57 +207,7 @@ def test_a_curve_of_one_point_can_be_drawn(tmp_path: Path) -> None:
     assert root.find("{http://www.w3.org/2000/svg}title").text == "a < b"  # type: ignore[union-attr]
 
 
-# the examples
-
-
-def test_published_figures_are_printed_beside_simulated_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (SCENARIOS / "resnet110_tiles.toml").read_text()
-    text = text.replace("resnet110_tiles.py", "deep.py")
-    machine = str(SCENARIOS / "v100-lassen.toml")
-    (tmp_path / "deep.toml").write_text(text.replace("v100-lassen.toml", machine))
-    (tmp_path / "deep.py").write_text(DEEP)
-    gains = GAINS.replace("v100-lassen.toml", machine)
-    (tmp_path / "gains.toml").write_text(gains)
-    monkeypatch.setenv("SAMPLES", "8")
-    compare = script("compare")
-    files = (str(tmp_path / name) for name in ("deep.toml", "gains.toml"))
-    monkeypatch.setattr(sys, "argv", ["compare.py", *files, machine])
-    monkeypatch.setattr(compare, "Console", lambda: Console(width=120))
-    compare.main()
-    said = capsys.readouterr().out
-    for figure in ("7.25 h", "6.28 h", "4.21 h", "0.45 h", "SC20", "X bus"):
-        assert figure in said
-    rows = re.findall(r"(one|two) +│ +(\S+) │ +(\S+)x │.*│ +([\d.,]+) │", said)
-    (*first, slow), (*second, fast) = rows
-    assert first == ["one", "-", "1.00"]
-    gain = float(fast.replace(",", "")) / float(slow.replace(",", ""))
-    assert second == ["two", "3.5x", f"{gain:.2f}"]
-    assert gain > 1.5  # half of the sums for each sample
-
-
-def test_what_sharing_a_device_gains_is_printed_over_the_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = (SCENARIOS / "accdp.toml").read_text().replace("accdp.py", "deep.py")
-    text = "[[run]]".join(runs.split("[[run]]")[:4])
-    (tmp_path / "accdp.toml").write_text(text)
-    (tmp_path / "deep.py").write_text(DEEP.replace("256", "1024"))
-    monkeypatch.setenv("SAMPLES", "8")
-    compare = script("compare")
-    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "accdp.toml")])
-    monkeypatch.setattr(compare, "Console", lambda: Console(width=160))
-    compare.main()
-    said = capsys.readouterr().out
-    rows = re.findall(r"│ +(\d+) │ +(\d+)% │ up to \+62% │ +\+(\d+)% │", said)
-    assert [int(row[0]) for row in rows] == [1, 2, 3]
-    used = [int(row[1]) for row in rows]
-    assert used == sorted(used)
-    gains = [int(row[2]) for row in rows]
-    assert gains == sorted(gains, reverse=True)
-    assert "HiPC 2022" in said
-    assert "core of its own" in said
+# processes that share a device
 
 
 SHARED = SharedDevice(launch=10.0, kernels=6.0, full=4.0, sum_seconds=1.0)
@@ -340,49 +252,3 @@ def test_the_command_prints_processes_that_share_a_device(
     refused = gemsc(*words, "--ranks", 2)
     assert refused.code == 1
     assert "simulated for replicas of one rank, these have 2" in refused.err
-
-
-def script(name: str) -> ModuleType:
-    """Return a file of the scenarios as a module of its own."""
-    spec = importlib.util.spec_from_file_location(name, SCENARIOS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_t5_is_the_same_function_with_any_number_of_branches(
-    monkeypatch: pytest.MonkeyPatch, in_double: None
-) -> None:
-    found = []
-    for branches in (1, 2):
-        monkeypatch.setenv("BRANCHES", str(branches))
-        module = script("t5_large")
-        for name, size in SMALL.items():
-            monkeypatch.setattr(module, name, size)
-        found.append(module.model().eval())
-        words = module.example_inputs()
-    one, two = found
-    parts = one.state_dict()
-    for name, tensor in two.state_dict().items():
-        if match := re.fullmatch(r"(.*(?:own|crossed|mlps))\.(\d)\.(.*)", name):
-            stem, branch, layer = match.groups()
-            dim = 1 if layer in ("out.weight", "3.weight") else 0
-            whole = parts[f"{stem}.0.{layer}"]
-            tensor.copy_(whole.chunk(2, dim)[int(branch)])
-        else:
-            tensor.copy_(parts[name])
-    torch.testing.assert_close(two(*words), one(*words))
-    assert len(parts) < len(two.state_dict())
-
-
-@pytest.mark.parametrize("name", ["resnet1k", "resnet110_tiles", "t5_large"])
-def test_scenarios_say_what_they_assume(name: str) -> None:
-    text = (SCENARIOS / f"{name}.toml").read_text()
-    for entry in ("source = ", "assumptions = [", "published_", "v100-lassen.toml"):
-        assert entry in text
-    assert (SCENARIOS / f"{name}.py").is_file()
-    lassen = read_hardware(str(SCENARIOS / "v100-lassen.toml"))
-    assert lassen.network.ranks_per_node == 4
-    assert len(lassen.notes) > 3

@@ -138,9 +138,19 @@ class Cell(nn.Module):
 
 
 class AmoebaNet(nn.Module):
-    """`num_cells` normal cells in three groups with reductions between them."""
+    """`num_cells` normal cells in three groups, each behind a reduction.
 
-    def __init__(self, num_cells: int = 3, width: int = 32, num_classes: int = 10):
+    On large pictures, `stem_cells` more reductions come first: with one, 18 cells and
+    a width of 416 it is the network of Huang et al., GPipe, 2019, Table 1.
+    """
+
+    def __init__(
+        self,
+        num_cells: int = 3,
+        width: int = 32,
+        num_classes: int = 10,
+        stem_cells: int = 0,
+    ):
         super().__init__()
         channels = width // 4
         self.stem = nn.Sequential(
@@ -150,13 +160,12 @@ class AmoebaNet(nn.Module):
         before = last = channels
         halved = False
         self.cells = nn.ModuleList()
-        for _group in range(3):
-            for index in range(1 + num_cells // 3):
-                reduces = index == 0
-                channels *= 2 if reduces else 1
-                cell = Cell(before, last, channels, reduces=reduces, halved=halved)
-                self.cells.append(cell)
-                before, last, halved = last, cell.outputs, reduces
+        group = (True, *(False,) * (num_cells // 3))
+        for reduces in (*(True,) * stem_cells, *group * 3):
+            channels *= 2 if reduces else 1
+            cell = Cell(before, last, channels, reduces=reduces, halved=halved)
+            self.cells.append(cell)
+            before, last, halved = last, cell.outputs, reduces
         self.classifier = nn.Linear(last, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

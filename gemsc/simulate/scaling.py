@@ -72,7 +72,8 @@ class Simulator:
 
     `task` is what one copy does, its edges with their bytes; `gradients` who holds
     those of each stage; `samples` how many samples one copy takes in a step. `groups`
-    are the ranks that the task takes for one, by default one each.
+    are the ranks that the task takes for one, by default one each. `defers` says
+    whether a step's last backwards leave weight gradients for later, as in a program.
     """
 
     task: Task
@@ -82,6 +83,7 @@ class Simulator:
     samples: int
     shares_update: bool = False  # by the ranks that hold the same weights
     groups: tuple[tuple[int, ...], ...] = ()
+    defers: bool = True
     _played: dict[tuple[Edge, ...], Timeline] = field(default_factory=dict)
 
     def point(self, copies: int) -> Point:
@@ -138,7 +140,9 @@ class Simulator:
     def _play(self, edges: tuple[Edge, ...]) -> Timeline:
         if edges not in self._played:
             task = replace(self.task, edges=edges)
-            found = split_last_backwards(task, run(task, self.policy))
+            found = run(task, self.policy)
+            if self.defers:
+                found = split_last_backwards(task, found)
             self._played[edges] = found
         return self._played[edges]
 

@@ -67,11 +67,13 @@ def simulate(
     copies: Sequence[int] = (),
     *,
     machine: Hardware | None = None,
+    defers: bool = True,
 ) -> Simulation:
     """Play one step of each number of copies, by default 1, 2, 4, ... `options.data`.
 
     `traced` was traced for the device of the machine, by default that of
-    `options.hardware`; `options.ranks` share one copy.
+    `options.hardware`; `options.ranks` share one copy. Without `defers` every backward
+    is whole, as in systems that compute input and weight gradients at once.
 
     Raises:
         GemscError: the options do not fit the model or each other.
@@ -93,6 +95,7 @@ def simulate(
         samples=next(sizes, 1) * sum(task.micro_batches),
         shares_update=options.shard_optimizer,
         groups=placement.groups,
+        defers=defers,
     )
     counts = sorted({*(copies or powers_of_two(options.data)), options.data})
     points = tuple(simulator.point(count) for count in counts)

@@ -1,4 +1,9 @@
-"""ResNet-18 on images of 256 x 256 pixels, `SAMPLES` a step, to be simulated."""
+"""AccDP: several processes on one GPU, ResNet-18 on images of 256 x 256, simulated.
+
+python examples/papers/accdp.py
+
+`SAMPLES` are those of a process in one step.
+"""
 
 import os
 import sys
@@ -29,3 +34,9 @@ def example_target() -> Tensor:
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target)
+
+
+if __name__ == "__main__":
+    from compare import main
+
+    main(__file__)

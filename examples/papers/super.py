@@ -1,4 +1,6 @@
-"""T5-Large with attention and MLP side by side, to be simulated.
+"""SUPER: T5-Large with attention and MLP side by side on 1,024 GPUs, simulated.
+
+python examples/papers/super.py
 
 Each block adds to its input what several branches compute of the same normalized input:
 each has an equal part of the heads and of the hidden features. `BRANCHES=1` has all in
@@ -152,3 +154,9 @@ def example_target() -> Tensor:
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+if __name__ == "__main__":
+    from compare import main
+
+    main(__file__)
