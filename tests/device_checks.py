@@ -185,6 +185,26 @@ def copies_overlap() -> None:
         assert not copy.event.mark.done
 
 
+def moments() -> None:
+    """They have the device's time, and the host waits for none before it asks."""
+    with on_device(0, "copies last") as device:
+        made = CudaStreams(DEVICE, device)
+        x = torch.ones(3).to(DEVICE) + 1
+        before = time.perf_counter_ns()
+        made.start_clock()
+        after = time.perf_counter_ns()
+        assert device.num_run == device.num_computed
+        noted = [made.moment()]
+        for count in (2, 3):
+            for _ in range(count):
+                x = x + 1
+            noted.append(made.moment())
+        assert device.num_run == device.num_computed - 5
+        first, *rest = [moment() for moment in noted]
+        assert before <= first <= after
+        assert rest == [first + 2_000_000, first + 5_000_000]
+
+
 def a_part_that_keeps_nothing() -> None:
     """The part before it comes back nevertheless."""
     with on_device(0, "copies last") as device:
@@ -352,6 +372,7 @@ CHECKS: dict[str, Callable[[], None]] = {  # those that take long come last
     "the library reads the device": the_library_reads_the_device,
     "few messages wait": few_messages_wait,
     "copies overlap": copies_overlap,
+    "moments": moments,
     "what nobody takes": nobody_takes,
     "a part that keeps nothing": a_part_that_keeps_nothing,
     "sends start at once": sends_start_at_once,

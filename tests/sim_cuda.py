@@ -82,9 +82,10 @@ class DeviceTensor(torch.Tensor):
 
 
 class Mark:
-    """A point of a queue."""
+    """A point of a queue, and the device's clock there."""
 
     done = False
+    milliseconds = 0.0
 
 
 class Stream:
@@ -118,6 +119,7 @@ class Stream:
         head = self.queue.popleft()
         if isinstance(head, Mark):
             head.done = True
+            head.milliseconds = float(self.device.num_run)
         elif not isinstance(head, Wait):
             head()
 
@@ -128,10 +130,11 @@ class Wait:
 
 
 class Event:
-    """What torch.cuda.Event does, recorded once."""
+    """What torch.cuda.Event does, recorded once; an operator takes a millisecond."""
 
-    def __init__(self, device: SimDevice) -> None:
+    def __init__(self, device: SimDevice, enable_timing: bool) -> None:
         self.device = device
+        self.is_timed = enable_timing
         self.mark: Mark | None = None
 
     def record(self, stream: Stream) -> None:
@@ -143,8 +146,18 @@ class Event:
         return self.mark is None or self.mark.done
 
     def synchronize(self) -> None:
+        self.device.num_synchronized += 1
         while self.mark is not None and not self.mark.done:
             self.device.move()
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.is_timed and end.is_timed):
+            raise ValueError("both events are needed with enable_timing=True")
+        if self.mark is None or end.mark is None:
+            raise ValueError("both events must be recorded")
+        if not (self.mark.done and end.mark.done):
+            raise RuntimeError("device not ready")
+        return end.mark.milliseconds - self.mark.milliseconds
 
 
 @dataclass
@@ -175,6 +188,8 @@ class SimDevice(TorchDispatchMode):
         self.bytes = self.peak_bytes = self.peak_pinned_bytes = 0
         self.looks = 0  # since a queue has moved
         self.num_computed = 0  # calls of operators
+        self.num_run = 0  # of these, by the device
+        self.num_synchronized = 0  # waits of the host for an event
         self.current = Stream(self)
 
     # ------------------------------------------- what torch.cuda has
@@ -182,8 +197,8 @@ class SimDevice(TorchDispatchMode):
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802
         return Stream(self)
 
-    def Event(self) -> Event:  # noqa: N802
-        return Event(self)
+    def Event(self, enable_timing: bool = False) -> Event:  # noqa: N802
+        return Event(self, enable_timing)
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current
@@ -354,6 +369,7 @@ class SimDevice(TorchDispatchMode):
                 results.append(each)
 
         def run() -> None:
+            self.num_run += 1
             found = self._drawn(state, func, real_args, real_kwargs)
             for number, data in fresh:
                 data.copy_(found[number] if is_tuple else found)

@@ -293,7 +293,7 @@ def test_every_action_is_recorded_once_and_in_order(name, tmp_path):
         trainer = Trainer(tmp_path, transport)
         recorder = Recorder(trainer.worker)
         trainer.step(inputs, target)
-        recorder.take()
+        recorder.begin()
         trainer.step(inputs, target)
         return recorder.take()
 

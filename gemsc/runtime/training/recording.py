@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.streams import Moment
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.worker import Worker
 from gemsc.user_model import load_user_model
@@ -25,6 +25,7 @@ WARM_UP_STEPS = 3  # the first ones allocate memory and choose algorithms
 
 # what generated files call -> what it is called in a record
 COMPUTED = {"run": "forward", "backward": "backward", "weights": "weight"}
+ON_DEVICE = {*COMPUTED.values(), "update"}
 CALLS = {
     **COMPUTED,
     "receive": "wait",
@@ -43,45 +44,79 @@ Record = tuple[str, int, int, int, int, int]
 class Recorder:
     """Notes when a worker begins and ends what its generated file calls.
 
-    It wraps the methods of this one worker: others pay nothing. On CUDA it waits for
-    the device after each forward and backward, since calls only enqueue their work.
+    It wraps the methods of this one worker: others pay nothing. What a device computes
+    has the times of the device, which are read after the step: calls only enqueue it,
+    and nothing waits for it that would not without the recorder.
     """
 
     worker: Worker
-    records: list[Record] = field(default_factory=list)
+    _noted: list[tuple[str, int, int, int, Moment, Moment]] = field(
+        default_factory=list
+    )
 
     def __post_init__(self) -> None:
         for name, kind in CALLS.items():
-            wrapped = self._noted(kind, getattr(self.worker, name), name in COMPUTED)
+            wrapped = self._noting(kind, getattr(self.worker, name), name in COMPUTED)
             setattr(self.worker, name, wrapped)
         updates = self.worker.updates
-        updates.apply = self._noted("update", updates.apply, False)  # type: ignore[method-assign]
+        updates.apply = self._noting("update", updates.apply)  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        """Forget what was noted; to be called before each step."""
+        self._noted = []
+        self.worker.transport.streams.start_clock()
 
     def take(self) -> list[Record]:
-        """Return what was noted since the last time."""
-        taken, self.records = self.records, []
-        return taken
+        """Wait for the device; return what was noted since `begin`, in order of time.
 
-    def _noted(
-        self, kind: str, call: Callable[..., Any], computed: bool
+        No two overlap: of what the host does, only that is told which it does while the
+        device has nothing to compute.
+        """
+        records: list[Record] = [(*n[:4], n[4](), n[5]()) for n in self._noted]
+        busy = [(r[4], r[5]) for r in records if r[0] in ON_DEVICE]
+        found: list[Record] = []
+        for record in records:
+            is_host = record[0] not in ON_DEVICE
+            found += _outside(record, busy) if is_host else [record]
+        return sorted(found, key=lambda record: record[4])
+
+    def _noting(
+        self, kind: str, call: Callable[..., Any], is_action: bool = False
     ) -> Callable[..., Any]:
-        device = self.worker.device
-        clock = time.perf_counter_ns
+        streams = self.worker.transport.streams
+        moment = streams.moment if kind in ON_DEVICE else _now
 
-        def noted(*arguments: Any) -> Any:
-            begin = clock()
+        def noting(*arguments: Any) -> Any:
+            begin = moment()
             result = call(*arguments)
-            if computed and device.type == "cuda":
-                torch.cuda.synchronize(device)
-            end = clock()
+            end = moment()
             stage = replica = micro_batch = -1
-            if computed:
+            if is_action:
                 run, micro_batch = arguments[:2]
                 stage, replica = run.stage, run.replica
-            self.records.append((kind, stage, replica, micro_batch, begin, end))
+            self._noted.append((kind, stage, replica, micro_batch, begin, end))
             return result
 
-        return noted
+        return noting
+
+
+def _now() -> Moment:
+    now = time.perf_counter_ns()
+    return lambda: now
+
+
+def _outside(record: Record, busy: Sequence[tuple[int, int]]) -> Iterator[Record]:
+    """Yield the parts of a record between spans, which are given in order of time."""
+    what, begin, end = record[:4], record[4], record[5]
+    first = bisect_right(busy, begin, key=lambda span: span[1])
+    for start, stop in busy[first:]:
+        if start >= end:
+            break
+        if begin < start:
+            yield (*what, begin, start)
+        begin = stop
+    if begin < end:
+        yield (*what, begin, end)
 
 
 def record_timed_steps(
@@ -102,8 +137,8 @@ def record_timed_steps(
     recorder = Recorder(trainer.worker)
     steps = []
     for _ in range(WARM_UP_STEPS + num_steps):
+        recorder.begin()
         transport.barrier()
-        recorder.take()
         zero = time.perf_counter_ns()
         trainer.step(inputs, target)
         steps.append((zero, recorder.take()))

@@ -7,11 +7,12 @@ On CUDA each direction has a stream of its own, so that neither waits for the ot
     outward                  `-> copy to pinned memory -> MPI send once it is there
     inward              MPI receive into pinned memory -> copy to the device
 
-Nothing ever synchronizes the device. On the CPU there is nothing to do.
+Nothing ever synchronizes the device during a step. On the CPU there is nothing to do.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +25,17 @@ from torch import Tensor
 __all__ = [
     "Arrival",
     "CudaStreams",
+    "Moment",
     "Pending",
     "Streams",
     "streams_for",
 ]
 
 MOST_LEAVING = 2  # tensors on their way to the host before the computation waits
+
+# tells, in nanoseconds of time.perf_counter_ns, when the device came to some point;
+# the host waits until it has
+Moment = Callable[[], int]
 
 
 class StreamEvent(Protocol):
@@ -109,6 +115,14 @@ class Streams:
         if buffer is not tensor:
             tensor.copy_(buffer)
 
+    def start_clock(self) -> None:
+        """Wait until the device is idle; `moment` needs it, once before each step."""
+
+    def moment(self) -> Moment:
+        """Return what tells when the computation so far was done; does not wait."""
+        now = time.perf_counter_ns()
+        return lambda: now
+
 
 class CudaStreams(Streams):
     """One CUDA device. The compute stream is the one that is current at each call.
@@ -187,12 +201,30 @@ class CudaStreams(Streams):
         """Copy on the compute stream, where the next user of the tensor comes after."""
         tensor.copy_(buffer, non_blocking=True)
 
+    def start_clock(self) -> None:
+        """Mark a point of the compute stream, and when the host sees it done."""
+        start = self._mark(self._compute, timed=True)
+        start.synchronize()
+        self._clock = start, time.perf_counter_ns()
+
+    def moment(self) -> Moment:
+        """Mark the end of the computation so far, with the time of the device."""
+        start, zero = self._clock
+        event = self._mark(self._compute, timed=True)
+
+        def read() -> int:
+            event.synchronize()
+            milliseconds: float = start.elapsed_time(event)
+            return zero + round(1e6 * milliseconds)
+
+        return read
+
     @property
     def _compute(self) -> Any:
         return self._cuda.current_stream(self.device)
 
-    def _mark(self, stream: Any) -> Any:
-        event = self._cuda.Event()
+    def _mark(self, stream: Any, *, timed: bool = False) -> Any:
+        event = self._cuda.Event(enable_timing=timed)
         event.record(stream)
         return event
 
