@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from command_line import Gemsc, gemsc_here
 from device_programs import SIZE, Program, compiled
 from local_transport import LocalTransport, run_local
 from sim_cuda import DEVICE, on_device
 
-from gemsc.runtime.training.recording import ON_DEVICE, Record, Recorder, _outside
+from gemsc.runtime.training import trainer
+from gemsc.runtime.training.recording import (
+    ON_DEVICE,
+    Record,
+    Recorder,
+    _outside,
+    record_timed_steps,
+)
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.streams import CudaStreams
 
 MILLISECOND = 1_000_000  # of an operator of the simulated device
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+def example_inputs():
+    return (torch.randn(8, 4),)
+
+def example_target():
+    return torch.randn(8, 4)
+
+def loss(output, target):
+    return (output - target).square().mean()
+"""
+
+gemsc = pytest.fixture(gemsc_here)
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +112,27 @@ def test_the_host_is_seen_while_the_device_is_idle(
 ) -> None:
     parts = _outside(("wait", -1, -1, -1, begin, end), [(10, 20), (30, 40)])
     assert list(parts) == [("wait", -1, -1, -1, *each) for each in left]
+
+
+def test_steps_are_timed_on_the_device_of_the_rank(
+    tmp_path: Path, gemsc: Gemsc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    words = tmp_path / "model.py", "--ranks", 1, "-o", tmp_path / "program"
+    made = gemsc("compile", *words)
+    assert made.code == 0, made.err
+
+    def rank(inner: LocalTransport) -> None:
+        with on_device(0, "copies last") as device:
+            make = partial(CudaStreams, cuda=device)
+            monkeypatch.setattr(trainer, "streams_for", make)
+            record_timed_steps(tmp_path / "program", inner, tmp_path, 2, DEVICE)
+            assert device.num_run > 0
+
+    run_local(1, rank)
+    steps = json.loads((tmp_path / "times0.json").read_text())["steps"]
+    assert len(steps) == 2
+    for records in steps:
+        computed = [record for record in records if record[0] in ON_DEVICE]
+        assert computed[-1][0] == "update"
+        assert all((record[5] - record[4]) % MILLISECOND == 0 for record in computed)

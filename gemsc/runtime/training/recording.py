@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.training.trainer import Trainer
@@ -120,9 +122,15 @@ def _outside(record: Record, busy: Sequence[tuple[int, int]]) -> Iterator[Record
 
 
 def record_timed_steps(
-    directory: Path, transport: Transport, folder: Path, num_steps: int
+    directory: Path,
+    transport: Transport,
+    folder: Path,
+    num_steps: int,
+    device: torch.device | None,
 ) -> None:
     """Train on the example inputs; write `times{rank}.json`.
+
+    `device` is this rank's; None leaves the choice (see `choose_device`).
 
     Its `steps` hold each step's records in nanoseconds. All ranks' clocks begin when
     they leave the step's barrier: processes of one machine share a clock, so there it
@@ -133,7 +141,7 @@ def record_timed_steps(
     inputs = user.make_inputs()
     target = user.make_target(inputs)
     inputs, target = repeated((inputs, target), plan)
-    trainer = Trainer(directory, transport, optimizer=user.optimizer)
+    trainer = Trainer(directory, transport, optimizer=user.optimizer, device=device)
     recorder = Recorder(trainer.worker)
     steps = []
     for _ in range(WARM_UP_STEPS + num_steps):

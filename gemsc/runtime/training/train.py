@@ -69,9 +69,8 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
                 device or torch.device("cpu"),
             )
         elif options.record_into is not None:
-            record_timed_steps(
-                directory, transport, options.record_into, options.steps or 1
-            )
+            steps = options.steps or 1
+            record_timed_steps(directory, transport, options.record_into, steps, device)
         else:
             options = cast("argparse.Namespace", transport.broadcast_object(options))
             code = train(directory, transport, options, device)
