@@ -273,7 +273,7 @@ def settled_options(
 
 def _shared(traced: Traced, options: CompileOptions) -> SharedDevice:
     device = read_hardware(options.hardware).device
-    return share(traced.program, device, options.micro_batches)
+    return share(traced.program, device, options.micro_batches, options.ranks)
 
 
 def schedule_stages(

@@ -24,10 +24,12 @@ from gemsc.runtime.memory.offload import store_for
 from gemsc.runtime.transport.streams import streams_for
 
 __all__ = [
+    "base_of",
     "calibrate_machine",
     "check_output",
     "measure_on_ranks",
     "write_network",
+    "write_sharing",
 ]
 
 
@@ -61,14 +63,18 @@ def calibrate_machine(
 
     `kind` is "cpu" or "cuda", `threads` the number of a CPU's.
     """
-    base = _base(output, hardware)
+    base = base_of(output, hardware)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         effort = QUICK if quick else Effort()
         device = calibrate(effort, device=kind, progress=progress)
         progress("host", 0.99)
-        device = replace(device, host_bandwidth=_host_bandwidth(kind))
+        device = replace(
+            device,
+            host_bandwidth=_host_bandwidth(kind),
+            sharing=base.device.sharing,
+        )
     finally:
         torch.set_num_threads(before)
     found = Hardware(
@@ -123,7 +129,7 @@ def measure_on_ranks(ranks: int) -> dict[str, Any]:
 
 def write_network(found: dict[str, Any], output: Path, hardware: str) -> Hardware:
     """Put measured links into `output`; the rest is that of `hardware` or `output`."""
-    base = _base(output, hardware)
+    base = base_of(output, hardware)
     nodes = "one node" if found["nodes"] == 1 else f"{found['nodes']} nodes"
     note = (
         f"network: gemsc profile --network, {date.today()}, {found['ranks']} ranks on "
@@ -136,7 +142,19 @@ def write_network(found: dict[str, Any], output: Path, hardware: str) -> Hardwar
     return written
 
 
-def _base(output: Path, hardware: str) -> Hardware:
+def write_sharing(
+    base: Hardware, name: str, rates: dict[int, float], output: Path
+) -> None:
+    """Put samples a second of processes that share a device into a hardware file."""
+    rounded_rates = {str(count): rounded(rate) for count, rate in rates.items()}
+    sharing = {**base.device.sharing, name: rounded_rates}
+    note = f"sharing of {name}: gemsc profile --per-device, {date.today()}"
+    notes = [text for text in base.notes if f"sharing of {name}:" not in text]
+    device = replace(base.device, sharing=sharing)
+    replace(base, device=device, notes=[*notes, note]).write(output)
+
+
+def base_of(output: Path, hardware: str) -> Hardware:
     """Return what the figures that are not measured come from."""
     if not hardware and output.is_file():
         return read_hardware(str(output))

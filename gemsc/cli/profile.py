@@ -1,4 +1,4 @@
-"""`gemsc profile`: measure this machine."""
+"""`gemsc profile`: measure this machine, or a program on it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gemsc.calibrate.machine import (
 )
 from gemsc.calibrate.network_rank import is_rank
 from gemsc.calibrate.network_rank import main as measure_on_this_rank
+from gemsc.cli.profile_sharing import check_sharing_options, profile_sharing
 from gemsc.cli.terminal import console, progress_bar
 from gemsc.errors import GemscError
 from gemsc.runtime.process.device import device_named
@@ -23,6 +24,9 @@ __all__ = ["profile_command"]
 
 
 def profile_command(
+    program: Annotated[
+        Path | None, typer.Argument(help="per-device: a program directory")
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="time operators of many shapes")
     ] = False,
@@ -30,6 +34,10 @@ def profile_command(
         bool,
         typer.Option("--network", help="time messages and all-reduces between ranks"),
     ] = False,
+    per_device: Annotated[
+        str,
+        typer.Option(help="run PROGRAM with 1,2,4 processes on each device: samples/s"),
+    ] = "",
     output: Annotated[Path, typer.Option("-o", "--output")] = Path("hardware.toml"),
     hardware: Annotated[
         str,
@@ -45,11 +53,14 @@ def profile_command(
     quick: Annotated[
         bool, typer.Option("--quick", help="calibrate: takes seconds, less exact")
     ] = False,
+    steps: Annotated[int, typer.Option(help="per-device: steps of a round", min=1)] = 5,
 ) -> None:
     """Measure this machine and write a hardware file for `compile --hardware`."""
-    if not (calibrate or network):
+    counts = check_sharing_options(program, per_device)
+    if not (calibrate or network or counts):
         raise GemscError(
-            "nothing to measure", help="give --calibrate, --network or both"
+            "nothing to measure",
+            help="give --calibrate, --network or both, or a program and --per-device",
         )
     check_output(output)
     device_named(device)
@@ -65,4 +76,8 @@ def profile_command(
     if network:
         found = measure_on_ranks(ranks)
         write_network(found, output, hardware)
+    if program is not None and counts:
+        is_written = calibrate or network  # with the figures of `hardware`
+        base = "" if is_written else hardware
+        profile_sharing(program, counts, base, output, steps)
     console.print(f"wrote {output}", highlight=False)

@@ -49,6 +49,8 @@ class Device:
     half_channels: channels at which a convolution reaches half of that.
     fit: by kind of operator, seconds for each unit of its features, as calibrated;
         where a kind has an entry, it replaces the roofline.
+    sharing: by program (`SharedDevice.name`), samples a second that were measured of
+        1, 2, 4, ... processes on one device.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Device:
     half_channels: float = 0.0
     efficiency: dict[str, float] = field(default_factory=dict)
     fit: dict[str, dict[str, float]] = field(default_factory=dict)
+    sharing: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def host_seconds(self, num_bytes: int) -> float:
         """Return the time of a copy between the device and the host, one way."""
@@ -155,6 +158,13 @@ class Hardware:
                 f"unknown algorithm '{algorithm}'",
                 help=f"choose one of {', '.join(ALGORITHMS)}",
             )
+        for name, rates in hardware.device.sharing.items():
+            if "1" not in rates:
+                raise file.error(
+                    ("device", "sharing", name),
+                    f"device.sharing.{name} has no samples a second of 1 process",
+                    help="let `gemsc profile --per-device` measure it, or remove it",
+                )
         return hardware
 
 
@@ -200,6 +210,9 @@ POSITIVE = {"memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"}
 
 def _check(keys: Keys, number: float) -> str | None:
     """Say what a number has to be, if it is not."""
+    if keys[:2] == ("device", "sharing"):
+        is_right = str(keys[-1]).isdecimal() and int(keys[-1]) > 0 and number > 0
+        return None if is_right else "give samples a second, for example 4 = 310.5"
     if not POSITIVE.isdisjoint(keys):
         return None if 0 < number < float("inf") else "give more than 0"
     return None if 0 <= number < float("inf") else "give 0 or more"

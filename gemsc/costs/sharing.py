@@ -12,11 +12,14 @@ take `kernels` seconds one after the other, of which they fill the device for `f
 It is assumed that every process has a core of its own, that kernels of several
 processes overlap without loss, and that filling grows with the samples. What
 processes do to sum their gradients is left out of this, and told apart.
+
+What was measured of the same program (`gemsc profile --per-device`) goes before it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["SharedDevice"]
 
@@ -27,12 +30,17 @@ class SharedDevice:
 
     sum_seconds: its gradients out to host memory, and their sum back in, over the link
         that all processes of the device share.
+    name: of the program and its step, in hardware files.
+    rates: measured samples a second of some numbers of processes, 1 among them; or none
+        was measured.
     """
 
     launch: float
     kernels: float
     full: float
     sum_seconds: float = 0.0
+    name: str = ""
+    rates: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, processes: int, *, sums: bool = False) -> float:
         """Return a step of each of some processes, with the sum of gradients or not."""
@@ -48,6 +56,22 @@ class SharedDevice:
         """Return the same of one process whose batch is so many times as large."""
         longer = max(self.launch, self.kernels + (times - 1) * self.full)
         return times * self.seconds(1) / longer - 1
+
+    def measured_gain(self, processes: int) -> float | None:
+        """Return the same as measured, sums included; None: it was not."""
+        rate = self.rates.get(processes)
+        return None if rate is None else rate / self.rates[1] - 1
+
+    def known_gains(self, counts: Iterable[int]) -> dict[int, float]:
+        """Return the gains to choose from: all that were measured.
+
+        Where nothing was, they are those that are predicted of `counts`, with sums.
+        """
+        if self.rates:
+            return {
+                count: rate / self.rates[1] - 1 for count, rate in self.rates.items()
+            }
+        return {count: self.gain(count, sums=True) for count in counts}
 
     def utilisation(self, processes: int = 1) -> float:
         """Return the share of the device that some processes use."""

@@ -1,20 +1,61 @@
-"""Measure a program: start it for a few steps and return the median one."""
+"""Measure a program: start it for a few steps; return the median one, or the load."""
 
 from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from gemsc.errors import GemscError
 from gemsc.launch.start import start
 from gemsc.plan import Plan
 
-__all__ = ["Mark", "measure"]
+__all__ = ["Load", "Mark", "measure", "measure_load", "trainable"]
 
 # kind, stage, replica, micro-batch, start, end: seconds from the begin of the step;
 # -1 where there is no such thing
 Mark = tuple[str, int, int, int, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a program reaches and takes on this machine.
+
+    samples_per_second: of all ranks together.
+    cores: of the CPU in use on average, by all ranks.
+    gpu_used: the share of its time that the busiest GPU runs kernels, None: not known.
+    peak_bytes: the memory of the rank that takes most.
+    """
+
+    samples_per_second: float
+    cores: float
+    gpu_used: float | None
+    peak_bytes: int
+
+
+def measure_load(directory: Path, num_steps: int) -> Load:
+    """Let a program train for some rounds of steps, and return what the median took.
+
+    Raises:
+        GemscError: as `measure`.
+    """
+    plan = trainable(directory)
+    with tempfile.TemporaryDirectory(prefix="gemsc-load-") as name:
+        _start(directory, "--time-into", name, num_steps)
+        ranks = [
+            json.loads((Path(name) / f"load{rank}.json").read_text())
+            for rank in range(plan.ranks)
+        ]
+    rounds = [max(each) for each in zip(*(r["seconds"] for r in ranks), strict=True)]
+    used = [rank["gpu_used"] for rank in ranks if rank["gpu_used"] is not None]
+    return Load(
+        samples_per_second=num_steps * plan.batch_size / median(rounds),
+        cores=sum(rank["cpu_seconds"] for rank in ranks) / sum(rounds),
+        gpu_used=max(used, default=None),
+        peak_bytes=max(rank["peak_bytes"] for rank in ranks),
+    )
 
 
 def measure(directory: Path, num_steps: int) -> list[list[Mark]]:
@@ -22,6 +63,20 @@ def measure(directory: Path, num_steps: int) -> list[list[Mark]]:
 
     Raises:
         GemscError: the program cannot train or has no source, or a rank failed.
+    """
+    plan = trainable(directory)
+    with tempfile.TemporaryDirectory(prefix="gemsc-times-") as name:
+        _start(directory, "--record-into", name, num_steps)
+        steps = _read(Path(name), plan.ranks)
+    steps.sort(key=lambda rows: max(mark[5] for row in rows for mark in row))
+    return steps[(len(steps) - 1) // 2]
+
+
+def trainable(directory: Path) -> Plan:
+    """Return the plan of a program that trains on its example inputs.
+
+    Raises:
+        GemscError: it has no loss, or its source is not in a file.
     """
     plan = Plan.read(directory / "plan.toml")
     if not any("B" in row for row in plan.order):
@@ -34,15 +89,15 @@ def measure(directory: Path, num_steps: int) -> list[list[Mark]]:
             f"{directory} was compiled from Python: its inputs are not in a file",
             help="compile it from a file with model() and example_inputs()",
         )
-    with tempfile.TemporaryDirectory(prefix="gemsc-times-") as name:
-        code = start(directory, ["--record-into", name, "--steps", str(num_steps)])
-        if code != 0:
-            raise GemscError(
-                f"the ranks ended with exit code {code}", help="see the report above"
-            )
-        steps = _read(Path(name), plan.ranks)
-    steps.sort(key=lambda rows: max(mark[5] for row in rows for mark in row))
-    return steps[(len(steps) - 1) // 2]
+    return plan
+
+
+def _start(directory: Path, option: str, folder: str, num_steps: int) -> None:
+    code = start(directory, [option, folder, "--steps", str(num_steps)])
+    if code != 0:
+        raise GemscError(
+            f"the ranks ended with exit code {code}", help="see the report above"
+        )
 
 
 def _read(folder: Path, num_ranks: int) -> list[list[list[Mark]]]:

@@ -27,15 +27,18 @@ def choose_sharing(
 ) -> Settled:
     """Settle the rest for the number of replicas that gains most, of those that fit.
 
+    Where gains were measured, others do not count.
+
     Raises:
         GemscError: not even one fits.
     """
+    gains = shared.known_gains(COUNTS)
 
     def order(count: int) -> tuple[float, int]:
-        return -round(shared.gain(count, sums=True), 2), count
+        return -round(gains[count], 2), count
 
-    for count in sorted(COUNTS, key=order):
-        if count > 1 and shared.gain(count, sums=True) < LEAST_GAIN:
+    for count in sorted(gains, key=order):
+        if count > 1 and gains[count] < LEAST_GAIN:
             continue
         wanted = replace(options, per_device=count, data=options.data * count)
         try:
@@ -51,10 +54,12 @@ def choose_sharing(
 
 
 def sharing_note(shared: SharedDevice, count: int) -> str:
-    """Return what is predicted of so many replicas on each device."""
+    """Return what was measured and is predicted of so many replicas on each device."""
     gains = shared.gain(count), shared.gain(count, sums=True)
+    found = shared.measured_gain(count)
+    measured = "" if found is None else f"measured {found:+.0%}, "
     return (
-        f"{count} ranks share each device: predicted {gains[0]:+.0%} samples a second "
-        f"over one, {gains[1]:+.0%} with their sums in host memory; the predicted step "
-        "has a device for each rank"
+        f"{count} ranks share each device: {measured}predicted {gains[0]:+.0%} samples "
+        f"a second over one, {gains[1]:+.0%} with their sums in host memory; the "
+        "predicted step has a device for each rank"
     )

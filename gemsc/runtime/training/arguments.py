@@ -160,9 +160,8 @@ def parse_arguments(
         action="store_true",
         help="name the line whose result or gradient is first NaN or infinite; slow",
     )
-    parser.add_argument("--verify-into", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--record-run", type=Path, help=argparse.SUPPRESS)
+    for name in ("--verify-into", "--record-into", "--time-into", "--record-run"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.typed = [*(sys.argv[1:] if arguments is None else arguments)]
     options.goes_on = options.resume == LAST

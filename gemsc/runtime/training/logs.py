@@ -154,7 +154,7 @@ class Log(Callback):
         idle, self._waited = waited - self._waited, waited
         seconds, self._steps_seconds = self._steps_seconds, 0.0
         used = {
-            "memory_bytes": _peak_bytes(trainer.device),
+            "memory_bytes": peak_bytes(trainer.device),
             "seconds": round(seconds, 6),
             "busy_seconds": round(max(0.0, seconds - idle), 6),
         }
@@ -260,7 +260,7 @@ def _learning_rate(optimizer: torch.optim.Optimizer | None) -> float | None:
     return None if rate is None else float(rate)
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
     """Return the most memory that this rank has used so far, on its device."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

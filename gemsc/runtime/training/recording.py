@@ -1,4 +1,7 @@
-"""Steps with the time of each call written down: for `gemsc timeline --measured`."""
+"""Steps on the example inputs that are timed: each call of them, or all together.
+
+The former is for `gemsc timeline --measured`, the latter for `gemsc profile`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ import torch
 
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
+from gemsc.runtime.training.logs import peak_bytes
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.streams import Moment
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.worker import Worker
 from gemsc.user_model import load_user_model
 
-__all__ = ["WARM_UP_STEPS", "Recorder", "record_timed_steps"]
+__all__ = ["WARM_UP_STEPS", "Recorder", "record_timed_steps", "time_steps"]
 
 WARM_UP_STEPS = 3  # the first ones allocate memory and choose algorithms
+ROUNDS = 5
 
 # what generated files call -> what it is called in a record
 COMPUTED = {"run": "forward", "backward": "backward", "weights": "weight"}
@@ -136,19 +141,14 @@ def record_timed_steps(
     they leave the step's barrier: processes of one machine share a clock, so there it
     is the first rank's leaving that counts.
     """
-    plan = Plan.read(directory / "plan.toml")
-    user = load_user_model(plan.spec, constants=plan.constants)
-    inputs = user.make_inputs()
-    target = user.make_target(inputs)
-    inputs, target = repeated((inputs, target), plan)
-    trainer = Trainer(directory, transport, optimizer=user.optimizer, device=device)
+    trainer, batch = _prepared(directory, transport, device)
     recorder = Recorder(trainer.worker)
     steps = []
     for _ in range(WARM_UP_STEPS + num_steps):
         recorder.begin()
         transport.barrier()
         zero = time.perf_counter_ns()
-        trainer.step(inputs, target)
+        trainer.step(*batch)
         steps.append((zero, recorder.take()))
     clock = (platform.node(), [zero for zero, _ in steps])
     clocks: list[Any] = transport.all_gather_object(clock)
@@ -159,3 +159,65 @@ def record_timed_steps(
         result.append([(*r[:4], r[4] - first, r[5] - first) for r in records])
     path = folder / f"times{transport.rank}.json"
     path.write_text(json.dumps({"steps": result[WARM_UP_STEPS:]}))
+
+
+def time_steps(
+    directory: Path,
+    transport: Transport,
+    folder: Path,
+    num_steps: int,
+    device: torch.device | None = None,
+) -> None:
+    """Train on the example inputs as any run does; write `load{rank}.json`.
+
+    It holds the seconds of each round of steps and the CPU time in all, the peak memory
+    in bytes, and the share of its time that a GPU was in use, where that can be asked.
+    """
+    trainer, batch = _prepared(directory, transport, device)
+    device = trainer.device
+    for _ in range(WARM_UP_STEPS):
+        trainer.step(*batch)
+    _wait(device)
+    transport.barrier()
+    seconds, busy = [], time.process_time()
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            trainer.step(*batch)
+        _wait(device)
+        transport.barrier()
+        seconds.append(time.perf_counter() - began)
+    found = {
+        "seconds": seconds,
+        "cpu_seconds": time.process_time() - busy,
+        "peak_bytes": peak_bytes(device),
+        "gpu_used": _gpu_used(device),
+    }
+    (folder / f"load{transport.rank}.json").write_text(json.dumps(found))
+
+
+def _prepared(
+    directory: Path, transport: Transport, device: torch.device | None
+) -> tuple[Trainer, tuple[Any, Any]]:
+    """Return what trains, and a batch of the example inputs."""
+    plan = Plan.read(directory / "plan.toml")
+    user = load_user_model(plan.spec, constants=plan.constants)
+    inputs = user.make_inputs()
+    batch = repeated((inputs, user.make_target(inputs)), plan)
+    trainer = Trainer(directory, transport, optimizer=user.optimizer, device=device)
+    return trainer, batch
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gpu_used(device: torch.device) -> float | None:
+    """Return the share of the last moments in which a GPU ran kernels: needs NVML."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except (ImportError, RuntimeError):
+        return None

@@ -54,7 +54,8 @@ def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
         GemscError: another run is in the folder, or none can be made.
     """
     goes_on: bool = options.goes_on
-    if not (options.verify_into is None and options.record_into is None):
+    others = options.verify_into, options.record_into, options.time_into
+    if any(each is not None for each in others):
         return None
     if options.save is None:
         runs = program / RUNS

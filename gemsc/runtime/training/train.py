@@ -22,7 +22,7 @@ from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program
-from gemsc.runtime.training.recording import record_timed_steps
+from gemsc.runtime.training.recording import record_timed_steps, time_steps
 from gemsc.runtime.training.run_folder import choose_folder
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import run_recorded_steps
@@ -71,6 +71,9 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
         elif options.record_into is not None:
             steps = options.steps or 1
             record_timed_steps(directory, transport, options.record_into, steps, device)
+        elif options.time_into is not None:
+            steps = options.steps or 1
+            time_steps(directory, transport, options.time_into, steps, device)
         else:
             options = cast("argparse.Namespace", transport.broadcast_object(options))
             code = train(directory, transport, options, device)
