@@ -166,7 +166,7 @@ def time_steps(
     transport: Transport,
     folder: Path,
     num_steps: int,
-    device: torch.device | None = None,
+    device: torch.device | None,
 ) -> None:
     """Train on the example inputs as any run does; write `load{rank}.json`.
 
