@@ -63,7 +63,7 @@ from gemsc.passes.split_tiles import SplitTiles
 from gemsc.passes.time_blocks import TimeBlocks
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
-from gemsc.planner.fitting import Scheduled, schedule
+from gemsc.planner.fitting import Scheduled, check_torch_compile, schedule
 from gemsc.planner.layout import check_blocks, check_whole, stage_layout
 from gemsc.planner.make_plan import make_plan
 from gemsc.planner.predict import schedule_task
@@ -293,6 +293,8 @@ def schedule_stages(
     The user's `--ranks` counts the ranks of `replicas`: advice does so, too.
     """
     choose("schedule", options.schedule, SCHEDULES)
+    if options.torch_compile:
+        check_torch_compile(traced.program, options)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]

@@ -59,7 +59,8 @@ class CompileOptions:
     where that frees anything.
     `precision` "bfloat16" or "float16" computes within `torch.autocast`; weights and
     their gradients stay in float32. `memory_format` "channels_last" gives weights and
-    inputs of images and volumes that format, in place; their values stay.
+    inputs of images and volumes that format, in place; their values stay. With
+    `torch_compile` the stages' forwards go through `torch.compile` where they run.
     """
 
     ranks: int = option(2, "processes that hold one replica of the model")
@@ -80,6 +81,9 @@ class CompileOptions:
     frontend: str = option("record")
     precision: str = option("float32")
     memory_format: str = option("as-given")
+    torch_compile: bool = option(
+        False, "forwards of stages through torch.compile: needs a C++ compiler"
+    )
     device_memory: int | None = option(
         None, "memory limit of each rank, for example 16GiB", unit="bytes"
     )

@@ -235,6 +235,11 @@ class Plan:
         return str(self.options.get("memory_format", "as-given"))
 
     @property
+    def torch_compile(self) -> bool:
+        """Whether stages' forwards go through `torch.compile`."""
+        return bool(self.options.get("torch_compile"))
+
+    @property
     def batch_size(self) -> int:
         """The samples of one step, over all copies of the model."""
         return self.data * self.micro_batches * self.micro_batch_size

@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gemsc.base.dtypes import is_real, within
 from gemsc.base.rng import generator_lock, preserve_rng
 
-__all__ = ["are_draws_same", "same_draws"]
+__all__ = ["are_draws_same", "outside_draws", "same_draws"]
 
 _UNTAGGED = ("random_", "binomial", "_sample_dirichlet")
 _here = threading.local()
@@ -47,6 +47,12 @@ def same_draws() -> Iterator[None]:
 def are_draws_same() -> bool:
     """Whether this thread is in `same_draws`: parts must be those of whole draws."""
     return getattr(_here, "alike", False)
+
+
+def outside_draws() -> AbstractContextManager[None]:
+    """Leave `same_draws`, for what draws nothing: `torch.compile` takes no mode."""
+    context: AbstractContextManager[None] = _disable_current_modes()
+    return context if are_draws_same() else nullcontext()
 
 
 class _SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

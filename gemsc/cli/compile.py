@@ -46,6 +46,7 @@ COMPARED = (
     "placement",
     "precision",
     "memory_format",
+    "torch_compile",
     "device_memory",
     "hardware",
     "profile",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -56,10 +57,8 @@ def verify_command(
     if plan.only_dtype and plan.dtype in names and len(names) > 1:
         names = [plan.dtype]
         console.print(f"only in {plan.dtype}: {plan.only_dtype}", highlight=False)
-    if plan.precision != "float32":
-        told = {"float64": "float64: without autocast"}
-        told["float32"] = f"float32: within autocast, in {plan.precision}"
-        console.print("; ".join(told[name] for name in names), highlight=False)
+    for line in _about(plan, names):
+        console.print(line, highlight=False)
     if run is not None:
         code = _verify_run(directory, names, run, arguments or [], chosen)
         raise typer.Exit(code)
@@ -87,6 +86,19 @@ def verify_command(
     kinds = [kind for kind, _ in verdicts.values()]
     # float64 comes first, if it is asked for: float32 alone proves too little
     raise typer.Exit(0 if kinds[0] == "exact" and "wrong" not in kinds else 1)
+
+
+def _about(plan: Plan, names: list[str]) -> Iterator[str]:
+    """Yield what ranks and one process compute in, where that is not as usual."""
+    if plan.precision != "float32":
+        told = {"float64": "float64: without autocast"}
+        told["float32"] = f"float32: within autocast, in {plan.precision}"
+        yield "; ".join(told[name] for name in names)
+    if plan.torch_compile:
+        yield (
+            "torch.compile: other kernels than those of one process, so equal up to "
+            "rounding; stages that draw random numbers are compared without it"
+        )
 
 
 def _verify_run(

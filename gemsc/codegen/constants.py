@@ -149,6 +149,8 @@ class Constants:
                 line("depends_on_data=True,  # some gradients may be absent")
             if text.program.autocast is not None:
                 line(f"precision={text.program.autocast[1]},  # of matrix products")
+            if text.torch_compile:
+                line("torch_compile=True,  # each forward, at its first call")
             line(f"train_step={'train_step' if trains else None},")
             line("eval_step=eval_step,")
         line(")")

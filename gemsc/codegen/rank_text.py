@@ -105,6 +105,7 @@ class RankText:
     placed: dict[str, int]
     names: dict[fx.Node, str]
     tile: int | None = None  # of the grid that the rank is in, if any
+    torch_compile: bool = False
 
     def deferred(self, run: RunText) -> tuple[int, ...]:
         """Return the micro-batches whose weight gradients are actions of their own."""
@@ -178,6 +179,7 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
         placed=compilation.placed(rank),
         names=names,
         tile=tile,
+        torch_compile=plan.torch_compile,
     )
 
 

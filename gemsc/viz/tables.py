@@ -119,6 +119,8 @@ def _summary(plan: Plan) -> Iterator[str]:
     )
     yield from _precision(plan)
     yield from _memory_format(plan)
+    if plan.torch_compile:
+        yield "torch.compile: predicted times and memory are those without it"
     yield from _updates(plan)
     yield from _here(plan)
     yield f"why this split: {why.line}"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +16,7 @@ from gemsc.plan import Plan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_dtype", "check_program"]
+__all__ = ["check_compiler", "check_dtype", "check_program"]
 
 
 def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
@@ -33,8 +37,8 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     """Read the plan and make sure that it still fits its sources and the launch.
 
     Raises:
-        GemscError: another number of ranks, a file of the program is missing, or the
-            model's file was edited since.
+        GemscError: another number of ranks, a file of the program is missing, the
+            model's file was edited since, or there is no compiler for --torch-compile.
     """
     plan = Plan.read(directory / "plan.toml")
     if num_ranks != plan.ranks:
@@ -62,4 +66,29 @@ def check_program(directory: Path, num_ranks: int) -> Plan:
     for file in (*modules, *weights):
         if not (directory / file).is_file():
             raise GemscError(f"{directory} has no {file}", help=again)
+    if plan.torch_compile:
+        check_compiler()
     return plan
+
+
+def check_compiler() -> None:
+    """Make sure that there is what makes kernels of Inductor's text.
+
+    Raises:
+        GemscError: there is no C++ compiler, or there are no headers of Python.
+    """
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    compiler = os.environ.get("CXX") or usual
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if shutil.which(compiler) is None:
+        missing = f"a C++ compiler, and there is no {compiler}"
+        help = f"install {usual} (apt-get install g++), set CXX to another compiler"
+    elif not header.is_file():
+        missing = f"Python's headers, and there is no {header}"
+        help = "install them (apt-get install python3-dev)"
+    else:
+        return
+    raise GemscError(
+        f"the program was compiled with --torch-compile, which needs {missing}",
+        help=f"{help}, or compile the model again without --torch-compile",
+    )

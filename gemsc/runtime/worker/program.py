@@ -57,6 +57,7 @@ class RankProgram:
     tiles: the grid of which the rank computes a tile.
     depends_on_data: whether some gradients may be absent.
     precision: what stages run in within `torch.autocast`; None without it.
+    torch_compile: whether stages' forwards go through `torch.compile`.
     train_step: one training step of this rank; None without a loss.
     eval_step: one evaluation step of this rank.
     """
@@ -75,6 +76,7 @@ class RankProgram:
     tiles: Tiles | None = None
     depends_on_data: bool = False
     precision: torch.dtype | None = None
+    torch_compile: bool = False
     train_step: StepFunction | None
     eval_step: StepFunction
 

@@ -28,6 +28,7 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.anomaly import AnomalyDetection
 from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
+from gemsc.runtime.worker.compiled import forwards
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
@@ -111,6 +112,7 @@ class Worker:
             apart=self._defers,
             casts=is_mixed,
         )
+        self._forwards = forwards(stages) if program.torch_compile else stages
         self._grids: dict[int, Grid] = {}  # by stage, where it is split
         self.grid = self._make_grid()
 
@@ -179,7 +181,8 @@ class Worker:
             around.enter_context(offloaded)
             if not counts:
                 around.enter_context(without_trace(stage))
-            result = stage(*inputs)
+            forward = stage if anomalies else self._forwards[run]
+            result = forward(*inputs)
         if anomalies is not None:
             anomalies.check(result)
         outputs = result if isinstance(result, tuple) else (result,)
@@ -238,7 +241,7 @@ class Worker:
     def evaluate(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage in evaluation mode, without gradients."""
         self.status.enter("evaluation", run, m)
-        return self._evaluate(self.stages[run], *inputs)
+        return self._evaluate(self._forwards[run], *inputs)
 
     def evaluate_apart(self, run: Run, m: int, *inputs: Tensor) -> Any:
         """Run a stage whose evaluation differs from its training in more than modes."""
