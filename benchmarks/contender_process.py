@@ -84,6 +84,7 @@ def start_alone(job: Job, place: Path) -> Step:
     inputs, target = case.data(case.batch)
     convert(model, job.memory_format)
     inputs = converted(inputs, job.memory_format)
+    forward = torch.compile(model, dynamic=False) if job.torch_compile else model
     optimizer = torch.optim.SGD(model.named_parameters(), lr=LEARNING_RATE)
     count = job.micro_batches
 
@@ -91,7 +92,7 @@ def start_alone(job: Job, place: Path) -> Step:
         total = 0.0
         parts = zip(*(tensor.chunk(count) for tensor in (*inputs, target)), strict=True)
         for *given, wanted in parts:
-            loss = case.loss(model(*given), wanted)
+            loss = case.loss(forward(*given), wanted)
             (loss / count).backward()
             total += loss.item()
         optimizer.step()

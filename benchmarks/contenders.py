@@ -194,6 +194,7 @@ def compile_job(
         schedule,
         str(directory),
         memory_format=choices.get("memory_format", "as-given"),
+        torch_compile=choices.get("torch_compile", False),
     )
 
 

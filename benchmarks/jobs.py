@@ -29,6 +29,7 @@ class Job:
     directory: str  # of the compiled program
     threads: int = 1  # of each rank
     memory_format: str = "as-given"  # of one process; a program has its own
+    torch_compile: bool = False  # so is this
 
 
 def join_gloo(job: Job, place: Path) -> int:

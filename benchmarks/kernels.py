@@ -1,9 +1,10 @@
-"""Train with other kernels: with channels last.
+"""Train with other kernels: with channels last, through torch.compile.
 
 python benchmarks/kernels.py [--quick] [--models resnet50,unet] [--micro-batches 2]
 
-One process and gemsc on two ranks, each as the model is and with `--memory-format
-channels_last`, in turn. A ratio is that of two turns of the same round.
+One process and gemsc on two ranks, each as the model is, with `--memory-format
+channels_last` and with `--torch-compile`, in turn. A ratio is that of two turns of the
+same round. `--kinds` are the kinds to compare, the first with the others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from contenders import Round, compile_job, contenders, quiet_rounds
 from jobs import Job
 
 ALONE, OURS = "one process", "gemsc"
+KINDS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "channels_last": {"memory_format": "channels_last"},
+    "torch.compile": {"torch_compile": True},
+}
 HEADER = (
     f"{'model':<10}{'M':>3}  {'kernels':<28}{ALONE:>14}{OURS:>9}{'gain':>15}{'':7}"
     f"{'gemsc / one process':>22}"
@@ -73,13 +79,11 @@ def main() -> None:
     parser.add_argument(
         "--patience", type=float, default=120, help="seconds to wait for quiet rounds"
     )
+    parser.add_argument("--kinds", default=",".join(KINDS), help=", ".join(KINDS))
     options = parser.parse_args()
     if options.quick:
         options.models, options.rounds, options.patience = "resnet20v2", 2, 0
-    kinds: dict[str, dict[str, Any]] = {
-        "as it is": {},
-        "channels_last": {"memory_format": "channels_last"},
-    }
+    kinds = {name: KINDS[name] for name in options.kinds.split(",")}
     print(HEADER, flush=True)
     for model in options.models.split(","):
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:

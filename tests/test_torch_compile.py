@@ -200,12 +200,12 @@ def test_what_cannot_be_compiled_is_told(
 @NEEDS_COMPILER
 @pytest.mark.parametrize("words", at_night(*TABLE))
 def test_ranks_compute_what_one_process_computes(
-    words: str, gemsc: Gemsc, tmp_path: Path
+    words: str, command: Gemsc, tmp_path: Path
 ) -> None:
     """Under mpirun: two threads cannot compile at once."""
     program = tmp_path / "program"
     given = ["--ranks", "2", "--micro-batches", "2", "--torch-compile", *words.split()]
-    assert gemsc("compile", "model.py", *given, "-o", program).code == 0
+    assert command("compile", "model.py", *given, "-o", program).code == 0
     for how in ([], ["--run", "3"]):
-        found = gemsc("verify", program, *how)
+        found = command("verify", program, *how)
         assert found.code == 0, found.out + found.err

@@ -108,7 +108,9 @@ def test_the_exit_code_asks_float64_to_be_exact(
     monkeypatch.setattr(
         cli.Plan,
         "read",
-        lambda path: SimpleNamespace(only_dtype="", precision="float32"),
+        lambda path: SimpleNamespace(
+            only_dtype="", precision="float32", torch_compile=False
+        ),
     )
     monkeypatch.setattr(cli, "show_activations", lambda *given: None)
     with pytest.raises(typer.Exit) as ended:
