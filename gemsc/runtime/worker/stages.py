@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gemsc.base.draws import are_draws_same, outside_draws
 from gemsc.base.dtypes import cast_module
+from gemsc.errors import GemscError
 from gemsc.runtime.worker.program import Run
 from gemsc.weights.stage import fill, model_state, stage_tensors
 
@@ -45,6 +48,40 @@ class Stages(dict[Run, nn.Module]):
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters, those that replicas share once."""
         return {n: p for each in self.values() for n, p in each.named_parameters()}
+
+    def compiled(self) -> dict[Run, Callable[..., Any]]:
+        """Return the forwards, each through torch.compile (Inductor) at its first call.
+
+        Each is one graph: messages, streams and the update stay outside. Random numbers
+        are those that the stage draws without it. In `same_draws` a stage that draws
+        runs as it is: Inductor asks for numbers in its own way.
+
+        Raises:
+            GemscError: at the call: a stage cannot be compiled.
+        """
+        config: Any = torch._inductor.config
+        config.compile_threads = 1  # no processes beside those that MPI has started
+        config.fallback_random = True
+        return {run: self._compiled(run) for run in self}
+
+    def _compiled(self, run: Run) -> Callable[..., Any]:
+        stage = self[run]
+        compiled = torch.compile(stage.forward, fullgraph=True, dynamic=False)
+
+        def forward(*inputs: Any) -> Any:
+            if are_draws_same() and run in self.drawing:
+                return stage(*inputs)
+            try:
+                with outside_draws():
+                    return compiled(*inputs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise GemscError(
+                    f"torch.compile cannot take {run}: {reason}",
+                    help="compile the model again without --torch-compile",
+                ) from error
+
+        return forward
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors, non-persistent buffers included."""

@@ -28,7 +28,6 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.mailbox import Mailbox
 from gemsc.runtime.worker.anomaly import AnomalyDetection
 from gemsc.runtime.worker.backward import edge_of, gradient_of, is_absent, run_backward
-from gemsc.runtime.worker.compiled import forwards
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.finite import NotFiniteError, Problem, not_finite
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
@@ -112,7 +111,7 @@ class Worker:
             apart=self._defers,
             casts=is_mixed,
         )
-        self._forwards = forwards(stages) if program.torch_compile else stages
+        self._forwards = stages.compiled() if program.torch_compile else stages
         self._grids: dict[int, Grid] = {}  # by stage, where it is split
         self.grid = self._make_grid()
 
