@@ -192,7 +192,9 @@ def test_it_works_with_all_that_belongs_to_an_update(
         )[0]
         for shard in (False, True)
     ]
-    assert max(changes(*both).values(), default=0.0) < 1e-15
+    # which rank counts which gradient changes the last bit of the norm: of a gradient
+    # that is all rounding, before a BatchNorm, Adam makes 1e-11
+    assert max(changes(*both).values(), default=0.0) < 1e-10
     assert "clip_norm" in more or not changes(*both)
 
 
