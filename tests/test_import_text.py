@@ -49,11 +49,11 @@ NAMES = (
 )
 
 
-def checked(text: str, folder: Path) -> str:
+def checked(text: str, folder: Path, rules: str = RULES) -> str:
     """Make sure that the tools leave a file alone."""
     (folder / "model.py").write_text(text, encoding="utf-8")
     ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
-    for words in (["check", "--select", RULES, "--ignore-noqa"], ["format", "--diff"]):
+    for words in (["check", "--select", rules, "--ignore-noqa"], ["format", "--diff"]):
         done = subprocess.run(
             [ruff, *words, "--isolated", "--no-cache", "model.py"],
             cwd=folder,
@@ -182,17 +182,7 @@ def test_expressions_are_as_ruff_formats_them(seed: int, tmp_path: Path) -> None
             note = rng.choice(["", "", "Conv 'a'", f"Conv2D '{'conv2_block' * 4}'"])
             write_statement(writer, f"value_{index} = ", node, fresh, note)
         writer.line(f"return {', '.join(f'value_{index}' for index in range(3))}")
-    (tmp_path / "model.py").write_text(writer.text())
-    ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
-    for words in (["check", "--select", "E"], ["format", "--diff"]):
-        done = subprocess.run(
-            [ruff, *words, "--isolated", "--no-cache", "model.py"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    checked(writer.text(), tmp_path, "E")
 
 
 def expression(rng: random.Random, depth: int) -> str:

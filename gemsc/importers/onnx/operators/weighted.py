@@ -31,11 +31,7 @@ def _convolution(node: Node) -> Symbol:
     """Conv: a layer, with a line that pads where the two ends are padded unlike."""
     x, shape = node.value(0), _weight_shape(node)
     rank = len(shape) - 2
-    stride, dilation = (
-        _setting(node, "strides", rank),
-        _setting(node, "dilations", rank),
-    )
-    groups = node.attribute("group", 1)
+    stride, dilation, groups = _window(node, rank)
     spans = [d * (k - 1) + 1 for k, d in zip(shape[2:], dilation, strict=True)]
     begin, end = _pads(node, x.shape[2:], spans, stride)
     if begin != end:
@@ -64,11 +60,7 @@ def _transposed_convolution(node: Node) -> Symbol:
     """ConvTranspose: a layer, with a line that crops where padding cannot say it."""
     x, shape = node.value(0), _weight_shape(node)
     rank = len(shape) - 2
-    stride, dilation = (
-        _setting(node, "strides", rank),
-        _setting(node, "dilations", rank),
-    )
-    groups = node.attribute("group", 1)
+    stride, dilation, groups = _window(node, rank)
     more = list(_setting(node, "output_padding", rank, 0))
     spans = [d * (k - 1) + 1 for k, d in zip(shape[2:], dilation, strict=True)]
     full = [
@@ -103,6 +95,12 @@ def _transposed_convolution(node: Node) -> Symbol:
         dtype=torch_type(weight.dtype),
     )
     return node.gives(f"{node.layer(layer, weight=weight, bias=bias)}({x}){crop}")
+
+
+def _window(node: Node, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return stride and dilation, a number for each axis, and the groups."""
+    stride, dilation = (_setting(node, n, rank) for n in ("strides", "dilations"))
+    return stride, dilation, node.attribute("group", 1)
 
 
 def _bias(node: Node) -> Static | None:
