@@ -94,7 +94,7 @@ def _show(shared: SharedDevice, loads: dict[int, Load]) -> None:
         return (value(count, load) for count, load in loads.items())
 
     def gain(count: int, load: Load) -> float | None:
-        return shared.measured_gain(count)
+        return shared.measured.get(count)
 
     columns = [
         column("processes", loads),

@@ -57,21 +57,17 @@ class SharedDevice:
         longer = max(self.launch, self.kernels + (times - 1) * self.full)
         return times * self.seconds(1) / longer - 1
 
-    def measured_gain(self, processes: int) -> float | None:
-        """Return the same as measured, sums included; None: it was not."""
-        rate = self.rates.get(processes)
-        return None if rate is None else rate / self.rates[1] - 1
+    @property
+    def measured(self) -> dict[int, float]:
+        """The same by numbers of processes, as measured, sums included."""
+        return {n: rate / self.rates[1] - 1 for n, rate in self.rates.items()}
 
     def known_gains(self, counts: Iterable[int]) -> dict[int, float]:
         """Return the gains to choose from: all that were measured.
 
         Where nothing was, they are those that are predicted of `counts`, with sums.
         """
-        if self.rates:
-            return {
-                count: rate / self.rates[1] - 1 for count, rate in self.rates.items()
-            }
-        return {count: self.gain(count, sums=True) for count in counts}
+        return self.measured or {n: self.gain(n, sums=True) for n in counts}
 
     def utilisation(self, processes: int = 1) -> float:
         """Return the share of the device that some processes use."""

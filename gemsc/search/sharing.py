@@ -56,7 +56,7 @@ def choose_sharing(
 def sharing_note(shared: SharedDevice, count: int) -> str:
     """Return what was measured and is predicted of so many replicas on each device."""
     gains = shared.gain(count), shared.gain(count, sums=True)
-    found = shared.measured_gain(count)
+    found = shared.measured.get(count)
     measured = "" if found is None else f"measured {found:+.0%}, "
     return (
         f"{count} ranks share each device: {measured}predicted {gains[0]:+.0%} samples "
