@@ -13,7 +13,7 @@ from gemsc.options import CompileOptions
 
 @pytest.fixture
 def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemsc.compiler.SplitTiles", WholeTiles)
+    monkeypatch.setattr("gemsc.lowering.stages.SplitTiles", WholeTiles)
 
 
 @pytest.mark.usefixtures("_whole")

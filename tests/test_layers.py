@@ -99,9 +99,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "viz": (*PLANNER, "search"),
     "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
+    "lowering": (*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
     "compiler": (
-        *(*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
-        *("passes.branches", "search", "codegen", "compiled"),
+        *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
+        *("search", "codegen", "compiled", "lowering"),
     ),
     "launch": (
         *("errors", "base", "options", "plan"),

@@ -1,0 +1,1 @@
+"""What `gemsc.compiler` does in order: trace, cut into stages, cut evaluation."""

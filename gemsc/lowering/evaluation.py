@@ -1,0 +1,72 @@
+"""Cut evaluation where training is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gemsc.compilation import TileProgram, Traced
+from gemsc.ir.flow import owned_tensors
+from gemsc.ir.program import Program
+from gemsc.ir.staged import same_stages
+from gemsc.lowering.stages import tile_passes
+from gemsc.options import CompileOptions
+from gemsc.passes.annotate import Annotate
+from gemsc.passes.follow_stages import (
+    FollowShards,
+    FollowStages,
+    find_twins,
+)
+from gemsc.passes.insert_comms import InsertComms
+from gemsc.passes.manager import Runs
+from gemsc.planner.fitting import Scheduled
+from gemsc.planner.layout import stage_layout
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    traced: Traced, done: Scheduled, options: CompileOptions, run: Runs
+) -> tuple[TileProgram, tuple[TileProgram, ...]]:
+    """Cut evaluation where training is cut: of the whole, and of what each tile runs.
+
+    Where the two graphs differ in constants only, evaluation is training, and the
+    model's outputs travel too.
+    """
+    whole, twins = done.program, traced.twins
+    if twins is not None:
+        graph = same_stages(whole, traced.evaluation, twins)
+        evaluation = run(whole, _outputs_too(whole))
+    else:
+        follow = FollowStages(whole, owned_tensors(whole))
+        graph = run(traced.evaluation, Annotate(training=False), follow)
+        evaluation = run(graph, _outputs_alone(whole))
+    found = TileProgram(whole, evaluation, twins)
+    grids, halos = stage_layout(options).grids, done.tiles[0].halos
+    if halos is None:  # no stage is split
+        return found, (found,)
+    graph = replace(graph, halos=halos.for_evaluation(twins))
+    if whole.shards:
+        graph = run(graph, FollowShards(whole, twins))
+    splits = [
+        run(graph, *tile_passes(number, grids, options, training=False))
+        for number in range(len(done.tiles))
+    ]
+    pairs = [*zip(done.tiles, splits, strict=True)]
+    same = [find_twins(*pair) if twins is not None else None for pair in pairs]
+    if None not in same:
+        both = [run(tile, _outputs_too(tile)) for tile in done.tiles]
+    else:  # on one rank, perhaps: what they send is alike
+        annotate = Annotate(training=False, known=traced.facts)
+        both = [run(split, annotate, _outputs_alone(tile)) for tile, split in pairs]
+        same = [None] * len(pairs)
+    return found, tuple(map(TileProgram, done.tiles, both, same))
+
+
+def _outputs_too(training: Program) -> InsertComms:
+    """Return the pass that lets outputs travel besides all that does in training."""
+    return InsertComms(outputs=True, known=training.transfers or ())
+
+
+def _outputs_alone(training: Program) -> InsertComms:
+    """Return the pass for another graph: its transfers have numbers of their own."""
+    return InsertComms(outputs=True, first_index=len(training.transfers or ()))

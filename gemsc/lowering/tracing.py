@@ -1,0 +1,126 @@
+"""Trace a model in both modes and find its blocks: what no plan changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemsc.base.elementwise import Factory, updated_whole
+from gemsc.base.memory_format import convert, converted
+from gemsc.base.nests import normalize_inputs
+from gemsc.compilation import Traced
+from gemsc.costs.hardware import Hardware
+from gemsc.costs.optimizer_state import optimizer_bytes
+from gemsc.costs.profile import Progress
+from gemsc.errors import GemscError
+from gemsc.frontend import FRONTENDS
+from gemsc.frontend.check import check_against_eager
+from gemsc.frontend.optimizer import check_optimizer
+from gemsc.frontend.precision import autocast_of
+from gemsc.ir.opaque import Opaque, opaques
+from gemsc.ir.program import Program
+from gemsc.options import choose
+from gemsc.passes.annotate import Annotate
+from gemsc.passes.canonicalize import Canonicalize
+from gemsc.passes.detect_skips import DetectSkips
+from gemsc.passes.follow_stages import (
+    FollowOrder,
+    find_twins,
+)
+from gemsc.passes.group_blocks import GroupBlocks
+from gemsc.passes.manager import Observer, Runs
+from gemsc.passes.separate_towers import SeparateTowers
+from gemsc.passes.time_blocks import TimeBlocks
+
+__all__ = ["trace"]
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[..., Any] | None = None,
+    example_target: Any = None,
+    optimizer: Factory | None = None,
+    frontend: str = "record",
+    precision: str = "float32",
+    memory_format: str = "as-given",
+    check: bool = True,
+    evaluates: bool = True,
+    hardware: Hardware | None = None,
+    profile: bool = False,
+    device: torch.device | None = None,
+    progress: Progress = lambda name, share: None,
+    after_each: Observer | None = None,
+) -> Traced:
+    """Trace a model in both modes and find its blocks: what no plan changes.
+
+    Seconds are those of the hardware's device, the shipped default if None; or measured
+    here, on the `device`, if `profile`. Without `evaluates` the result can be planned,
+    not compiled.
+    """
+    record = choose("frontend", frontend, FRONTENDS)
+    convert(model, memory_format)
+    example_inputs = converted(normalize_inputs(example_inputs), memory_format)
+    feed = {"loss": loss, "target": example_target}
+    how = {**feed, "autocast": autocast_of(model, precision)}
+    trains, run = loss is not None, Runs(after_each)
+
+    def compare(program: Program) -> None:
+        check_against_eager(program, model, example_inputs, **feed, training=trains)
+
+    def prepared(opaque: Mapping[str, Opaque]) -> Program:
+        program = record(model, example_inputs, training=trains, opaque=opaque, **how)
+        annotate = Annotate(device=hardware.device if hardware else None)
+        try:
+            cut = SeparateTowers(), DetectSkips(), GroupBlocks()
+            program = run(program, Canonicalize(), annotate, *cut)
+        except Exception as error:
+            if check and not isinstance(error, GemscError):  # is it the model?
+                compare(program)
+            raise
+        parameters = dict(program.module.named_parameters())
+        if optimizer is not None and trains:
+            check_optimizer(parameters, optimizer)
+        factory = optimizer if trains else None
+        program = replace(
+            program,
+            optimizer_bytes=optimizer_bytes(parameters, factory),
+            updated_whole=cache(partial(updated_whole, parameters, factory)),
+        )
+        if check:
+            compare(program)
+        if profile:
+            given = example_inputs, example_target
+            timed = TimeBlocks(*given, device=device, progress=progress)
+            program = run(program, timed)
+        return program
+
+    with _one_thread():
+        program = prepared({})
+        if not evaluates:
+            return Traced(program, program, None)
+        known = opaques(program.module)
+        evaluation = record(model, example_inputs, training=False, opaque=known, **how)
+        found = opaques(evaluation.module)
+        if found.keys() != known.keys():  # what is not cut in one mode is in neither
+            program = prepared(found)
+        evaluation = run(evaluation, Canonicalize(), FollowOrder(program))
+    return Traced(program, evaluation, find_twins(program, evaluation))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch use one thread: in small work more only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
