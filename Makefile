@@ -17,7 +17,7 @@ UNET := examples/unet_histology/model.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test nightly format bench release clean
+.PHONY: help demo test nightly format bench site release clean
 
 help:  ## say what the commands are
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -56,6 +56,9 @@ bench: $(READY)  ## measure: docs/benchmarks.md says what
 	@for script in $(filter-out %/contender_process.py, $(shell grep -l __main__ benchmarks/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script || exit; done
 
+site: $(READY)  ## build the documentation: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 release: $(READY)  ## check all that a release needs, and build it in dist/
 	@test -z "$$(git status --porcelain)" || { echo "commit first"; exit 1; }
 	@! grep -q 'not released yet' docs/changelog.md || { echo "docs/changelog.md: date the version"; exit 1; }
@@ -74,5 +77,5 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	  { echo "gemsc needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "== install into $(VENV): a minute or two, once"
-	@$(BIN)/pip install -qq $(CONSTRAINTS:%=-c %) -e '.[mpi,onnx,keras,examples,dev]'
+	@$(BIN)/pip install -qq $(CONSTRAINTS:%=-c %) -e '.[mpi,onnx,keras,examples,docs,dev]'
 	@touch $@
