@@ -128,7 +128,7 @@ def lower(
     done = schedule_stages(traced, options, run, placed=placed)
     whole, tiles = evaluate(traced, done, options, run)
     steps = tuple(find_loops(order) for order in done.timeline.orders)
-    plan = _planned(traced, done, options, source)
+    plan = _planned(traced, done, options, source, run)
     compilation = Compilation(whole, tiles, steps, plan)
     files = rank_modules(compilation)
     prove_files(files, compilation, done.task)
@@ -142,7 +142,7 @@ def plan(
     run = Runs()
     candidates, options = settled_options(traced, options, run)
     done = schedule_stages(traced, options, run)
-    return candidates, _planned(traced, done, options, source)
+    return candidates, _planned(traced, done, options, source, run)
 
 
 def settled_options(
@@ -154,22 +154,30 @@ def settled_options(
     most = most_branches(traced.program) if has_branches else 1
     settle = partial(settled, sizes=sizes, most_branches=most, stage=stage)
     if options.per_device == AUTO:
-        return choose_sharing(options, _shared(traced, options), settle, stage)
+        return choose_sharing(options, _shared(traced, options, run), settle, stage)
     return settle(options)
 
 
-def _shared(traced: Traced, options: CompileOptions) -> SharedDevice:
-    device = read_hardware(options.hardware).device
-    return share(traced.program, device, options.micro_batches, options.ranks)
+def _shared(traced: Traced, options: CompileOptions, run: Runs) -> SharedDevice:
+    name, program = options.hardware, traced.program
+    step = options.micro_batches, options.ranks
+    return run.once(
+        ("shared", id(program), name, *step),
+        lambda: share(program, read_hardware(name).device, *step),
+    )
 
 
 def _planned(
-    traced: Traced, done: Scheduled, options: CompileOptions, source: Path | None
+    traced: Traced,
+    done: Scheduled,
+    options: CompileOptions,
+    source: Path | None,
+    run: Runs,
 ) -> Plan:
     hardware = read_hardware(options.hardware)
     parts = done.program, done.tiles, done.task, done.timeline
     plan = make_plan(*parts, options, source, hardware)
     if options.per_device == 1:
         return plan
-    note = sharing_note(_shared(traced, options), options.per_device)
+    note = sharing_note(_shared(traced, options, run), options.per_device)
     return replace(plan, notes=[*plan.notes, note])

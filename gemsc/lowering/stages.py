@@ -15,6 +15,7 @@ from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
 from gemsc.passes.checks.statistics import CheckStatistics
 from gemsc.passes.checks.tiles import CheckTiles
+from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.insert_comms import InsertComms
@@ -24,7 +25,7 @@ from gemsc.passes.mark_segments import MarkSegments
 from gemsc.passes.overlap_halos import OverlapHalos
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.passes.split_tiles import SplitTiles
-from gemsc.planner.fitting import Scheduled, check_torch_compile, schedule
+from gemsc.planner.fitting import Scheduled, schedule
 from gemsc.planner.layout import check_blocks, check_whole, stage_layout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.tiles import peak_tile
@@ -51,8 +52,6 @@ def schedule_stages(
     The user's `--ranks` counts the ranks of `replicas`: advice does so, too.
     """
     choose("schedule", options.schedule, SCHEDULES)
-    if options.torch_compile:
-        check_torch_compile(traced.program, options)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
@@ -78,7 +77,8 @@ def schedule_stages(
     )
     check_statistics = CheckStatistics(chosen.num_replicas * options.data)
     mark = MarkSegments(options.recompute, options.offload)
-    cut = run(traced.program, balance, check_statistics, mark)
+    one_graph = (CheckTorchCompile(),) if options.torch_compile else ()
+    cut = run(traced.program, *one_graph, balance, check_statistics, mark)
     if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
         choose_shards = ChooseShards(

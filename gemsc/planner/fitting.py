@@ -8,23 +8,14 @@ from dataclasses import dataclass, replace
 from gemsc.base.units import show_bytes, show_enough_bytes
 from gemsc.costs.hardware import Hardware
 from gemsc.errors import GemscError
-from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
-from gemsc.options import CompileOptions, typed
+from gemsc.options import CompileOptions
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run, split_last_backwards
 
-__all__ = ["Scheduled", "check_torch_compile", "schedule"]
-
-_NOT_COMPILED = {  # option -> why
-    "tiles": "tiles exchange halos inside of a stage",
-    "shards": "shards add up inside of a stage",
-    "branches": "ranks exchange branches inside of a stage",
-    "recompute": "torch.compile decides what is computed again",
-    "offload": "torch.compile decides what is kept for backward",
-}
+__all__ = ["Scheduled", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -63,32 +54,6 @@ def schedule(
     if not options.torch_compile:  # a compiled backward is in one part
         timeline = split_last_backwards(task, timeline)
     return Scheduled(program, tiles, task, timeline)
-
-
-def check_torch_compile(program: Program, options: CompileOptions) -> None:
-    """Refuse what happens inside of a stage that is compiled as a whole.
-
-    Raises:
-        GemscError: an option, or a module of the traced program; says why.
-    """
-    for name, reason in _NOT_COMPILED.items():
-        if value := getattr(options, name):
-            raise GemscError(
-                f"--torch-compile does not go with {typed(name, value)}: {reason}",
-                help=f"leave out --torch-compile or --{name}",
-            )
-    if SCHEDULES[options.schedule].policy.split_backward:
-        raise GemscError(
-            f"--torch-compile does not go with --schedule {options.schedule}: a "
-            "compiled backward computes the gradients of weights with all others",
-            help="leave out --torch-compile, or use --schedule 1f1b",
-        )
-    for path, opaque in opaques(program.module).items():
-        raise GemscError(
-            f"--torch-compile does not go with {path}, whose forward depends on data",
-            at=opaque.at,
-            help="leave out --torch-compile, or write it with torch.where",
-        )
 
 
 def _fitted(

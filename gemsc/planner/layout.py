@@ -16,6 +16,13 @@ from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 __all__ = ["PLACEMENTS", "StageLayout", "check_blocks", "check_whole", "stage_layout"]
 
 PLACEMENTS = ("linear", "mirrored", "folded", "looped")
+NOT_COMPILED = {  # option -> why it does not go with --torch-compile
+    "tiles": "tiles exchange halos inside of a stage",
+    "shards": "shards add up inside of a stage",
+    "branches": "ranks exchange branches inside of a stage",
+    "recompute": "torch.compile decides what is computed again",
+    "offload": "torch.compile decides what is kept for backward",
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ def stage_layout(options: CompileOptions) -> StageLayout:
     schedule = SCHEDULES[options.schedule]
     if schedule.policy.split_backward:
         _check_split(options)
+    if options.torch_compile:
+        _check_torch_compile(options)
     kind = schedule.placement if options.placement == "natural" else options.placement
     groups = options.groups
     explicit = _explicit(options, len(groups)) if kind[:1].isdigit() else ()
@@ -205,3 +214,19 @@ def _check_split(options: CompileOptions) -> None:
                 "what weight gradients need in a different way",
                 help="use 1f1b, interleaved or chimera",
             )
+
+
+def _check_torch_compile(options: CompileOptions) -> None:
+    """Refuse what happens inside of a stage that is compiled as a whole."""
+    for name, reason in NOT_COMPILED.items():
+        if value := getattr(options, name):
+            raise GemscError(
+                f"--torch-compile does not go with {typed(name, value)}: {reason}",
+                help=f"leave out --torch-compile or --{name}",
+            )
+    if SCHEDULES[options.schedule].policy.split_backward:
+        raise GemscError(
+            f"--torch-compile does not go with --schedule {options.schedule}: a "
+            "compiled backward computes the gradients of weights with all others",
+            help="leave out --torch-compile, or use --schedule 1f1b",
+        )
