@@ -118,7 +118,7 @@ def test_branches_are_drawn_side_by_side_in_the_colours_of_their_ranks(
     nodes = [node for box in boxes for node in box.nodes]
     assert nodes == list(found.compute_nodes)
     dot = towers.graph()
-    form = r'{} .*\n.*\n.*\nrank (\d)" (color=.*)]'
+    form = r'{} .*\n.*\n.*\nrank (\d)" (class=.*)]'
     looks = [re.findall(form.format(box.key), dot) for box in (left, right)]
     assert {rank for ((rank, _),) in looks} == {"0", "1"}
     assert len({colours for ((_, colours),) in looks}) == 2
@@ -162,7 +162,7 @@ def test_the_timeline_shows_which_rank_computes_which_branch_and_who_waits(
         (1, 9, 12, ""),
     ]  # of 16 ms without messages
     drawn = draw_timeline("", panels_of(towers.plan))
-    form = r'class="{}" x="(.*?)" y="(.*?)" width="(.*?)" .*<title>(.*)</title>'
+    form = r'class="{} \S*" x="(.*?)" y="(.*?)" width="(.*?)" .*<title>(.*)</title>'
     actions = re.findall(form.format("box action"), drawn)
     boxes = re.findall(form.format("branches"), drawn)
     assert [name for *_, name in boxes] == ["left", "right"] * 2

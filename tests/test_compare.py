@@ -45,7 +45,11 @@ def texts(picture: str) -> list[str]:
 def paths(picture: str, kind: str) -> list[list[list[float]]]:
     """Return the points of each curve of a kind, without those of the legend."""
     root = ElementTree.fromstring(picture)
-    found = [e.get("d", "") for e in root.iter(f"{SVG}path") if e.get("class") == kind]
+    found = [
+        e.get("d", "")
+        for e in root.iter(f"{SVG}path")
+        if kind in e.get("class", "").split()
+    ]
     drawn = [path[1:].split("L") for path in found if "h" not in path]
     return [[[float(number) for number in p.split()] for p in path] for path in drawn]
 

@@ -169,13 +169,13 @@ def test_a_large_picture_has_no_arrows_and_no_labels_in_narrow_boxes(name):
 def test_replicas_and_stages_have_colours_of_their_own():
     chimera = compiled("chimera").plan
     names = {
-        c.get("fill")
+        c.get("class")
         for c in elements(draw_timeline("", panels_of(chimera)), "rect", "action")
     }
     assert len(names) == 6  # three kinds, two replicas
     folded = compiled("folded").plan
     names = {
-        c.get("fill")
+        c.get("class")
         for c in elements(draw_timeline("", panels_of(folded)), "rect", "action")
     }
     assert len(names) == 6  # three kinds, two stages

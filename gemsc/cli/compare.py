@@ -60,7 +60,7 @@ def _table(logs: Sequence[RunLog]) -> Table:
         row = [_number(losses[-1:]), _number([min(losses)] if losses else [])]
         for name in names:
             row.append(_number([value for _, value in log.figures.get(name, [])][-1:]))
-        rate = [statistics.median(log.rates)] if log.rates else []
+        rate = [statistics.median(rate for _, rate in log.rates)] if log.rates else []
         table.add_row(escape(log.name), str(log.steps), *row, _number(rate, ".1f"))
     return table
 

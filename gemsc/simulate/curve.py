@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gemsc.base.units import show_seconds
 from gemsc.simulate.scaling import Point
-from gemsc.viz.svg import drawing, n, rect, text
+from gemsc.viz.svg import drawing, legend, line, n, rect, text
 
 __all__ = ["draw_curve"]
 
@@ -15,22 +15,15 @@ WIDTH, HEIGHT = 940, 420
 PLOT_WIDTH, PLOT_HEIGHT = 350, 260
 LEFT, SECOND, TOP = 76, 540, 86
 PARTS = (
-    ("busy_seconds", "computes", "#2f6ea8"),
-    ("idle_seconds", "waits in the pipeline", "#c9d3de"),
-    ("sum_seconds", "sums gradients", "#b7a1d9"),
-    ("update_seconds", "updates", "#8fc79f"),
+    ("busy_seconds", "computes", "fill-backward0"),
+    ("idle_seconds", "waits in the pipeline", "fill-idle"),
+    ("sum_seconds", "sums gradients", "hatch-reduction"),
+    ("update_seconds", "updates", "hatch-update"),
 )
 STYLE = """
-text { font: 12px Helvetica, Arial, sans-serif; fill: #1d2733 }
-.title { font-size: 16px; font-weight: bold }
-.name { font-weight: bold }
-.note { font-size: 11px; fill: #5b6672 }
-.middle { text-anchor: middle }
-.end { text-anchor: end }
-.line { stroke: #d5dae0; stroke-width: 0.7 }
-.ideal { stroke: #5b6672; stroke-dasharray: 5 4; fill: none }
-.curve { stroke: #2f6ea8; stroke-width: 2; fill: none }
-.dot { fill: #2f6ea8 }
+.ideal { stroke-dasharray: 5 4; fill: none }
+.curve { stroke-width: 2; fill: none }
+.part { stroke: $sheet; stroke-width: 0.6 }
 """
 
 
@@ -62,20 +55,20 @@ def _throughput(points: Sequence[Point]) -> list[str]:
     parts = [text(LEFT, TOP - 18, title, "name")]
     for power in range(bottom, top + 1):
         _, y = place(base.ranks, 10.0**power)
-        parts.append(f'<path class="line" d="M{LEFT},{n(y)}h{PLOT_WIDTH}"/>')
+        parts.append(line("grid", LEFT, y, LEFT + PLOT_WIDTH, y))
         parts.append(text(LEFT - 8, y + 4, f"{10.0**power:,g}", "note end"))
     for point in _spread(points):
         x, _ = place(point.ranks, 10.0**bottom)
         label = f"{point.ranks:,}"
         parts.append(text(x, TOP + PLOT_HEIGHT + 18, label, "note middle"))
     ideal = [place(p.ranks, per_rank * p.ranks) for p in (base, points[-1])]
-    parts.append(f'<path class="ideal" d="{_path(ideal)}"/>')
+    parts.append(f'<path class="ideal stroke-soft" d="{_path(ideal)}"/>')
     real = [place(p.ranks, p.throughput) for p in points]
-    parts.append(f'<path class="curve" d="{_path(real)}"/>')
+    parts.append(f'<path class="curve stroke-series0" d="{_path(real)}"/>')
     for point, (x, y) in zip(points, real, strict=True):
         efficiency = point.efficiency(base)
         parts.append(
-            f'<circle class="dot" cx="{n(x)}" cy="{n(y)}" r="3.5"><title>'
+            f'<circle class="fill-series0" cx="{n(x)}" cy="{n(y)}" r="3.5"><title>'
             f"{point.ranks:,} ranks: {point.throughput:,.1f} samples/s, efficiency "
             f"{efficiency:.2%}</title></circle>"
         )
@@ -88,29 +81,26 @@ def _shares(points: Sequence[Point]) -> list[str]:
     parts = [text(SECOND, TOP - 18, "one step of the slowest rank", "name")]
     for share in (0.0, 0.5, 1.0):
         y = TOP + PLOT_HEIGHT * (1 - share)
-        parts.append(f'<path class="line" d="M{SECOND},{n(y)}h{PLOT_WIDTH}"/>')
+        parts.append(line("grid", SECOND, y, SECOND + PLOT_WIDTH, y))
         label = show_seconds(share * longest)
         parts.append(text(SECOND - 8, y + 4, label, "note end"))
     pitch = PLOT_WIDTH / len(points)
     labelled = _spread(points)
     for index, point in enumerate(points):
         x, y = SECOND + (index + 0.12) * pitch, float(TOP + PLOT_HEIGHT)
-        for name, words, colour in PARTS:
+        for name, words, fill in PARTS:
             seconds = getattr(point, name)
             height = PLOT_HEIGHT * seconds / longest
             y -= height
             title = f"{point.ranks:,} ranks: {words} {show_seconds(seconds)}"
-            parts.append(rect("part", x, y, 0.76 * pitch, height, colour, title))
+            parts.append(rect(f"part {fill}", x, y, 0.76 * pitch, height, title))
         if point in labelled:
             middle = x + 0.38 * pitch
             label = f"{point.ranks:,}"
             parts.append(text(middle, TOP + PLOT_HEIGHT + 18, label, "note middle"))
-    x = float(SECOND)
-    for _, words, colour in PARTS:
-        parts.append(rect("key", x, TOP + PLOT_HEIGHT + 34, 11, 11, colour))
-        parts.append(text(x + 16, TOP + PLOT_HEIGHT + 44, words, "note"))
-        x += 30 + 5.2 * len(words)
-    return parts
+    entries = [(fill, words) for _, words, fill in PARTS]
+    bottom = TOP + PLOT_HEIGHT + 44
+    return parts + legend(entries, SECOND, bottom, SECOND + PLOT_WIDTH)[0]
 
 
 def _decades(low: float, high: float) -> tuple[int, int]:

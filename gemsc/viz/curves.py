@@ -1,12 +1,15 @@
-"""Curves of runs over their steps: the loss, and below it what evaluations found."""
+"""Curves of runs over their steps: loss, held-out figures, samples/s and memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+from gemsc.viz.columns import sample
+from gemsc.viz.design import DASHES, NUM_SERIES, SMALL, series, width_of
 from gemsc.viz.run_log import Curve, RunLog
-from gemsc.viz.svg import LINES, drawing, n, text
+from gemsc.viz.svg import drawing, line, n, text
 
 __all__ = ["curves"]
 
@@ -16,65 +19,124 @@ HEIGHT, GAP, TOP = 210, 72, 46
 MOST_POINTS = PLOT // 2  # of a curve; of what falls together, the mean is drawn
 LOG_FROM = 20.0  # largest over smallest value, for a logarithmic axis
 MOST_MARKS = 10  # of an axis
+MOST_DOTS = 60  # of a line
 ROW = 18  # of the legend
+LONGEST = 60  # of the name of a run
+MIB = 2**20
 STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #333; }
-text.head { font-size: 14px; font-weight: 600; }
-text.y { text-anchor: end; }
-text.x { text-anchor: middle; }
-line.grid { stroke: #e4e4e4; }
-line.axis { stroke: #888; }
-path { fill: none; stroke-linejoin: round; }
-path.train { stroke-width: 1.2; opacity: 0.65; }
-path.eval { stroke-width: 2.2; }
-path.band { stroke: none; opacity: 0.15; }
+path.curve { fill: none; stroke-linejoin: round }
+path.train, path.rate { stroke-width: 1.3; opacity: 0.85 }
+path.memory { stroke-width: 2 }
+path.eval { stroke-width: 2.4 }
+path.band { opacity: 0.18 }
 """
+MARKS = (  # of held-out figures: as different in shape as lines are in dashes
+    "M-3.5,0a3.5,3.5 0 1 0 7,0a3.5,3.5 0 1 0 -7,0Z",
+    "M-3.2,-3.2h6.4v6.4h-6.4Z",
+    "M0,-4.2L4,3.2H-4Z",
+    "M0,-4.6L4.6,0L0,4.6L-4.6,0Z",
+    "M0,4.2L4,-3.2H-4Z",
+    "M-1.3,-4.2h2.6v2.9h2.9v2.6h-2.9v2.9h-2.6v-2.9h-2.9v-2.6h2.9Z",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A curve: of which series, and what it is of."""
+
+    index: int
+    kind: str
+    curve: Curve
+    name: str = ""
 
 
 def curves(runs: Sequence[RunLog]) -> str:
-    """Return a drawing of the curves of runs, each run in its colour."""
-    names = list(dict.fromkeys(name for run in runs for name in run.figures))
-    panels = ["loss", *(name for name in names if name != "loss")]
+    """Return a drawing of the curves of runs, each run in its colour.
+
+    Of a single run the memory of each rank is drawn, of several that of the rank that
+    needs most.
+    """
+    charts = list(_charts(runs))
     steps = max([run.steps for run in runs] or [1]) or 1
-    legend = list(_legend(runs))
+    names = [_short(run.name) for run in runs]
+    heading = f"{names[0]}: figures by step" if len(runs) == 1 else "runs by step"
     top = TOP + ROW * len(runs)
-    parts = [text(LEFT, 24, "loss and held-out figures by step", "head"), *legend]
-    for index, name in enumerate(panels):
-        parts += _panel(name, runs, steps, top + index * (HEIGHT + GAP) + 20)
-    height = top + len(panels) * (HEIGHT + GAP) + 6
+    parts = [text(LEFT, 24, heading, "title"), *_legend(runs)]
+    for index, (title, lines) in enumerate(charts):
+        parts += _chart(title, lines, steps, top + index * (HEIGHT + GAP) + 20)
+    height = top + len(charts) * (HEIGHT + GAP) + 6
     title = "curves of " + ", ".join(run.name for run in runs)
     return drawing("curves", WIDTH, height, title, STYLE, parts)
 
 
-def _colour(index: int) -> str:
-    return LINES[index % len(LINES)]
+def _charts(runs: Sequence[RunLog]) -> Iterator[tuple[str, list[_Line]]]:
+    """Yield the title and the lines of each chart."""
+    runs_by_number = list(enumerate(runs))
+    losses = [_Line(i, "train", run.loss) for i, run in runs_by_number]
+    held = [_Line(i, "eval", run.figures.get("loss", [])) for i, run in runs_by_number]
+    yield "loss", [each for pair in zip(losses, held, strict=True) for each in pair]
+    for name in dict.fromkeys(name for run in runs for name in run.figures):
+        if name != "loss":
+            found = ((i, run.figures.get(name, [])) for i, run in runs_by_number)
+            yield f"held-out {name}", [_Line(i, "eval", curve) for i, curve in found]
+    if any(run.rates for run in runs):
+        rates = [_Line(i, "rate", run.rates) for i, run in runs_by_number]
+        yield "samples per second", rates
+    if len(runs) == 1 and runs[0].memory:
+        yield "peak memory of each rank so far, MiB", list(_memory(runs[0]))
+    elif any(run.memory for run in runs):
+        most = [_Line(i, "memory", _highest(run)) for i, run in runs_by_number]
+        yield "peak memory of the rank that needs most, MiB", most
+
+
+def _memory(run: RunLog) -> Iterator[_Line]:
+    """Yield the memory of each rank, of many only of some."""
+    last = [curve[-1][1] for curve in run.memory]
+    ranks = sample(len(last), NUM_SERIES, (last.index(max(last)),))
+    for index, rank in enumerate(ranks):
+        curve = [(step, held / MIB) for step, held in run.memory[rank]]
+        yield _Line(index, "memory", curve, f"rank {rank}")
+
+
+def _highest(run: RunLog) -> Curve:
+    most: dict[int, float] = {}
+    for curve in run.memory:
+        for step, held in curve:
+            most[step] = max(most.get(step, 0.0), held / MIB)
+    return sorted(most.items())
 
 
 def _legend(runs: Sequence[RunLog]) -> Iterator[str]:
     for index, run in enumerate(runs):
-        y = 44 + ROW * index
-        path = f'd="M{LEFT} {y - 4}h26" stroke="{_colour(index)}"'
-        yield f'<path class="train" {path}/>'
-        has_eval = "loss" in run.figures
-        if has_eval:
-            path = path.replace(f"M{LEFT}", f"M{LEFT + 34}")
-            yield f'<path class="eval" {path}/>'
-        name = run.name if len(run.name) <= 60 else f"{run.name[:59]}…"
-        kinds = "training and held-out" if has_eval else "training"
-        yield text(LEFT + 70, y, f"{name}: {kinds}", "key")
+        y, x = 46 + ROW * index, LEFT
+        shown = ["train", "eval"] if "loss" in run.figures else ["train"]
+        words = [*shown, ""]
+        if len(runs) > 1:
+            yield text(x + 90, y, _short(run.name), "")
+            words = [""] * 3
+        for kind, word in zip(shown, words, strict=False):
+            yield from _sample(kind, index, x, y - 4)
+            said = {"train": "training", "eval": "held-out"}.get(word, "")
+            yield text(x + 36, y, said, "note")
+            x += 44 + round(width_of(said, SMALL)) + 8 * bool(said)
 
 
-def _panel(name: str, runs: Sequence[RunLog], steps: int, top: float) -> Iterator[str]:
-    drawn: list[tuple[int, str, Curve]] = []
-    for index, run in enumerate(runs):
-        if name == "loss":
-            drawn.append((index, "train", run.loss))
-        drawn.append((index, "eval", run.figures.get(name, [])))
-    values = [value for _, _, curve in drawn for _, value in curve]
-    label = name if name == "loss" else f"held-out {name}"
-    yield text(LEFT, top - 8, label, "head")
+def _sample(kind: str, index: int, x: float, y: float) -> Iterator[str]:
+    """Yield a short line of a series."""
+    yield _drawn_line(kind, index, f"M{n(x)} {n(y)}h30")
+    if kind == "eval":
+        yield _mark(index, x + 15, y, "")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}"
+
+
+def _chart(title: str, lines: Sequence[_Line], steps: int, top: float) -> Iterator[str]:
+    values = [value for each in lines for _, value in each.curve]
+    yield text(LEFT, top - 8, title, "name")
     if not values:
-        yield text(LEFT + 8, top + 24, "nothing was logged yet", "key")
+        yield text(LEFT + 8, top + 24, "nothing was logged yet", "note")
         return
     low, high, height_of, marks = _axis(min(values), max(values))
 
@@ -85,30 +147,31 @@ def _panel(name: str, runs: Sequence[RunLog], steps: int, top: float) -> Iterato
         share = (height_of(value) - height_of(low)) / (height_of(high) - height_of(low))
         return top + HEIGHT * (1 - min(max(share, 0.0), 1.0))
 
+    x = LEFT + PLOT - sum(44 + width_of(each.name, SMALL) for each in lines)
+    for each in lines:
+        if each.name:
+            yield from _sample(each.kind, each.index, x, top - 12)
+            yield text(x + 36, top - 8, each.name, "note")
+            x += 44 + width_of(each.name, SMALL)
     for mark in marks:
-        y = n(y_of(mark))
-        yield _line("grid", LEFT, y, LEFT + PLOT, y)
-        yield text(LEFT - 8, y_of(mark) + 4, f"{mark:.4g}", "y")
+        yield line("grid", LEFT, y_of(mark), LEFT + PLOT, y_of(mark))
+        yield text(LEFT - 8, y_of(mark) + 4, f"{mark:.4g}", "end")
+    bottom = top + HEIGHT
     for step in _round_numbers(0, steps, 8):
         if step == int(step):
-            yield _line(
-                "axis", n(x_of(step)), top + HEIGHT, n(x_of(step)), top + HEIGHT + 5
-            )
-            yield text(x_of(step), top + HEIGHT + 19, f"{step:,.0f}", "x")
-    yield text(LEFT + PLOT / 2, top + HEIGHT + 35, "step", "x")
-    yield _line("axis", LEFT, top + HEIGHT, LEFT + PLOT, top + HEIGHT)
-    yield _line("axis", LEFT, top, LEFT, top + HEIGHT)
-    for index, kind, curve in drawn:
-        yield from _curve(curve, kind, _colour(index), x_of, y_of)
+            yield line("axis", x_of(step), bottom, x_of(step), bottom + 5)
+            yield text(x_of(step), bottom + 19, f"{step:,.0f}", "middle")
+    yield text(LEFT + PLOT / 2, bottom + 35, "step", "note middle")
+    yield line("axis", LEFT, bottom, LEFT + PLOT, bottom)
+    yield line("axis", LEFT, top, LEFT, bottom)
+    for each in lines:
+        yield from _curve(each, x_of, y_of)
 
 
 def _curve(
-    curve: Curve,
-    kind: str,
-    colour: str,
-    x_of: Callable[[float], float],
-    y_of: Callable[[float], float],
+    drawn: _Line, x_of: Callable[[float], float], y_of: Callable[[float], float]
 ) -> Iterator[str]:
+    curve, index = drawn.curve, drawn.index
     if not curve:
         return
     size = -(-len(curve) // MOST_POINTS)
@@ -119,13 +182,25 @@ def _curve(
         highs = [(sum(x) / len(x), max(y)) for x, y in columns]
         lows = [(sum(x) / len(x), min(y)) for x, y in columns]
         path = _path([*highs, *reversed(lows)], x_of, y_of)
-        yield f'<path class="band" style="fill:{colour}" d="{path}Z"/>'
-    yield f'<path class="{kind}" stroke="{colour}" d="{_path(means, x_of, y_of)}"/>'
-    if kind == "eval" or len(means) == 1:
+        yield f'<path class="band fill-{series(index)}" d="{path}Z"/>'
+    yield _drawn_line(drawn.kind, index, _path(means, x_of, y_of))
+    if len(means) == 1 or (drawn.kind == "eval" and len(means) <= MOST_DOTS):
         for x, y in means:
-            if len(means) <= 60:
-                dot = f'cx="{n(x_of(x))}" cy="{n(y_of(y))}" r="3" fill="{colour}"'
-                yield f"<circle {dot}><title>step {x:.0f}: {y:.5g}</title></circle>"
+            yield _mark(index, x_of(x), y_of(y), f"step {x:.0f}: {y:.5g}")
+
+
+def _drawn_line(kind: str, index: int, path: str) -> str:
+    """Return a line of a series, in its colour and with its dashes."""
+    dash = DASHES[index % NUM_SERIES]
+    dashes = "" if dash == "none" else f' stroke-dasharray="{dash}"'
+    return f'<path class="curve {kind} stroke-{series(index)}"{dashes} d="{path}"/>'
+
+
+def _mark(index: int, x: float, y: float, title: str) -> str:
+    """Return a mark of a series, and what is said of it."""
+    place = f'd="{MARKS[index % NUM_SERIES]}" transform="translate({n(x)},{n(y)})"'
+    inside = f"><title>{title}</title></path>" if title else "/>"
+    return f'<path class="mark fill-{series(index)}" {place}{inside}'
 
 
 def _path(
@@ -134,10 +209,6 @@ def _path(
     y_of: Callable[[float], float],
 ) -> str:
     return "M" + "L".join(f"{n(x_of(x))} {n(y_of(y))}" for x, y in points)
-
-
-def _line(kind: str, x1: object, y1: object, x2: object, y2: object) -> str:
-    return f'<line class="{kind}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
 
 
 def _axis(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections import defaultdict
@@ -13,21 +14,37 @@ import graphviz
 from torch import fx
 
 from gemsc.base.files import replaced
-from gemsc.base.units import show_bytes, show_flops
+from gemsc.base.units import show_bytes, show_flops, show_seconds
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
 from gemsc.ir.program import Program
 from gemsc.plan import Plan, PlannedStage, cut_name
 from gemsc.schedules.paths import skipping
 from gemsc.viz.boxes import Box, boxes_of
-from gemsc.viz.svg import LINES
+from gemsc.viz.design import COLOURS, FONT, NUM_SERIES, colour, css, series
 
 __all__ = ["draw_graph", "render"]
 
-FILLS = ("#dbe9f6", "#fde5cf", "#dff0d8", "#f6dbe9", "#e9e3f5", "#fdf3c7", "#d7f0ef")
-RANKS = ("#a9cbea", "#f5c391", "#b4dba9", "#eab4d0", "#cbbdec", "#efdf8f", "#a3dcd8")
-SKIP = "#c0392b"
+STYLE = """
+g.graph > polygon { fill: $sheet }
+text { fill: $ink }
+.block > path, .block > polygon { fill: $sheet; stroke: $axis }
+.block > polyline { stroke: $axis }
+.block > text:first-of-type, .title > text:first-of-type { font-weight: bold }
+.input > ellipse { fill: none; stroke: $axis }
+.edge > path { stroke: $soft }
+.edge > polygon { fill: $soft; stroke: $soft }
+.edge > text { paint-order: stroke; stroke: $sheet; stroke-width: 3px }
+.skip > path { stroke: $skip }
+.skip > polygon { fill: $skip; stroke: $skip }
+.skip > text { fill: $skip }
+"""
+OF_SERIES = """
+.stage{0} > path {{ fill: $tint{0}; stroke: $series{0} }}
+.rank{0} > path {{ fill: $fill{0}; stroke: $series{0} }}
+"""
 DOT_SECONDS = 60
+DOT_FONT = FONT.partition(",")[0]
 
 
 def draw_graph(program: Program, plan: Plan) -> str:
@@ -36,28 +53,32 @@ def draw_graph(program: Program, plan: Plan) -> str:
     The title of a stage is a node beside its first block: arrows go around it.
     """
     picture = graphviz.Digraph(program.name)
-    picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.25", ranksep="0.3")
-    picture.attr("node", shape="box", style="filled,rounded", fontname="Helvetica")
-    picture.attr("node", fontsize="10", fillcolor="white", color="#888888")
-    picture.attr("edge", fontname="Helvetica", fontsize="9", color="#555555")
+    picture.attr(rankdir="TB", fontname=DOT_FONT, nodesep="0.25", ranksep="0.3")
+    picture.attr("node", shape="box", style="filled,rounded", fontname=DOT_FONT)
+    light = {name: both.light for name, both in COLOURS.items()}
+    picture.attr("node", fontsize="10", fillcolor=light["sheet"], color=light["axis"])
+    picture.attr("edge", fontname=DOT_FONT, fontsize="9", color=light["soft"])
     for item in program.inputs:
         label = graphviz.escape(f"{item.name}\n{item.spec}")
-        picture.node(_id(item.name), label, shape="ellipse", style="solid")
+        form = {"shape": "ellipse", "style": "solid", "class": "input"}
+        picture.node(_id(item.name), label, **form)
     boxes = boxes_of(program)
+    slowest = max(plan.stages, key=_seconds)
     for stage in program.require_stages():
-        colour = stage.index % len(FILLS)
+        index = stage.index % NUM_SERIES
+        form = {"class": f"stage{index}", "style": "filled,rounded"}
+        form |= {"penwidth": "3"} if stage.index == slowest.index else {}
         with picture.subgraph(name=f"cluster_stage{stage.index}") as cluster:
-            cluster.attr(
-                style="filled,rounded", fillcolor=FILLS[colour], color=LINES[colour]
-            )
+            cluster.attr(**form, **_colours("tint", index))
             own = [box for box in boxes if box.stage == stage.index]
             for box in own:
                 _draw_box(cluster, program, box, plan.stages[stage.index])
             title, first = f"title{stage.index}", own[0].key
             with cluster.subgraph() as row:
                 row.attr(rank="same")
-                label = graphviz.escape(_stage_label(plan.stages[stage.index]))
-                row.node(title, label, shape="plaintext", style="", fontsize="12")
+                words = _stage_label(plan.stages[stage.index], slowest)
+                form = {"shape": "plaintext", "style": "", "class": "title"}
+                row.node(title, graphviz.escape(words), fontsize="12", **form)
                 row.edge(title, first, style="invis")
     _draw_edges(picture, program, boxes)
     return str(picture.source)
@@ -82,6 +103,7 @@ def render(dot: str, path: Path) -> str | None:
             subprocess.run(
                 command, check=True, capture_output=True, timeout=DOT_SECONDS
             )
+            beside.write_text(_styled(beside.read_text("utf-8")), "utf-8")
     except (subprocess.SubprocessError, OSError) as error:
         return (
             f"`dot` could not draw {path.name} ({type(error).__name__}): see {source}"
@@ -89,12 +111,32 @@ def render(dot: str, path: Path) -> str | None:
     return None
 
 
-def _stage_label(stage: PlannedStage) -> str:
+def _styled(svg: str) -> str:
+    """Return what `dot` has drawn with colours for light and dark pages."""
+    rules = [STYLE.strip(), *(OF_SERIES.strip().format(i) for i in range(NUM_SERIES))]
+    style = f"<style>{css('graph', chr(10).join(rules))}</style>"
+    return re.sub(r"<svg ([^>]*)>", rf'<svg class="graph" \1>{style}', svg, count=1)
+
+
+def _colours(ground: str, index: int) -> dict[str, str]:
+    """Return the colours that viewers of the DOT text see."""
+    return {
+        "fillcolor": colour(f"{ground}{index}").light,
+        "color": colour(series(index)).light,
+    }
+
+
+def _seconds(stage: PlannedStage) -> float:
+    return stage.cost.forward + stage.cost.backward
+
+
+def _stage_label(stage: PlannedStage, slowest: PlannedStage) -> str:
     word = "rank" if len(stage.ranks) == 1 else "ranks"
     grid = f": {stage.grid}" if stage.grid else ""
     grid += f" of {stage.units}" if stage.units else ""
     return (
-        f"stage {stage.index}  -  {word} {', '.join(map(str, stage.ranks))}{grid}\n"
+        f"stage {stage.index}: {word} {', '.join(map(str, stage.ranks))}{grid}\n"
+        f"{show_seconds(_seconds(stage))}{', the slowest' * (stage is slowest)}\n"
         f"{show_flops(stage.flops)}\n{show_bytes(stage.parameter_bytes)} parameters\n"
         f"{show_bytes(stage.cost.saved_bytes)} saved for backward"
     )
@@ -104,25 +146,24 @@ def _draw_box(
     picture: graphviz.Digraph, program: Program, box: Box, stage: PlannedStage
 ) -> None:
     """Draw nodes that all ranks of a stage compute or cut, or that one of them has."""
-    form, names = {}, used_tensors(program, box.nodes)
+    form, names = {"class": "block"}, used_tensors(program, box.nodes)
     cut = [text for text in stage.cut if cut_name(text) in names]
     shared = ""
     if units := replace(stage, cut=cut).units:
-        form = {"shape": "box3d", "style": "filled"}
+        form |= {"shape": "box3d", "style": "filled"}
         shared = f"\n{stage.shards} shards: {units}"
     if box.branch is not None:
-        colour = box.branch.rank % len(RANKS)
-        form = {"fillcolor": RANKS[colour], "color": LINES[colour]}
+        index = box.branch.rank % NUM_SERIES
+        form = {"class": f"block rank{index}", **_colours("fill", index)}
         shared = f"\n{_rank(box.branch.rank, stage)}"
     last = box.nodes[-1]
     shape = ""
     if meta.tensors(last):
         sizes = list(meta.tensors(last)[0].shape)
         shape = f"\n{sizes or 'scalar'}"
-    heavy = sum(meta.facts(node).heavy for node in box.nodes)
     nodes = f"{len(box.nodes)} node{'s' * (len(box.nodes) != 1)}"
     flops = show_flops(sum(meta.facts(node).flops for node in box.nodes))
-    label = f"{box.name}\n{nodes}, {heavy} heavy, {flops}{shape}{shared}"
+    label = f"{box.name}\n{nodes}, {flops}{shape}{shared}"
     picture.node(box.key, graphviz.escape(label), **form)
 
 
@@ -165,13 +206,14 @@ def _draw_edges(
             )
             crosses = source and source.stage != dest.stage
             kinds[key] = "skip" if jumps else "cut" if crosses else "plain"
+    over = COLOURS["skip"].light  # of stages or blocks
     for (tail, head), nodes in values.items():
         size = show_bytes(sum(meta.facts(node).output_bytes for node in nodes))
         kind = kinds[tail, head]
         if kind == "skip":
             picture.edge(
-                tail, head, label=f" {size}", color=SKIP, fontcolor=SKIP,
-                style="dashed", constraint="false",
+                tail, head, label=f" {size}", color=over, fontcolor=over,
+                style="dashed", constraint="false", **{"class": "skip"},
             )  # fmt: skip
         elif kind == "cut":
             picture.edge(tail, head, label=f" {size}", penwidth="2")

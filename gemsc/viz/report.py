@@ -17,6 +17,7 @@ from gemsc.plan import Plan
 from gemsc.planner.explain import explain
 from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import Column, column, sample
+from gemsc.viz.design import FONT, MONO, series, variables
 from gemsc.viz.listings import block_names, list_candidates, list_plan
 from gemsc.viz.panel import Panel, panels_of
 from gemsc.viz.timeline import NARROWEST, WIDEST, draw_timeline
@@ -49,6 +50,9 @@ def write_report(
     (panel,) = panels_of(plan)
     why = explain(plan)
     *listings, (_, of_ranks) = list_plan(plan, MOST_LINES)
+    seconds = [stage.cost.forward + stage.cost.backward for stage in plan.stages]
+    slowest = seconds.index(max(seconds))
+    shown = sample(len(plan.stages), MOST_STAGES, (slowest,))
     page = _template().render(
         plan=plan,
         limit=plan.rank_memory,
@@ -59,8 +63,9 @@ def write_report(
             (name, seconds, why.step_seconds or 1.0, name.split()[0])
             for name, seconds in why.parts
         ],
-        stages=[plan.stages[i] for i in sample(len(plan.stages), MOST_STAGES)],
-        longest=max(s.cost.forward + s.cost.backward for s in plan.stages) or 1.0,
+        stages=[plan.stages[index] for index in shown],
+        slowest=slowest,
+        longest=max(seconds) or 1.0,
         sent=_sent(plan),
         **_step(panel),
         sections=[
@@ -69,6 +74,7 @@ def write_report(
             *_candidates(candidates),
         ],
         graph=graph,
+        **_design(),
     )
     write_text(path, page)
     return path
@@ -87,9 +93,16 @@ def _template() -> jinja2.Template:
         "bytes": show_bytes,
         "seconds": show_seconds,
         "block_names": block_names,
+        "series": series,
     }
     environment.globals["rows"] = _rows
     return environment.get_template("report.html")
+
+
+def _design() -> dict[str, str]:
+    """Return how all pictures look, as CSS."""
+    light, dark = (variables(dark=dark) for dark in (False, True))
+    return {"light": light, "dark": dark, "font": FONT, "mono": MONO}
 
 
 def _rows(columns: Sequence[Column]) -> Iterator[tuple[tuple[Any, str], ...]]:

@@ -23,7 +23,8 @@ class RunLog:
     name: str
     loss: Curve = field(default_factory=list)
     figures: dict[str, Curve] = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)  # samples per second
+    rates: Curve = field(default_factory=list)  # samples per second
+    memory: list[Curve] = field(default_factory=list)  # bytes of each rank
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,11 +68,16 @@ class RunLog:
             if _is_number(record["loss"]):
                 self.loss.append((step, record["loss"]))
             if _is_number(record.get("samples_per_second")):
-                self.rates.append(record["samples_per_second"])
+                self.rates.append((step, record["samples_per_second"]))
         elif record["event"] == "evaluation":
             for name, value in record["figures"].items():
                 if _is_number(value):
                     figures[str(name)].append((step, value))
+        elif record["event"] == "ranks":
+            self.memory += [[] for _ in record["ranks"][len(self.memory) :]]
+            for curve, rank in zip(self.memory, record["ranks"], strict=False):
+                if _is_number(held := rank["memory_bytes"]):
+                    curve.append((step, held))
 
 
 def _is_number(value: Any) -> bool:

@@ -11,21 +11,13 @@ from gemsc.plan import Plan
 from gemsc.planner.from_plan import timeline_of
 from gemsc.schedules import Action, Kind, Timed
 from gemsc.viz.columns import sample
+from gemsc.viz.design import TERMINAL
 
 __all__ = ["grid", "strips"]
 
 MOST_COLUMNS = 240  # of the grid
 
-STYLES = {
-    Kind.FORWARD: ("black on bright_cyan", "-"),
-    Kind.BACKWARD: ("white on blue", "="),
-    Kind.WEIGHT: ("black on green", "~"),
-}
-MIRRORED = {
-    Kind.FORWARD: ("black on bright_yellow", "-"),
-    Kind.BACKWARD: ("white on dark_orange3", "="),
-    Kind.WEIGHT: ("black on green", "~"),
-}
+FILLS = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
 
 
 def grid(plan: Plan) -> str:
@@ -75,8 +67,7 @@ def _line(
 
 
 def _cell(action: Action, width: int) -> tuple[str, str]:
-    styles = MIRRORED if action.replica % 2 else STYLES
-    style, fill = styles[action.kind]
+    style = TERMINAL[str(action.kind)][action.replica % 2]
     name = f"{action.kind}{action.micro_batch}"
     shown = name if len(name) <= width else str(action.kind)
-    return shown[:width].ljust(width, fill), f"not bold {style}"
+    return shown[:width].ljust(width, FILLS[action.kind]), f"not bold {style}"

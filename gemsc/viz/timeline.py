@@ -4,61 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from pathlib import Path
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
+from gemsc.viz.design import HATCHED, NORMAL, series, shade, width_of
 from gemsc.viz.panel import Arrow, Branches, Mark, Panel, Row, Span, panels_of
-from gemsc.viz.svg import LINES, drawing, n, rect, text
+from gemsc.viz.svg import drawing, legend, line, n, rect, text
 
 __all__ = ["draw_timeline", "write_timeline"]
 
 MOST_ARROWS = 400
-HUES = (0.575, 0.075, 0.33, 0.86)  # replica 0 is blue, its mirror orange
-# lightness of the first and the last stage of a rank, and saturation
-SHADES = {
-    "forward": (0.80, 0.67, 0.62),
-    "backward": (0.50, 0.34, 0.50),
-    "weight": (0.74, 0.60, 0.40),
+WORDS = {  # of the legend
+    "forward": "forward",
+    "backward": "backward",
+    "weight": "weight gradients",
+    "send": "send",
+    "wait": "wait",
+    "reduction": "all-reduce",
+    "update": "update",
 }
-OTHERS = {
-    "wait": "#f6d5d0",
-    "send": "#b9bfc7",
-    "reduction": "#b7a1d9",
-    "update": "#8fc79f",
-}
+ACTIONS = ("forward", "backward", "weight")
 LEFT, RIGHT, TOP, GAP, AXIS, LINE = 96, 110, 58, 30, 22, 20
 THINNEST = 0.5  # of what is drawn of branches
 SUMS = 0.2  # of a box, for the line of sums
 NARROWEST, WIDEST = 880, 2400  # of the part where time runs
+LEAST = 9  # px, of the number of a micro-batch
 STYLE = """
-text { font: 11px Helvetica, Arial, sans-serif; fill: #1d2733 }
-.title { font-size: 16px; font-weight: bold }
-.name { font-size: 12px; font-weight: bold }
-.note { font-size: 10px; fill: #66707c }
-.rank { font-weight: bold; text-anchor: end }
-.lanes { font-size: 9px; fill: #66707c; text-anchor: end }
-.tick { font-size: 10px; fill: #66707c; text-anchor: middle }
-.idle { fill: #eef0f3 }
-.line { stroke: #d5dae0; stroke-width: 0.6 }
-.box { stroke: #ffffff }
+.box { stroke: $sheet }
 .thin { stroke-width: 0 }
-.branches { stroke: #ffffff; stroke-width: 0.3 }
-.sums { stroke: #ffffff; stroke-width: 0.5 }
-.dark { text-anchor: middle }
-.light { text-anchor: middle; fill: #ffffff }
-.resident { fill: #dfe4ea }
-.memory { fill: #a9cdb4 }
-.arrow { stroke: #3a4653; stroke-width: 0.8; stroke-opacity: 0.5; fill: none }
-.skip { stroke: #b3382c; stroke-dasharray: 3 2; stroke-opacity: 0.4 }
+.branches, .sums { stroke: $sheet; stroke-width: 0.5 }
+.dark { text-anchor: middle; fill: $on-light }
+.light { text-anchor: middle; fill: $on-dark }
+.small { font-size: 9px }
+.rank { font-weight: bold; text-anchor: end }
+.arrow { stroke-width: 0.8; stroke-opacity: 0.6; fill: none }
+.skip { stroke-dasharray: 4 2; stroke-opacity: 0.8 }
 """
 HEAD = (
     '<defs><marker id="head" markerWidth="6" markerHeight="6" refX="5" refY="3" '
-    'orient="auto" markerUnits="userSpaceOnUse"><path d="M0,0.8 L5,3 L0,5.2" '
-    'fill="#3a4653" fill-opacity="0.7"/></marker></defs>'
+    'orient="auto" markerUnits="userSpaceOnUse"><path class="fill-soft" '
+    'd="M0,0.8 L5,3 L0,5.2"/></marker></defs>'
 )
 
 
@@ -79,17 +67,17 @@ def draw_timeline(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -
     width = max((_width(panel, widest) for panel in panels), default=NARROWEST)
     most_rows = max((len(panel.rows) for panel in panels), default=0)
     height = 26 if most_rows <= 12 else 19 if most_rows <= 32 else 13
-    parts, y = [HEAD], TOP if heading else LINE
+    parts, y = [HEAD], float(TOP if heading else LINE)
     if heading:
         parts.append(text(16, 28, heading, "title"))
     for panel in panels:
-        drawn = _Drawn(panel, y + 14, width, height)
+        drawn = _Drawn(panel, round(y) + 14, width, height)
         parts.append(text(16, y, f"{panel.name}: {_facts(panel, panels[0])}", "name"))
         parts += drawn.parts()
         y = drawn.end + AXIS + GAP
-    legend, y = _legend(panels, y, width)
+    found, y = legend([*_entries(panels)], LEFT, y, LEFT + width + RIGHT)
     title = heading or ", ".join(panel.name for panel in panels)
-    return drawing("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + legend)
+    return drawing("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + found)
 
 
 def _facts(panel: Panel, first: Panel) -> str:
@@ -137,11 +125,11 @@ class _Drawn:
             yield f'<g class="row" data-rank="{self.panel.number(index)}">'
             yield from self._row(row, self.top + index * self.pitch)
             yield "</g>"
-        if len(self.panel.arrows) <= MOST_ARROWS:
-            yield from map(self._arrow, self.panel.arrows)
+        yield from map(self._arrow, _drawn(self.panel))
         for index, row in enumerate(self.panel.rows):  # over everything else
-            for span in row.spans:
-                yield from self._label(span, self.top + index * self.pitch)
+            for kind in ACTIONS:
+                spans = [span for span in row.spans if span.kind == kind]
+                yield from self._labels(spans, self.top + index * self.pitch)
 
     def _axis(self) -> Iterator[str]:
         """Draw lines at round numbers of milliseconds."""
@@ -149,13 +137,13 @@ class _Drawn:
         step = _round_step(total / (self.width / 90))
         for index in range(int(total / step * (1 + 1e-9)) + 1):
             x = self.x(index * step / 1e3)
-            yield f'<path class="line" d="M{n(x)},{self.top - 4}V{self.end}"/>'
+            yield line("grid", x, self.top - 4, x, self.end)
             label = f"{index * step:g}" + (" ms" if index == 0 else "")
-            yield text(x, self.end + 12, label, "tick")
+            yield text(x, self.end + 12, label, "note middle")
 
     def _row(self, row: Row, y: int) -> Iterator[str]:
         makespan, right = self.panel.makespan, self.x(self.panel.length)
-        yield rect("idle", LEFT, y, right - LEFT, self.box)
+        yield rect("idle fill-idle", LEFT, y, right - LEFT, self.box)
         for span in row.spans:
             yield from self._span(row, span, y)
         yield from self._sums(row, y)
@@ -175,8 +163,8 @@ class _Drawn:
         if span.action is not None:
             kind, what = f"{kind} action", f"{span.action} {span.kind}"
         title = f"{what} {span.start * 1e3:.4g} to {span.end * 1e3:.4g} ms"
-        x, fill = self.x(span.start), _fill(row, span)
-        yield rect(kind, x, y, max(width, 0.5), self.box, fill, title)
+        kind = f"{kind} {_colour(row, span)}"
+        yield rect(kind, self.x(span.start), y, max(width, 0.5), self.box, title)
         yield from self._branches(span, y)
 
     def _branches(self, span: Span, y: int) -> Iterator[str]:
@@ -184,6 +172,9 @@ class _Drawn:
         found = _branches_of(self.panel, span)
         count = 1 + max((each.place for each in found), default=0)
         height = 0.4 * self.box / count
+        if found:
+            x, width = self.x(span.start), self.x(span.seconds) - LEFT
+            yield rect("fill-sheet", x, y + 0.6 * self.box, width, 0.4 * self.box)
         for each in found:
             start, end = each.start, each.end
             if span.kind == "backward":
@@ -192,9 +183,9 @@ class _Drawn:
             if width >= THINNEST:
                 x = self.x(span.start + start * span.seconds)
                 top = y + self.box - height * (count - each.place)
-                colour = LINES[each.place % len(LINES)] if each.names else "#ffffff"
+                fill = f"fill-{series(each.place)}" if each.names else "hatch-wait"
                 title = each.names or "waits for branches of others"
-                yield rect("branches", x, top, width, height, colour, title)
+                yield rect(f"branches {fill}", x, top, width, height, title)
 
     def _sums(self, row: Row, y: int) -> Iterator[str]:
         """Draw a line at the top of a row while it adds up gradients with others."""
@@ -202,18 +193,22 @@ class _Drawn:
             start, end = self.panel.sums[stage]
             title = f"sums of stage {stage} {start * 1e3:.4g} to {end * 1e3:.4g} ms"
             x, width = self.x(start), self.x(end) - self.x(start)
-            height = SUMS * self.box
-            yield rect(
-                "sums", x, y, max(width, 0.5), height, OTHERS["reduction"], title
-            )
+            kind, height = "sums hatch-reduction", SUMS * self.box
+            yield rect(kind, x, y, max(width, 0.5), height, title)
 
-    def _label(self, span: Span, y: int) -> Iterator[str]:
-        """Write the number of an action's micro-batch, if there is room."""
-        if span.action is None:
+    def _labels(self, spans: Sequence[Span], y: int) -> Iterator[str]:
+        """Write the numbers of micro-batches into boxes, into all of them or none."""
+        shown = [(str(s.action.micro_batch), s) for s in spans if s.action is not None]
+        spare = [
+            (self.x(span.seconds) - LEFT - 1.5) / width_of(label, 1)
+            for label, span in shown
+        ]
+        size = min(spare, default=0)
+        if size < LEAST:
             return
-        label = str(span.action.micro_batch)
-        if self.x(span.seconds) - LEFT >= 6.4 * len(label) + 1.5:
+        for label, span in shown:
             tone = "light" if span.kind == "backward" else "dark"
+            tone += " small" if size < NORMAL else ""
             middle = self.x((span.start + span.end) / 2)
             height = 0.3 if _branches_of(self.panel, span) else 0.5
             yield text(middle, y + height * self.box + 4, label, tone)
@@ -227,17 +222,21 @@ class _Drawn:
             return n(bottom - (self.memory - 2) * held / most)
 
         steps = "".join(f"H{n(self.x(at))}V{y(held)}" for at, held in row.memory)
+        title = (
+            f"at most {row.peak_bytes:,} bytes, {row.resident_bytes:,} of them all the "
+            "time"
+        )
         yield (
-            f'<path class="memory" data-peak="{row.peak_bytes}" d="M{LEFT},{bottom}'
-            f'{steps}H{n(right)}V{bottom}Z"><title>at most {row.peak_bytes:,} bytes, '
-            f"{row.resident_bytes:,} of them all the time</title></path>"
+            f'<path class="memory fill-saved" data-peak="{row.peak_bytes}" '
+            f'd="M{LEFT},{bottom}{steps}H{n(right)}V{bottom}Z">'
+            f"<title>{title}</title></path>"
         )
         outline = f"M{LEFT},{bottom}V{y(row.resident_bytes)}H{n(right)}V{bottom}Z"
-        yield f'<path class="resident" d="{outline}"/>'
+        yield f'<path class="fill-resident" d="{outline}"/>'
         lanes = row.lanes_text
         if len(lanes) < 16:
             word = "stage" if len(row.lanes) == 1 else "stages"
-            yield text(LEFT - 8, bottom - 1, f"{word} {lanes}", "lanes")
+            yield text(LEFT - 8, bottom - 1, f"{word} {lanes}", "note end")
         yield text(right + 8, bottom - 1, f"peak {show_bytes(row.peak_bytes)}", "note")
 
     def _arrow(self, arrow: Arrow) -> str:
@@ -246,9 +245,9 @@ class _Drawn:
         tail, head = (self.box, 0) if down else (0, self.box)
         start = n(self.x(arrow.start)), self.top + arrow.source * self.pitch + tail
         end = n(self.x(arrow.end)), self.top + arrow.dest * self.pitch + head
-        line = f"M{start[0]},{start[1]}L{end[0]},{end[1]}"
-        kind = "arrow skip" if arrow.skip else "arrow"
-        return f'<path class="{kind}" d="{line}" marker-end="url(#head)"/>'
+        path = f"M{start[0]},{start[1]}L{end[0]},{end[1]}"
+        kind = "arrow skip stroke-skip" if arrow.skip else "arrow stroke-soft"
+        return f'<path class="{kind}" d="{path}" marker-end="url(#head)"/>'
 
 
 def _branches_of(panel: Panel, span: Span) -> tuple[Branches, ...]:
@@ -257,47 +256,44 @@ def _branches_of(panel: Panel, span: Span) -> tuple[Branches, ...]:
     return panel.branches.get(span.action.stage, ())
 
 
-def _legend(panels: Sequence[Panel], y: int, width: int) -> tuple[list[str], int]:
-    """Return what the colours mean, and where the picture ends."""
-    x, parts = float(LEFT), []
-    for kind, colour, words in _entries(panels):
-        if x + 23 + 5.2 * len(words) > LEFT + width + RIGHT:
-            x, y = float(LEFT), y + LINE
-        if kind == "skip":
-            parts.append(f'<path class="arrow skip" d="M{n(x)},{y - 4}h18"/>')
-        else:
-            parts.append(rect(kind, x, y - 9, 18, 11, colour))
-        parts.append(text(x + 23, y, words, "note"))
-        x += 42 + 5.2 * len(words)
-    return parts, y + LINE
-
-
-def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str, str]]:
-    """Yield class, colour and meaning of all that is drawn."""
+def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
+    """Yield class and meaning of all that is drawn."""
     rows = [row for panel in panels for row in panel.rows]
     found = {
         (span.kind, span.action.replica if span.action else 0)
         for row in rows
         for span in row.spans
-    }
+    } | {("reduction", 0) for panel in panels if panel.sums}
     replicas = sorted({replica for _, replica in found})
     for replica in replicas:
         mark = f" of replica {replica}" if len(replicas) > 1 else ""
-        for kind in SHADES:
+        for kind in ACTIONS:
             if (kind, replica) in found:
-                yield "", _colour(kind, replica, 0.0), kind + mark
-    for kind, colour in OTHERS.items():
-        if (kind, 0) in found or (kind == "reduction" and any(p.sums for p in panels)):
-            yield "", colour, kind
+                yield f"fill-{shade(kind, replica, 0.0)}", WORDS[kind] + mark
+    for kind, words in WORDS.items():
+        if kind not in ACTIONS and (kind, 0) in found:
+            yield f"{'hatch' if kind in HATCHED else 'fill'}-{kind}", words
+    yield from _places(panels)
+    yield "fill-idle", "idle"
+    if any(row.memory for row in rows):
+        yield "fill-saved", "memory saved for backward"
+        yield "fill-resident", "memory of weights, gradients"
+    skips = {arrow.skip for panel in panels for arrow in _drawn(panel)}
+    if False in skips:
+        yield "key stroke-soft", "message"
+    if True in skips:
+        yield "key skip stroke-skip", "message over a stage"
+
+
+def _places(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
     places = {b.place for p in panels for s in p.branches.values() for b in s}
     for place in sorted(places):
-        yield "", LINES[place % len(LINES)], f"branches of rank {place} of a stage"
-    yield "idle", "", "idle"
-    if any(row.memory for row in rows):
-        yield "memory", "", "saved for backward"
-        yield "resident", "", "weights, gradients"
-    if any(arrow.skip for panel in panels for arrow in panel.arrows):
-        yield "skip", "", "skip over a stage"
+        yield f"fill-{series(place)}", f"branches of rank {place} of a stage"
+
+
+def _drawn(panel: Panel) -> tuple[Arrow, ...]:
+    """Return the arrows, unless there are too many to be drawn."""
+    return panel.arrows if len(panel.arrows) <= MOST_ARROWS else ()
 
 
 def _width(panel: Panel, widest: int) -> int:
@@ -314,24 +310,17 @@ def _width(panel: Panel, widest: int) -> int:
     return round(min(max(wanted, NARROWEST), widest))
 
 
-def _fill(row: Row, span: Span) -> str:
-    """Return the colour of a box: hue by replica, shade by stage."""
-    if span.kind not in SHADES:
-        return OTHERS.get(span.kind, "#dddddd")
-    if span.action is None:
-        return _colour(span.kind, 0, 0.0)
-    replica = span.action.replica
-    stages = [stage for r, stage in row.lanes if r == replica]
-    chunk = stages.index(span.action.stage) if span.action.stage in stages else 0
-    return _colour(span.kind, replica, chunk / max(1, len(stages) - 1))
-
-
-def _colour(kind: str, replica: int, share: float) -> str:
-    first, last, saturation = SHADES[kind]
-    lightness = first + (last - first) * share
-    hue = HUES[replica % len(HUES)] - (0.11 if kind == "weight" else 0.0)
-    rgb = hls_to_rgb(hue % 1.0, lightness, saturation)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in rgb)
+def _colour(row: Row, span: Span) -> str:
+    """Return the class of a box: hue by replica, shade by stage."""
+    if span.kind not in ACTIONS:
+        return f"{'hatch' if span.kind in HATCHED else 'fill'}-{span.kind}"
+    replica, share = 0, 0.0
+    if span.action is not None:
+        replica = span.action.replica
+        stages = [stage for r, stage in row.lanes if r == replica]
+        chunk = stages.index(span.action.stage) if span.action.stage in stages else 0
+        share = chunk / max(1, len(stages) - 1)
+    return f"fill-{shade(span.kind, replica, share)}"
 
 
 def _round_step(least: float) -> float:
