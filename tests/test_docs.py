@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_line import gemsc_here
+from rich.console import Console
 from typer.main import get_command
 
 from gemsc.cli import make_app
@@ -22,6 +24,7 @@ from gemsc.launch.arguments import read_launch
 from gemsc.launch.launch import launch
 from gemsc.schedules import SCHEDULES
 from gemsc.user_model import UserModel, load_user_model
+from gemsc.viz.tables import show
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -103,12 +106,13 @@ def test_every_page_can_be_found_from_the_readme():
     assert not set(PAGES) - found
 
 
-def test_all_commands_and_schedules_are_in_the_readme():
+def test_all_commands_and_schedules_are_explained():
     text = (ROOT / "README.md").read_text()
     for command in make_app().registered_commands:
         assert re.search(rf"`gemsc {command.name}[ `]", text)
+    text = (ROOT / "docs" / "schedules.md").read_text()
     for schedule in SCHEDULES:
-        assert f"\n| `{schedule}` |" in text
+        assert text.count(f"\n| `{schedule}` |") == 2  # what it is; its figures
 
 
 def test_all_names_of_a_model_file_are_explained():
@@ -128,6 +132,8 @@ def test_options_that_are_named_exist(page, capsys):
     known = {"--help", "--update-golden"}  # pytest's
     known |= {"--extra-index-url", "--oversubscribe", "--mpi"}  # pip, mpirun, srun
     known |= {"--gpus-per-node"}  # sbatch
+    known |= {"--no-binary", "--recipe", "--nproc-per-node"}  # pip, rattler, torchrun
+    known |= {"--rm", "--gpus", "--nv", "--build-arg"}  # docker, apptainer
     app = get_command(make_app())
     for command in (app, *app.commands.values()):
         known |= {name for param in command.params for name in param.opts}
@@ -154,6 +160,10 @@ class Shown:
     def pick(self, place: str, starts: list[str]) -> str:
         if place == "order":
             return "\n".join(self.program.plan.order) + "\n"
+        if place == "show":
+            console = Console(file=io.StringIO(), width=WIDTH)
+            show(self.program.plan, console)
+            return pick_lines(console.file.getvalue(), starts)
         if place.startswith("lines-"):
             return pick_lines(self.program.rank_modules()[place[6:]], starts)
         if place.endswith(".py"):
@@ -174,6 +184,7 @@ def compile_file(path: Path, **options) -> Shown:
         inputs,
         loss=user.make_loss(),
         example_target=user.make_target(inputs),
+        optimizer=user.optimizer,
         source=user.path,
         after_each=keep,
         **options,
@@ -185,11 +196,8 @@ def compile_file(path: Path, **options) -> Shown:
 def models(workplace) -> dict[str, Shown]:
     """The models that the documentation shows."""
     shards = {"ranks": 2, "shards": ("2",), "check": False}
-    block = workplace / "block.py"
-    block.write_text(blocks(ROOT / "docs" / "shards.md", "python")[0])
+    block, mixed = workplace / "block.py", workplace / "mixed.py"
     branches = {"ranks": 2, "branches": ("2",), "check": False}
-    mixed = workplace / "mixed.py"
-    mixed.write_text(blocks(ROOT / "docs" / "branches.md", "python")[0])
     return {
         "block": compile_file(block, trunk="whole", **shards),
         "split": compile_file(block, trunk="batch", **shards),
@@ -197,6 +205,8 @@ def models(workplace) -> dict[str, Shown]:
         "mixed_batch": compile_file(mixed, trunk="batch", **branches),
         "unet": compile_file(UNET, ranks=4, micro_batches=8, check=False),
         "rings": compile_file(workplace / "rings.py", ranks=2),
+        "shapes": compile_file(workplace / "model.py", ranks=2),
+        "digits": compile_file(workplace / "digits.py", ranks=1, data=2),
     }
 
 
@@ -223,11 +233,11 @@ def test_what_is_shown_is_what_comes_out(page, models, pytestconfig):
 def workplace(tmp_path_factory) -> Path:
     """A folder with the files of the readme."""
     folder = tmp_path_factory.mktemp("readme")
-    model, *others = blocks(ROOT / "README.md", "python")
-    (folder / "rings.py").write_text(model)
-    for text in others:
-        if name := re.match(r"# (\w+\.py)\n", text):
-            (folder / name[1]).write_text(text)
+    (folder / "rings.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    for page in PAGES:
+        for text in blocks(page, "python"):
+            if name := re.match(r"# (\w+\.py)\n", text):
+                (folder / name[1]).write_text(text)
     return folder
 
 
@@ -265,7 +275,7 @@ def test_the_commands_of_the_readme_work(workplace, monkeypatch, capfd):
 
 
 @pytest.mark.mpi
-def test_the_python_of_the_readme_works(workplace):
+def test_the_loop_of_ones_own_works(workplace):
     run(workplace, [sys.executable, "compile_rings.py"])
     with (workplace / "output").open("w+") as output:
         code = launch(
