@@ -66,21 +66,21 @@ class CompileOptions:
     ranks: int = option(2, "processes that hold one replica of the model")
     data: int = option(1, "data-parallel replicas, or auto", auto=True)
     per_device: int = option(1, "ranks of replicas on one device, or auto", auto=True)
-    schedule: str = option("1f1b")
+    schedule: str = option("1f1b", "who does what when")
     micro_batches: int = option(
         4, "micro-batches (of example_inputs()) in one step, or auto", auto=True
     )
     times: int | None = option(None, "master: pairs of runs in one step")
     chunks: int = option(2, "looped placement: stages on each rank")
-    balance: str = option("compute")
+    balance: str = option("compute", "what the stages are balanced by")
     blocks: tuple[int, ...] = option((), "explicit: blocks of each stage, 3,4,4,5")
     cuts: tuple[str, ...] = option(
         (), "explicit: modules at which the later stages begin"
     )
-    placement: str = option("natural")
-    frontend: str = option("record")
-    precision: str = option("float32")
-    memory_format: str = option("as-given")
+    placement: str = option("natural", "the rank of each stage, 0,1,1,0, or by a rule")
+    frontend: str = option("record", "how the model is traced")
+    precision: str = option("float32", "what is computed in, within torch.autocast")
+    memory_format: str = option("as-given", "of images, volumes and their weights")
     torch_compile: bool = option(
         False, "forwards of stages through torch.compile: needs a C++ compiler"
     )
@@ -111,7 +111,7 @@ class CompileOptions:
     branches: tuple[str, ...] = option(
         (), "parallel branches on different ranks: off, auto, 2, or 2,1"
     )
-    trunk: str = option("auto")
+    trunk: str = option("auto", "how ranks with shards hold the values between")
     whole: tuple[str, ...] = option(
         (), "modules that every rank computes whole: head,layers.0"
     )

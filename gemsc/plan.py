@@ -19,6 +19,7 @@ from gemsc.base.units import show_micro_batches
 from gemsc.errors import GemscError
 
 __all__ = [
+    "ENTRIES",
     "Plan",
     "PlannedFork",
     "PlannedStage",
@@ -36,28 +37,33 @@ class PlannedWhole:
     """Parameters that every shard of a stage holds as a whole, and why; their bytes."""
 
     reason: str
+    """Why no rank has only a part of them."""
     num_bytes: int
+    """All of them together."""
     names: list[str]
+    """The parameters and buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFork:
-    """Parallel branches of a stage: their seconds, forward and backward, and ranks.
-
-    `join` is the value that they end in. `placed` has the branches of each rank; it is
-    empty where `reason` says why every rank computes all of them. `saved_seconds` is
-    what sharing them out saves, less what its messages take. Each rank computes
-    `trunk_seconds` between the fork before, or the begin of the stage, and this one.
-    """
+    """Parallel branches of a stage, and the ranks that compute them."""
 
     name: str
+    """The module that has them, or what they are called: `image and text`."""
     join: str
+    """The value that they end in."""
     branches: list[str]
+    """Their names."""
     seconds: list[float]
+    """Of each branch, forward and backward."""
     placed: list[list[str]] = field(default_factory=list)
+    """The branches of each rank; empty: every rank computes all of them."""
     saved_seconds: float = 0.0
+    """What sharing them out saves, less what its messages take."""
     trunk_seconds: float = 0.0
+    """What each rank computes since the fork before, or the begin."""
     reason: str = ""
+    """Why every rank computes all of them."""
 
     @property
     def total_seconds(self) -> float:
@@ -77,52 +83,63 @@ class PlannedFork:
 class PlannedStage:
     """One stage: what it holds, where it runs, what one micro-batch costs.
 
-    `recompute` and `offload` name the blocks that keep nothing, or keep it in host
-    memory.
-
     A stage that is split has `tiles` along each axis, or several `shards` or
-    `branches`: then its
-    cost is that of the peak-memory rank, work is that of all, and `halo_bytes` go from
-    rank to rank in forward, in `exchanges`. `unfused_exchanges` and
-    `unfused_halo_bytes` are those if no wide halo served several layers. `overlapped`
-    are the layers whose halo travels while their inner part is computed.
-    `messages` and `sums` are those between the ranks for one micro-batch, forward and
-    backward, with the bytes that all ranks bring; a rank waits `talking_seconds` for
-    them.
-
-    Of shards, `cut` lists the parameters and buffers of which each rank has a part
-    (`mlp.weight.0 of 512 features`: dimension 0), `whole` all other parameters; `trunk`
-    says how values between are held. A line taken out of `cut` keeps that one whole.
-    `forks` are its parallel branches: every rank computes those of a fork that is taken
-    out. `alone` lists the parameters and buffers that each rank alone holds.
+    `branches`; its work is then that of all its ranks.
     """
 
     index: int
+    """Stages are numbered in their order."""
     ranks: list[int]
+    """Those that run it, in any replica of one copy."""
     blocks: list[str]
+    """Their names, in order."""
     flops: int
+    """Operations of one micro-batch, forward; of all its ranks."""
     parameter_bytes: int
+    """Its parameters, as they are traced."""
     cost: StageCost
+    """Of one micro-batch; of the peak-memory rank, if several share the stage."""
     recompute: list[str] = field(default_factory=list)
+    """Blocks that keep nothing, and are computed again in the backward."""
     offload: list[str] = field(default_factory=list)
+    """Blocks whose activations wait in host memory."""
     tiles: list[int] = field(default_factory=list)
+    """Along each axis of the images; empty: they are whole."""
     shards: int = 1
+    """The ranks that share its layers."""
     branches: int = 1
+    """The ranks that share its parallel branches."""
     trunk: str = ""
+    """How shards hold the values between: whole, batch or sequence."""
     messages: int = 0
+    """Between its ranks, for one micro-batch, forward and backward."""
     message_bytes: int = 0
+    """What those carry."""
     sums: int = 0
+    """All-reduces between its ranks, counted like messages."""
     sum_bytes: int = 0
+    """What all ranks bring to those."""
     talking_seconds: float = 0.0
+    """How long a rank waits for these messages and sums."""
     cut: list[str] = field(default_factory=list)
+    """Parameters of which each shard has a part: `mlp.weight.0 of 512 features` is cut
+    along dimension 0. One whose line is taken out stays whole."""
     whole: list[PlannedWhole] = field(default_factory=list)
+    """All other parameters of shards."""
     alone: list[list[str]] = field(default_factory=list)
+    """Parameters and buffers that one rank alone holds, for each rank."""
     forks: list[PlannedFork] = field(default_factory=list)
+    """Its parallel branches; of one that is taken out, every rank computes all."""
     halo_bytes: int = field(default_factory=int)
+    """What tiles send each other in the forward."""
     exchanges: int = field(default_factory=int)
+    """How often they do, in the forward."""
     unfused_exchanges: int = field(default_factory=int)
+    """How often, if no wide halo served several layers."""
     unfused_halo_bytes: int = field(default_factory=int)
+    """How much, if no wide halo served several layers."""
     overlapped: list[str] = field(default_factory=list)
+    """Layers whose halo travels while their inner part is computed."""
 
     @property
     def grid(self) -> GridShape:
@@ -137,79 +154,100 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransfer:
-    """Values that travel from one stage to another for each micro-batch.
-
-    `num_bytes` are those of all tiles.
-    """
+    """Values that travel from one stage to another for each micro-batch."""
 
     index: int
+    """Transfers are numbered."""
     values: list[str]
+    """Their names."""
     num_bytes: int
+    """Of all values, and of all tiles, one way."""
     edge: Edge
+    """Between which stages, and how long it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was decided and for what.
-
-    `ranks` counts those of all `data` copies of the model, `micro_batches` those of all
-    `replicas` of one copy; each has `micro_batch_size` samples. `sources` maps each of
-    the user's files to the fingerprints of its definitions; `graph` is the fingerprint
-    of the traced graph. `times` says where the seconds come from. `memory` holds the
-    parts of the peak of each rank of one copy, in bytes, with `workspace_bytes` for
-    libraries; `places` are the ranks of its stages, for each replica, and `order` the
-    actions of a step as text (`2F0` is the forward of stage 2 on micro-batch 0).
-
-    `step_seconds` end with the last backward; `ending_seconds` come on top for the sums
-    of gradients that nothing hides, and for the update. `sums` say when those of each
-    stage start and end.
-
-    The ranks of a grid do the same: with `groups`, peaks, places and orders are those
-    of each group of ranks. `barriers` are values of split stages that had to be
-    gathered, `opaque` the modules that stay whole because their forward depends on
-    data. `dtype` is that of the parameters as traced; `only_dtype` says why the program
-    can run in no other, "" if it can. `notes` tell what is done otherwise than the
-    model says. `weights` is the folder that the program starts from.
-    """
+    """What was decided and for what: the entries of plan.toml, in their order."""
 
     gemsc: str
+    """The version that wrote it."""
     torch: str
+    """The version of PyTorch."""
     command: str
+    """What was typed."""
     model: str
+    """The name of the model's class."""
     spec: str
+    """The model's file, seen from the program."""
     graph: str
+    """The fingerprint of the traced graph."""
     ranks: int
+    """Those of all copies of the model."""
     data: int
+    """Data-parallel copies of the model, each with ranks of its own."""
     replicas: int
+    """Mirrored replicas in one copy, on the same ranks: 1 or 2."""
     schedule: str
+    """Its name, as `--schedule` takes it."""
     placement: str
+    """Which ranks run which stage: linear, mirrored, folded, looped, explicit."""
     micro_batches: int
+    """In one step, those of all replicas of one copy."""
     micro_batch_size: int
+    """Samples."""
     times: str
+    """Where the seconds come from: measured, calibrated or data sheet."""
     step_seconds: float
+    """Predicted, up to the end of the last backward."""
     bubble: float
+    """The share of a step in which ranks wait, as predicted: 0 to 1."""
     peak_bytes: list[int]
+    """The highest memory of each rank of one copy, or of each group."""
     activation_bytes: list[int]
+    """The most activations of each rank, or group, at any time."""
     places: list[list[int]]
+    """The ranks of the stages, for each replica."""
     stages: list[PlannedStage]
+    """What is computed together."""
     transfers: list[PlannedTransfer]
+    """What stages send each other."""
     constants: dict[str, str] = field(default_factory=dict)
+    """Values that `--set` gave to constants of the model's file."""
     traffic: dict[str, int] = field(default_factory=dict)
+    """Messages and sums between the ranks of one copy in one step."""
     ending_seconds: float = 0.0
+    """On top of `step_seconds`: the update, and gradient sums that nothing hides."""
     sums: list[dict[str, Any]] = field(default_factory=list)
+    """When the gradients of each stage are summed over copies."""
     workspace_bytes: int = 0
+    """What libraries take on each rank, as assumed."""
     memory: list[dict[str, int]] = field(default_factory=list)
+    """What the peak of each rank, or group, is made of."""
     groups: list[list[int]] = field(default_factory=list)
+    """The ranks of each grid, which do the same actions; peaks, places and orders are
+    then those of groups."""
     barriers: list[dict[str, Any]] = field(default_factory=list)
+    """Values of split stages that every rank needs whole."""
     opaque: list[dict[str, Any]] = field(default_factory=list)
+    """Modules that stay whole because their forward depends on data."""
     notes: list[str] = field(default_factory=list)
+    """What is done otherwise than the model says."""
     dtype: str = "float32"
+    """Of the parameters, as traced."""
     only_dtype: str = ""
+    """Why the program can run in no other dtype; empty if it can."""
     weights: str = "weights"
+    """The folder that the program starts from."""
     skips: list[dict[str, Any]] = field(default_factory=list)
+    """Values that jump over blocks."""
     order: list[str] = field(default_factory=list)
+    """The actions of each rank in one step: `2F0` is the forward of stage 2 on
+    micro-batch 0, `2B0` its backward, `2W0` the weight gradients that it deferred."""
     options: dict[str, Any] = field(default_factory=dict)
+    """As given, or chosen by `auto`."""
     sources: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Fingerprints of the definitions in each of the user's files."""
 
     def to_toml(self, directory: Path | None = None) -> str:
         """Return the text of plan.toml.
@@ -319,19 +357,46 @@ def plan_file(path: Path) -> TomlFile:
     return TomlFile.read(path, what="plan", advice="compile again to rewrite it")
 
 
-_ENTRIES = {  # of the tables in these lists
-    "memory": (
-        "parameters",
-        "optimizer",
-        "gradients",
-        "activations",
-        "messages",
-        "workspace",
-    ),
-    "barriers": ("stage", "value", "num_bytes", "line", "reason"),
-    "opaque": ("module", "stages", "line", "reason"),
-    "skips": ("value", "source", "dest", "num_bytes", "kind"),
-    "sums": ("stage", "start", "end"),
+ENTRIES = {  # of these tables, or of those in these lists
+    "memory": {
+        "parameters": "Weights and buffers.",
+        "optimizer": "The optimizer's state.",
+        "gradients": "Of the weights.",
+        "activations": "What backwards will need.",
+        "messages": "Receives posted ahead, and messages between tiles.",
+        "workspace": "What libraries take for themselves.",
+    },
+    "traffic": {
+        "messages": "Of values and gradients, from stage to stage and tile to tile.",
+        "message_bytes": "What those carry.",
+        "sums": "All-reduces inside stages, forward and backward; each rank's counts.",
+        "sum_bytes": "What all ranks bring to those.",
+    },
+    "barriers": {
+        "stage": "Its index.",
+        "value": "Its name.",
+        "num_bytes": "The whole value.",
+        "line": "Yours, that computes it.",
+        "reason": "Why it cannot stay split.",
+    },
+    "opaque": {
+        "module": "Its path in the model.",
+        "stages": "Those that call it.",
+        "line": "Yours, that depends on data.",
+        "reason": "What depends on data there.",
+    },
+    "skips": {
+        "value": "Its name.",
+        "source": "The block that computes it.",
+        "dest": "The last block that uses it.",
+        "num_bytes": "Of one micro-batch.",
+        "kind": "Whether it is sent, or stays on its rank.",
+    },
+    "sums": {
+        "stage": "Its index.",
+        "start": "Seconds from the start of the step.",
+        "end": "Seconds from the start of the step.",
+    },
 }
 
 
@@ -362,8 +427,9 @@ def _check_rows(plan: Plan, file: TomlFile) -> None:
                 f"{name} has {len(found)} entries, of {ranks} ranks of a replica",
                 help=f"undo the change, or {file.advice}",
             )
-    for name, wanted in _ENTRIES.items():
-        for index, row in enumerate(getattr(plan, name)):
+    for name, wanted in ENTRIES.items():
+        rows = found if isinstance(found := getattr(plan, name), list) else []
+        for index, row in enumerate(rows):
             if missing := [key for key in wanted if key not in row]:
                 raise file.error(
                     (name, index),

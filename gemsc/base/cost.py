@@ -9,33 +9,32 @@ __all__ = ["Edge", "StageCost", "StateBytes"]
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds and bytes of one stage for one micro-batch.
-
-    `backward` is the whole backward; `weight` is the part of it that can wait, the
-    gradients of the weights. `saved_bytes` are kept from the beginning of the forward
-    to the end of the backward, `transient_bytes` come on top during the backward (in
-    the first one of a step, which makes the gradients, `first_transient_bytes`);
-    `resident_bytes` are there all the time, `gradient_bytes` from the end of the first
-    backward to the end of the step.
-
-    A backward may be split. Then `split_transient_bytes` come on top during its first
-    part (`first_split_transient_bytes` if it is the first one of a step), and
-    `waiting_bytes` are kept from the end of that to the end of the second one, which
-    makes `waiting_gradient_bytes` of the gradients.
-    """
+    """Seconds and bytes of one stage for one micro-batch."""
 
     forward: float
+    """Seconds."""
     backward: float
+    """Seconds, of the whole backward."""
     weight: float = 0.0
+    """The part of `backward` that can wait: gradients of the weights."""
     saved_bytes: int = 1
+    """Kept from the beginning of the forward to the end of the backward."""
     resident_bytes: int = 0
+    """There all the time."""
     transient_bytes: int = 0
+    """On top, during a backward."""
     first_transient_bytes: int = 0
+    """On top, during the first of a step: it makes the gradients."""
     gradient_bytes: int = 0
+    """From the end of the first backward to the end of the step."""
     waiting_bytes: int = 1
+    """Kept between the two parts of a backward that is split."""
     waiting_gradient_bytes: int = 0
+    """The gradients that its second part makes."""
     split_transient_bytes: int = 0
+    """On top, during its first part."""
     first_split_transient_bytes: int = 0
+    """On top, if that is the first of a step."""
 
     def on_top(self, *, split: bool, is_first: bool) -> int:
         """Return the bytes that a backward needs on top of the saved ones."""
@@ -48,19 +47,22 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Stage `dest` uses values of stage `source`; `seconds` if their ranks differ.
-
-    `num_bytes` travel from or to the busiest rank. The peak-memory rank receives
-    messages of `value_bytes` and, on the way back, of `gradient_bytes`.
-    """
+    """Stage `dest` uses values of stage `source`."""
 
     source: int
+    """The stage that computes them."""
     dest: int
+    """The stage that uses them."""
     seconds: float = 0.0
+    """One way, if their ranks differ."""
     num_bytes: int = 0
+    """From or to the busiest rank."""
     gradient: bool = True
+    """Whether gradients travel back."""
     value_bytes: int = 0
+    """Messages that the peak-memory rank receives, forward."""
     gradient_bytes: int = 0
+    """Those that it receives on the way back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ UsageError = cast(type[Exception], typer.BadParameter.__base__)
 PASSES_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 COMMANDS = {
-    "simulate": "gemsc.cli.simulate",
     "compile": "gemsc.cli.compile",
     "plan": "gemsc.cli.compile",
+    "simulate": "gemsc.cli.simulate",
     "run": "gemsc.cli.run",
     "export": "gemsc.cli.export",
     "compare": "gemsc.cli.compare",

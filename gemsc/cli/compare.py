@@ -22,7 +22,9 @@ __all__ = ["compare_command", "draw_run"]
 
 def compare_command(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs: PROGRAM/runs/1")],
-    output: Annotated[Path, typer.Option("-o", "--output")] = Path("compare.svg"),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="the drawing, an .svg file")
+    ] = Path("compare.svg"),
 ) -> None:
     """Draw the curves of runs, and print how far they came and how they differ."""
     if output.suffix != ".svg":

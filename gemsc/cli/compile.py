@@ -66,7 +66,9 @@ COMPARED = (
 def compile_command(
     context: typer.Context,
     model: Model,
-    output: Annotated[Path, typer.Option("-o", "--output")] = Path("build/program"),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="folder of the program")
+    ] = Path("build/program"),
     plan: Annotated[
         Path | None, typer.Option(help="an edited plan.toml, instead of options")
     ] = None,

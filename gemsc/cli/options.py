@@ -103,7 +103,8 @@ def _parameter(field: Field[Any], default: Any) -> inspect.Parameter:
         default = text_of(default)
     words = (flag(field.name),) if field.default is False else ()
     names = ", ".join(NAMES.get(field.name, ()))
-    option = typer.Option(*words, help=field.metadata["help"] or names)
+    about = ": ".join(filter(None, (field.metadata["help"], names)))
+    option = typer.Option(*words, help=about)
     return inspect.Parameter(
         field.name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,

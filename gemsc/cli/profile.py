@@ -38,7 +38,12 @@ def profile_command(
         str,
         typer.Option(help="run PROGRAM with 1,2,4 processes on each device: samples/s"),
     ] = "",
-    output: Annotated[Path, typer.Option("-o", "--output")] = Path("hardware.toml"),
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="the file; what is measured is added to it"
+        ),
+    ] = Path("hardware.toml"),
     hardware: Annotated[
         str,
         typer.Option(help="machine or file to take figures from that are not measured"),

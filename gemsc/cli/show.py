@@ -46,7 +46,12 @@ def show_command(
 @takes_options(("ranks",))
 def graph_command(
     target: ModelOrProgram,
-    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="an .svg file; default: graph.svg in the program"
+        ),
+    ] = None,
     options: CompileOptions = DEFAULTS,
 ) -> None:
     """Draw the graph: stages as clusters of blocks, with transfers and skips."""
@@ -68,7 +73,12 @@ def graph_command(
 
 def timeline_command(
     directory: Directory,
-    output: Annotated[Path | None, typer.Option("-o", "--output")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="an .svg file; default: timeline.svg in the program"
+        ),
+    ] = None,
     text: Annotated[
         bool, typer.Option("--text", help="print the timeline instead")
     ] = False,

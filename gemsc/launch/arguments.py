@@ -10,8 +10,9 @@ from pathlib import Path
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, parse_hosts, read_hostfile
 from gemsc.runtime.training.arguments import Parser, parse_arguments
+from gemsc.runtime.training.arguments import make_parser as program_parser
 
-__all__ = ["Launch", "read_launch"]
+__all__ = ["Launch", "make_parser", "read_launch"]
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,7 @@ def read_launch(
     Raises:
         GemscError: an option is unknown or wrong, or a host.
     """
-    parser = Parser(add_help=False, allow_abbrev=False)
-    group = parser.add_argument_group("starting the ranks")
-    group.add_argument("--hosts", help="hosts with their numbers of ranks: a:2,b:2")
-    group.add_argument(
-        "--hostfile", type=Path, help="file with a line `a slots=2` for each host"
-    )
-    group.add_argument(
-        "--restarts",
-        type=_number,
-        default=0,
-        help="how often to go on from the last checkpoint when a rank dies",
-    )
+    parser = _launch_parser()
     own, rest = parser.parse_known_args(arguments)
     options = parse_arguments(rest, parents=[parser])
     hosts: tuple[Host, ...] = ()
@@ -57,6 +47,27 @@ def read_launch(
             help="leave one of them out",
         )
     return Launch(hosts, own.restarts), rest, options
+
+
+def make_parser() -> Parser:
+    """Return what reads all options of `gemsc run`: those of ranks, and its own."""
+    return program_parser(parents=[_launch_parser()])
+
+
+def _launch_parser() -> Parser:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    group = parser.add_argument_group("starting the ranks")
+    group.add_argument("--hosts", help="hosts with their numbers of ranks: a:2,b:2")
+    group.add_argument(
+        "--hostfile", type=Path, help="file with a line `a slots=2` for each host"
+    )
+    group.add_argument(
+        "--restarts",
+        type=_number,
+        default=0,
+        help="how often to go on from the last checkpoint when a rank dies",
+    )
+    return parser
 
 
 def _number(text: str) -> int:

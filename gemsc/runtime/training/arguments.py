@@ -14,7 +14,7 @@ from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.folder import LATEST
 
-__all__ = ["DEFAULT_TIMEOUT", "LAST", "Parser", "parse_arguments"]
+__all__ = ["DEFAULT_TIMEOUT", "LAST", "Parser", "make_parser", "parse_arguments"]
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 LAST = Path("\0")  # `--resume` without a folder: nobody can type this one
@@ -38,6 +38,26 @@ def parse_arguments(
         GemscError: an option is unknown or wrong, or names a folder that cannot be, or
             a GPU where there is none.
     """
+    parser = make_parser(parents)
+    options = parser.parse_args(arguments)
+    options.typed = [*(sys.argv[1:] if arguments is None else arguments)]
+    options.goes_on = options.resume == LAST
+    if options.save is not None and (problem := _why_not_in(options.save)):
+        parser.error(f"argument --save: {problem}")
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise GemscError(
+            "--tensorboard: there is no tensorboard here",
+            help="pip install tensorboard",
+        )
+    if options.device == "cuda":
+        from gemsc.runtime.process.device import require_gpu  # loads PyTorch: a second
+
+        require_gpu()
+    return options
+
+
+def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
+    """Return what reads the options of a program."""
     parser = Parser(
         prog="gemsc run PROGRAM",
         description="Train a program that gemsc compiled.",
@@ -107,7 +127,12 @@ def parse_arguments(
         help="evaluate an average of the weights that forgets: 0.999",
     )
     parser.add_argument("--workers", type=int, default=0, help="data loader processes")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where the ranks compute; auto: each on a GPU, if there is one",
+    )
     parser.add_argument(
         "--per-device",
         type=_count,
@@ -115,7 +140,12 @@ def parse_arguments(
         help="so many ranks share each GPU of their machine, by MPS where it is; by "
         "default as compiled",
     )
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float64"],
+        default="float32",
+        help="of weights, samples and all that is computed of them",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -162,21 +192,7 @@ def parse_arguments(
     )
     for name in ("--verify-into", "--record-into", "--time-into", "--record-run"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    options.typed = [*(sys.argv[1:] if arguments is None else arguments)]
-    options.goes_on = options.resume == LAST
-    if options.save is not None and (problem := _why_not_in(options.save)):
-        parser.error(f"argument --save: {problem}")
-    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise GemscError(
-            "--tensorboard: there is no tensorboard here",
-            help="pip install tensorboard",
-        )
-    if options.device == "cuda":
-        from gemsc.runtime.process.device import require_gpu  # loads PyTorch: a second
-
-        require_gpu()
-    return options
+    return parser
 
 
 def _why_not_in(folder: Path) -> str:

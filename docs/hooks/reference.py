@@ -1,0 +1,206 @@
+"""The reference of commands and of plan.toml, from the code that reads them.
+
+A page asks for it by a comment: `<!-- reference: commands -->`, or `plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+from typer.main import get_command
+
+from gemsc.cli import make_app
+from gemsc.launch.arguments import make_parser
+from gemsc.options import CompileOptions, flag
+from gemsc.plan import ENTRIES, Plan
+
+MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
+Row = tuple[str, ...]
+NUMBERS = {int: "N", float: "X", Path: "PATH"}
+
+
+def on_page_markdown(
+    markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Fill in what the page asks for."""
+    return MARK.sub(lambda found: MAKERS[found[1]](), markdown)
+
+
+def table(head: tuple[str, ...], rows: list[Row]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def code(text: object) -> str:
+    """Return text as code, which may be empty."""
+    return f"`{text}`" if str(text) else ""
+
+
+# commands
+
+
+def commands() -> str:
+    """Return a section for each command, in the order of `gemsc --help`."""
+    app: Any = get_command(make_app())
+    return "\n".join(command(name, each) for name, each in app.commands.items())
+
+
+def command(name: str, found: Any) -> str:
+    """Return what a command does, how it is called, and its options."""
+    arguments = [p for p in found.params if p.param_type_name == "argument"]
+    options = [p for p in found.params if p.param_type_name == "option"]
+    words = [usage(p) for p in arguments]
+    words += ["[OPTIONS]"] if options or name == "run" else []
+    parts = [f"## gemsc {name}\n", f"{found.help}\n"]
+    parts += [f"```text\ngemsc {' '.join((name, *words))}\n```\n"]
+    if arguments:
+        rows = [(code(p.name.upper()), said(p, name)) for p in arguments]
+        parts.append(table(("argument", ""), rows))
+    if options:
+        rows = [(names(p), default(p.default), said(p, name)) for p in options]
+        parts.append(table(("option", "default", ""), rows))
+    if name == "run":
+        for title, rows in parsed(make_parser()):
+            parts += [f"{title}:\n", table(("option", "default", ""), rows)]
+    return "\n".join(parts)
+
+
+def usage(argument: Any) -> str:
+    """Return `PROGRAM`, `[PROGRAM]` or `RUNS...`."""
+    text = argument.name.upper() + ("..." if argument.nargs == -1 else "")
+    return text if argument.required else f"[{text}]"
+
+
+def names(option: Any) -> str:
+    """Return an option's names and what follows them."""
+    shown = ", ".join(code(name) for name in (*option.opts, *option.secondary_opts))
+    if getattr(option, "is_flag", False):
+        return shown
+    return f"{shown} {value(option.type_descriptor.annotation)}"
+
+
+def value(kind: Any) -> str:
+    """Return a word for what follows a flag."""
+    inner = next(iter(get_args(kind)), kind)
+    return code(NUMBERS.get(inner, "TEXT"))
+
+
+def default(found: object) -> str:
+    """Return a default, nothing where there is none."""
+    if found in (None, False, "") or found == []:
+        return ""
+    return "on" if found is True else code(found)
+
+
+def said(parameter: Any, command: str) -> str:
+    """Return the help of an option.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not parameter.help:
+        raise ValueError(f"gemsc {command}: {parameter.name} has no help")
+    return escaped(parameter.help)
+
+
+def escaped(text: str) -> str:
+    """Return a help text as Markdown of one cell."""
+    return re.sub(r"(?<![`\w-])(--[a-z][\w-]*)(?![^`]*`)", r"`\1`", text)
+
+
+def parsed(
+    parser: argparse.ArgumentParser,
+) -> Iterator[tuple[str, list[Row]]]:
+    """Give the options of a parser, group by group."""
+    for group in parser._action_groups:
+        rows = [
+            (_flag(action), default(action.default), escaped(action.help or ""))
+            for action in group._group_actions
+            if action.help != argparse.SUPPRESS
+            and "--help" not in action.option_strings
+        ]
+        if rows:
+            title = group.title or ""
+            yield ("Training" if title == "options" else title.capitalize()), rows
+
+
+def _flag(action: argparse.Action) -> str:
+    words = ", ".join(code(name) for name in action.option_strings)
+    if action.nargs == 0:
+        return words
+    given = action.metavar or action.dest.upper()
+    if action.choices:
+        given = ", ".join(map(str, action.choices))
+    return f"{words} {code(f'[{given}]' if action.nargs == '?' else given)}"
+
+
+# plan.toml
+
+
+def plan() -> str:
+    """Return the entries of each table of plan.toml."""
+    head = ("entry", "type", "")
+    return "\n".join(f"## {name}\n\n{table(head, rows)}" for name, rows in tables(Plan))
+
+
+def tables(kind: type, path: str = "") -> Iterator[tuple[str, list[Row]]]:
+    """Give each table that a dataclass is written as, and its entries.
+
+    Raises:
+        KeyError: an entry has no docstring.
+    """
+    docs = docstrings(kind)
+    hints = get_type_hints(kind)
+    found = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    title = code(path) if path else "Before the tables"
+    yield title, [(code(key), words(hint), docs[key]) for key, hint in found.items()]
+    for key, hint in found.items():
+        inner = next(iter(get_args(hint)), hint)
+        name = ".".join(filter(None, (path.strip("[]"), key)))
+        name = f"[{name}]" if get_origin(hint) is not list else f"[[{name}]]"
+        if dataclasses.is_dataclass(inner):
+            yield from tables(inner, name)
+        elif not path and key in ENTRIES:
+            yield code(name), [(code(k), "", text) for k, text in ENTRIES[key].items()]
+        elif not path and key == "options":
+            yield code(name), list(options())
+
+
+def docstrings(kind: type) -> Mapping[str, str]:
+    """Return the docstring below each field of a class, on one line."""
+    path = Path(inspect.getfile(kind))
+    module = griffe.visit(path.stem, filepath=path, code=path.read_text("utf-8"))
+    return {
+        key: " ".join(each.docstring.value.split())
+        for key, each in module[kind.__name__].members.items()
+        if each.docstring is not None
+    }
+
+
+def words(hint: Any) -> str:
+    """Return what TOML calls a type."""
+    known = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    if get_origin(hint) is list:
+        return "list of " + re.sub(r"(?=$| of)", "s", words(get_args(hint)[0]), count=1)
+    return known.get(hint, "table")
+
+
+def options() -> Iterator[Row]:
+    """Give the options of a compilation."""
+    for field in dataclasses.fields(CompileOptions):
+        text = escaped(field.metadata["help"])
+        yield code(field.name), code(flag(field.name)), text
+
+
+MAKERS: dict[str, Callable[[], str]] = {"commands": commands, "plan": plan}
