@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 from typer.main import get_command
 
 from gemsc.cli import make_app
-from gemsc.launch.arguments import make_parser
+from gemsc.launch.arguments import run_parser
 from gemsc.options import CompileOptions, flag
 from gemsc.plan import ENTRIES, Plan
 
@@ -71,7 +71,7 @@ def command(name: str, found: Any) -> str:
         rows = [(names(p), default(p.default), said(p, name)) for p in options]
         parts.append(table(("option", "default", ""), rows))
     if name == "run":
-        for title, rows in parsed(make_parser()):
+        for title, rows in parsed(run_parser()):
             parts += [f"{title}:\n", table(("option", "default", ""), rows)]
     return "\n".join(parts)
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, parse_hosts, read_hostfile
-from gemsc.runtime.training.arguments import Parser, parse_arguments
-from gemsc.runtime.training.arguments import make_parser as program_parser
+from gemsc.runtime.training.arguments import Parser, make_parser, parse_arguments
 
-__all__ = ["Launch", "make_parser", "read_launch"]
+__all__ = ["Launch", "read_launch", "run_parser"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ def read_launch(
     return Launch(hosts, own.restarts), rest, options
 
 
-def make_parser() -> Parser:
+def run_parser() -> Parser:
     """Return what reads all options of `gemsc run`: those of ranks, and its own."""
-    return program_parser(parents=[_launch_parser()])
+    return make_parser(parents=[_launch_parser()])
 
 
 def _launch_parser() -> Parser:
