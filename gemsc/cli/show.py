@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import webbrowser
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +24,7 @@ from gemsc.user_model import load_user_model
 from gemsc.viz.graph import render
 from gemsc.viz.panel import panels_of
 from gemsc.viz.report import write_report
+from gemsc.viz.server import Pages, Server
 from gemsc.viz.strip import grid
 from gemsc.viz.tables import show as show_plan
 from gemsc.viz.tables import show_shares
@@ -34,8 +39,19 @@ def show_command(
     html: Annotated[
         bool, typer.Option("--html", help="rewrite report.html instead")
     ] = False,
+    in_browser: Annotated[
+        bool, typer.Option("--open", help="show it and its run in a browser, live")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="of --open; default: any that is free", min=0)
+    ] = None,
 ) -> None:
     """Explain the split; print stages, transfers, memory and the predicted step."""
+    if in_browser:
+        _open(directory, port or 0)
+        return
+    if port is not None:
+        raise GemscError("--port is of --open", help="add --open")
     plan = Plan.read(directory / "plan.toml")
     if html:
         console.print(f"wrote {write_report(plan, directory)}", highlight=False)
@@ -104,6 +120,17 @@ def timeline_command(
         write_text(trace, trace_text((predicted, measured_step)))
         console.print(f"wrote {trace}: open it at ui.perfetto.dev", highlight=False)
         show_shares(predicted, measured_step, console)
+
+
+def _open(folder: Path, port: int) -> None:
+    """Serve the report and the curves of the run until Ctrl-C."""
+    with Server(Pages(folder), port) as server:
+        console.print(f"{server.address} shows {folder}; Ctrl-C ends", highlight=False)
+        graphical = ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")
+        if sys.platform in ("darwin", "win32") or any(map(os.environ.get, graphical)):
+            webbrowser.open(server.address)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def _read_dot(path: Path) -> str:

@@ -22,7 +22,7 @@ from gemsc.viz.listings import block_names, list_candidates, list_plan
 from gemsc.viz.panel import Panel, panels_of
 from gemsc.viz.timeline import NARROWEST, WIDEST, draw_timeline
 
-__all__ = ["write_report"]
+__all__ = ["RUN_MARKER", "report", "write_report"]
 
 MOST_RANKS = 32  # drawn one by one; of more a sample
 MOST_SPANS = 6000  # actions drawn one by one
@@ -31,6 +31,7 @@ MOST_STAGES = 24  # that have a box
 MOST_SENT = 5  # other stages that a box of a stage names
 MOST_GRAPH = 2_000_000  # characters of graph.svg that are put into the page
 QUANTILES = {"least": 0.0, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "most": 1.0}
+RUN_MARKER = "<!-- run -->"  # where `gemsc show --open` puts the run that goes on
 Section = tuple[str, str, str, list[Sequence[Column]]]  # id, title, note, tables
 
 
@@ -45,15 +46,21 @@ def write_report(
 
     The graph is that of graph.svg, if it is there.
     """
-    path = folder / "report.html"
     graph = _graph_of(folder) if with_graph else ""
+    path = folder / "report.html"
+    write_text(path, report(plan, candidates, graph))
+    return path
+
+
+def report(plan: Plan, candidates: Sequence[Candidate] = (), graph: str = "") -> str:
+    """Return the page about a program; `graph` is the text of its picture."""
     (panel,) = panels_of(plan)
     why = explain(plan)
     *listings, (_, of_ranks) = list_plan(plan, MOST_LINES)
     seconds = [stage.cost.forward + stage.cost.backward for stage in plan.stages]
     slowest = seconds.index(max(seconds))
     shown = sample(len(plan.stages), MOST_STAGES, (slowest,))
-    page = _template().render(
+    return _template().render(
         plan=plan,
         limit=plan.rank_memory,
         micro_batches=show_micro_batches(plan.micro_batches),
@@ -74,10 +81,9 @@ def write_report(
             *_candidates(candidates),
         ],
         graph=graph,
+        run_marker=RUN_MARKER,
         **_design(),
     )
-    write_text(path, page)
-    return path
 
 
 def _template() -> jinja2.Template:

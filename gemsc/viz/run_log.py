@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gemsc.errors import GemscError
 
-__all__ = ["RunLog"]
+__all__ = ["GrowingLog", "RunLog"]
 
 Curve = list[tuple[int, float]]  # step and value
+LOG = "log.jsonl"
+TAIL = 200  # bytes by which a log is known again
 
 
 @dataclass
@@ -26,6 +28,8 @@ class RunLog:
     rates: Curve = field(default_factory=list)  # samples per second
     memory: list[Curve] = field(default_factory=list)  # bytes of each rank
     options: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)  # what was logged last
+    last_step: dict[str, Any] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -43,7 +47,7 @@ class RunLog:
         Raises:
             GemscError: there is none.
         """
-        path = folder / "log.jsonl"
+        path = folder / LOG
         try:
             text = path.read_text("utf-8", "replace")
         except OSError as error:
@@ -52,19 +56,22 @@ class RunLog:
                 help="give the folder of a run, as --save names it: PROGRAM/runs/1",
             ) from None
         log = cls(folder.name, options=_options(folder / "run.json"))
-        figures: dict[str, Curve] = defaultdict(list)
-        for line in text.splitlines():
-            try:
-                record = json.loads(line)
-                log._add(record, figures)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-        log.figures = dict(figures)
+        log.add(text)
         return log
 
-    def _add(self, record: dict[str, Any], figures: dict[str, Curve]) -> None:
+    def add(self, text: str) -> None:
+        """Add what lines of a log say; those that say nothing are left out."""
+        for line in text.splitlines():
+            try:
+                self._add(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+
+    def _add(self, record: dict[str, Any]) -> None:
         step = int(record["step"])
+        self.last = record
         if record["event"] == "step":
+            self.last_step = record
             if _is_number(record["loss"]):
                 self.loss.append((step, record["loss"]))
             if _is_number(record.get("samples_per_second")):
@@ -72,12 +79,61 @@ class RunLog:
         elif record["event"] == "evaluation":
             for name, value in record["figures"].items():
                 if _is_number(value):
-                    figures[str(name)].append((step, value))
+                    self.figures.setdefault(str(name), []).append((step, value))
         elif record["event"] == "ranks":
             self.memory += [[] for _ in record["ranks"][len(self.memory) :]]
             for curve, rank in zip(self.memory, record["ranks"], strict=False):
                 if _is_number(held := rank["memory_bytes"]):
                     curve.append((step, held))
+
+
+class GrowingLog:
+    """The log of a run that goes on: each time, only what is new is read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin at the start; there may be no log yet."""
+        self.folder = folder
+        self.log = RunLog(folder.name)
+        self._file = 0  # its number on the disk
+        self._end = 0  # of what was read, in bytes
+        self._tail = b""  # the last of it
+
+    def read(self) -> bool:
+        """Read on; return whether anything is new.
+
+        A log that was cut or written anew, as `--resume` and `--overwrite` do, is read
+        again from its start.
+        """
+        try:
+            with (self.folder / LOG).open("rb") as file:
+                return self._read(file)
+        except OSError:
+            return self._forget()
+
+    def _read(self, file: IO[bytes]) -> bool:
+        number = os.fstat(file.fileno()).st_ino
+        file.seek(self._end - len(self._tail))
+        is_new = number != self._file or file.read(len(self._tail)) != self._tail
+        if is_new:
+            self._forget()
+            file.seek(0)
+        self._file = number
+        lines, newline, _ = file.read().rpartition(b"\n")  # the last one may grow
+        self.log.add(lines.decode("utf-8", "replace"))
+        read = lines + newline
+        self._end += len(read)
+        self._tail = (self._tail + read)[-TAIL:]
+        return is_new or bool(read)
+
+    def _forget(self) -> bool:
+        had_any = self._end > 0
+        self.log, self._file, self._end, self._tail = (
+            RunLog(self.folder.name),
+            0,
+            0,
+            b"",
+        )
+        return had_any
 
 
 def _is_number(value: Any) -> bool:

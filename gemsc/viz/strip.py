@@ -13,10 +13,17 @@ from gemsc.schedules import Action, Kind, Timed
 from gemsc.viz.columns import sample
 from gemsc.viz.design import TERMINAL
 
-__all__ = ["grid", "strips"]
+__all__ = ["bar", "grid", "strips"]
 
 MOST_COLUMNS = 240  # of the grid
 
+PARTS = {  # of a step
+    "work": (TERMINAL["B"][0], "="),
+    "sums inside stages": (TERMINAL["W"][0], "~"),
+    "imbalance": (TERMINAL["F"][1], "+"),
+    "filling and draining": ("reverse dim", "."),
+    "messages": ("reverse", ">"),
+}
 FILLS = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
 
 
@@ -25,6 +32,19 @@ def grid(plan: Plan) -> str:
     timeline = timeline_of(plan)
     shortest = min(timed.end - timed.start for row in timeline.ranks for timed in row)
     return timeline.grid(max(shortest, timeline.makespan / MOST_COLUMNS) or None)
+
+
+def bar(parts: Sequence[tuple[str, float]], width: int) -> Text:
+    """Return a line of `width` characters that parts share, with names that fit."""
+    line, at, end = Text(no_wrap=True), 0, 0.0
+    total = sum(seconds for _, seconds in parts) or 1.0
+    for name, seconds in parts:
+        end += seconds
+        cells, at = round(width * end / total) - at, round(width * end / total)
+        style, fill = PARTS[name]
+        shown = name if len(name) <= cells else ""
+        line.append(shown.ljust(cells, fill), style)
+    return line
 
 
 def strips(plan: Plan, width: int, most_ranks: int) -> list[Text]:

@@ -17,7 +17,7 @@ from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import column, fitted
 from gemsc.viz.listings import list_candidates, list_plan
 from gemsc.viz.panel import Panel
-from gemsc.viz.strip import strips
+from gemsc.viz.strip import bar, strips
 
 __all__ = ["notes", "show", "show_activations", "show_candidates", "show_shares"]
 
@@ -28,16 +28,25 @@ WIDEST = 160  # of what fills the width that there is
 
 def show(plan: Plan, console: Console) -> None:
     """Print why it is cut so, stages, skips, transfers, memory and the step."""
-    for index, line in enumerate(_summary(plan)):
-        style = ("bold", "dim")[index] if index < 2 else None
+    why, width = explain(plan), min(console.width, WIDEST)
+
+    def say(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, highlight=False)
+
+    say(_heading(plan), "bold")
+    say(plan.command, "dim")
+    say(f"why this split: {why.line}", "bold")
+    say(f"a step: {why.parts_line}")
+    console.print(bar(why.parts, width))
+    for line in _summary(plan):
+        say(line)
     for listing in list_plan(plan):
         console.print()
         console.print(fitted(*listing, console.width))
     if not plan.skips:
         console.print("no skips over blocks")
     console.print("\npredicted step", style="bold")
-    for row in strips(plan, min(console.width, WIDEST), MOST_RANKS):
+    for row in strips(plan, width, MOST_RANKS):
         console.print(row)
 
 
@@ -104,14 +113,15 @@ def show_shares(predicted: Panel, measured: Panel, console: Console) -> None:
     console.print(fitted("share of the measured step", columns, console.width))
 
 
-def _summary(plan: Plan) -> Iterator[str]:
-    why = explain(plan)
+def _heading(plan: Plan) -> str:
     copies = f" in each of {plan.data} data-parallel replicas" if plan.data > 1 else ""
-    yield (
+    return (
         f"{plan.model}: {plan.ranks} ranks, {plan.schedule}, "
         f"{show_micro_batches(plan.micro_batches)}{copies}, placement {plan.placement}"
     )
-    yield plan.command
+
+
+def _summary(plan: Plan) -> Iterator[str]:
     yield (
         f"predicted ({plan.times}): {show_seconds(plan.step_seconds)} a step, "
         f"{plan.bubble:.0%} of the ranks' time idle; then "
@@ -123,8 +133,6 @@ def _summary(plan: Plan) -> Iterator[str]:
         yield "torch.compile: predicted times and memory are those without it"
     yield from _updates(plan)
     yield from _here(plan)
-    yield f"why this split: {why.line}"
-    yield f"a step: {why.parts_line}"
     yield from _deferred(plan)
     yield from _traffic(plan)
     yield from notes(plan)
