@@ -17,6 +17,15 @@ from gemsc.plan import Plan
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.user_model import load_user_model
 
+SAYS_WHAT_IT_LOADED = """
+
+import atexit, os, sys
+
+NEVER_USED = {"torch._dynamo", "torch._inductor", "sympy", "gemsc.compiler"}
+if "OMPI_COMM_WORLD_RANK" in os.environ:
+    atexit.register(lambda: print("never used:", [*NEVER_USED & sys.modules.keys()]))
+"""
+
 
 @pytest.fixture
 def gemsc(
@@ -93,8 +102,11 @@ def test_a_program_without_its_model_is_refused(program: Path, tmp_path: Path) -
 
 @pytest.mark.mpi
 def test_plain_mpirun_starts_a_moved_program_from_anywhere(
-    program: Path, tmp_path: Path
+    gemsc: Gemsc, tmp_path: Path
 ) -> None:
+    """Nor does a rank load what it never uses: that takes as long as all the rest."""
+    Path("model.py").write_text(MODEL + SAYS_WHAT_IT_LOADED)
+    assert gemsc("compile", "model.py", "--ranks", "2", "-o", "build/program").code == 0
     (tmp_path / "project").rename(tmp_path / "moved")
     moved = tmp_path / "moved" / "build" / "program"
     (tmp_path / "elsewhere").mkdir()
@@ -103,7 +115,9 @@ def test_plain_mpirun_starts_a_moved_program_from_anywhere(
         where = tmp_path / "elsewhere"
         code = launch(2, words, cwd=where, stdout=out, timeout=SECONDS)
     assert code == 0
-    assert "epoch 1/1 1/1  loss " in (tmp_path / "out").read_text()
+    said = (tmp_path / "out").read_text()
+    assert "epoch 1/1 1/1  loss " in said
+    assert said.count("never used: []") == 2
     assert (tmp_path / "elsewhere" / "checkpoint" / "model.safetensors").is_file()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gemsc.base.eager_optimizers import without_dynamo
 from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -145,6 +146,7 @@ class Trainer:
         updates = self.worker.updates
         parameters = updates.parameters
         if self.program.train_step is not None and parameters:
+            without_dynamo()
             make = optimizer or partial(torch.optim.SGD, lr=0.01)
             if self.program.parts:  # it may be another one than at compile time
                 check_elementwise(updated_whole(parameters, make), self.program.parts)

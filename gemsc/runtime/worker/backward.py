@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import (
+    GradientEdge,
+    _engine_run_backward,
+    get_gradient_edge,
+)
 
 __all__ = ["edge_of", "gradient_of", "is_absent", "run_backward"]
 
@@ -32,6 +36,8 @@ def run_backward(
 
     It runs in this thread, on every device: a backward sends messages and keeps what it
     knows by thread, and autograd would run it in one thread of its own for each GPU.
+    It is what `torch.autograd.backward` calls; that loads symbolic shapes, and SymPy
+    with them, to check what the proof has compared: half a second of a rank's start.
     """
     pairs = [
         (edge, gradient)
@@ -41,7 +47,15 @@ def run_backward(
     if pairs:
         edges, flowing = zip(*pairs, strict=True)
         with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.backward(edges, flowing)
+            _engine_run_backward(
+                edges,
+                flowing,
+                False,  # the graph is not kept
+                False,  # no gradients of gradients
+                (),  # for all leaves
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
 
 def gradient_of(tensor: Tensor, *, depends_on_data: bool) -> Tensor:

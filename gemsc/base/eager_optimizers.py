@@ -1,0 +1,46 @@
+"""Optimizers of PyTorch that are made, and make steps, without torch._dynamo."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
+
+__all__ = ["without_dynamo"]
+
+
+def without_dynamo() -> None:
+    """Let torch.optim work without torch._dynamo, from now on in this process.
+
+    Its methods load that for a step that torch.compile traces, which no step of ours
+    is: 1.4 s of a process, 40 % of a rank's start (torch 2.13). What they compute is
+    the same, and torch.compile may still load it. Call this before an optimizer is
+    made; where a PyTorch is built in another way, nothing is changed.
+    """
+    untraced = torch._disable_dynamo(_example).__code__
+    for method in vars(Optimizer).values():
+        if getattr(method, "__code__", None) is untraced:
+            # what it looks for before it asks torch._dynamo, and gets the same
+            method.__wrapped__.__dynamo_disable = method.__wrapped__
+    step_of_torch = _use_grad_for_differentiable(_example).__code__
+    for kind in vars(torch.optim).values():
+        step: Any = vars(kind).get("step") if isinstance(kind, type) else None
+        if getattr(step, "__code__", None) is step_of_torch:
+            kind.step = _step(step.__wrapped__)
+
+
+def _example(optimizer: Any) -> None:
+    """Stand for a method: the functions around two of them have the same code."""
+
+
+def _step(step: Any) -> Any:
+    """Return a step with gradients only if the optimizer is to be differentiable."""
+
+    @wraps(step)
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return call
