@@ -16,6 +16,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -31,7 +32,7 @@ class Mutant:
     module: ModuleType
     function: str  # Class.method
     text: str
-    tree: ast.Module = field(repr=False)
+    mutated: Callable[[], ast.Module] = field(repr=False)  # the module's code
     _before: CodeType | None = None
 
     @property
@@ -42,7 +43,7 @@ class Mutant:
     def __enter__(self) -> None:
         """Give the function the mutant's code."""
         function = self._function()
-        code = compile(self.tree, str(self.module.__file__), "exec")
+        code = compile(self.mutated(), str(self.module.__file__), "exec")
         self._before, function.__code__ = function.__code__, self._found(code)
 
     def __exit__(self, *_: object) -> None:
@@ -76,11 +77,17 @@ def mutants_of(module: ModuleType, *, leave: tuple[str, ...] = ()) -> Iterator[M
             continue
         for number, node in enumerate(ast.walk(function)):
             for text, change in _changes(node):
-                mutated = copy.deepcopy(tree)
-                twin = dict(_functions(mutated))[name]
-                target = next(n for i, n in enumerate(ast.walk(twin)) if i == number)
-                _Replace(target, change).visit(mutated)
-                yield Mutant(module, name, text, ast.fix_missing_locations(mutated))
+                mutated = partial(_mutated, tree, name, number, change)
+                yield Mutant(module, name, text, mutated)
+
+
+def _mutated(tree: ast.Module, name: str, number: int, change: Change) -> ast.Module:
+    """Return a copy of a module with one change, of a node by its place in a walk."""
+    copied = copy.deepcopy(tree)
+    function = dict(_functions(copied))[name]
+    target = next(n for i, n in enumerate(ast.walk(function)) if i == number)
+    _Replace(target, change).visit(copied)
+    return ast.fix_missing_locations(copied)
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:

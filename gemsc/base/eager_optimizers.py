@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
 
 __all__ = ["without_dynamo"]
@@ -19,7 +20,7 @@ def without_dynamo() -> None:
     the same, and torch.compile may still load it. Call this before an optimizer is
     made; where a PyTorch is built in another way, nothing is changed.
     """
-    untraced = torch._disable_dynamo(_example).__code__
+    untraced = _disable_dynamo(_example).__code__
     for method in vars(Optimizer).values():
         if getattr(method, "__code__", None) is untraced:
             # what it looks for before it asks torch._dynamo, and gets the same
