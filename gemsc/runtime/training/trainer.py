@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gemsc.base.eager_optimizers import without_dynamo
 from gemsc.base.elementwise import check_elementwise, updated_whole
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -24,6 +23,7 @@ from gemsc.runtime.checkpoint.read import resume
 from gemsc.runtime.checkpoint.write import PendingSave, save
 from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.process.device import cap_memory, choose_device
+from gemsc.runtime.process.eager_optimizers import without_dynamo
 from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.program_directory import check_dtype
 from gemsc.runtime.transport.device_transport import DeviceTransport
