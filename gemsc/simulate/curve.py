@@ -16,7 +16,7 @@ PLOT_WIDTH, PLOT_HEIGHT = 350, 260
 LEFT, SECOND, TOP = 76, 540, 86
 PARTS = (
     ("busy_seconds", "computes", "fill-backward0"),
-    ("idle_seconds", "waits in the pipeline", "fill-idle"),
+    ("idle_seconds", "waits in the pipeline", "hatch-wait"),
     ("sum_seconds", "sums gradients", "hatch-reduction"),
     ("update_seconds", "updates", "hatch-update"),
 )

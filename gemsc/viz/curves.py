@@ -21,6 +21,7 @@ LOG_FROM = 20.0  # largest over smallest value, for a logarithmic axis
 MOST_MARKS = 10  # of an axis
 MOST_DOTS = 60  # of a line
 ROW = 18  # of the legend
+BOTH = "runs by step: thin lines training, marks held-out"
 LONGEST = 60  # of the name of a run
 MIB = 2**20
 STYLE = """
@@ -59,7 +60,7 @@ def curves(runs: Sequence[RunLog]) -> str:
     charts = list(_charts(runs))
     steps = max([run.steps for run in runs] or [1]) or 1
     names = [_short(run.name) for run in runs]
-    heading = f"{names[0]}: figures by step" if len(runs) == 1 else "runs by step"
+    heading = f"{names[0]}: figures by step" if len(runs) == 1 else BOTH
     top = TOP + ROW * len(runs)
     parts = [text(LEFT, 24, heading, "title"), *_legend(runs)]
     for index, (title, lines) in enumerate(charts):

@@ -22,7 +22,7 @@ from gemsc.viz.listings import block_names, list_candidates, list_plan
 from gemsc.viz.panel import Panel, panels_of
 from gemsc.viz.timeline import NARROWEST, WIDEST, draw_timeline
 
-__all__ = ["RUN_MARKER", "report", "write_report"]
+__all__ = ["RUN_MARKER", "graph_of", "report", "write_report"]
 
 MOST_RANKS = 32  # drawn one by one; of more a sample
 MOST_SPANS = 6000  # actions drawn one by one
@@ -46,7 +46,7 @@ def write_report(
 
     The graph is that of graph.svg, if it is there.
     """
-    graph = _graph_of(folder) if with_graph else ""
+    graph = graph_of(folder) if with_graph else ""
     path = folder / "report.html"
     write_text(path, report(plan, candidates, graph))
     return path
@@ -183,7 +183,7 @@ def _candidates(candidates: Sequence[Candidate]) -> Iterator[Section]:
         yield "candidates", "What was compared", why, [columns]
 
 
-def _graph_of(folder: Path) -> str:
+def graph_of(folder: Path) -> str:
     """Return the drawn graph without its XML header; "" if there is none."""
     try:
         text = (folder / "graph.svg").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.viz.curves import curves
-from gemsc.viz.report import RUN_MARKER, report
+from gemsc.viz.report import RUN_MARKER, graph_of, report
 from gemsc.viz.run_log import GrowingLog, RunLog
 
 __all__ = ["Pages", "Server"]
@@ -67,11 +67,12 @@ class Pages:
 
     def page(self) -> str:
         """Return the report with the run in it."""
-        text = ""
+        text = graph = ""
         if self.program is not None and (self.program / "report.html").is_file():
             text = (self.program / "report.html").read_text("utf-8")
-        if RUN_MARKER not in text:
-            text = report(self.plan)
+            graph = graph_of(self.program)
+        if RUN_MARKER not in text:  # another gemsc wrote it
+            text = report(self.plan, graph=graph)
         live = Path(__file__).with_name("live.html").read_text("utf-8")
         live = live.replace("{{ figures | safe }}", self.figures())
         return text.replace(RUN_MARKER, live, 1)
@@ -207,7 +208,7 @@ def _figures(log: RunLog) -> str:
         cards.append(("samples/s", f"{log.rates[-1][1]:,.1f}", "in the last step"))
     if any(log.memory):
         most = max(curve[-1][1] for curve in log.memory if curve)
-        cards.append(("memory", show_bytes(int(most)), "of the rank that needs most"))
+        cards.append(("memory", show_bytes(int(most)), "highest of the ranks"))
     shown = "".join(
         f'<div class="card"><span>{escape(name)}</span><strong>{escape(figure)}'
         f"</strong><small>{escape(note)}</small></div>"
