@@ -42,8 +42,9 @@ demo: $(READY)  ## compile a U-Net for 4 ranks, train it, check it against one p
 test: $(READY)  ## lint, types and all tests, with real mpirun jobs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PARALLEL)
+	@echo "$(BIN)/mypy, and at the same time"  # on one core, while many tests wait
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(PARALLEL); tests=$$?; \
+	  wait $$types && exit $$tests
 
 nightly: $(READY)  ## all tests with those that take long
 	$(BIN)/python -m pytest $(PARALLEL) --nightly
