@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ __all__ = [
     "MODEL",
     "Gemsc",
     "Outcome",
+    "compile_here",
     "files",
     "gemsc_here",
     "is_alive",
@@ -128,16 +129,27 @@ def gemsc_here(
     """Return a function that runs the command in this process, in no time."""
 
     def run(*words: object) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["gemsc", *map(str, words)])
-        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
-        monkeypatch.setenv("GLIBC_TUNABLES", "")  # else what is timed begins anew
         capfd.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
+        code = _code_of(monkeypatch, words)
         said = capfd.readouterr()
-        return Outcome(caught.value.code or 0, said.out, said.err)
+        return Outcome(code, said.out, said.err)
 
     return run
+
+
+def compile_here(*words: object) -> None:
+    """Compile a program that the tests of a file share, in this process."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert _code_of(monkeypatch, ("compile", *words)) == 0
+
+
+def _code_of(monkeypatch: pytest.MonkeyPatch, words: Sequence[object]) -> int | str:
+    monkeypatch.setattr(sys, "argv", ["gemsc", *map(str, words)])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
+    monkeypatch.setenv("GLIBC_TUNABLES", "")  # else what is timed begins anew
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code or 0
 
 
 def start(*words: object, **environment: str) -> Outcome:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import GEMSC, MODEL, is_alive, start
+from command_line import GEMSC, MODEL, compile_here, is_alive
 from nightly import at_night
 
 from gemsc.launch import launch
@@ -117,8 +117,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "trip.py").write_text(TRIP)
     (folder / "loop.py").write_text(LOOP)
     program = folder / "program"
-    done = start("compile", folder / "model.py", "--cuts", "second", "-o", program)
-    assert done.code == 0, done.err
+    compile_here(folder / "model.py", "--cuts", "second", "-o", program)
     return program
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import GEMSC, MODEL, start
+from command_line import GEMSC, MODEL, compile_here
 from test_failures import children
 
 pytestmark = pytest.mark.mpi
@@ -127,8 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.py").write_text(text + TRIP)
     (folder / "loop.py").write_text(LOOP)
     words = ("--cuts", "second", "--micro-batches", 4, "-o", folder / "program")
-    done = start("compile", folder / "model.py", *words)
-    assert done.code == 0, done.err
+    compile_here(folder / "model.py", *words)
     return folder
 
 
