@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gemsc.runtime.training.ema import Ema
     from gemsc.runtime.training.load import load
     from gemsc.runtime.training.trainer import Trainer
+    from gemsc.slides.slide import Slide
     from gemsc.verify.steps import verify_compiled
     from gemsc.weights.load import load_weights
 
@@ -27,6 +28,7 @@ __all__ = [
     "CompiledProgram",
     "Ema",
     "GemscError",
+    "Slide",
     "Trainer",
     "compile",
     "load",
@@ -42,6 +44,7 @@ __getattr__ = loads(
         "CompiledProgram": "gemsc.compiler",
         "Ema": "gemsc.runtime.training.ema",
         "GemscError": "gemsc.errors",
+        "Slide": "gemsc.slides.slide",
         "Trainer": "gemsc.runtime.training.trainer",
         "compile": "gemsc.compiler",
         "load": "gemsc.runtime.training.load",

@@ -27,9 +27,11 @@ from gemsc.weights.load import load_weights
 
 __all__ = ["UserModel", "load_user_model"]
 
-HOOKS = {  # called beside the steps of training
-    "on_step": "on_step(trainer, report)",
-    "on_epoch": "on_epoch(trainer, epoch, figures)",
+HOOKS = {  # called beside the steps of training, or in prediction
+    "on_step": "on_step(trainer, report) on every rank",
+    "on_epoch": "on_epoch(trainer, epoch, figures) on every rank",
+    "predict_input": "predict_input(region) with a height x width x channels array",
+    "predict_output": "predict_output(output) with what the model returns for a window",
 }
 _OPTIONAL = (
     "loss",
@@ -66,6 +68,8 @@ class UserModel:
     eval_dataset: Any = None
     on_step: Any = None
     on_epoch: Any = None
+    predict_input: Any = None
+    predict_output: Any = None
     constants: Mapping[str, str] = field(default_factory=dict)
     weights: Any = None
 
@@ -179,23 +183,23 @@ class UserModel:
         """
         return self._make(name, getattr(self, name), seed)
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a hook of the user's file, if there is one.
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a hook of the user's file, if there is one; return what it returns.
 
         Raises:
             GemscError: it fails; with the user's line.
         """
         hook = getattr(self, name)
         if hook is None:
-            return
+            return None
         try:
-            hook(*arguments)
+            return hook(*arguments)
         except Exception as error:
             at = self.line_of(name)
             if isinstance(error, GemscError):
                 error.at = error.at or _failure(name, error, self.path, at).at
                 raise
-            advice = f"gemsc calls {HOOKS[name]} on every rank"
+            advice = f"gemsc calls {HOOKS[name]}"
             raise _failure(f"{name}() fails", error, self.path, at, advice) from error
 
     def line_of(self, name: str) -> SourceLocation | None:

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "base": ("errors",),
     "weights": ("errors", "base"),
     "source": ("errors", "base"),
+    "slides": ("errors", "base"),
     "nn": (),
     "options": ("errors", "base"),
     "plan": ("errors", "base"),
@@ -54,6 +55,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("errors", "base", "weights", "source", "messages", "plan", "user_model"),
         *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),
         "runtime.checkpoint",
+    ),
+    "runtime.prediction": (
+        *("errors", "base", "messages", "slides", "user_model"),
+        *("runtime.transport", "runtime.process", "runtime.data", "runtime.training"),
     ),
     # what generated files import: names out of the rooms above
     "runtime": (
@@ -126,6 +131,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "runtime.training",
         "verify",
         "weights",
+        "slides",
     ),
 }
 # the command may look at everything
@@ -137,6 +143,7 @@ IN_FUNCTIONS = {
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
+    ("gemsc.slides.slide", "tifffile"),
 }
 
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"]}

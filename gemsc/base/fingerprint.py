@@ -18,7 +18,7 @@ __all__ = [
 # compile time: none of them is compiled in
 RUNTIME_ONLY = {
     *("dataset", "eval_dataset", "metrics", "optimizer", "scheduler"),
-    *("on_step", "on_epoch"),
+    *("on_step", "on_epoch", "predict_input", "predict_output"),
 }
 REST = "(module)"
 UNREADABLE = "(unreadable)"

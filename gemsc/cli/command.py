@@ -31,6 +31,7 @@ COMMANDS = {
     "simulate": "gemsc.cli.simulate",
     "run": "gemsc.cli.run",
     "export": "gemsc.cli.export",
+    "predict": "gemsc.cli.predict",
     "compare": "gemsc.cli.compare",
     "verify": "gemsc.cli.verify",
     "show": "gemsc.cli.show",

@@ -1,0 +1,176 @@
+"""`gemsc predict`: a trained model over a whole slide, window by window."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gemsc.cli.terminal import console
+from gemsc.cli.trained import program_of, trained_model
+from gemsc.errors import GemscError
+from gemsc.launch.launch import launch
+from gemsc.plan import Plan
+from gemsc.runtime.prediction.pictures import (
+    INPUT_HELP,
+    KINDS,
+    Picture,
+    picture_among,
+)
+from gemsc.runtime.prediction.predict import DTYPES, Job
+from gemsc.runtime.process.device import require_gpu
+from gemsc.runtime.process.progress import BAR_VARIABLE
+from gemsc.runtime.training.program_directory import check_program
+from gemsc.runtime.training.trainer import load_program
+from gemsc.slides.slide import Slide, tifffile_module
+from gemsc.user_model import load_user_model
+from gemsc.weights.write import write_stream
+
+__all__ = ["predict_command"]
+
+DEVICES = ("auto", "cpu", "cuda")
+USUAL_OVERLAP = 64  # pixels, or an eighth of the window if that is less
+
+
+def predict_command(
+    run: Annotated[
+        Path, typer.Argument(help="a run's folder, its step- folder, or a program")
+    ],
+    slide: Annotated[Path, typer.Argument(help="a TIFF file of any size, or a .npy")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="the TIFF file to write")
+    ] = Path("mask.tiff"),
+    level: Annotated[int, typer.Option(help="level of a pyramid; 0 is the finest")] = 0,
+    overlap: Annotated[
+        int | None,
+        typer.Option(
+            help="pixels that a window sees around what is kept of it; by default 64, "
+            "or an eighth of the window",
+            min=0,
+        ),
+    ] = None,
+    output_kind: Annotated[
+        str, typer.Option(help="mask, probabilities or scores (what the model returns)")
+    ] = "mask",
+    threshold: Annotated[
+        float,
+        typer.Option(help="score above which a mask of one channel is 1"),
+    ] = 0.0,
+    ema: Annotated[
+        bool, typer.Option(help="the averages of the weights that --ema has made")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace the file of -o")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32 or float64")] = "float32",
+) -> None:
+    """Predict a whole slide on the ranks of a program, in bounded memory."""
+    for name, value, choices in (
+        ("--output-kind", output_kind, KINDS),
+        ("--device", device, DEVICES),
+        ("--dtype", dtype, DTYPES),
+    ):
+        if value not in choices:
+            raise GemscError(f"{name}: unknown '{value}'", help=", ".join(choices))
+    if device == "cuda":
+        require_gpu()
+    tifffile_module()
+    _check_output(output, overwrite=overwrite)
+    if not run.exists():
+        raise GemscError(
+            f"there is no folder {run}", help="give a run's folder, or a program"
+        )
+    program = program_of(run)
+    plan = check_program(program, Plan.read(program / "plan.toml").ranks)
+    taken = _taken(program, plan)
+    _check_channels(plan, Slide(slide, level), taken)
+    if overlap is None:
+        overlap = min(USUAL_OVERLAP, min(taken.size) // 8)
+    if 2 * overlap >= min(taken.size):
+        height, width = taken.size
+        raise GemscError(
+            f"windows of {height} x {width} pixels cannot overlap by {overlap} on each "
+            "side: nothing is left of them",
+            help="give a smaller --overlap, or compile with larger example_inputs()",
+        )
+    with (
+        trained_model(run, averages=ema) as trained,
+        tempfile.TemporaryDirectory(
+            dir=output.parent, prefix=f".{output.name}.", ignore_cleanup_errors=True
+        ) as name,
+    ):
+        folder = Path(name)
+        write_stream(folder / "weights.safetensors", trained.table, trained.read)
+        job = Job(
+            program=str(program),
+            weights=str(folder / "weights.safetensors"),
+            slide=str(slide),
+            level=level,
+            output=str(folder / "mask.tiff"),
+            overlap=overlap,
+            kind=output_kind,
+            threshold=threshold,
+            device=device,
+            dtype=dtype,
+        )
+        job.write(folder / "job.json")
+        code = _launch(plan, folder / "job.json")
+        if code != 0:
+            raise typer.Exit(code)
+        Path(job.output).replace(output)
+    line = f"wrote {output}: {trained.what}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _launch(plan: Plan, job: Path) -> int:
+    """Let the ranks predict; return the exit code."""
+    environment = {}
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        environment = {BAR_VARIABLE: "1", "COLUMNS": str(columns)}
+    words = [sys.executable, "-m", "gemsc.runtime.prediction.predict", str(job)]
+    return launch(plan.ranks, words, env=environment)
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    if output.is_dir() or not output.parent.is_dir():
+        raise GemscError(f"{output} cannot be written", help="name a file in a folder")
+    if output.exists() and not overwrite:
+        raise GemscError(
+            f"{output} exists already",
+            help="name another file with -o, or replace it with --overwrite",
+        )
+
+
+def _taken(program: Path, plan: Plan) -> Picture:
+    """Return what the model takes of each window.
+
+    Raises:
+        GemscError: none of its inputs is a picture.
+    """
+    for rank in range(plan.copy_ranks):
+        inputs = load_program(program, rank).inputs.values()
+        if (found := picture_among(inputs)) is not None:
+            return found
+    raise GemscError(
+        f"{plan.model} takes no picture: samples x channels x height x width",
+        help="give a program whose example_inputs() are pictures",
+    )
+
+
+def _check_channels(plan: Plan, slide: Slide, taken: Picture) -> None:
+    if plan.spec:
+        user = load_user_model(plan.spec, constants=plan.constants)
+        if user.predict_input is not None:
+            return
+    if slide.shape[2] != taken.channels:
+        raise GemscError(
+            f"{slide.path} has {slide.shape[2]} channels, the model takes "
+            f"{taken.channels}",
+            help=INPUT_HELP,
+        )

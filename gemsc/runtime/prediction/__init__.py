@@ -1,0 +1,1 @@
+"""Prediction over whole slides, on the ranks of a program."""

@@ -1,0 +1,226 @@
+"""A picture of any size, of which parts are read: a TIFF file, or a NumPy array.
+
+    slide = Slide("slide.tiff", level=1)
+    slide.read((4096, 6144), (0, 2048))     # 2048 x 2048 x 3, uint8
+
+A TIFF file may hold tiles or strips, compressed or not, and coarser levels as SubIFDs
+or as pages of their own. Only the tiles or strips in which the part lies are decoded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gemsc.errors import GemscError
+
+__all__ = ["Slide", "tifffile_module"]
+
+Picture = NDArray[Any]
+CACHE_BYTES = 128 * 2**20  # of decoded tiles: windows overlap
+LARGEST_SEGMENT = 512 * 2**20  # bytes of a tile or strip, decoded
+
+
+def tifffile_module() -> Any:
+    """Return the module that reads and writes TIFF.
+
+    Raises:
+        GemscError: it is not installed.
+    """
+    try:
+        import tifffile
+    except ImportError:
+        raise GemscError(
+            "TIFF files need tifffile", help="pip install 'gemsc[slides]'"
+        ) from None
+    return tifffile
+
+
+class Slide:
+    """One level of a picture on disk; each process, or thread, opens its own.
+
+    `shape` is (height, width, channels), `dtype` that of the file, `levels` the heights
+    and widths of all levels.
+    """
+
+    def __init__(self, path: str | Path, level: int = 0) -> None:
+        """Open a level; 0 is the finest.
+
+        Raises:
+            GemscError: it is no such file, holds no picture, or has no such level.
+        """
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise GemscError(f"there is no file {self.path}", help="give a TIFF file")
+        opened = _Array if self.path.suffix == ".npy" else _Tiff
+        self._source: _Array | _Tiff = opened(self.path, level)
+        self.levels: tuple[tuple[int, int], ...] = self._source.levels
+        self.shape: tuple[int, int, int] = self._source.shape
+        self.dtype: np.dtype[Any] = self._source.dtype
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
+        """Return a part, (height, width, channels), in memory of its own.
+
+        Rows and columns are half-open intervals within the picture.
+
+        Raises:
+            GemscError: the part is not within the picture, or cannot be decoded.
+        """
+        for (start, stop), size in zip((rows, columns), self.shape[:2], strict=True):
+            if not 0 <= start <= stop <= size:
+                raise GemscError(
+                    f"rows {rows} and columns {columns} are not within {self.path}, "
+                    f"{self.shape[0]} x {self.shape[1]} pixels",
+                    help="read a part that is",
+                )
+        return self._source.read(rows, columns)
+
+
+def _check_level(path: Path, level: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not 0 <= level < len(shapes):
+        sizes = ", ".join(f"{n}: {h} x {w}" for n, (h, w, *_) in enumerate(shapes))
+        raise GemscError(f"{path} has no level {level}", help=f"it has {sizes}")
+
+
+class _Array:
+    """A NumPy file, mapped into memory."""
+
+    def __init__(self, path: Path, level: int) -> None:
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (ValueError, OSError, EOFError) as error:
+            raise GemscError(
+                f"{path} is no NumPy array: {error}", help="write it with numpy.save"
+            ) from None
+        if array.ndim not in (2, 3):
+            raise GemscError(
+                f"{path} has the shape {list(array.shape)}: no picture",
+                help="give height x width, or height x width x channels",
+            )
+        self._array = array if array.ndim == 3 else array[..., None]
+        self.shape: Any = self._array.shape
+        self.levels: Any = (self.shape[:2],)
+        self.dtype = self._array.dtype
+        _check_level(path, level, self.levels)
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
+        return np.array(self._array[slice(*rows), slice(*columns)])
+
+
+class _Tiff:
+    """A level of a TIFF file, decoded tile by tile (a strip is a wide tile)."""
+
+    def __init__(self, path: Path, level: int) -> None:
+        tifffile = tifffile_module()
+        self.path = path
+        try:
+            self._file = tifffile.TiffFile(path)
+            levels = self._file.series[0].levels
+        except (tifffile.TiffFileError, IndexError) as error:
+            raise GemscError(
+                f"{path} is no TIFF file that can be read: {error}",
+                help="give a TIFF file, or a .npy file",
+            ) from None
+        kinds = {series.axes for series in levels}
+        if not kinds <= {"YX", "YXS"}:
+            raise GemscError(
+                f"{path} has the axes {', '.join(sorted(kinds))}: more than one "
+                "picture, or its channels apart",
+                help="write height x width x channels as one page: "
+                "tifffile.imwrite(path, picture, photometric='rgb', tile=(512, 512))",
+            )
+        shapes = tuple(series.shape for series in levels)
+        _check_level(path, level, shapes)
+        self.levels: Any = tuple(shape[:2] for shape in shapes)
+        self._page = levels[level].keyframe
+        self.shape: Any = (*shapes[level], 1)[:3]
+        self.dtype = np.dtype(self._page.dtype)
+        self._size = self._segment()
+        self._decoded: OrderedDict[int, Picture] = OrderedDict()
+        self._mapped: Picture | None = None
+        if self._page.is_contiguous and self._page.is_memmappable:
+            mapped = levels[level].asarray(out="memmap")
+            self._mapped = mapped.reshape(self.shape)
+
+    def _segment(self) -> tuple[int, int]:
+        """Return the height and width of a tile or strip."""
+        page, (height, width, channels) = self._page, self.shape
+        size = (min(page.rowsperstrip or height, height), width)
+        if page.is_tiled:
+            size = (page.tilelength, page.tilewidth)
+        elif size[0] * width * channels * self.dtype.itemsize > LARGEST_SEGMENT and (
+            not page.is_memmappable
+        ):
+            raise GemscError(
+                f"{self.path} is compressed in strips of {size[0]} x {width} pixels, "
+                "which must be decoded as a whole",
+                help="write it in tiles: tifffile.imwrite(..., tile=(512, 512))",
+            )
+        return size
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
+        if self._mapped is not None:
+            return np.array(self._mapped[slice(*rows), slice(*columns)])
+        size = rows[1] - rows[0], columns[1] - columns[0]
+        result = np.zeros((*size, self.shape[2]), self.dtype)
+        for number, top, left in self._touched(rows, columns):
+            segment = self._decode(number)
+            bottom, right = top + segment.shape[0], left + segment.shape[1]
+            first, last = max(top, rows[0]), min(bottom, rows[1])
+            begin, end = max(left, columns[0]), min(right, columns[1])
+            result[
+                first - rows[0] : last - rows[0], begin - columns[0] : end - columns[0]
+            ] = segment[first - top : last - top, begin - left : end - left]
+        return result
+
+    def _touched(
+        self, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield number, first row and first column of each segment with such pixels."""
+        (height, width), across = self._size, -(-self.shape[1] // self._size[1])
+        for row in range(rows[0] // height, -(-rows[1] // height)):
+            for column in range(columns[0] // width, -(-columns[1] // width)):
+                yield row * across + column, row * height, column * width
+
+    def _decode(self, number: int) -> Picture:
+        """Return a tile or strip, less what it has beyond the picture's edge."""
+        found = self._decoded.pop(number, None)
+        if found is None:
+            page, file = self._page, self._file.filehandle
+            start, count = page.dataoffsets[number], page.databytecounts[number]
+            try:
+                file.seek(start)
+                data = file.read(count) if count else None
+                options = {"jpegtables": page.jpegtables, "_fullsize": False}
+                segment, _, shape = page.decode(data, number, **options)
+            except Exception as error:
+                raise self._refused(number, error) from error
+            if segment is None:  # a tile that was left out
+                segment = np.full(shape, page.nodata, self.dtype)
+            found = segment[0]
+        self._decoded[number] = found
+        while len(self._decoded) > 1 and self._num_bytes() > CACHE_BYTES:
+            self._decoded.popitem(last=False)
+        return found
+
+    def _num_bytes(self) -> int:
+        first = next(iter(self._decoded.values()))
+        return first.nbytes * len(self._decoded)
+
+    def _refused(self, number: int, error: Exception) -> GemscError:
+        text = " ".join(str(error).split())
+        if "imagecodecs" in text:
+            how = self._page.compression.name
+            return GemscError(
+                f"{self.path} is compressed by {how}, which needs imagecodecs",
+                help="pip install imagecodecs",
+            )
+        return GemscError(
+            f"part {number} of {self.path} cannot be decoded: {text}",
+            help="the file is damaged: copy or write it again",
+        )

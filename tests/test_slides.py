@@ -1,0 +1,150 @@
+"""Large pictures in parts: read from many kinds of files, and written row by row."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemsc.errors import GemscError
+from gemsc.slides.mask import write_rows
+from gemsc.slides.slide import Slide
+from gemsc.slides.windows import Windows
+
+DRAWN = np.random.default_rng(0)
+COLOURS = DRAWN.integers(0, 256, (333, 517, 3), np.uint8)
+GREY = DRAWN.integers(0, 2**16, (333, 517), np.uint16)
+DEFLATE: dict[str, Any] = {"compression": "zlib"}
+RGB: dict[str, Any] = {"photometric": "rgb"}
+
+
+def write_pyramid(path: Path) -> None:
+    with tifffile.TiffWriter(path) as file:
+        file.write(COLOURS, subifds=1, tile=(64, 128), **DEFLATE, **RGB)
+        file.write(COLOURS[::4, ::4], subfiletype=1, tile=(64, 128), **DEFLATE, **RGB)
+
+
+WRITERS: dict[str, tuple[np.ndarray, Callable[[Path], object]]] = {
+    "pyramid": (COLOURS, write_pyramid),
+    "tiles": (GREY, lambda path: tifffile.imwrite(path, GREY, tile=(80, 64))),
+    "strips": (
+        COLOURS,
+        lambda path: tifffile.imwrite(path, COLOURS, rowsperstrip=50, **DEFLATE, **RGB),
+    ),
+    "memory": (COLOURS, lambda path: tifffile.imwrite(path, COLOURS, **RGB)),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_any_part_of_a_tiff_file_is_that_of_the_picture(
+    name: str, tmp_path: Path
+) -> None:
+    whole, write = WRITERS[name]
+    write(path := tmp_path / "x.tiff")
+    slide = Slide(path)
+    whole = whole.reshape(333, 517, -1)
+    assert (slide.shape, slide.dtype) == (whole.shape, whole.dtype)
+    for corners in ([0, 333, 0, 517], *DRAWN.integers(0, 334, (20, 4)).tolist()):
+        rows, columns = sorted(corners[:2]), sorted(corners[2:])
+        part = slide.read(tuple(rows), tuple(columns))
+        assert np.array_equal(part, whole[slice(*rows), slice(*columns)])
+
+
+def test_levels_and_arrays(tmp_path: Path) -> None:
+    write_pyramid(tmp_path / "x.tiff")
+    slide = Slide(tmp_path / "x.tiff", level=1)
+    assert slide.levels == ((333, 517), (84, 130))
+    assert np.array_equal(slide.read((3, 80), (0, 129)), COLOURS[12:320:4, 0:516:4])
+    np.save(tmp_path / "x.npy", GREY)
+    found = Slide(tmp_path / "x.npy").read((7, 9), (0, 517))
+    assert np.array_equal(found[..., 0], GREY[7:9])
+
+
+@pytest.mark.parametrize(
+    ("write", "level", "message", "advice"),
+    [
+        (lambda p: None, 0, "there is no file", "TIFF"),
+        (lambda p: p.write_text("print()"), 0, "no TIFF file", "give a TIFF"),
+        (write_pyramid, 2, "no level 2", "0: 333 x 517, 1: 84 x 130"),
+        (
+            lambda p: tifffile.imwrite(p, np.zeros((4, 9, 9), np.float32)),
+            *(0, "axes", "one page"),
+        ),
+    ],
+)
+def test_what_is_no_such_picture_is_refused(
+    write: Callable[[Path], object],
+    level: int,
+    message: str,
+    advice: str,
+    tmp_path: Path,
+) -> None:
+    write(path := tmp_path / "x.tiff")
+    with pytest.raises(GemscError, match=message) as caught:
+        Slide(path, level)
+    assert advice in str(caught.value.help)
+
+
+def test_a_damaged_part_and_one_beyond_the_edge_are_refused(tmp_path: Path) -> None:
+    write_pyramid(path := tmp_path / "x.tiff")
+    slide = Slide(path)
+    with pytest.raises(GemscError, match=r"not within .*, 333 x 517"):
+        slide.read((0, 334), (0, 9))
+    with tifffile.TiffFile(path) as file:
+        start = file.pages[0].dataoffsets[0]
+    with path.open("r+b") as raw:
+        raw.seek(start)
+        raw.write(bytes(99))
+    with pytest.raises(GemscError, match=r"part 0 of .* cannot be decoded"):
+        slide.read((0, 64), (0, 64))
+    assert slide.read((64, 65), (128, 129)).shape == (1, 1, 3)
+
+
+def test_without_tifffile_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.tiff").touch()
+    usual = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "tifffile":
+            raise ImportError(name)
+        return usual(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(GemscError) as caught:
+        Slide(tmp_path / "x.tiff")
+    assert caught.value.help == "pip install 'gemsc[slides]'"
+
+
+@given(st.integers(1, 99), st.integers(1, 40), st.integers(0, 19))
+def test_windows_cover_each_pixel_once_and_see_around_it(
+    length: int, size: int, overlap: int
+) -> None:
+    overlap = min(overlap, (size - 1) // 2)
+    rows = Windows((length, 1), (size, 1), overlap).rows
+    covered = [i for row in rows for i in range(*row.kept)]
+    assert covered == list(range(length))
+    for row in rows:
+        first, last = row.start, min(row.start + size, length)
+        assert first >= 0
+        assert row.start + size <= max(length, size)
+        assert row.kept[0] - first >= overlap or first == 0
+        assert last - row.kept[1] >= overlap or last == length
+
+
+@pytest.mark.parametrize("shape", [(1100, 700), (90, 1300, 2), (512, 512)])
+def test_bands_become_one_picture(shape: tuple[int, ...], tmp_path: Path) -> None:
+    whole = DRAWN.random(shape, np.float32)
+    bands = np.array_split(whole, 7)
+    write_rows(tmp_path / "x.tiff", bands, shape, whole.dtype)
+    assert np.array_equal(tifffile.imread(tmp_path / "x.tiff"), whole)
+    with tifffile.TiffFile(tmp_path / "x.tiff") as file:
+        assert file.pages[0].tile[:2] == (512, 512)
