@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from gemsc.base.boxes import Box
 from gemsc.slides.slide import Slide
 
-__all__ = ["Span", "Windows"]
+__all__ = ["WindowSpan", "Windows"]
 
 
 @dataclass(frozen=True)
-class Span:
+class WindowSpan:
     """A window along one axis: its first pixel, and the interval that it gives."""
 
     start: int
@@ -54,21 +54,23 @@ class Windows:
         """How many there are."""
         return len(self.rows) * len(self.columns)
 
-    def __iter__(self) -> Iterator[tuple[Span, Span]]:
+    def __iter__(self) -> Iterator[tuple[WindowSpan, WindowSpan]]:
         """Yield rows and columns of each."""
         return ((row, column) for row in self.rows for column in self.columns)
 
     @property
-    def rows(self) -> list[Span]:
+    def rows(self) -> list[WindowSpan]:
         """The windows along the height."""
         return _spans(self.shape[0], self.size[0], self.overlap)
 
     @property
-    def columns(self) -> list[Span]:
+    def columns(self) -> list[WindowSpan]:
         """The windows along the width."""
         return _spans(self.shape[1], self.size[1], self.overlap)
 
-    def read(self, slide: Slide, row: Span, column: Span, box: Box) -> NDArray[Any]:
+    def read(
+        self, slide: Slide, row: WindowSpan, column: WindowSpan, box: Box
+    ) -> NDArray[Any]:
         """Return the pixels of a window in a box of it: height, width, channels.
 
         What a small picture lacks is mirrored at its lower and right edge.
@@ -93,10 +95,10 @@ class Windows:
         ]
 
 
-def _spans(length: int, size: int, overlap: int) -> list[Span]:
+def _spans(length: int, size: int, overlap: int) -> list[WindowSpan]:
     if length <= size:
-        return [Span(0, (0, length))]
+        return [WindowSpan(0, (0, length))]
     starts = [*range(0, length - size, size - 2 * overlap), length - size]
     edges = [0, *(start + size - overlap for start in starts[:-1]), length]
     parts = zip(starts, edges[:-1], edges[1:], strict=True)
-    return [Span(start, (first, last)) for start, first, last in parts]
+    return [WindowSpan(start, (first, last)) for start, first, last in parts]

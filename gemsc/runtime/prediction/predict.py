@@ -40,13 +40,13 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport.transport import LARGEST_TAG
 from gemsc.slides.mask import write_rows
 from gemsc.slides.slide import Slide
-from gemsc.slides.windows import Span, Windows
+from gemsc.slides.windows import Windows, WindowSpan
 from gemsc.user_model import UserModel, load_user_model
 
 __all__ = ["Job", "main"]
 
 DTYPES = {"float32": None, "float64": torch.float64}
-Place = tuple[Span, Span]  # of a window: rows, columns
+Place = tuple[WindowSpan, WindowSpan]  # of a window: rows, columns
 _Holder = tuple[int, tuple[int, ...], str]  # rank, shape and dtype of its pictures
 
 
