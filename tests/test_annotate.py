@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,13 @@ def test_operations_are_those_of_the_formulas() -> None:
     assert facts(program, "product").flops == 2 * 2 * 4 * 10 * 4
     assert facts(program, "heads").flops == 2 * (2 * 2 * 3 * 7 * 7 * 16)
     assert facts(program, "total").flops == 0
+
+
+def test_empty_matrices_take_no_operations() -> None:
+    with warnings.catch_warnings(action="ignore"):  # nothing to initialize
+        model = nn.Sequential(nn.Linear(4, 0), nn.LayerNorm(0), nn.Linear(0, 4))
+    program = annotated(model, torch.randn(2, 4))
+    assert {meta.facts(n).flops for n in program.compute_nodes} == {0}
 
 
 def test_bytes_are_those_of_the_tensors() -> None:

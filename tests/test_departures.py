@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from program_support import Net, X, batch_of, on_ranks, written
+from program_support import CompiledProgram, Net, X, batch_of, on_ranks, written
 from torch import Tensor, nn
 
 from gemsc.errors import InternalError
+from gemsc.planner.ending import start_early
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.worker import buckets, updates
 from gemsc.runtime.worker.departures import Departures, leaving_early
@@ -152,10 +154,15 @@ def net() -> Net:
 
 
 def trained(
-    folder: Path, plan: dict[str, Any], *, freeze: bool = False, **trainer: Any
-) -> tuple[list[dict[str, Tensor]], list[int]]:
+    folder: Path,
+    plan: dict[str, Any],
+    model: nn.Module | None = None,
+    *,
+    freeze: bool = False,
+    **trainer: Any,
+) -> tuple[list[dict[str, Tensor]], list[int], CompiledProgram]:
     """Return each rank's model after some steps; how many sums began how early."""
-    program = written(folder, net(), optimizer=adamw, **plan)
+    program = written(folder, model or net(), optimizer=adamw, **plan)
     size = program.plan.batch_size // len(X)
     early = []
 
@@ -177,7 +184,7 @@ def trained(
         return own.state_dict()
 
     options = {"optimizer": adamw, "dtype": torch.float64, **trainer}
-    return on_ranks(folder, program.plan.ranks, work, **options), early
+    return on_ranks(folder, program.plan.ranks, work, **options), early, program
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
@@ -200,11 +207,51 @@ def test_every_bit_stays(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trainer = PLANS[name]
-    with_it, early = trained(tmp_path / "with", plan, **trainer)
+    with_it, early, _ = trained(tmp_path / "with", plan, **trainer)
     assert any(early)
     never = partial(lambda *_: nullcontext())
     monkeypatch.setattr(updates, "leaving_early", never)
-    without, early = trained(tmp_path / "without", plan, **trainer)
+    without, early, _ = trained(tmp_path / "without", plan, **trainer)
     assert not any(early)
     for one, other in zip(with_it, without, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Gate(nn.Module):
+    """What depends on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if float(x.detach().sum()) > 0 else x
+
+
+def gated(self: Any, x: Tensor) -> Tensor:
+    return self.d(self.gate(self.c(self.b(self.a(x)))))
+
+
+def forked(self: Any, x: Tensor) -> Tensor:
+    return self.d(torch.cat([self.one(x), self.two(x)], 1) @ self.join)
+
+
+def branches() -> Net:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 4))
+
+    model = Net(forked, one=wide(), two=wide())
+    model.join = nn.Parameter(torch.ones(8, 4))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "is_early"),
+    [
+        (net, {"ranks": 2}, True),
+        (lambda: Net(gated, gate=Gate()), {"ranks": 2}, False),
+        (branches, {"ranks": 2, "branches": ("2",)}, False),
+    ],
+)
+def test_sums_start_early_where_that_is_predicted(
+    model: Callable[[], nn.Module], plan: dict[str, Any], is_early: bool, tmp_path: Path
+) -> None:
+    _, early, program = trained(tmp_path, {**plan, "data": 2}, model())
+    assert any(early) is is_early
+    assert start_early(program.compilation.tiles[0].program) is is_early

@@ -166,6 +166,23 @@ def test_sums_hide_behind_their_backward_but_for_a_bucket(
     assert begin == pytest.approx(1.0 + 2.0 / count)
     exposed = max(seconds / count, seconds - 2.0 + 2.0 / count)
     assert end - timeline.makespan == pytest.approx(exposed)
+    late = times_of_sums(task, [timeline], sums, fast, early=False)
+    assert late == {0: pytest.approx((3.0, 3.0 + seconds))}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_a_memory_cap_changes_only_what_does_not_fit(share: float) -> None:
+    """As in a program, which is scheduled without the cap first."""
+    stages = (StageCost(0.01, 0.02, 0.01, saved_bytes=10, gradient_bytes=7),) * 4
+    task = Task.chain(stages, (8,))
+    policy = SCHEDULES["gpipe"].policy
+    free = run(task, policy)
+    cap = int(max(free.peak_bytes) * share)
+    held = [[((rank,), MIB)] for rank in range(4)]
+    capped = replace(task, memory_cap=cap)
+    found = Simulator(capped, policy, machine(), held, 8, defers=False).timeline()
+    assert max(found.peak_bytes) <= cap
+    assert (found.orders == free.orders) == (share == 1.0)
 
 
 def test_two_thousand_ranks_can_be_simulated() -> None:

@@ -256,10 +256,10 @@ def _product(given: list[Tensor], results: list[Tensor], args: Any) -> dict[str,
     batch = math.prod(a.shape[:-2])
     flops = 2.0 * batch * rows * inner * columns
     return {
-        "flops": flops,
-        "flops_per_row": flops / rows,
-        "flops_per_inner": flops / inner,
-        "flops_per_column": flops / columns,
+        "flops": flops,  # none where a matrix is empty
+        "flops_per_row": flops / max(1, rows),
+        "flops_per_inner": flops / max(1, inner),
+        "flops_per_column": flops / max(1, columns),
         "matrices": float(batch),
     }
 

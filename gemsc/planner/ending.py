@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from gemsc.costs.collectives import BUCKET_BYTES, Sum, allreduce, reduce_scatter
 from gemsc.costs.hardware import Device, Hardware, Network
+from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 from gemsc.planner.memory import stage_weights
 from gemsc.schedules import Task, Timeline
@@ -25,6 +26,7 @@ __all__ = [
     "gradient_sums",
     "held_gradients",
     "reduced_bytes",
+    "start_early",
     "times_of_sums",
     "update_seconds",
 ]
@@ -78,7 +80,8 @@ def after_backward(
         copies,
         shares_update=program.updated is not None,
     )
-    times = times_of_sums(task, [timeline], sums, hardware.device)
+    early = start_early(program)
+    times = times_of_sums(task, [timeline], sums, hardware.device, early=early)
     ends = ends_of_sums(task, times)
     done = max(
         max((*(timed.end for timed in actions), ends[rank]), default=0.0)
@@ -86,6 +89,16 @@ def after_backward(
         for rank, actions in enumerate(timeline.ranks)
     )
     return StepEnd(done - timeline.makespan, times)
+
+
+def start_early(program: Program) -> bool:
+    """Whether sums start inside of last backwards.
+
+    Not where a rank may lack gradients that others have: all count them afterwards.
+    `program` is what the first rank of each grid runs.
+    """
+    forks = (split.fork_of for split in program.shards.values())
+    return not opaques(program.module) and not any(forks)
 
 
 def held_gradients(program: Program, task: Task) -> list[list[Held]]:
@@ -172,6 +185,8 @@ def times_of_sums(
     timelines: Sequence[Timeline],
     sums: Sequence[StageSum],
     device: Device,
+    *,
+    early: bool = True,
 ) -> dict[int, tuple[float, float]]:
     """Return, for each stage, when its sums begin and end.
 
@@ -179,6 +194,8 @@ def times_of_sums(
     backward. What is exposed of them is at most T, at least T/n:
 
         done = max(begin + (end - begin) / n + T, end + T/n)
+
+    Unless they start `early`, all are complete at the end of the backward: n = 1.
     """
     ready = {stage: (0.0, 0.0) for stage, each in enumerate(sums) if each.packed}
     for timeline in timelines:
@@ -193,7 +210,7 @@ def times_of_sums(
     for stage in sorted(ready, key=lambda stage: ready[stage][1]):
         places = {row[stage] for row in task.placement}
         begin, end = ready[stage]
-        count = -(-sums[stage].packed // BUCKET_BYTES)
+        count = -(-sums[stage].packed // BUCKET_BYTES) if early else 1
         start = max(begin + (end - begin) / count, *(free[place] for place in places))
         seconds = PACKING * sums[stage].packed / device.memory_bandwidth
         seconds += sums[stage].seconds

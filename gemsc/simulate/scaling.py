@@ -84,6 +84,7 @@ class Simulator:
     shares_update: bool = False  # by the ranks that hold the same weights
     groups: tuple[tuple[int, ...], ...] = ()
     defers: bool = True
+    sums_early: bool = True  # inside of last backwards
     _played: dict[tuple[Edge, ...], Timeline] = field(default_factory=dict)
 
     def point(self, copies: int) -> Point:
@@ -93,7 +94,8 @@ class Simulator:
         sums = self._sums(copies)
         device = self.hardware.device
         algorithms = [each.algorithms for each in sums]
-        times = times_of_sums(self.task, timelines, sums, device)
+        early = self.sums_early
+        times = times_of_sums(self.task, timelines, sums, device, early=early)
         ends = ends_of_sums(self.task, times)
         best: Point | None = None
         for timeline in timelines:
@@ -140,7 +142,10 @@ class Simulator:
     def _play(self, edges: tuple[Edge, ...]) -> Timeline:
         if edges not in self._played:
             task = replace(self.task, edges=edges)
-            found = run(task, self.policy)
+            cap = task.memory_cap
+            found = run(replace(task, memory_cap=None), self.policy)
+            if cap is not None and max(found.peak_bytes) > cap:  # as planned
+                found = run(task, self.policy)
             if self.defers:
                 found = split_last_backwards(task, found)
             self._played[edges] = found

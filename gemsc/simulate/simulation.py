@@ -14,7 +14,7 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.plan import Plan
-from gemsc.planner.ending import held_gradients
+from gemsc.planner.ending import held_gradients, start_early
 from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.simulate.scaling import Point, Simulator
 from gemsc.simulate.unfilled import unfilled
@@ -73,7 +73,8 @@ def simulate(
 
     `traced` was traced for the device of the machine, by default that of
     `options.hardware`; `options.ranks` share one copy. Without `defers` every backward
-    is whole, as in systems that compute input and weight gradients at once.
+    is whole, as in systems that compute input and weight gradients at once, and with
+    `torch_compile`.
 
     Raises:
         GemscError: the options do not fit the model or each other.
@@ -95,7 +96,8 @@ def simulate(
         samples=next(sizes, 1) * sum(task.micro_batches),
         shares_update=options.shard_optimizer,
         groups=placement.groups,
-        defers=defers,
+        defers=defers and not options.torch_compile,
+        sums_early=start_early(done.tiles[0]),
     )
     counts = sorted({*(copies or powers_of_two(options.data)), options.data})
     points = tuple(simulator.point(count) for count in counts)
