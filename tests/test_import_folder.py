@@ -241,13 +241,21 @@ def test_every_command_takes_the_file_in_the_place_of_a_model(
 def test_a_changed_file_is_imported_again_with_the_same_choices(
     small: Path, gemsc: Gemsc
 ) -> None:
-    assert gemsc("import", small, "--batch", 5).code == 0
+    done = gemsc("import", small, "--batch", 5)
+    assert done.code == 0
+    assert "--batch" not in done.out
     write_npz(small, seed=1)
     assert gemsc("plan", small).code == 0
     net = small.parent / "small_npz"
     assert Origin.read(net).is_of(small)
     (image,) = load_user_model(str(net / "model.py")).make_inputs()
     assert len(image) == 5
+
+
+def test_a_batch_that_no_input_takes_is_told(small: Path, gemsc: Gemsc) -> None:
+    done = gemsc("import", small, "--shape", "image=3x2x6x6", "--batch", 5)
+    assert done.code == 0
+    assert "note: --batch 5 has no effect: the file, or --shape, has" in done.out
 
 
 def test_model_py_needs_nothing_of_what_imported_it(small: Path) -> None:

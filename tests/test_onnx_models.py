@@ -409,6 +409,19 @@ def test_numbers_that_are_made_of_known_ones_are_computed_at_once(tmp_path):
     )
 
 
+@pytest.mark.skipif(onnx.defs.onnx_opset_version() < 27, reason="an older standard")
+@pytest.mark.parametrize("left_out", [[], [""], ["", ""]])
+def test_functions_of_the_standard_without_their_last_inputs(left_out, tmp_path):
+    nodes = [node("CausalConvWithState", ["x", "w", *left_out], ["y", ""])]
+    weights = {"w": numbers(4, 1, 3)}
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [2, 4, 8]}, weights, opset=27)
+    x = numbers(2, 4, 8)
+    network, _ = imported(path)
+    padded = F.pad(torch.from_numpy(x), (2, 0))
+    wanted = F.conv1d(padded, torch.from_numpy(weights["w"]), groups=4)
+    assert torch.allclose(network(torch.from_numpy(x)), wanted, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER"])
 @pytest.mark.parametrize("size", [(7, 9), (8, 6), (6, 5), (5, 11)])
 def test_means_of_windows_with_gaps_between_them(mode, size, tmp_path):
@@ -534,6 +547,14 @@ def test_operators_that_are_unknown_are_listed_once_with_their_number(tmp_path):
         "a.onnx has operators that gemsc does not know: NonZero (2 nodes, first "
         "'first'), com.example.Fancy (1 node, first 'y')"
     ) in refused(path)
+
+
+def test_options_for_keras_are_refused(tmp_path):
+    path = file_of(tmp_path / "a.onnx", [node("Relu", ["x"], ["y"])], {"x": [2, 4]})
+    message = refused(path, ImportOptions(channels_first=True))
+    assert "--channels-first is for images of Keras" in message
+    message = refused(path, ImportOptions(custom=Path(__file__)))
+    assert "is for layers of Keras" in message
 
 
 def test_a_quantized_file_is_refused(tmp_path):

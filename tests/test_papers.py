@@ -18,6 +18,7 @@ from nightly import at_night
 from rich.console import Console
 
 from gemsc.costs.hardware import read_hardware
+from gemsc.passes.share_device import share
 from gemsc.simulate.unfilled import unfilled
 
 ROOT = Path(__file__).parents[1]
@@ -159,7 +160,33 @@ def rows_in_docs(name: str) -> set[tuple[str, ...]]:
     return {row[1:] for row in rows if row[0] == name}
 
 
-@pytest.mark.parametrize("name", ["accdp", *at_night("gems", "hyfi", "super")])
+@pytest.mark.parametrize("samples", ["14", *at_night("238")])
+def test_the_documentation_has_what_sharing_a_device_gains(
+    samples: str, compare: ModuleType
+) -> None:
+    file = compare.read_paper(PAPERS / "accdp.toml")
+    runs = [run for run in file.run if run["name"].split()[0] in samples]
+    lines = compare.sharing_lines(file, runs)
+    assert len(lines) == len(samples)
+    found = {(line.name, line.published, line.simulated) for line in lines}
+    assert found >= rows_in_docs("accdp") or samples != "14"
+    text = (ROOT / "docs" / "sharing-a-gpu.md").read_text().replace(" %", "%")
+    for line in lines:
+        others = line.details
+        cells = (
+            *(line.name.split()[0], others["device used"], line.published),
+            *(line.simulated, others["with sums"], others["one process, larger batch"]),
+        )
+        assert f"| {' | '.join(cells)} |\n" in text
+    if lines[0].name == "2 samples a process":
+        device = file.machine.device
+        seldom = share(compare.trace_run(file, runs[0]).program, device, 16)
+        gain = f"{seldom.gain(4, sums=True):+.0%}"
+        left = f"once in 16: {gain}\n  of the {lines[0].simulated} are left"
+        assert left in text
+
+
+@pytest.mark.parametrize("name", at_night("gems", "hyfi", "super"))
 def test_the_documentation_has_the_figures(compare: ModuleType, name: str) -> None:
     file = compare.read_paper(PAPERS / f"{name}.toml")
     lines = compare.headlines(file)

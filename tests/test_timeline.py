@@ -394,6 +394,29 @@ def test_a_program_without_a_loss_is_drawn_but_not_measured(tmp_path, gemsc):
     assert refused.code == 1
     assert "compiled without a loss" in refused.err
     assert gemsc("timeline", tmp_path, "--text").out.startswith("rank 0")
+    refused = gemsc("timeline", tmp_path, "--device", "cpu")
+    assert "--device cpu has no effect without --measured" in refused.err
+    refused = gemsc("timeline", tmp_path, "--measured", "--device", "tpu")
+    assert "unknown device 'tpu'" in refused.err
+
+
+def test_a_step_is_measured_on_the_device_that_is_named(tmp_path, monkeypatch):
+    """Which is the rank's own word for it, as in `gemsc run`."""
+    given = []
+
+    def start(directory, words):
+        given.append(words)
+        return 3
+
+    monkeypatch.setattr("gemsc.launch.measure.start", start)
+    monkeypatch.setattr("gemsc.launch.measure.trainable", lambda directory: None)
+    for words in ((), ("cuda",)):
+        with pytest.raises(GemscError, match="exit code 3"):
+            measure(tmp_path, 5, *words)
+    assert [words[2:] for words in given] == [
+        ["--steps", "5", "--device", "auto"],
+        ["--steps", "5", "--device", "cuda"],
+    ]
 
 
 def test_a_program_without_a_source_is_not_measured(tmp_path):

@@ -37,8 +37,11 @@ def import_command(
         ),
     ] = None,
     batch: Annotated[
-        int, typer.Option(help="samples of the example inputs", min=1)
-    ] = ImportOptions.batch,
+        int | None,
+        typer.Option(
+            help=f"samples of the example inputs; default: {ImportOptions.batch}", min=1
+        ),
+    ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="of an input that leaves it open: name=2x3x512x512"),
@@ -66,8 +69,14 @@ def import_command(
             help=f"to choose the folder: gemsc import {source} -o {weights}",
         )
     folder = output or default_folder(source)
-    options = ImportOptions(batch, _shapes(shape or []), custom, channels_first)
+    size = ImportOptions.batch if batch is None else batch
+    options = ImportOptions(size, _shapes(shape or []), custom, channels_first)
     network = import_file(source, folder, options, overwrite=overwrite, check=check)
+    if batch not in (None, *(x.shape[0] for x in network.model.inputs if x.shape)):
+        network.notes.append(
+            f"--batch {batch} has no effect: the file, or --shape, has the batch of "
+            "each input"
+        )
     for line in described(network):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     model = folder / MODEL_FILE

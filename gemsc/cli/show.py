@@ -20,6 +20,7 @@ from gemsc.errors import GemscError
 from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
+from gemsc.runtime.process.device import device_named
 from gemsc.user_model import load_user_model
 from gemsc.viz.graph import render
 from gemsc.viz.panel import panels_of
@@ -102,8 +103,19 @@ def timeline_command(
         bool, typer.Option("--measured", help="run some steps and draw them below")
     ] = False,
     steps: Annotated[int, typer.Option(help="training steps to measure", min=1)] = 9,
+    device: Annotated[
+        str,
+        typer.Option(help="with --measured: cpu, or cuda for the GPU; auto: as run"),
+    ] = "auto",
 ) -> None:
     """Draw the timeline of one step, as predicted and, with --measured, as run."""
+    if device != "auto":
+        device_named(device)
+        if not measured:
+            raise GemscError(
+                f"--device {device} has no effect without --measured",
+                help="leave it out, or add --measured",
+            )
     plan = Plan.read(directory / "plan.toml")
     if text:
         typer.echo(grid(plan))
@@ -111,7 +123,7 @@ def timeline_command(
     path = output or directory / "timeline.svg"
     if path.suffix != ".svg":
         raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
-    marks = measure(directory, steps) if measured else ()
+    marks = measure(directory, steps, device) if measured else ()
     write_timeline(plan, path, marks)
     console.print(f"wrote {path}", highlight=False)
     if marks:

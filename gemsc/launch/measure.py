@@ -58,15 +58,17 @@ def measure_load(directory: Path, num_steps: int) -> Load:
     )
 
 
-def measure(directory: Path, num_steps: int) -> list[list[Mark]]:
+def measure(directory: Path, num_steps: int, device: str = "auto") -> list[list[Mark]]:
     """Return, for each rank, what it did and when in the step of median length.
+
+    `device` is that of `gemsc run`: cpu, cuda, or what there is.
 
     Raises:
         GemscError: the program cannot train or has no source, or a rank failed.
     """
     plan = trainable(directory)
     with tempfile.TemporaryDirectory(prefix="gemsc-times-") as name:
-        _start(directory, "--record-into", name, num_steps)
+        _start(directory, "--record-into", name, num_steps, device)
         steps = _read(Path(name), plan.ranks)
     steps.sort(key=lambda rows: max(mark[5] for row in rows for mark in row))
     return steps[(len(steps) - 1) // 2]
@@ -92,8 +94,11 @@ def trainable(directory: Path) -> Plan:
     return plan
 
 
-def _start(directory: Path, option: str, folder: str, num_steps: int) -> None:
-    code = start(directory, [option, folder, "--steps", str(num_steps)])
+def _start(
+    directory: Path, option: str, folder: str, num_steps: int, device: str = "auto"
+) -> None:
+    words = [option, folder, "--steps", str(num_steps), "--device", device]
+    code = start(directory, words)
     if code != 0:
         raise GemscError(
             f"the ranks ended with exit code {code}", help="see the report above"

@@ -67,10 +67,17 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
             *dict.fromkeys(graph.notes),
             *_dtypes(graph),
             *masks,
+            *_unturned(options, model),
             *regularizer_notes((each.name, each.config) for each in graph.layers),
             *training.notes,
         ],
     )
+
+
+def _unturned(options: ImportOptions, model: Model) -> Iterator[str]:
+    """Say where an option has no effect."""
+    if options.channels_first and not any(laid.first for laid in model.inputs):
+        yield "--channels-first has no effect: no input has its channels last"
 
 
 def _inputs(model: Listed) -> set[str]:

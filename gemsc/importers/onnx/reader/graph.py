@@ -12,7 +12,6 @@ import onnx.inliner
 
 from gemsc.errors import GemscError
 from gemsc.importers.onnx.reader.control import CONTROL
-from gemsc.importers.onnx.reader.file import DAMAGED
 from gemsc.importers.onnx.reader.fold import DRAWN
 from gemsc.importers.onnx.reader.trained import all_nodes
 
@@ -36,6 +35,10 @@ QUANTIZED = [
     "ConvInteger",
     "MatMulInteger",
 ]
+NOT_INLINED = (
+    "write these nodes as others, or keep them outside of the file: onnx itself cannot "
+    "replace them, and not where an input in their middle is left out"
+)
 MOST = 10  # kinds of nodes in one message
 
 
@@ -75,7 +78,7 @@ def inlined(
     except (RuntimeError, ValueError, TypeError) as why:
         reason = str(why).split("\n")[0]
         raise GemscError(
-            f"{path}: its functions cannot be inlined: {reason}", help=DAMAGED
+            f"{path}: its functions cannot be inlined: {reason}", help=NOT_INLINED
         ) from why
     return model
 
@@ -83,6 +86,9 @@ def inlined(
 def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with the types of its values, which some functions depend on."""
     typed = onnx.shape_inference.infer_shapes(model)
+    for node in typed.graph.node:  # without inputs at the end that are left out
+        while node.input and not node.input[-1]:
+            node.input.pop()
     own = {value.name for value in typed.graph.input}
     for tensor in typed.graph.initializer:
         if tensor.name not in own:

@@ -52,6 +52,11 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
             f"--custom {options.custom.name} is for layers of Keras",
             help="keep operators of your own outside of the file",
         )
+    if options.channels_first:
+        raise GemscError(
+            "--channels-first is for images of Keras",
+            help="leave it out: images of ONNX have their channels first",
+        )
     model = load_model(path)
     tensors = OnnxTensors(path, model)
     model = inlined(model, path, OPERATORS)
