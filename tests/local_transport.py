@@ -403,7 +403,8 @@ def run_local(
 
     Raises:
         BaseException: the first error of any rank, with a note that names the rank.
-        InternalError: a deadlock, messages that nobody received, or `timeout` seconds.
+        InternalError: a deadlock, messages that nobody received, or `timeout` seconds
+            in which nothing moved: how long all takes is a matter of the machine.
     """
     world = _World(num_ranks)
     results: dict[int, T] = {}
@@ -441,10 +442,11 @@ def _join(world: _World, threads: list[threading.Thread], timeout: float) -> Non
         while len(world.finished) < world.size and world.failure is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                message = f"no end after {timeout:g} s: {world.who_waits()}"
+                message = f"nothing moved for {timeout:g} s: {world.who_waits()}"
                 world.fail(InternalError(message))
                 break
-            world.changed.wait(left)
+            if world.changed.wait(left):
+                deadline = time.monotonic() + timeout
     last_call = time.monotonic() + GRACE_SECONDS
     for thread in threads:
         thread.join(max(0.0, last_call - time.monotonic()))

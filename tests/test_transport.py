@@ -156,7 +156,9 @@ def test_a_rank_that_never_ends_is_a_time_out():
         transport.barrier()
 
     threading.Timer(0.4, gate.set).start()
-    with pytest.raises(InternalError, match=r"no end after 0.2 s: .*rank 1 waits for"):
+    with pytest.raises(
+        InternalError, match=r"nothing moved for 0.2 s: .*rank 1 waits for"
+    ):
         run_local(2, main, timeout=0.2)
 
 
