@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,22 +12,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["PeakTensors"]
+from gemsc.runtime.training.trainer import Trainer
+
+__all__ = ["PeakTensors", "peak_of_steps"]
 
 
 class PeakTensors(TorchDispatchMode):
     """Counts the bytes of all storages alive, those at the start included.
 
-    With a `cap`, what goes beyond it is refused as a GPU would do.
+    These are all that there are, or the `own` ones of a rank that is a thread. With a
+    `cap`, what goes beyond it is refused as a GPU would do.
     """
 
-    def __init__(self, cap: float = float("inf")) -> None:
+    def __init__(
+        self, cap: float = float("inf"), own: Iterable[Tensor] | None = None
+    ) -> None:
         super().__init__()
         self._known: dict[int, weakref.ref[Any]] = {}
         self._bytes = self.peak = 0
         self._cap = cap
         gc.collect()
-        for item in gc.get_objects():
+        for item in gc.get_objects() if own is None else own:
             if issubclass(type(item), Tensor) and item.device.type == "cpu":
                 self._see(item)
 
@@ -34,9 +40,12 @@ class PeakTensors(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
+        made = {t.untyped_storage()._cdata: t for t in _tensors(result)}
+        if made.keys() - self._known.keys():
+            for tensor in _tensors((args, kwargs)):  # views are of somebody's memory
+                made.pop(tensor.untyped_storage()._cdata, None)
+            for tensor in made.values():
+                self._see(tensor)
         return result
 
     def _see(self, tensor: Tensor) -> None:
@@ -54,3 +63,30 @@ class PeakTensors(TorchDispatchMode):
         self.peak = max(self.peak, self._bytes)
         if self._bytes > self._cap:
             raise torch.OutOfMemoryError(f"{self._bytes} bytes, {self._cap:.0f} given")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def peak_of_steps(trainer: Trainer, inputs: Any, target: Any, steps: int = 2) -> int:
+    """Return the most bytes that a rank holds in some steps, after a first one.
+
+    The optimizer has its state by then. Of the batch, a micro-batch counts at a time,
+    as on a device.
+    """
+    worker = trainer.worker
+    take = worker.input
+
+    def taken(name: str, m: int) -> Tensor:
+        return take(name, m).clone()
+
+    worker.input = taken  # type: ignore[method-assign]
+    trainer.step(inputs, target)
+    optimizer = worker.updates.optimizer
+    states = optimizer.state_dict()["state"] if optimizer is not None else {}
+    own = [*worker.stages.own_tensors(), *_tensors(states)]
+    with PeakTensors(own=own) as seen:
+        for _ in range(steps):
+            trainer.step(inputs, target)
+    return seen.peak

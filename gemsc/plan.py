@@ -365,6 +365,7 @@ ENTRIES = {  # of these tables, or of those in these lists
         "activations": "What backwards will need.",
         "messages": "Receives posted ahead, and messages between tiles.",
         "workspace": "What libraries take for themselves.",
+        "working": "Gradients on their way through a stage.",
     },
     "traffic": {
         "messages": "Of values and gradients, from stage to stage and tile to tile.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,11 +11,12 @@ from gemsc.compiler import Traced, plan, schedule_stages
 from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.plan import Plan, PlannedStage, PlannedTransfer
+from gemsc.planner.from_plan import timeline_of
 from gemsc.schedules import SCHEDULES, Edge, StageCost, Task, run
 from gemsc.search import auto
 from gemsc.search.candidates import Candidate
 
-__all__ = ["assess", "made_up_plan", "search"]
+__all__ = ["assess", "made_up_plan", "metered_peaks", "search"]
 
 MIB = 2**20
 T = TypeVar("T")
@@ -33,6 +34,16 @@ def assess(
     """Return what is predicted for one choice."""
     stage = partial(schedule_stages, traced, run=Runs())
     return auto.assess(options, stage, every_tile=every_tile)
+
+
+def metered_peaks(plan: Plan) -> list[int]:
+    """Return the peaks without gradients on their way, which no meter sees."""
+    names = [item.name for item in fields(StageCost) if "working" in item.name]
+    nothing = dict.fromkeys(names, 0)
+    stages = [
+        replace(stage, cost=replace(stage.cost, **nothing)) for stage in plan.stages
+    ]
+    return list(timeline_of(replace(plan, stages=stages)).peak_bytes)
 
 
 def made_up_plan(

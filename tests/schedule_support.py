@@ -114,6 +114,11 @@ def random_task(
             waiting_bytes=saved,
             split_transient_bytes=(more := rng.randint(0, 20)),
             first_split_transient_bytes=more,
+            working_bytes=(most := rng.randint(0, 9)),
+            first_working_bytes=most,
+            split_working_bytes=most,
+            first_split_working_bytes=most,
+            weight_working_bytes=rng.randint(0, 4),
         )
         for _ in range(stages)
     )
@@ -180,18 +185,13 @@ def peaks_of(task: Task, rank: int, order: Sequence[Action]) -> tuple[int, int]:
             stays = meanwhile if task.has_backward else 0
         elif action.kind is Kind.WEIGHT:
             there = stage.gradient_bytes
-            meanwhile = there - before
-        elif split:
-            first = action.stage not in gradients
-            meanwhile = stage.split_transient_bytes
-            if first:
-                meanwhile = stage.first_split_transient_bytes
-            stays = stage.waiting_bytes
-            there = max(before, stage.gradient_bytes - stage.waiting_gradient_bytes)
+            meanwhile = there - before or stage.weight_working_bytes
         else:
             first = action.stage not in gradients
-            meanwhile = stage.first_transient_bytes if first else stage.transient_bytes
-            there = stage.gradient_bytes
+            meanwhile = needed(stage, "first_" * first + "split_" * split)
+            stays = stage.waiting_bytes if split else 0
+            waiting = stage.waiting_gradient_bytes if split else 0
+            there = max(before, stage.gradient_bytes - waiting)
         if action.kind is not Kind.FORWARD:
             gradients[action.stage] = there
         now = held + meanwhile
@@ -200,6 +200,12 @@ def peaks_of(task: Task, rank: int, order: Sequence[Action]) -> tuple[int, int]:
         most = max(most, now, held)
         live -= action.kind is (Kind.WEIGHT if split else task.kinds[:2][-1])
     return most, most_live
+
+
+def needed(stage: StageCost, which: str) -> int:
+    """Return what a backward needs on top of what is saved."""
+    names = f"{which}transient_bytes", f"{which}working_bytes"
+    return sum(getattr(stage, name) for name in names)
 
 
 def posted_at(task: Task, action: Action) -> int:

@@ -57,7 +57,8 @@ def test_what_keeps_no_activations_is_named_and_the_peak_taken_apart() -> None:
         replace(plan.stages[1], offload=["head"]),
     ]
     part = {"parameters": 1, "optimizer": 2, "gradients": 3, "activations": 4}
-    memory = [{key: size * 2**20 for key, size in part.items()} | {"messages": 5}] * 2
+    part = {key: size * 2**20 for key, size in part.items()}
+    memory = [part | {"working": 6, "messages": 5}] * 2
     lines = told(replace(plan, stages=stages, memory=memory))
     assert [line.split() for line in lines if "enter..down" in line] == [
         ["│", "0", "│", "enter..down,", "up", "│", "│"]
@@ -67,11 +68,11 @@ def test_what_keeps_no_activations_is_named_and_the_peak_taken_apart() -> None:
     ]
     (head,) = [line for line in lines if "optimizer" in line]
     titles = [title.strip() for title in head.split("┃")]
-    wanted = ["rank", "peak", "weights", "optimizer", "gradients", "messages"]
-    assert titles[1:8] == [*wanted, "activations"]
+    wanted = ["rank", "peak", "weights", "optimizer", "gradients", "on their way"]
+    assert titles[1:9] == [*wanted, "messages", "activations"]
     row = next(line for line in lines[lines.index(head) :] if line.startswith("│ 0"))
     sizes = [cell.strip() for cell in row.split("│")]
-    assert sizes[3:8] == ["1.0 MiB", "2.0 MiB", "3.0 MiB", "5 B", "4.0 MiB"]
+    assert sizes[3:9] == ["1.0 MiB", "2.0 MiB", "3.0 MiB", "6 B", "5 B", "4.0 MiB"]
 
 
 def told(plan: Plan) -> list[str]:

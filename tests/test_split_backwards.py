@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import MODELS
 from parity_support import traced
+from plan_support import metered_peaks
 from rich.console import Console
 from schedule_support import proved
 from support import run_on_threads
@@ -138,12 +139,12 @@ def test_memory_of_a_program_that_splits_backwards(
     assert 0 not in split
     slower = run(task, SCHEDULES["1f1b"].policy)
     assert timeline_of(plan).makespan < slower.makespan
-    assert max(plan.peak_bytes) == max(slower.peak_bytes)
+    assert max(plan.peak_bytes) <= max(slower.peak_bytes)
 
     write_directory(program.compilation, tmp_path / "program")
     batch = MODELS[name].inputs(micro_batches, torch.float32)
     record = run_on_threads(tmp_path / "program", 3, [batch] * 2, dtype=torch.float32)
-    assert record.peak_bytes == plan.peak_bytes
+    assert record.peak_bytes == metered_peaks(plan)
     for rank, text in enumerate(program.rank_modules().values()):
         last = micro_batches - 1
         assert ("deferred=" in text) == (rank in split)

@@ -35,6 +35,16 @@ class StageCost:
     """On top, during its first part."""
     first_split_transient_bytes: int = 0
     """On top, if that is the first of a step."""
+    working_bytes: int = 0
+    """Gradients on their way from layer to layer, on top of all that, in a backward."""
+    first_working_bytes: int = 0
+    """Those in the first backward of a step."""
+    split_working_bytes: int = 0
+    """Those in the first part of a backward that is split."""
+    first_split_working_bytes: int = 0
+    """Those, if that is the first of a step."""
+    weight_working_bytes: int = 0
+    """The gradients of one layer, before the second part adds them to others."""
 
     def on_top(self, *, split: bool, is_first: bool) -> int:
         """Return the bytes that a backward needs on top of the saved ones."""
@@ -43,6 +53,14 @@ class StageCost:
         if split:
             return self.split_transient_bytes
         return self.first_transient_bytes if is_first else self.transient_bytes
+
+    def working(self, *, split: bool, is_first: bool) -> int:
+        """Return the bytes of gradients on their way that a backward adds to these."""
+        if split and is_first:
+            return self.first_split_working_bytes
+        if split:
+            return self.split_working_bytes
+        return self.first_working_bytes if is_first else self.working_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,10 +133,13 @@ class Facts:
     numbers. `sums` are those over the tiles of a grid, forward and backward.
 
     `weight_seconds` are the part of the backward's that gives weight gradients and can
-    wait, `weight_bytes` the bytes of these gradients; `waits` are the storages of the
-    gradient that the node itself gets, which must wait with them (see
-    gemsc.base.weighted). `casts` are storages of `saved` that need not: weights in the
-    precision of autocast.
+    wait, `weight_bytes` the bytes of these gradients (see gemsc.base.weighted). `casts`
+    are storages of `saved` that need not wait with them: weights in the precision of
+    autocast.
+
+    `gradients` are the (storage, bytes) of the gradient that the node itself gets. Its
+    backward holds at most `backward_bytes` more than when it began; `made` are the
+    (storage, bytes) that it leaves, `freed` the storages that end with it.
     """
 
     flops: int = 0
@@ -155,8 +158,11 @@ class Facts:
     sums: tuple[TileSum, ...] = ()
     weight_seconds: float = 0.0
     weight_bytes: int = 0
-    waits: tuple[tuple[int, int], ...] = ()
     casts: tuple[int, ...] = ()
+    gradients: tuple[tuple[int, int], ...] = ()
+    backward_bytes: int = 0
+    made: tuple[tuple[int, int], ...] = ()
+    freed: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.weighted import WeightedCall, WeightedCalls
+from gemsc.costs.gradients import GradientFlow
 from gemsc.costs.hardware import Device, read_hardware
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.costs.signature import signature
@@ -40,6 +42,7 @@ from gemsc.runtime.tiles.saving import saved_parts
 
 __all__ = ["Annotate", "Known", "annotate"]
 
+_LEAF = "torch::autograd::AccumulateGrad"
 Known = dict[Hashable, Any]  # facts of graphs, by what these depend on
 
 
@@ -53,7 +56,7 @@ class Annotate(Pass):
        run keeps, each once, parameters and buffers left out.
     3. A fake backward tells which values a gradient of the loss flows back into. Its
        operators are those of a real one: their seconds are booked on the node whose
-       forward recorded them.
+       forward recorded them, and so is the memory of the gradients that they make.
 
     `device` None is that of the shipped default. `known` are facts that were found
     before: graphs that run the same operators on the same sizes, as most tiles do,
@@ -161,7 +164,7 @@ class _Count:
     weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
     casts: set[int] = field(default_factory=set)  # storages of weights under autocast
     weight_seconds: float = 0.0
-    waits: dict[int, int] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)  # that the node itself gets
 
     @property
     def weight_shapes(self) -> set[tuple[int, ...]]:
@@ -180,6 +183,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.persistent = persistent
         self.counts: dict[fx.Node | None, _Count] = defaultdict(_Count)
+        self.gradients = GradientFlow()
         self.node: fx.Node | None = None
         self.is_backward = False
         self.ran: list[fx.Node] = []
@@ -221,11 +225,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not runs_a_kernel(func, result):
-            return result
+        runs = runs_a_kernel(func, result)
         if self.is_backward:
-            self._book_backward(func, args, kwargs or {}, result)
-        elif self.node is not None:
+            self._book_backward(func, args, kwargs or {}, result, runs=runs)
+        elif runs and self.node is not None:
             self._book(func, args, kwargs or {}, result)
         return result
 
@@ -258,8 +261,15 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = meta.TileSum(num_bytes, self.is_backward)
         self.counts[self.node].sums.append(found)
 
-    def book_sum(self, node: fx.Node, gradient: Tensor) -> None:
+    def book_gradient(self, node: fx.Node, gradient: Tensor) -> None:
+        """Book the gradient that a node gets."""
+        number, num_bytes = self.gradients.storage(gradient)
+        self.counts[node].gradients[number] = num_bytes
+
+    def book_sum(self, node: fx.Node, gradient: Tensor | None) -> None:
         """Book adding a parameter's gradient to that of earlier micro-batches."""
+        if gradient is None:
+            return
         add = torch.ops.aten.add_.Tensor
         _, works = work_of(add, (gradient, gradient), {}, gradient)
         count = self.counts[node]
@@ -268,16 +278,19 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tuple(gradient.shape) in count.weight_shapes:
             count.weight_seconds += spent
 
-    def book_waiting(self, node: fx.Node, gradient: Tensor) -> None:
-        """Book the gradient that a node gets, if weight gradients need it later."""
-        if self.counts[node].weights:
-            self.counts[node].waits |= dict(_storage_sizes([gradient]))
-
-    def _book_backward(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _book_backward(
+        self, func: Any, args: Any, kwargs: Any, result: Any, *, runs: bool
+    ) -> None:
         running = torch._C._current_autograd_node()
+        if running is not None and running.name() == _LEAF:
+            return  # what adds up gradients: see book_sum
         if running is not None:
             place = bisect_right(self.first_numbers, running._sequence_nr()) - 1
             self.node = self.ran[place] if place >= 0 else None
+        self.gradients.run(self.node)
+        self.gradients.see((args, kwargs), result)
+        if not runs:
+            return
         count = self.counts[self.node]
         _, works = work_of(func, args, kwargs, result)
         count.backward_operators += 1
@@ -291,7 +304,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def facts(
         self, node: fx.Node, value: Any, module: nn.Module, seen: set[int]
     ) -> meta.Facts:
-        count = self.counts[node]
+        count, flow = self.counts[node], self.gradients.by_node[node]
         outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         fresh = {key: size for key, size in count.saved.items() if key not in seen}
         seen.update(fresh)
@@ -316,7 +329,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sums=tuple(count.sums),
             weight_seconds=count.weight_seconds,
             weight_bytes=sum(tensor.nbytes for tensor in count.weights.values()),
-            waits=tuple(count.waits.items()),
+            gradients=tuple(count.gradients.items()),
+            backward_bytes=flow.most,
+            made=tuple(flow.made.items()),
+            freed=tuple(flow.freed),
             casts=tuple(count.casts),
         )
 
@@ -337,37 +353,33 @@ def _gradient_reaches(
 
     Gradients of parameters are computed as well, for their seconds.
     """
-    candidates: list[tuple[fx.Node, Tensor]] = []
+    loss = values[program.loss] if program.loss is not None else None
+    if loss is None or not loss.requires_grad:
+        return set()
+    reached: set[fx.Node] = set()
+
+    def note(node: fx.Node, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            reached.add(node)
+            ledger.book_gradient(node, gradient)
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
     for node in program.compute_nodes:
         for tensor in pytree.tree_leaves(values[node]):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                candidates.append((node, tensor))
-    if program.loss is None or not candidates:
-        return set()
-    loss = values[program.loss]
-    if not loss.requires_grad:
-        return set()
+                tensor.register_hook(partial(note, node))  # type: ignore[no-untyped-call]
     owners = {
         parameter: node
         for node in reversed(program.compute_nodes)
         for parameter in _parameters(node, module)
         if parameter.requires_grad
     }
+    for parameter, node in owners.items():
+        book = partial(ledger.book_sum, node)
+        parameter.register_hook(book)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
     with ledger.backward():
-        gradients = torch.autograd.grad(
-            loss,
-            [*(tensor for _, tensor in candidates), *owners],
-            allow_unused=True,
-        )
-    of_values, of_parameters = (
-        gradients[: len(candidates)],
-        gradients[len(candidates) :],
-    )
-    for (node, _), gradient in zip(candidates, of_values, strict=True):
-        if gradient is not None:
-            ledger.book_waiting(node, gradient)
-    for node, gradient in zip(owners.values(), of_parameters, strict=True):
-        if gradient is not None:
-            ledger.book_sum(node, gradient)
-    pairs = zip(candidates, of_values, strict=True)
-    return {node for (node, _), gradient in pairs if gradient is not None}
+        torch.autograd.backward(loss)
+    return reached

@@ -1,8 +1,9 @@
-"""What a stage keeps of a micro-batch from its forward to its backward, exactly."""
+"""What a stage keeps of a micro-batch until its backward, and what that one needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -31,6 +32,9 @@ class Activations:
     `first_transient` counts the gradients of parameters with them, which the first
     backward of a step makes one after the other. `moved` wait in host memory. In a
     split backward `waiting` stay from the end of its first part to that of the second.
+
+    `working` and `first_working` are what gradients on their way add to the highest of
+    these moments, or lift another one above it.
     """
 
     kept: int
@@ -38,21 +42,53 @@ class Activations:
     first_transient: int = 0
     moved: int = 0
     waiting: int = 0
+    working: int = 0
+    first_working: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedPart:
     """A segment, or a node of none: what stays of it, what its backward needs.
 
-    `gradients` are the bytes of its parameters. What `waits` is left by the first part
-    of a split backward; the gradients come with the second one then.
+    What `waits` is left by the first part of a split backward; the gradients of these
+    weights come with the second one then.
     """
 
     kind: str
+    nodes: tuple[fx.Node, ...]
     stays: Storages
     needs: Storages
-    gradients: int
     waits: Storages = field(default_factory=dict)
+
+    @property
+    def gradients(self) -> int:
+        """The bytes of its parameters' gradients, as far as they come with it."""
+        return _gradients(self.nodes) - self.deferred
+
+    @property
+    def deferred(self) -> int:
+        """The bytes of weight gradients that wait."""
+        return sum(meta.facts(n).weight_bytes for n in self.nodes) if self.waits else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """The backward of a part begins.
+
+    Alive are `held` bytes whatever node of it runs, what of `needs` is of a node that
+    is still to come, and what is `waiting`. Of later nodes there are the `gradients`.
+    """
+
+    part: _SavedPart
+    held: int
+    needs: Storages
+    waiting: Storages
+    gradients: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What is alive of activations."""
+        return self.held + _size(self.needs) + _size(self.waiting)
 
 
 def activations(program: Program, *, split: bool = False) -> list[Activations]:
@@ -78,47 +114,162 @@ def activations(program: Program, *, split: bool = False) -> list[Activations]:
         here = [other for other in stages if row[other] == row[index]]
         known = _union(held[other] for other in here if other < index)
         later = _union(left[other] for other in here if other > index)
-        found.append(_measure(received, parts, known, later))
+        ends = _ends(program, index)
+        found.append(_measure(received, parts, known, later, ends))
         stays = _union([received, *(part.stays for part in parts)])
         held.append(_without(stays, batch))
     return found
 
 
 def _measure(
-    received: Storages, parts: Sequence[_SavedPart], known: Storages, later: Storages
+    received: Storages,
+    parts: Sequence[_SavedPart],
+    known: Storages,
+    later: Storages,
+    ends: _Ends,
 ) -> Activations:
-    """Return what is kept, and what is alive when a part's backward begins, at most.
+    """Return what is kept, and what is alive in the backward, at most.
+
+    What `later` stages leave waiting may be kept here.
+    """
+    moved = [_without(p.needs, received) if p.kind == "offload" else {} for p in parts]
+    everything = _without(_union([received, *(p.stays for p in parts)]), known)
+    kept = _size(everything)
+    begins = kept + _size(next(filter(None, reversed(moved)), {}))
+    moments = list(_moments(received, parts, known, moved))
+    peak = max([begins, *(m.num_bytes for m in moments)])
+    first_peak = max([begins, *(m.num_bytes + m.gradients for m in moments)])
+    highest, first_highest = _under_way(moments, ends)
+    left = _left_behind(parts)[0]
+    shared = {key: size for key, size in later.items() if key in everything}
+    return Activations(
+        kept,
+        peak - kept,
+        first_peak - kept,
+        _size(_union(moved)),
+        _size(_without(_union([left, shared]), known)),
+        max(0, highest - peak),
+        max(0, first_highest - first_peak),
+    )
+
+
+def _moments(
+    received: Storages,
+    parts: Sequence[_SavedPart],
+    known: Storages,
+    moved: Sequence[Storages],
+) -> Iterator[_Moment]:
+    """Yield what is alive when each part's backward begins, the first part first.
 
     Backward goes from the last part to the first; a part's storages go when its own is
     done. A recomputed part needs all that is saved in it at once. Offloaded parts are
     fetched one ahead: the last one when the backward begins, each other one when the
     offloaded part after it is needed. What is fetched is a copy, even of what stays
-    because of another part. What `later` stages leave waiting may be kept here.
+    because of another part.
     """
-    moved = [_without(p.needs, received) if p.kind == "offload" else {} for p in parts]
-    offloaded = [position for position, storages in enumerate(moved) if storages]
-    everything = _without(_union([received, *(p.stays for p in parts)]), known)
-    kept = sum(everything.values())
-    peak = first_peak = kept + sum(_union(moved[i] for i in offloaded[-1:]).values())
     alive = {*known, *received}
-    held = sum(_without(received, known).values())
+    held = _size(_without(received, known))
     to_come = sum(part.gradients for part in parts)
     ahead: Storages = {}
     left = _left_behind(parts)
     for part, copies, waiting in zip(parts, moved, left[1:], strict=True):
-        held += sum(_missing(part.stays, alive).values())
+        held += _size(_missing(part.stays, alive))
         alive.update(part.stays)
         to_come -= part.gradients
-        fetched = _union([copies, ahead])
-        again = _missing(part.needs, alive) if part.kind == "recompute" else {}
-        now = held + sum(fetched.values()) + sum(again.values())
-        now += sum(_missing(waiting, alive).values())
-        peak, first_peak = max(peak, now), max(first_peak, now + to_come)
+        again = _missing(part.needs, alive) if part.kind == "recompute" else copies
+        yield _Moment(
+            part,
+            held + _size(_without(ahead, again)),
+            again,
+            _missing(waiting, alive),
+            to_come,
+        )
         ahead = copies or ahead
-    total = sum(_union(moved).values())
-    shared = {key: size for key, size in later.items() if key in everything}
-    waiting_bytes = sum(_without(_union([left[0], shared]), known).values())
-    return Activations(kept, peak - kept, first_peak - kept, total, waiting_bytes)
+
+
+def _under_way(moments: Sequence[_Moment], ends: _Ends) -> tuple[int, int]:
+    """Return what is alive at most, gradients on their way included.
+
+    First in any backward, then in the first one of a step.
+    """
+    flowing = dict(ends.arriving)
+    departing = highest = first_highest = 0
+    for moment in reversed(moments):
+        part, gradients = moment.part, moment.gradients
+        uses = Counter(key for node in part.nodes for key in _saved([node]))
+        for node in reversed(part.nodes):
+            facts = meta.facts(node)
+            needs = {key: n for key, n in moment.needs.items() if uses[key] > 0}
+            alive = moment.held + departing
+            alive += _size({**needs, **flowing, **moment.waiting})
+            flowing.update(facts.made)
+            more = max(0, facts.backward_bytes - part.deferred)
+            if node in ends.copied:
+                more = max(more, _size(dict(facts.made)) + ends.copied[node])
+            highest = max(highest, alive + more)
+            first_highest = max(first_highest, alive + more + gradients)
+            gradients += facts.parameter_bytes - part.deferred
+            uses.subtract(_saved([node]).keys())
+            departing += ends.departing[node]
+            for key in ends.freed[node]:
+                flowing.pop(key, None)
+    return highest, first_highest
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Where gradients enter a stage, and where they end.
+
+    `arriving` are those of its outputs: they stay to the end of the backward, and so do
+    `departing` bytes of the gradients of its inputs, which come with the backward of a
+    node; `copied` are those of them that are part of something else until then. `freed`
+    are the storages that end with the backward of a node.
+    """
+
+    arriving: Storages
+    departing: Mapping[fx.Node, int]
+    copied: Mapping[fx.Node, int]
+    freed: Mapping[fx.Node, set[int]]
+
+
+def _ends(program: Program, index: int) -> _Ends:
+    """Return where the gradients of a stage enter and end.
+
+    What another stage would free ends with the last node here that gets it, since what
+    travels has memory of its own.
+    """
+    stage = flow(program, index, with_outputs=False)
+    arriving: Counter[int] = Counter()
+    for value in stage.gives:
+        for key, _ in meta.facts(value).gradients[:1]:
+            arriving[key] += meta.facts(value).output_bytes
+    maker = {key: n for n in stage.nodes for key, _ in meta.facts(n).made}
+    freed = {node: set(meta.facts(node).freed) - {*arriving} for node in stage.nodes}
+    leaving = maker.keys() - {key for keys in freed.values() for key in keys}
+    last = {key: maker[key] for key in leaving}
+    own = set(leaving)  # of an input alone
+    for node in reversed(stage.nodes):
+        for key, _ in meta.facts(node).gradients:
+            if key in leaving:
+                last[key] = node
+                own.discard(key)
+    for key, node in last.items():
+        freed[node].add(key)
+    departing: Counter[fx.Node] = Counter()
+    copied: Counter[fx.Node] = Counter()
+    for value in stage.takes:
+        if not meta.needs_gradient(value):
+            continue
+        user = next(n for n in stage.nodes if value in n.all_input_nodes)
+        size = meta.facts(value).output_bytes
+        departing[user] += size
+        if size not in [n for key, n in meta.facts(user).made if key in own]:
+            copied[user] += size
+    return _Ends(arriving, departing, copied, freed)
+
+
+def _size(storages: Storages) -> int:
+    return sum(storages.values())
 
 
 def _left_behind(parts: Sequence[_SavedPart]) -> list[Storages]:
@@ -157,17 +308,17 @@ def _parts(
         parts += [_plain(each, split=split) for each in plain]
         plain = []
         stays = _inputs(nodes) if kind == "recompute" else {}
-        parts.append(_SavedPart(kind, stays, _saved(nodes), _gradients(nodes)))
+        parts.append(_SavedPart(kind, tuple(nodes), stays, _saved(nodes)))
     return received, [*parts, *(_plain(each, split=split) for each in plain)]
 
 
 def _plain(node: fx.Node, *, split: bool) -> _SavedPart:
-    saved, gradients = _saved([node]), _gradients([node])
-    facts = meta.facts(node)
-    if not split or not facts.waits:
-        return _SavedPart("plain", saved, saved, gradients)
-    waits = {**_without(saved, dict.fromkeys(facts.casts, 0)), **dict(facts.waits)}
-    return _SavedPart("plain", saved, saved, gradients - facts.weight_bytes, waits)
+    saved, facts = _saved([node]), meta.facts(node)
+    waits: dict[int, int] = {}
+    if split and facts.weight_bytes and facts.gradients:
+        casts = dict.fromkeys(facts.casts, 0)
+        waits = {**_without(saved, casts), **dict(facts.gradients)}
+    return _SavedPart("plain", (node,), saved, saved, waits)
 
 
 def waiting_gradient_bytes(program: Program, index: int) -> int:

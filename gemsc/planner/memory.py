@@ -45,9 +45,9 @@ class StageWeights:
 class MemoryParts:
     """What the memory of a rank is made of at one time, in bytes.
 
-    `activations` are what backwards will need, `messages` the buffers of receives
-    posted ahead and of messages between tiles, `workspace` what libraries take for
-    themselves.
+    `activations` are what backwards will need, `working` the gradients on their way
+    through a stage, `messages` the buffers of receives posted ahead and of messages
+    between tiles, `workspace` what libraries take for themselves.
     """
 
     parameters: int
@@ -56,6 +56,7 @@ class MemoryParts:
     activations: int
     messages: int
     workspace: int = 0
+    working: int = 0
 
     @property
     def total(self) -> int:
@@ -67,6 +68,7 @@ class MemoryParts:
             + self.activations
             + self.messages
             + self.workspace
+            + self.working
         )
 
 
@@ -160,6 +162,7 @@ def memory_curve(
             held.activations,
             held.messages,
             workspace,
+            held.working,
         )
         curve.append((held.time, parts))
     return curve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from operator import add
 
 from gemsc.costs.collectives import sum_seconds
 from gemsc.costs.hardware import Hardware, Network
@@ -106,6 +107,13 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
                 waiting_gradient_bytes=waiting_gradient_bytes(program, stage.index),
                 split_transient_bytes=split[stage.index].transient,
                 first_split_transient_bytes=split[stage.index].first_transient,
+                working_bytes=kept.working,
+                first_working_bytes=kept.first_working,
+                split_working_bytes=split[stage.index].working,
+                first_split_working_bytes=split[stage.index].first_working,
+                weight_working_bytes=max(
+                    (meta.facts(node).weight_bytes for node in stage.nodes), default=0
+                ),
             )
         )
     return found
@@ -174,15 +182,19 @@ def _worst(costs: Sequence[StageCost]) -> StageCost:
     """Return the most of everything.
 
     What comes on top of the saved bytes for a while is what the peak-memory tile then
-    has more than the most that any tile saves: the two may be different ones.
+    has more than the most that any tile saves: the two may be different ones. So is
+    what gradients on their way add to both.
     """
     most = {
         field.name: max(getattr(cost, field.name) for cost in costs)
         for field in fields(StageCost)
     }
     for name in [name for name in most if "transient" in name]:
-        highest = max(cost.saved_bytes + getattr(cost, name) for cost in costs)
-        most[name] = highest - most["saved_bytes"]
+        working = name.replace("transient", "working")
+        saved = [cost.saved_bytes + getattr(cost, name) for cost in costs]
+        most[name] = max(saved) - most["saved_bytes"]
+        both = map(add, saved, (getattr(cost, working) for cost in costs))
+        most[working] = max(both) - max(saved)
     return StageCost(**most)
 
 

@@ -200,7 +200,7 @@ class Task:
             self.resident_bytes(rank)
             + sum(stage.gradient_bytes for stage in stages)
             + sum(sum(self.posted[r][s]) for r, s in self.lanes[rank])
-            + max((s.on_top(split=split, is_first=False) for s in stages), default=0)
+            + max((_on_top(stage, split=split) for stage in stages), default=0)
         )
 
     @cached_property
@@ -228,6 +228,13 @@ class Task:
                 if ranks[edge.dest] != ranks[stage]
             ),
         )
+
+
+def _on_top(stage: StageCost, *, split: bool) -> int:
+    """Return what a backward, or a part of one, needs on top of what is saved."""
+    whole = stage.on_top(split=split, is_first=False)
+    whole += stage.working(split=split, is_first=False)
+    return max(whole, stage.weight_working_bytes if split else 0)
 
 
 @dataclass(frozen=True, slots=True)

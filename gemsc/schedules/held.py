@@ -14,9 +14,9 @@ __all__ = ["Held", "held_bytes"]
 class Held:
     """Bytes on a rank from a time on, besides those that are there all the time.
 
-    `saved` wait for backwards, `transient` serve one that runs; `messages` are the
-    buffers of receives posted ahead. `live` counts the forwards whose backward is not
-    yet done.
+    `saved` wait for backwards, `transient` serve one that runs, `working` are gradients
+    on their way in it; `messages` are the buffers of receives posted ahead. `live`
+    counts the forwards whose backward is not yet done.
     """
 
     time: float
@@ -26,6 +26,7 @@ class Held:
     gradients: int
     messages: int
     live: int
+    working: int = 0
 
     @property
     def activations(self) -> int:
@@ -35,7 +36,7 @@ class Held:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.activations + self.gradients + self.messages
+        return self.activations + self.gradients + self.messages + self.working
 
 
 def held_bytes(task: Task, rank: int, actions: Sequence[Timed]) -> Iterator[Held]:
@@ -70,17 +71,19 @@ class _Account:
         """Return what is held while an action runs."""
         action, stage = timed.action, self.task.stages[timed.action.stage]
         self._post(action)
-        made = transient = 0
+        made = transient = working = 0
         if action.kind is Kind.FORWARD:
             self.saved, self.live = self.saved + stage.saved_bytes, self.live + 1
         elif action.kind is Kind.WEIGHT:
             made = stage.gradient_bytes - self.ready[action.stage]
+            working = 0 if made else stage.weight_working_bytes
         else:
             split, is_first = action in self.split, action.stage not in self.ready
             transient = stage.on_top(split=split, is_first=False)
+            working = stage.working(split=split, is_first=is_first)
             if is_first:
                 made = stage.on_top(split=split, is_first=True) - transient
-        return self._held(timed.start, action, transient, made)
+        return self._held(timed.start, action, transient, made, working)
 
     def end(self, timed: Timed) -> Held:
         """Return what is held after a backward, or a forward without one."""
@@ -97,7 +100,7 @@ class _Account:
             self.live -= 1
         if action.kind is not Kind.FORWARD:
             self._make(action.stage, gradients)
-        return self._held(timed.end, action, 0, 0)
+        return self._held(timed.end, action)
 
     def _post(self, action: Action) -> None:
         if action.kind is Kind.WEIGHT:
@@ -114,8 +117,21 @@ class _Account:
         self.ready[stage] = self.ready.get(stage, 0) + more
         self.gradients += more
 
-    def _held(self, time: float, action: Action, transient: int, made: int) -> Held:
-        gradients = self.gradients + made
+    def _held(
+        self,
+        time: float,
+        action: Action,
+        transient: int = 0,
+        made: int = 0,
+        working: int = 0,
+    ) -> Held:
         return Held(
-            time, action, self.saved, transient, gradients, self.messages, self.live
+            time,
+            action,
+            self.saved,
+            transient,
+            self.gradients + made,
+            self.messages,
+            self.live,
+            working,
         )

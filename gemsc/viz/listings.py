@@ -19,6 +19,7 @@ PARTS = {  # of a peak, besides activations: their titles
     "parameters": "weights",
     "optimizer": "optimizer",
     "gradients": "gradients",
+    "working": "on their way",
     "messages": "messages",
     "workspace": "libraries",
 }
