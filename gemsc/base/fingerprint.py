@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = [
     "changed_definitions",
@@ -39,33 +41,39 @@ def source_fingerprints(
     With `lines`, only definitions that hold one of them count, and what those use.
     """
     try:
-        tree = ast.parse(path.read_bytes())
+        source = _read(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return {UNREADABLE: ""}
-    parts = _parts(tree)
-    uses = {name: _names_in(items) for name, items in parts.items()}
-    counted = parts.keys() - _runtime_only(uses)
+    counted = source.parts.keys() - _runtime_only(source.uses)
     if lines is not None:
-        counted = _used_by_lines(parts, uses, lines)
-    return {
-        name: fingerprint("\n".join(map(ast.dump, items)))
-        for name, items in parts.items()
-        if name in counted
-    }
+        counted = _used_by_lines(source.parts, source.uses, lines)
+    return {name: text for name, text in source.fingerprints.items() if name in counted}
 
 
 def names_at_run_time(path: Path) -> set[str]:
     """Return the definitions of a file that only matter at run time."""
-    parts = _parts(ast.parse(path.read_bytes()))
-    return _runtime_only({name: _names_in(items) for name, items in parts.items()})
+    return _runtime_only(_read(path.read_bytes()).uses)
 
 
-def _parts(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+class _Source(NamedTuple):
+    """A file's definitions by name: their statements, what they use, fingerprints."""
+
+    parts: Mapping[str, Sequence[ast.stmt]]
+    uses: Mapping[str, set[str]]
+    fingerprints: Mapping[str, str]
+
+
+@functools.lru_cache(maxsize=32)  # a compilation asks twice, a comparison more often
+def _read(source: bytes) -> _Source:
     parts: dict[str, list[ast.stmt]] = {}
-    for item in tree.body:
+    for item in ast.parse(source).body:
         if not _is_docstring(item):
             parts.setdefault(_name(item), []).append(item)
-    return parts
+    return _Source(
+        parts,
+        {name: _names_in(items) for name, items in parts.items()},
+        {n: fingerprint("\n".join(map(ast.dump, items))) for n, items in parts.items()},
+    )
 
 
 def changed_definitions(

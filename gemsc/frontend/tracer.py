@@ -293,12 +293,12 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     module.__call__ = traced_call
     function.apply = classmethod(traced_apply)
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # it prints tracebacks of errors that we report
+    was_disabled = log.disabled
+    log.disabled = True  # it prints tracebacks of errors that we report
     try:
         with optimized_execution(False):  # scripts run the same each time
             yield
     finally:
-        log.setLevel(level)
+        log.disabled = was_disabled
         module.__call__ = call
         function.apply = apply
