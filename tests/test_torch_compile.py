@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from gemsc.errors import GemscError
 from gemsc.runtime.training.program_directory import check_program
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-TABLE = ["", "--precision bfloat16", "--memory-format channels_last", "--set DROP=0.5"]
+TABLE = [
+    "--ranks 2",
+    "--ranks 2 --precision bfloat16",
+    "--ranks 2 --memory-format channels_last",
+    "--ranks 2 --set DROP=0.5",
+    "--ranks 2 --data 2",
+]
+COMBINED = "--ranks 2 --schedule mast --shard-optimizer"
 MODEL = """
 import torch
 from torch import Tensor, nn
@@ -183,6 +191,27 @@ def test_every_forward_is_compiled_but_draws_that_are_compared(
     assert calls == [0] * (3 if draws else 6)  # one of two stages draws
 
 
+def test_a_forward_has_a_form_for_each_state_of_its_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen one after the other, it is compiled again more often than is usual."""
+    compile = partial(torch.compile, backend="eager")  # graphs without kernels
+    monkeypatch.setattr(torch, "compile", compile)
+    written(tmp_path, Net(layers), torch_compile=True, ranks=1)
+    x, target = torch.ones(8, 4), torch.ones(8, 4)
+
+    def work(trainer: Any) -> int:
+        parameters = list(trainer.worker.stages.parameters.values())
+        for frozen in range(len(parameters)):
+            for number, parameter in enumerate(parameters):
+                parameter.requires_grad_(number >= frozen)
+            trainer.step((x,), target)
+            trainer.evaluate((x,), target)
+        return len(parameters)
+
+    assert on_ranks(tmp_path, 1, work) == [8]
+
+
 def test_what_cannot_be_compiled_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,8 +233,38 @@ def test_ranks_compute_what_one_process_computes(
 ) -> None:
     """Under mpirun: two threads cannot compile at once."""
     program = tmp_path / "program"
-    given = ["--ranks", "2", "--micro-batches", "2", "--torch-compile", *words.split()]
+    given = ["--micro-batches", "2", "--torch-compile", *words.split()]
     assert command("compile", "model.py", *given, "-o", program).code == 0
     for how in ([], ["--run", "3"]):
         found = command("verify", program, *how)
         assert found.code == 0, found.out + found.err
+
+
+@NEEDS_COMPILER
+def test_mirrored_replicas_share_the_update(command: Gemsc, tmp_path: Path) -> None:
+    """Two stages on each rank that are one class, in training."""
+    program = tmp_path / "program"
+    given = ["--torch-compile", *COMBINED.split()]
+    assert command("compile", "model.py", *given, "-o", program).code == 0
+    found = command("verify", program, "--dtype", "float64")
+    assert found.code == 0, found.out + found.err
+
+
+@NEEDS_COMPILER
+@pytest.mark.nightly
+def test_a_run_goes_on_bit_for_bit(command: Gemsc, tmp_path: Path) -> None:
+    """With evaluations, and all that may be combined."""
+    program = tmp_path / "program"
+    given = ["--torch-compile", *COMBINED.split(), "--precision", "bfloat16"]
+    given += ["--set", "DROP=0.5"]
+    assert command("compile", "model.py", *given, "-o", program).code == 0
+    saved = []
+    for name, epochs in (("whole", ["2"]), ("parts", ["1", "2"])):
+        folder = tmp_path / name
+        for number, last in enumerate(epochs):
+            words = ["--epochs", last, "--save", folder, *["--resume"] * number]
+            found = command("run", program, *words)
+            assert found.code == 0, found.out + found.err
+            assert f"held-out after epoch {last}" in found.out + found.err
+        saved.append((folder / "model.safetensors").read_bytes())
+    assert saved[0] == saved[1]

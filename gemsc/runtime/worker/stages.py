@@ -18,6 +18,10 @@ from gemsc.weights.stage import fill, model_state, stage_tensors
 
 __all__ = ["Stages", "without_trace"]
 
+# of one forward that is compiled: for training and evaluation, for each replica on this
+# rank, for sizes of batches, for what is frozen
+MOST_FORMS = 256
+
 
 @contextmanager
 def without_trace(stage: nn.Module) -> Iterator[None]:
@@ -62,6 +66,8 @@ class Stages(dict[Run, nn.Module]):
         config: Any = torch._inductor.config
         config.compile_threads = 1  # no processes beside those that MPI has started
         config.fallback_random = True
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit = MOST_FORMS
         return {run: self._compiled(run) for run in self}
 
     def _compiled(self, run: Run) -> Callable[..., Any]:
