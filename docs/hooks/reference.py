@@ -150,11 +150,10 @@ def _flag(action: argparse.Action) -> str:
 
 def plan() -> str:
     """Return the entries of each table of plan.toml."""
-    head = ("entry", "type", "")
-    return "\n".join(f"## {name}\n\n{table(head, rows)}" for name, rows in tables(Plan))
+    return "\n".join(f"## {name}\n\n{text}" for name, text in tables(Plan))
 
 
-def tables(kind: type, path: str = "") -> Iterator[tuple[str, list[Row]]]:
+def tables(kind: type, path: str = "") -> Iterator[tuple[str, str]]:
     """Give each table that a dataclass is written as, and its entries.
 
     Raises:
@@ -163,8 +162,9 @@ def tables(kind: type, path: str = "") -> Iterator[tuple[str, list[Row]]]:
     docs = docstrings(kind)
     hints = get_type_hints(kind)
     found = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    rows = [(code(key), words(hint), docs[key]) for key, hint in found.items()]
     title = code(path) if path else "Before the tables"
-    yield title, [(code(key), words(hint), docs[key]) for key, hint in found.items()]
+    yield title, table(("entry", "type", ""), rows)
     for key, hint in found.items():
         inner = next(iter(get_args(hint)), hint)
         name = ".".join(filter(None, (path.strip("[]"), key)))
@@ -172,9 +172,10 @@ def tables(kind: type, path: str = "") -> Iterator[tuple[str, list[Row]]]:
         if dataclasses.is_dataclass(inner):
             yield from tables(inner, name)
         elif not path and key in ENTRIES:
-            yield code(name), [(code(k), "", text) for k, text in ENTRIES[key].items()]
+            rows = [(code(entry), text) for entry, text in ENTRIES[key].items()]
+            yield code(name), table(("entry", ""), rows)
         elif not path and key == "options":
-            yield code(name), list(options())
+            yield code(name), table(("entry", "option", ""), [*options()])
 
 
 def docstrings(kind: type) -> Mapping[str, str]:

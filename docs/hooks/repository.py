@@ -16,7 +16,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": "index.md", "examples/README.md": "examples.md"}
+PAGES = {
+    "README.md": "index.md",
+    "examples/README.md": "examples.md",
+    "docs/histology.ipynb": "histology.md",
+}
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"(^ *```.*?^ *```\n)", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^<!-- readme: (.+?) -->$", re.MULTILINE)
