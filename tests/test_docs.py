@@ -129,7 +129,7 @@ def test_all_names_of_a_model_file_are_explained():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_are_named_exist(page, capsys):
-    known = {"--help", "--update-golden"}  # pytest's
+    known = {"--help", "--update-golden", "--nightly"}  # pytest's
     known |= {"--extra-index-url", "--oversubscribe", "--mpi"}  # pip, mpirun, srun
     known |= {"--gpus-per-node"}  # sbatch
     known |= {"--no-binary", "--recipe", "--nproc-per-node"}  # pip, rattler, torchrun
