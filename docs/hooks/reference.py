@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -36,7 +36,7 @@ def on_page_markdown(
     return MARK.sub(lambda found: MAKERS[found[1]](), markdown)
 
 
-def table(head: tuple[str, ...], rows: list[Row]) -> str:
+def table(head: Row, rows: Sequence[Row]) -> str:
     """Return a table in Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -64,15 +64,15 @@ def command(name: str, found: Any) -> str:
     words += ["[OPTIONS]"] if options or name == "run" else []
     parts = [f"## gemsc {name}\n", f"{found.help}\n"]
     parts += [f"```text\ngemsc {' '.join((name, *words))}\n```\n"]
+    head = ("option", "default", "")
     if arguments:
-        rows = [(code(p.name.upper()), said(p, name)) for p in arguments]
-        parts.append(table(("argument", ""), rows))
+        known = [(code(p.name.upper()), said(p, name)) for p in arguments]
+        parts.append(table(("argument", ""), known))
     if options:
-        rows = [(names(p), default(p.default), said(p, name)) for p in options]
-        parts.append(table(("option", "default", ""), rows))
-    if name == "run":
-        for title, rows in parsed(run_parser()):
-            parts += [f"{title}:\n", table(("option", "default", ""), rows)]
+        chosen = [(names(p), default(p.default), said(p, name)) for p in options]
+        parts.append(table(head, chosen))
+    for title, rows in parsed(run_parser()) if name == "run" else ():
+        parts += [f"{title}:\n", table(head, rows)]
     return "\n".join(parts)
 
 
@@ -121,7 +121,7 @@ def escaped(text: str) -> str:
 
 def parsed(
     parser: argparse.ArgumentParser,
-) -> Iterator[tuple[str, list[Row]]]:
+) -> Iterator[tuple[str, Sequence[Row]]]:
     """Give the options of a parser, group by group."""
     for group in parser._action_groups:
         rows = [
@@ -169,11 +169,11 @@ def tables(kind: type, path: str = "") -> Iterator[tuple[str, str]]:
         inner = next(iter(get_args(hint)), hint)
         name = ".".join(filter(None, (path.strip("[]"), key)))
         name = f"[{name}]" if get_origin(hint) is not list else f"[[{name}]]"
-        if dataclasses.is_dataclass(inner):
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             yield from tables(inner, name)
         elif not path and key in ENTRIES:
-            rows = [(code(entry), text) for entry, text in ENTRIES[key].items()]
-            yield code(name), table(("entry", ""), rows)
+            inside = [(code(entry), text) for entry, text in ENTRIES[key].items()]
+            yield code(name), table(("entry", ""), inside)
         elif not path and key == "options":
             yield code(name), table(("entry", "option", ""), [*options()])
 
