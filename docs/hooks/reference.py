@@ -1,6 +1,6 @@
 """The reference of commands and of plan.toml, from the code that reads them.
 
-A page asks for it by a comment: `<!-- reference: commands -->`, or `plan`.
+A page asks for it by a comment: `<!-- reference: commands -->`, `plan` or `python`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 from typer.main import get_command
 
+import gemsc
 from gemsc.cli import make_app
 from gemsc.launch.arguments import run_parser
 from gemsc.options import CompileOptions, flag
@@ -204,4 +205,14 @@ def options() -> Iterator[Row]:
         yield code(field.name), code(flag(field.name)), text
 
 
-MAKERS: dict[str, Callable[[], str]] = {"commands": commands, "plan": plan}
+def python() -> str:
+    """Return what mkdocstrings takes, for each public name: functions first."""
+    names = sorted(gemsc.__all__, key=lambda name: (name[0].isupper(), name))
+    return "\n\n".join(f"::: gemsc.{name}" for name in names)
+
+
+MAKERS: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "plan": plan,
+    "python": python,
+}
