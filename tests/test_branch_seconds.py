@@ -65,3 +65,34 @@ def test_two_ranks_get_more_blocks_only_where_branches_are_even(kind: str) -> No
 
     assert first_blocks(2, 2) == 6  # twice as fast
     assert first_blocks(5, 1) == 5  # 5 of 6 layers are on one rank
+
+
+class Convolved(nn.Module):
+    """Two branches of convolutions, joined by cat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.light = nn.Conv2d(32, 16, 1)
+        self.heavy = nn.Sequential(
+            nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, padding=1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.light(x), self.heavy(x)], 1)
+
+
+def test_seconds_do_not_depend_on_the_threads_of_this_machine() -> None:
+    """PyTorch takes other kernels of a convolution with more threads than one."""
+
+    def predicted(threads: int) -> float:
+        torch.set_num_threads(threads)
+        options = {"ranks": 2, "branches": ("2",), "trunk": "whole", "check": False}
+        x = torch.zeros(8, 32, 32, 32)
+        return compile(Convolved(), (x,), loss=mean, **options).plan.step_seconds
+
+    before = torch.get_num_threads()
+    try:
+        assert predicted(2) == predicted(1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from gemsc.cli import make_app
 
 __all__ = ["commands", "draw", "write_files"]
@@ -62,7 +60,6 @@ def write_files(folder: Path) -> None:
 
 def draw(command: str, folder: Path) -> dict[str, str]:
     """Run a command in a folder with the files; return its pictures by their names."""
-    torch.set_num_threads(1)  # kernels, and so predicted seconds, depend on it
     verb, *words = shlex.split(command, comments=True)[1:]
     with contextlib.chdir(folder), contextlib.redirect_stdout(sys.stderr):
         make_app()([verb, *words], standalone_mode=False)

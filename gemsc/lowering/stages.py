@@ -9,6 +9,7 @@ from gemsc.compilation import Traced
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.ir.program import Program
 from gemsc.ir.shards import Placed
+from gemsc.lowering.tracing import one_thread
 from gemsc.options import CompileOptions, choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
@@ -35,6 +36,7 @@ from gemsc.schedules import SCHEDULES
 __all__ = ["schedule_stages", "tile_passes"]
 
 
+@one_thread()
 def schedule_stages(
     traced: Traced,
     options: CompileOptions,

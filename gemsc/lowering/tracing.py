@@ -38,7 +38,7 @@ from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.time_blocks import TimeBlocks
 
-__all__ = ["trace"]
+__all__ = ["one_thread", "trace"]
 
 
 def trace(
@@ -102,7 +102,7 @@ def trace(
             program = run(program, timed)
         return program
 
-    with _one_thread():
+    with one_thread():
         program = prepared({})
         if not evaluates:
             return Traced(program, program, None)
@@ -116,8 +116,11 @@ def trace(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: in small work more only wait for each other."""
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: in small work more only wait for each other.
+
+    And with more it takes other kernels: what is predicted would be another machine's.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
