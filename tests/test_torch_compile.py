@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from command_line import Gemsc
 from nightly import at_night
-from program_support import Net, batch_of, on_ranks, written
+from program_support import Net, X, batch_of, mse, on_ranks, written
 from support import run_on_threads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from gemsc.base.draws import same_draws
 from gemsc.errors import GemscError
 from gemsc.runtime.training.program_directory import check_program
+from gemsc.verify import steps
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 TABLE = [
@@ -210,6 +212,30 @@ def test_a_forward_has_a_form_for_each_state_of_its_parameters(
         return len(parameters)
 
     assert on_ranks(tmp_path, 1, work) == [8]
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_exact"), [(1e-11, True), (1e-13, False), (1e-8, False)]
+)
+def test_kernels_may_lose_in_float32_what_they_lose_in_float64(
+    lost: float, is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in last bits; 1e-8 in float64 is wrong, and allows nothing."""
+    written(tmp_path, Net(layers), (X,), torch_compile=True, ranks=1)
+    off = {torch.float64: lost, torch.float32: 5e-3}
+
+    def ranks(directory: Path, plan: Any, batches: Any, dtype: Any, _: Any) -> Any:
+        count = plan.data * plan.micro_batches
+        record = steps.reference_steps(Net(layers), mse, batches, count, dtype)
+        gradient = record.gradients["a.bias"]
+        gradient += off[dtype] * gradient.abs().max()
+        return record
+
+    monkeypatch.setattr(steps, "_ranks", ranks)
+    given = {"loss": mse, "example_target": X, "dtype": torch.float32}
+    with nullcontext() if is_exact else pytest.raises(GemscError, match=r"a\.bias is"):
+        found = steps.verify_compiled(tmp_path, Net(layers), (X,), **given)
+        assert found.errors["gradient of a.bias"] > 1e-3
 
 
 def test_what_cannot_be_compiled_is_told(
