@@ -25,7 +25,8 @@ def test_a_check_runs_in_a_process_of_its_own(
     report.run(gpu.wanted("memory/encoder offload"))
     (line,) = report.lines
     assert (line.name, line.verdict) == ("memory: encoder offload", "PASS")
-    assert line.numbers["allocated"] > line.numbers["predicted"] > 2**17
+    assert line.numbers["predicted"] > 2**17
+    assert line.numbers["allocated"] > 0.98 * line.numbers["predicted"]
     assert capsys.readouterr().out.startswith("PASS  memory: encoder offload  ")
     assert json.loads((tmp_path / "lines.json").read_text())["name"] == line.name
     table = (tmp_path / "lines.md").read_text().splitlines()
