@@ -54,12 +54,18 @@ class ProgressBar:
         now = time.perf_counter()
         seconds = (now - self._start) / self._done
         shown = "" if loss is None else f"loss {loss:.4f}  "
-        facts = f"{shown}{samples / seconds:.1f} samples/s  {seconds * 1e3:.0f} ms/step"
+        speed = samples / seconds
+        digits = 1 if speed >= 1 else 3
+        facts = f"{shown}{speed:.{digits}f} samples/s  {seconds * 1e3:.0f} ms/step"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, advance=1, facts=facts)
-        elif now - self._last_line > 2 or self._done in (1, self.total):
+        elif now - self._last_line > self._pause(now) or self._done in (1, self.total):
             self._last_line = now
             print(f"{self.title} {self._done}/{self.total}  {facts}", flush=True)  # noqa: T201
+
+    def _pause(self, now: float) -> float:
+        """Return the seconds between lines: more of them the longer it goes on."""
+        return max(2.0, (now - self._start) / 50)
 
     def close(self) -> None:
         """Leave the last state on the screen."""
