@@ -56,6 +56,11 @@ def outside_draws() -> AbstractContextManager[None]:
 
 
 class _SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Let no call load torch._dynamo: it traces only `outside_draws`."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
