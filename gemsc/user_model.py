@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.source.constants import ConstantsLoader
+from gemsc.source.constants import RENAMED, ConstantsLoader
 from gemsc.weights.load import load_weights
 
 __all__ = ["UserModel", "load_user_model"]
@@ -371,7 +371,7 @@ def _module_name(path: Path) -> str:
     taken = sys.modules.get(path.stem)
     if taken is None or getattr(taken, "__file__", None) == str(path):
         return path.stem
-    return f"gemsc_user_{path.stem}"
+    return RENAMED + path.stem
 
 
 def _import_module(name: str, constants: Mapping[str, str]) -> tuple[Path, ModuleType]:

@@ -255,3 +255,19 @@ def test_sums_start_early_where_that_is_predicted(
     _, early, program = trained(tmp_path, {**plan, "data": 2}, model())
     assert any(early) is is_early
     assert start_early(program.compilation.tiles[0].program) is is_early
+
+
+def test_parts_of_a_bucket_lie_as_their_tensors_do() -> None:
+    """In the order of memory where a tensor has no gaps; else in that of indices."""
+    image = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    gaps = torch.randn(6, 4)[:, :2]
+    tensors = [image, torch.randn(3), torch.randn(()), gaps, torch.randn(2, 3).t()]
+    bucket = torch.empty(sum(tensor.numel() for tensor in tensors))
+    parts = buckets.parts_like(tensors, bucket)
+    torch._foreach_copy_(parts, tensors)
+    for part, tensor in zip(parts, tensors, strict=True):
+        assert torch.equal(part, tensor)
+        assert part.untyped_storage() == bucket.untyped_storage()
+        strides = tensor.contiguous() if tensor is gaps else tensor
+        assert part.stride() == strides.stride()
+    assert torch.equal(bucket.sort().values, buckets.flat(tensors).sort().values)

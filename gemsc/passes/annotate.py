@@ -369,6 +369,9 @@ def _gradient_reaches(
     for node in program.compute_nodes:
         for tensor in pytree.tree_leaves(values[node]):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
+                # A view that was written to gets its grad_fn when it is asked for. If
+                # register_hook is the first to ask, PyTorch 2.13 crashes.
+                assert tensor.is_leaf or tensor.grad_fn is not None
                 tensor.register_hook(partial(note, node))  # type: ignore[no-untyped-call]
     owners = {
         parameter: node

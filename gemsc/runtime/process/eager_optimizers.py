@@ -6,8 +6,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import Optimizer, _use_grad_for_differentiable
+from torch import _compile as compile_hooks
+from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
 
 __all__ = ["without_dynamo"]
 
@@ -20,12 +21,16 @@ def without_dynamo() -> None:
     the same, and torch.compile may still load it. Call this before an optimizer is
     made; where a PyTorch is built in another way, nothing is changed.
     """
-    untraced = _disable_dynamo(_example).__code__
+    disable = getattr(compile_hooks, "_disable_dynamo", None)
+    use_grad = getattr(of_torch, "_use_grad_for_differentiable", None)
+    if disable is None or use_grad is None:
+        return
+    untraced = disable(_example).__code__
     for method in vars(Optimizer).values():
         if getattr(method, "__code__", None) is untraced:
             # what it looks for before it asks torch._dynamo, and gets the same
             method.__wrapped__.__dynamo_disable = method.__wrapped__
-    step_of_torch = _use_grad_for_differentiable(_example).__code__
+    step_of_torch = use_grad(_example).__code__
     for kind in vars(torch.optim).values():
         step: Any = vars(kind).get("step") if isinstance(kind, type) else None
         if getattr(step, "__code__", None) is step_of_torch:

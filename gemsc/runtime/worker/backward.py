@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import (
-    GradientEdge,
-    _engine_run_backward,
-    get_gradient_edge,
-)
+from torch.autograd import graph
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = ["edge_of", "gradient_of", "is_absent", "run_backward"]
+
+# a private name of PyTorch's: where one has it not, the public way is taken
+_ENGINE = getattr(graph, "_engine_run_backward", None)
 
 
 def edge_of(tensor: Any) -> GradientEdge | None:
@@ -47,7 +47,10 @@ def run_backward(
     if pairs:
         edges, flowing = zip(*pairs, strict=True)
         with torch.autograd.set_multithreading_enabled(False):
-            _engine_run_backward(
+            if _ENGINE is None:
+                torch.autograd.backward(edges, flowing)
+                return
+            _ENGINE(
                 edges,
                 flowing,
                 False,  # the graph is not kept

@@ -13,7 +13,7 @@ from gemsc.base.boxes import Interval
 from gemsc.messages.rows import Rows
 from gemsc.runtime.transport.waiting import Request
 
-__all__ = ["Bucket", "buckets", "flat", "rows_of", "shares"]
+__all__ = ["Bucket", "buckets", "flat", "parts_like", "rows_of", "shares"]
 
 BUCKET_BYTES = 8 * 2**20
 
@@ -51,6 +51,28 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of tensors, one after the other."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def parts_like(tensors: Sequence[Tensor], values: Tensor) -> list[Tensor]:
+    """Return parts of a flat tensor as views of the shapes and formats of these."""
+    found, start = [], 0
+    for tensor in tensors:
+        part = values[start : start + tensor.numel()]
+        if _is_dense(tensor):
+            part = values.as_strided(tensor.size(), tensor.stride(), start)
+        found.append(part.view_as(tensor))
+        start += tensor.numel()
+    return found
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in any order of the dimensions."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != size:
+            return False
+        size *= length
+    return True
 
 
 def rows_of(tensor: Tensor, rows: Interval) -> Tensor:

@@ -13,7 +13,7 @@ from gemsc.messages.rows import Rows
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
-from gemsc.runtime.worker.buckets import Bucket, flat, shares
+from gemsc.runtime.worker.buckets import Bucket, flat, parts_like, shares
 
 __all__ = ["GradientSums", "RunningStatistics", "tracking"]
 
@@ -21,14 +21,16 @@ __all__ = ["GradientSums", "RunningStatistics", "tracking"]
 class GradientSums:
     """Sums of gradients in flight.
 
-    Gradients travel packed in buckets; sums are started in a stage's last backward, or
-    after it, and waited for before the optimizer's step. Where `rows` of a parameter
-    are given, each rank gets the sums of its own only.
+    Gradients travel packed in buckets, and are parts of these from then on: they are
+    in memory once, and need no copy of their sum. Sums are started in a stage's last
+    backward, or after it, and waited for before the optimizer's step. Where `rows` of a
+    parameter are given, each rank gets the sums of its own only.
     """
 
     def __init__(self, transport: DeviceTransport, rows: Mapping[str, Rows]) -> None:
         self._transport = transport
         self._rows = rows
+        self._requests: list[Request] = []
         self._buckets: list[Bucket] = []
         self._counted: list[tuple[list[nn.Parameter], Tensor]] = []
 
@@ -47,21 +49,22 @@ class GradientSums:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._counted.append((trained, counts))
-        self._start(group, [counts])
+        self._requests.append(self._transport.all_reduce(group, counts))
 
     def start(self, group: Group, parameters: Mapping[str, nn.Parameter]) -> None:
         """Start to add up these parameters' gradients over a group, in one bucket."""
-        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        present = [p for p in parameters.values() if p.grad is not None]
+        gradients = [cast("Tensor", parameter.grad) for parameter in present]
         if self._rows:
             of_ranks = [self._rows[name] for name in parameters]
             self._start_shares(group, shares(gradients, of_ranks))
-        else:
-            self._start(group, gradients)
-
-    def _start(self, group: Group, gradients: list[Tensor]) -> None:
-        sums = flat(gradients)
-        request = self._transport.all_reduce(group, sums)
-        self._buckets.append(Bucket(gradients, sums, request))
+            return
+        sums = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
+        parts = parts_like(present, sums)
+        torch._foreach_copy_(parts, gradients)
+        for parameter, part in zip(present, parts, strict=True):
+            parameter.grad = part
+        self._requests.append(self._transport.all_reduce(group, sums))
 
     def _start_shares(self, group: Group, by_rank: list[list[Tensor]]) -> None:
         """Add up what each rank gets the sums of."""
@@ -74,12 +77,14 @@ class GradientSums:
 
     def finish(self) -> None:
         """Wait for all sums and put them into the gradients."""
-        self._transport.wait(*(bucket.request for bucket in self._buckets))
+        shared = (bucket.request for bucket in self._buckets)
+        self._transport.wait(*self._requests, *shared)
         for bucket in self._buckets:
             bucket.unpack()
         for parameters, counts in self._counted:
             for parameter, count in zip(parameters, counts.tolist(), strict=True):
                 parameter.grad = parameter.grad if count else None
+        self._requests.clear()
         self._buckets.clear()
         self._counted.clear()
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from gemsc.plan import Plan
-from gemsc.source.constants import ConstantsLoader
+from gemsc.source.constants import RENAMED, ConstantsLoader
 
 __all__ = ["user_module", "user_object"]
 
@@ -70,7 +70,7 @@ def _load(module: str, path: Path | None, constants: Mapping[str, str]) -> None:
         for folder in {str(path.parent), str(_outside_packages(path.parent))}:
             if folder not in sys.path:
                 sys.path.insert(0, folder)
-    if path is None or path.stem != module:
+    if path is None or path.stem != module.removeprefix(RENAMED):
         importlib.import_module(module)
         return
     loader = ConstantsLoader(module, path, constants)
