@@ -70,6 +70,16 @@ FILES = {
         MODEL + f"def model():{HERE}\n    return 3\n",
         advises="return a torch.nn.Module",
     ),
+    "optimizer with a closure": Mistake(
+        ("LBFGS computes the loss several times in a step",),
+        without("optimizer")
+        + "def optimizer(ps):\n    return torch.optim.LBFGS([p for _, p in ps])\n",
+    ),
+    "several optimizers": Mistake(
+        ("optimizer() returns list, which cannot step",),
+        without("optimizer")
+        + "def optimizer(ps):\n    return [torch.optim.SGD(ps, lr=0.1)]\n",
+    ),
     "optimizer of tensors": Mistake(
         ("optimizer() fails: AttributeError: 'tuple' object has no attribute 'ndim'",),
         without("optimizer")
