@@ -21,8 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import cases  # noqa: F401  (makes the examples importable)
@@ -36,6 +35,7 @@ from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import BlockTimes, time_nodes
 from gemsc.ir.program import Program, Stage
 from gemsc.launch.launch import launch
+from gemsc.lowering.tracing import one_thread
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.manager import run_passes
 from gemsc.passes.time_blocks import TimeBlocks
@@ -233,17 +233,6 @@ def _busy_seconds() -> float:
     with open("/proc/stat", encoding="ascii") as stat:
         user, nice, system, _, _, irq, soft = map(int, stat.readline().split()[1:8])
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
