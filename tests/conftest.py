@@ -7,7 +7,9 @@ import functools
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
@@ -48,11 +50,34 @@ def pytest_collection_modifyitems(
     Their tests are the longest: one at the end would leave the other cores idle.
     """
     if not config.getoption("--nightly"):
-        at_night = [item for item in items if item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=at_night)
-        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        left_out = {item for item in items if item.get_closest_marker("nightly")}
+        left_out |= cases_of_the_night([item for item in items if item not in left_out])
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     starts_ranks = {item.path for item in items if item.get_closest_marker("mpi")}
     items.sort(key=lambda item: item.path not in starts_ranks)
+
+
+def cases_of_the_night(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return what `by_day(cases)` leaves out: one from each part of a table stays.
+
+    Which one is drawn, always the same: at even distances it might always be the same
+    value of a parameter.
+    """
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("by_day"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set()
+    for table in tables.values():
+        marker = table[0].get_closest_marker("by_day")
+        assert marker is not None
+        (cases,) = marker.args
+        ends = [len(table) * part // cases for part in range(cases + 1)]
+        draw = random.Random(0)
+        kept = {draw.randrange(*part) for part in pairwise(ends) if len({*part}) == 2}
+        left_out |= {item for index, item in enumerate(table) if index not in kept}
+    return left_out
 
 
 def pytest_collection_finish() -> None:

@@ -192,6 +192,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {
 CLASH = "clash"
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", [*FORWARDS, CLASH])
 def test_the_files_compute_what_the_user_wrote(name: str, tmp_path: Path) -> None:
     forward = FORWARDS.get(name, clash)
@@ -217,6 +218,7 @@ ODD = [
 ]
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("name", ODD)
 def test_modules_may_have_any_name(name: str, tmp_path: Path) -> None:
     class Model(nn.Module):

@@ -96,6 +96,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_day(12)
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("more", [FUSED, *WEIGHTS.values()], ids=["fused", *WEIGHTS])
 def test_masks_and_weights(options: dict[str, Any], more: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("inputs", [(X,), (X, MEMORY), (X, MEMORY, X)])
 def test_inputs_and_layouts(layer: dict[str, Any], inputs: tuple[Tensor, ...]) -> None:
@@ -188,6 +190,7 @@ class Translator(nn.Module):
         return result
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_a_transformer(norm_first: bool, batch_first: bool) -> None:

@@ -63,6 +63,7 @@ def test_the_files_of_a_picture_in_tiles(
     assert_formatted(tmp_path, files)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
 @pytest.mark.parametrize("name", ["unet", "densecnn", "encoder", "resnet50"])
 def test_files_with_segments_are_formatted(
@@ -88,6 +89,7 @@ def test_the_files_of_an_encoder_with_tied_weights(
 LEFT_OUT = ("resnet110v2", "tiled")  # one takes long, the other has too few blocks
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT_OUT])
 def test_the_text_does_not_grow_with_the_micro_batches(
     name: str, tmp_path: Path
@@ -102,6 +104,7 @@ def test_the_text_does_not_grow_with_the_micro_batches(
     assert_formatted(tmp_path, fewest)
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(
     "schedule", ["basic", "gpipe", "mast", "chimera", "interleaved", "zb-h1"]
 )

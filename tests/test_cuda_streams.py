@@ -41,6 +41,7 @@ FEW = (  # the checks have more
 )
 
 
+@pytest.mark.by_day(30)
 @pytest.mark.parametrize(("schedule", "use"), ALL, ids=map(" ".join, ALL))
 def test_a_device_gives_the_numbers_of_the_cpu(
     schedule: str, use: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -60,6 +61,7 @@ def test_a_device_gives_the_numbers_of_the_cpu(
             assert_equal(found, program.on_cpu)
 
 
+@pytest.mark.by_day(7)
 @pytest.mark.parametrize("name", CHECKS)
 def test_what_must_hold_however_far_the_host_is_ahead(name: str) -> None:
     """Without any of the waits a check fails: see test_cuda_mutants.py."""

@@ -19,6 +19,7 @@ def kinds(program: Program) -> dict[str, bool]:
     return {skip.value.name: skip.long for skip in program.skips or ()}
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "block",
     [

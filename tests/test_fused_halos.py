@@ -96,6 +96,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("layers", "count"), [(1, 4), (2, 2), (3, 1), (5, 0), (9, 0)])
 def test_as_many_layers_share_a_halo_as_asked(

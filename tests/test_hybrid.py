@@ -49,6 +49,7 @@ def grouped(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.05, weight_decay=1e-2)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("name", ["resnet18", "encoder"])
 def test_all_copies_are_bit_identical_after_20_steps(
@@ -126,6 +127,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize(
     "options",
     [

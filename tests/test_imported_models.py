@@ -112,6 +112,7 @@ def worst_error(path: Path, directory: Path, **options: Any) -> tuple[float, Pla
 EXACT = TOLERANCE[torch.float64]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", [*BY_DAY, *at_night(*sorted({*FILES} - {*BY_DAY}))])
 def test_three_ranks_train_what_one_process_does(
     name: str, train_py: Callable[[str], Path], tmp_path: Path
@@ -121,6 +122,7 @@ def test_three_ranks_train_what_one_process_does(
     assert len(plan.stages) == 3
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "tiles"),
     [

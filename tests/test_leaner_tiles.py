@@ -43,6 +43,7 @@ def fullest(plan: Plan, measured: Sequence[int]) -> list[int]:
     ]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "plan"),
     CASES,
@@ -82,6 +83,7 @@ def test_auto_fits_tiles_into_a_cap(name: str, tmp_path: Path) -> None:
     assert max(record.peak_bytes) <= max(program.plan.peak_bytes) <= cap
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize("seed", [4, 17, 31, 39, 45])
 def test_random_networks_hold_what_was_predicted(seed: int, tmp_path: Path) -> None:

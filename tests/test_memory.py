@@ -272,6 +272,7 @@ def test_the_cheapest_set_is_the_best_of_all(pairs, needed) -> None:
         assert sum(saving.freed for saving in found) >= needed
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
 @pytest.mark.parametrize(
     ("name", "schedule"), [("unet", "1f1b"), ("resnet18", "gpipe")]

@@ -95,6 +95,7 @@ def case(
     return model, path, *imported(path)
 
 
+@pytest.mark.by_day(2)
 def test_outputs_are_those_of_the_reference_in_float64(case):
     model, path, network, _ = case
     x = example(model)

@@ -117,6 +117,7 @@ def check(model: nn.Module, grid: tuple[int, ...], **options: Any) -> Step:
     return step
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("place", ["before", "rows", "behind"])
 @pytest.mark.parametrize("function", [Clipped, Scaled, Averaged])
 def test_a_function_gets_the_gradient_of_one_process(function: Any, place: str) -> None:

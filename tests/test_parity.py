@@ -75,6 +75,7 @@ def shown(value: object) -> str:
     return value.command_line() if isinstance(value, CompileOptions) else str(value)
 
 
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=shown)
 def test_ranks_compute_what_one_process_does(
     name: str, case: tuple[int, int, str], tmp_path: Path
@@ -125,6 +126,7 @@ REPLICATED = [
 ]
 
 
+@pytest.mark.by_day(14)
 @pytest.mark.parametrize(("name", "options"), REPLICATED, ids=shown)
 def test_replicas_copies_and_placements_are_exact(
     name: str, options: CompileOptions, tmp_path: Path
@@ -132,6 +134,7 @@ def test_replicas_copies_and_placements_are_exact(
     assert worst_error(name, options, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("options", TWO_REPLICAS, ids=CompileOptions.command_line)
 @pytest.mark.parametrize("name", ["unet", *at_night("resnet18", "encoder")])
 def test_peaks_are_the_predicted_ones(
@@ -157,6 +160,7 @@ def test_peaks_are_the_predicted_ones(
     assert record.peak_bytes == peaks
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_and_several_steps(name: str, tmp_path: Path) -> None:
     options = CompileOptions(ranks=3, micro_batches=4)

@@ -117,6 +117,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
     shared, optimizer = LAYOUTS[layout]

@@ -208,6 +208,7 @@ def skips(self: Any, x: Tensor) -> Tensor:
     return self.d(self.trunk[5](torch.cat([end, k], 1)[:, 2:6])) * h
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_a_value_may_skip_stages_and_go_to_several_under_every_schedule(
     schedule: str, tmp_path: Path
@@ -313,6 +314,7 @@ def plain(text: str) -> list[tuple[str, ...]]:
 # Row 24
 
 
+@pytest.mark.by_day(12)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_any_number_of_micro_batches_will_do(

@@ -109,6 +109,7 @@ def whole(model: nn.Module, picture: NDArray[Any]) -> NDArray[Any]:
         return model(x[None])[0].movedim(0, -1).numpy()
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

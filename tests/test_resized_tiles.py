@@ -18,6 +18,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.by_day(14)
 @pytest.mark.parametrize("grid", [(3, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("antialias", [True, False])
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])

@@ -188,6 +188,7 @@ def uneven(name: str, seed: int, num_micro_batches: int) -> Task:
     return Task.chain(costs, micro_batches, placement=placement)
 
 
+@pytest.mark.by_day(12)
 @pytest.mark.parametrize(("name", "most"), [("basic", 3), ("gpipe", 4), ("1f1b", 14)])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_text_does_not_grow_with_the_micro_batches(

@@ -34,6 +34,7 @@ def found(forward: Any, *inputs: Tensor, **modules: nn.Module) -> Program:
     return blocks_of(Net(forward, **modules), *(inputs or (ROWS, ROWS)))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", TOWER_MODELS)
 def test_a_block_begins_with_each_tower_and_one_behind_it(name: str) -> None:
     program = traced(name).program
@@ -65,6 +66,7 @@ PLANS = (
 )
 
 
+@pytest.mark.by_day(7)
 @pytest.mark.parametrize("plan", PLANS, ids=CompileOptions.command_line)
 @pytest.mark.parametrize("name", TOWER_MODELS)
 def test_towers_on_ranks_compute_what_one_process_does(

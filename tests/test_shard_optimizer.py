@@ -148,6 +148,7 @@ def changes(one: list[Result], other: list[Result]) -> dict[str, float]:
     }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_bit_of_the_model_stays(name: str, tmp_path: Path) -> None:
     both = [

@@ -72,6 +72,7 @@ def chosen(name: str) -> list[tuple[str, int, str]]:
 CASES = cells(SHARD_MODELS, columns, chosen)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("name", "column"), CASES)
 def test_shards_compute_what_one_process_does(
     name: str, column: tuple[str, int, str], tmp_path: Path

@@ -94,6 +94,7 @@ ON_GRIDS = [
 ]
 
 
+@pytest.mark.by_day(30)
 @pytest.mark.parametrize(("name", "grid"), ON_GRIDS, ids=str)
 def test_reductions(name: str, grid: tuple[int, ...]) -> None:
     step = check(Function(REDUCTIONS[name]), torch.randn(2, 3, 7, 10), grid)
@@ -158,6 +159,7 @@ class Bare(nn.Module):
         return self.function(x) * self.weight
 
 
+@pytest.mark.by_day(14)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize(
     "name",

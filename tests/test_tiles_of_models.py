@@ -42,6 +42,7 @@ def check(
     return step
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "size", "grid"),
     [

@@ -55,6 +55,7 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_support, "run_nodes", run)
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_networks_on_samples(
     seed: int, cut_along: Callable[[int], None]
@@ -108,6 +109,7 @@ class Attention(nn.Module):
         return x + torch.cat([second, first], -1) @ self.query.weight
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("kind", ["written", "masked", "causal"])
 @pytest.mark.parametrize(("dim", "count"), [(0, 2), (0, 3), (1, 2), (1, 4)])
 def test_attention_between_regions(
