@@ -15,6 +15,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
 os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
 
+import hypothesis
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
@@ -23,6 +24,11 @@ from gemsc.errors import GemscError
 from gemsc.launch.mpirun import find_mpirun
 
 torch.set_num_threads(1)
+# on a busy machine an example takes any time
+hypothesis.settings.register_profile(
+    "any", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any")
 gc.disable()  # until all is loaded
 
 GOLDEN = Path(__file__).parent / "golden"

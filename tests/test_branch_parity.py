@@ -105,7 +105,7 @@ def num_shared(name: str, choice: CompileOptions) -> int:
     return sum(not fork.reason for stage in stages for fork in stage.forks)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "column"), CASES)
 def test_branches_compute_what_one_process_does(
     name: str, column: Column, planned: Planned, tmp_path: Path
@@ -120,12 +120,13 @@ def test_branches_compute_what_one_process_does(
 COUNTED = [
     ("joins", ("one stage", 3, "batch")),
     ("shared", ("1f1b", 2, "whole")),
-    ("parallel t5", ("one stage", 2, "sequence")),
-    ("inception", ("one stage", 2, "batch")),
+    pytest.param(
+        "parallel t5", ("one stage", 2, "sequence"), marks=pytest.mark.nightly
+    ),
+    pytest.param("inception", ("one stage", 2, "batch"), marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "column"), COUNTED)
 def test_what_is_sent_is_what_was_predicted(
     name: str, column: Column, planned: Planned, tmp_path: Path

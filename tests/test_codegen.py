@@ -63,7 +63,7 @@ def test_the_files_of_a_picture_in_tiles(
     assert_formatted(tmp_path, files)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", ["recompute", "offload"])
 @pytest.mark.parametrize("name", ["unet", "densecnn", "encoder", "resnet50"])
 def test_files_with_segments_are_formatted(

@@ -439,6 +439,7 @@ def refusals(program: Path, saved: Path) -> dict[str, list[Refusal]]:
     return {name: [first[name], second[name]] for name in places}
 
 
+@pytest.mark.by_day(30)
 @pytest.mark.parametrize("name", [*DAMAGES, *FOREIGN])
 def test_it_is_refused_by_name_and_nothing_is_taken(
     name: str, refusals: dict[str, list[Refusal]]

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from models import MODELS, Case
+from nightly import at_night
 from torch import Tensor
 from torch.utils.data import default_collate
 from unet_histology import model as unet
@@ -21,13 +22,12 @@ EXAMPLES = (
     "encoder",
     "inception",
     "unet_histology.model",
-    "retina.model",
     "cosmology.model",
     "amoebanet.model",
 )
 
 
-@pytest.fixture(params=EXAMPLES)
+@pytest.fixture(params=[*EXAMPLES, *at_night("retina.model")])
 def example(request: pytest.FixtureRequest) -> ModuleType:
     torch.manual_seed(0)
     return importlib.import_module(request.param)

@@ -33,9 +33,9 @@ def exchanges_of(step: Step) -> int:
     return num_exchanges(step.programs[0])
 
 
-@pytest.mark.parametrize("first", seeds(20, 60, 20))
+@pytest.mark.parametrize("first", seeds(10, 60, 10))
 def test_random_networks_are_the_networks(first: int) -> None:
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         model, inputs, loss, target, grid = random_case(seed)
         expected = eager(model, inputs, loss, target)
         assert expected.is_finite
@@ -48,6 +48,7 @@ def test_random_networks_are_the_networks(first: int) -> None:
             raise
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "size", "grid", "counts"),
     [

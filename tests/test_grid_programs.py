@@ -28,6 +28,7 @@ def programs(name: str, directory: Path, **choices: object) -> int:
     return program.plan.ranks
 
 
+@pytest.mark.nightly
 def test_halos_are_fused_if_that_is_asked_for() -> None:
     def exchanges(layers: int) -> int:
         plan = options(ranks=2, tiles="2x1", micro_batches=1, fuse_halos=layers)
@@ -142,6 +143,7 @@ def written(options: CompileOptions, folder: Path) -> tuple[Plan, Any]:
     return program.plan, MODELS["unet"].inputs(count, torch.float32)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("plan", GRID_PLANS[::4], ids=CompileOptions.command_line)
 def test_peaks_on_tiles_are_the_predicted_ones(
     plan: CompileOptions, tmp_path: Path

@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.by_day(7)
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     ("name", "plan"),
     CASES,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import MODELS
 from networks import PICTURE, TEXT, rows
+from nightly import at_night
 from program_support import Net, blocks_of, node
 from torch import Tensor, nn
 
@@ -70,7 +71,7 @@ def test_a_cut_never_falls_inside_a_branched_block(kind: str) -> None:
     assert crossing(program) == [1] * (len(program.blocks or ()) - 1)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet110v2"])
+@pytest.mark.parametrize("name", ["resnet18", *at_night("resnet110v2")])
 def test_the_blocks_of_a_residual_network_are_its_residual_blocks(name: str) -> None:
     case = MODELS[name]
     loss = lambda output: case.loss(output, case.example_target)  # noqa: E731

@@ -122,14 +122,13 @@ def test_three_ranks_train_what_one_process_does(
     assert len(plan.stages) == 3
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "tiles"),
     [
-        ("small_unet.keras", 4, "2x2"),
         (f"{CHANNELS}small_unet.keras", 3, "1x2"),
         ("mobile.keras", 3, "2x1"),
-        ("unet.onnx", 4, "2x2"),
+        pytest.param("small_unet.keras", 4, "2x2", marks=pytest.mark.nightly),
+        pytest.param("unet.onnx", 4, "2x2", marks=pytest.mark.nightly),
     ],
 )
 def test_pictures_of_an_import_are_split(

@@ -43,7 +43,7 @@ def fullest(plan: Plan, measured: Sequence[int]) -> list[int]:
     ]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "plan"),
     CASES,
@@ -69,6 +69,7 @@ def test_they_change_no_bit_and_free_what_was_predicted(
         assert sum(leaner.activation_bytes) < sum(kept.plan.activation_bytes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["unet"])
 def test_auto_fits_tiles_into_a_cap(name: str, tmp_path: Path) -> None:
     plan = options(ranks=4, tiles="2x2", micro_batches=2)

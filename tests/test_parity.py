@@ -47,6 +47,7 @@ PAIRS = [
 ]
 TAKE_TURNS = ("resnet18", "densecnn", "encoder")
 DEEP = ("resnet50", "resnet110v2")
+OTHERS = ("mlp", "resnet10", "resnet18", "unet", "tiled", *DEEP)
 
 
 def in_turns(names: Sequence[str], rows: Sequence[Any]) -> list[Any]:
@@ -75,7 +76,7 @@ def shown(value: object) -> str:
     return value.command_line() if isinstance(value, CompileOptions) else str(value)
 
 
-@pytest.mark.by_day(40)
+@pytest.mark.by_day(30)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=shown)
 def test_ranks_compute_what_one_process_does(
     name: str, case: tuple[int, int, str], tmp_path: Path
@@ -160,8 +161,10 @@ def test_peaks_are_the_predicted_ones(
     assert record.peak_bytes == peaks
 
 
-@pytest.mark.by_day(3)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["densecnn", "encoder", *at_night(*OTHERS)],
+)
 def test_float32_and_several_steps(name: str, tmp_path: Path) -> None:
     options = CompileOptions(ranks=3, micro_batches=4)
     directory = tmp_path / "program"

@@ -176,6 +176,7 @@ def test_a_moved_cut_and_a_new_placement_are_compiled(
     assert plan.placement == "explicit"
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(
     ("edit", "marked", "says"),
     [

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from nightly import at_night
 from plan_support import made_up_plan
 from program_support import Net, trunk, written
 
@@ -185,7 +186,7 @@ def test_the_browser_reports_errors(tmp_path: Path) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("num_ranks", [3, 1000])
+@pytest.mark.parametrize("num_ranks", [3, *at_night(1000)])
 def test_the_page_opens_without_errors_and_its_script_runs(
     num_ranks: int, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 from gpt import Gpt, cross_entropy, words
+from nightly import at_night
 from parity_support import lowered, options
 
 from gemsc.compiler import Traced, lower, trace
@@ -39,7 +40,7 @@ def of_a_block(shards: int, trunk: str) -> dict[str, int]:
     return {name: two[name] - one[name] for name in one}
 
 
-@pytest.mark.parametrize("shards", [2, 3])
+@pytest.mark.parametrize("shards", [2, *at_night(3)])
 def test_a_block_needs_two_sums_forward_and_two_backward(shards: int) -> None:
     assert of_a_block(shards, "whole") == {
         "messages": 0,

@@ -28,6 +28,7 @@ def printed(width: int, *renderables: object, num_ranks: int = 0) -> list[str]:
     return [line.rstrip() for line in text.splitlines()]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("num_ranks", [2, 4, 300])
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_no_line_is_longer_than_the_terminal(width: int, num_ranks: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import MODELS
+from nightly import at_night
 from parity_support import lowered
 from program_support import mse, on_ranks, written
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class Parts:
         return self.inputs[index][place], target[place] if target.dim() > 2 else target
 
 
-@pytest.mark.parametrize("name", ["unet", "densecnn"])
+@pytest.mark.parametrize("name", ["densecnn", *at_night("unet")])
 def test_ranks_that_read_their_parts_train_like_those_that_read_all(
     name: str, tmp_path: Path
 ) -> None:

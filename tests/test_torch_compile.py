@@ -267,6 +267,7 @@ def test_ranks_compute_what_one_process_computes(
 
 
 @NEEDS_COMPILER
+@pytest.mark.nightly
 def test_mirrored_replicas_share_the_update(command: Gemsc, tmp_path: Path) -> None:
     """Two stages on each rank that are one class, in training."""
     program = tmp_path / "program"

@@ -170,7 +170,7 @@ RUN = ("--run", 5, "--accumulate", 2, "--clip-norm", 0.05)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    "name", ["mirrored", "replicas", *at_night("one rank", "tiles")]
+    "name", ["mirrored", *at_night("replicas", "one rank", "tiles")]
 )
 def test_a_run_is_a_plain_loop(
     name: str, gemsc: Gemsc, path: Path, tmp_path: Path
