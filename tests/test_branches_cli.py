@@ -77,6 +77,7 @@ def test_a_plan_says_which_rank_has_which_branch_and_its_weights(
     assert 'rank 1"' in Path("first/graph.dot").read_text()
 
 
+@pytest.mark.nightly
 def test_the_blocks_of_the_inception_example_are_shared_out(command: Gemsc) -> None:
     example = Path(__file__).parents[1] / "examples" / "inception.py"
     outcome = command(

@@ -275,6 +275,7 @@ def test_the_commands_of_the_readme_work(workplace, monkeypatch, capfd):
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_the_loop_of_ones_own_works(workplace):
     run(workplace, [sys.executable, "compile_rings.py"])
     with (workplace / "output").open("w+") as output:

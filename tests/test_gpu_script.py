@@ -19,6 +19,7 @@ def report(tmp_path: Path) -> gpu.Report:
     return gpu.Report("cpu", tmp_path, minutes=5)
 
 
+@pytest.mark.nightly
 def test_a_check_runs_in_a_process_of_its_own(
     report: gpu.Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

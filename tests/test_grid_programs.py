@@ -47,7 +47,7 @@ def test_local_batchnorm_fuses_no_halos() -> None:
         assert stage.exchanges == stage.unfused_exchanges == 17
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "plan",
     [

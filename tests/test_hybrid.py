@@ -127,7 +127,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.by_day(7)
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "options",
     [

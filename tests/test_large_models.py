@@ -38,6 +38,7 @@ def growths(folder: Path, layers: int, width: int, *steps: str) -> dict[str, int
     return found
 
 
+@pytest.mark.nightly
 def test_compiling_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     layers, width = 10, 1024
     layer = 4 * width * (width + 1)

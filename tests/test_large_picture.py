@@ -66,6 +66,7 @@ class Crops:
         return part.expand(3, -1, -1), (part > 0.4).float()
 
 
+@pytest.mark.nightly
 def test_crops_of_it_train_as_if_each_rank_had_read_all(
     picture: np.ndarray, tmp_path: Path
 ) -> None:

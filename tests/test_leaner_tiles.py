@@ -43,11 +43,18 @@ def fullest(plan: Plan, measured: Sequence[int]) -> list[int]:
     ]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "plan"),
-    CASES,
-    ids=[f"{name} {plan.command_line()}" for name, plan in CASES],
+    [
+        pytest.param(
+            name,
+            plan,
+            id=f"{name} {plan.command_line()}",
+            marks=() if name == "tiled" else pytest.mark.nightly,
+        )
+        for name, plan in CASES
+    ],
 )
 def test_they_change_no_bit_and_free_what_was_predicted(
     name: str, plan: CompileOptions, tmp_path: Path

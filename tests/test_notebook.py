@@ -14,19 +14,6 @@ from command_line import GEMSC, Gemsc
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "histology.ipynb"
 
-LESS = {  # what a quick run of all cells has instead
-    "CROPS = 256": "CROPS = 8",
-    "--ranks 4": "--ranks 2",
-    "--tiles 2x2": "--tiles 2x1",
-    "SIDE=256": "SIDE=32",
-    "--micro-batches 8": "--micro-batches 2",
-    "--micro-batches 4": "--micro-batches 2",
-    "--epochs 4": "--epochs 1",
-    "--steps 4": "--steps 1",
-    "gemsc verify build/unet": "gemsc verify build/unet --dtype float64 --steps 1",
-    "verify build/tiles": "verify build/tiles --steps 1",
-}
-
 
 def read() -> Any:
     return nbformat.read(NOTEBOOK, 4)
@@ -86,40 +73,22 @@ def test_its_model_is_still_split_as_it_says(command: Gemsc):
     assert done.out.splitlines()[0] in printed(notebook, words[0])
 
 
-def run_cells(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_the_notebook_runs_and_the_network_learns(tmp_path, monkeypatch, request):
     client = pytest.importorskip("nbclient")
     if shutil.which("dot") is None:
         pytest.skip("there is no dot to draw with")
     monkeypatch.setenv("PATH", f"{GEMSC.parent}{os.pathsep}{os.environ['PATH']}")
+    notebook = read()
+    place = {"metadata": {"path": str(tmp_path)}}
     client.NotebookClient(
         notebook,
         timeout=500,
-        resources={"metadata": {"path": str(folder)}},
+        resources=place,
         record_timing=False,
         coalesce_streams=True,
     ).execute()
-
-
-@pytest.mark.mpi
-def test_every_cell_runs_with_less_of_everything(tmp_path, monkeypatch):
-    notebook = read()
-    for old, new in LESS.items():
-        found = [cell for cell in cells(notebook) if old in cell.source]
-        assert found, old
-        for cell in found:
-            cell.source = cell.source.replace(old, new)
-    run_cells(notebook, tmp_path, monkeypatch)
-    for program in ("unet", "tiles"):
-        assert ": exact" in printed(notebook, f"gemsc verify build/{program}")
-    assert "loss" in printed(notebook, "--save build/trained-on")
-    assert 0 <= scores(notebook)[0] <= 1
-
-
-@pytest.mark.mpi
-@pytest.mark.nightly
-def test_the_notebook_runs_and_the_network_learns(tmp_path, monkeypatch, request):
-    notebook = read()
-    run_cells(notebook, tmp_path, monkeypatch)
     network, rule = scores(notebook)
     assert network > rule
     tidy(notebook)

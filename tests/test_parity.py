@@ -135,7 +135,7 @@ def test_replicas_copies_and_placements_are_exact(
     assert worst_error(name, options, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("options", TWO_REPLICAS, ids=CompileOptions.command_line)
 @pytest.mark.parametrize("name", ["unet", *at_night("resnet18", "encoder")])
 def test_peaks_are_the_predicted_ones(

@@ -46,7 +46,7 @@ REST = [
 ]
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(("name", "choice"), [*CASES, *REST])
 def test_a_rank_holds_what_is_predicted(name: str, choice: str, tmp_path: Path) -> None:
     program = lowered(name, CompileOptions(**CHOICES[choice]))

@@ -50,7 +50,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "options"), ROWS)
 def test_it_changes_no_bit_and_frees_what_was_predicted(
     name: str, options: CompileOptions, tmp_path: Path

@@ -13,7 +13,7 @@ from gemsc.base.draws import same_draws
 WHOLE = tuple(f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "out"))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["gpt", "gpt dropout"])
 @pytest.mark.parametrize("trunk", ["batch", "sequence"])
 def test_whole_heads_attend_from_the_queries_of_the_rank(

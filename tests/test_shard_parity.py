@@ -169,6 +169,7 @@ def test_the_command_line_compiles_and_verifies(tmp_path: Path, gemsc: Gemsc) ->
     assert "exact" in done.out
 
 
+@pytest.mark.nightly
 def test_all_heads_of_a_t5_are_cut() -> None:
     """Also those of attention whose table of distances is masked, or is zeros."""
     program = lowered("t5", plan("one stage", 2, "whole"))

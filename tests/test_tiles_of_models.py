@@ -73,6 +73,7 @@ def test_a_residual_network_of_version_2() -> None:
     assert not step.barriers
 
 
+@pytest.mark.nightly
 def test_a_network_of_cells() -> None:
     x, target = torch.randn(2, 3, 48, 64), torch.tensor([1, 0])
     model = AmoebaNet(num_cells=3, width=16)

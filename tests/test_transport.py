@@ -209,6 +209,7 @@ def test_a_message_that_is_too_short_is_an_error(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_large_messages_arrive_where_ranks_cannot_read_each_others_memory(tmp_path):
     none = {"OMPI_MCA_smsc": "^cma,knem,xpmem"}  # as in a container without ptrace
     case = "a_message_of_32_mib_arrives"

@@ -181,8 +181,8 @@ def _require_memory(task: Task, policy: Policy) -> None:
         raise GemscError(
             f"{', '.join(short)} for one micro-batch, but the limit is "
             f"{task.memory_cap:,} bytes",
-            help="use more ranks, --balance memory, smaller micro-batches "
-            "or a larger --device-memory",
+            help="use more ranks, --tiles auto for pictures, --balance memory, smaller "
+            "micro-batches or a larger --device-memory",
         )
 
 
