@@ -97,6 +97,7 @@ def test_auto_compares_branches(command: Gemsc) -> None:
     assert "why: " in outcome.out
 
 
+@pytest.mark.nightly
 def test_an_unchanged_plan_places_branches_alike(command: Gemsc) -> None:
     first = compiled(command)
     error, second = recompiled(command, Path("first/plan.toml").read_text())

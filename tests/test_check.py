@@ -520,6 +520,7 @@ def test_a_schedule_broken_anywhere_is_found(name: str, seed: int) -> None:
         proved(broken, task, shared=shared_by(task))
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=15, deadline=None)

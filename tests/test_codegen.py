@@ -89,7 +89,7 @@ def test_the_files_of_an_encoder_with_tied_weights(
 LEFT_OUT = ("resnet110v2", "tiled")  # one takes long, the other has too few blocks
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT_OUT])
 def test_the_text_does_not_grow_with_the_micro_batches(
     name: str, tmp_path: Path

@@ -53,7 +53,7 @@ def cases() -> list[object]:
     ]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("mutant", cases())
 def test_without_it_a_check_fails(mutant: Mutant) -> None:
     assert what_fails(mutant)

@@ -202,7 +202,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_bit_stays(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -484,7 +484,7 @@ class Every:
 SMALL, LARGE = (0, 2, 3, 6, 10), (1, 4, 5, 7, 8, 9, 11, 12, 13)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("seed", [*SMALL, *at_night(*LARGE)])
 def test_no_other_choice_of_forks_saves_more(seed: int) -> None:
     case = random_branches(seed)

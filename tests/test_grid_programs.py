@@ -40,6 +40,7 @@ def test_halos_are_fused_if_that_is_asked_for() -> None:
     assert exchanges(0) == CompileOptions().fuse_halos + 17 == 17
 
 
+@pytest.mark.nightly
 def test_local_batchnorm_fuses_no_halos() -> None:
     for how in (3, 0):
         plan = options(ranks=2, tiles="2x1", local_batchnorm=True, fuse_halos=how)
@@ -208,6 +209,7 @@ def test_mirrored_grids_stay_and_lone_ranks_change_places() -> None:
     assert placement.ranks == ((grid, (4,), (5,)), (grid, (5,), (4,)))
 
 
+@pytest.mark.nightly
 def test_a_split_stage_takes_more_of_the_work() -> None:
     plan = lowered("resnet10", options(ranks=5, tiles="2x2")).plan
     assert plan.stages[0].flops > 2 * plan.stages[1].flops

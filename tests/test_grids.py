@@ -16,7 +16,7 @@ def _whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemsc.lowering.stages.SplitTiles", WholeTiles)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("_whole")
 @pytest.mark.parametrize("plan", GRID_PLANS[::2], ids=CompileOptions.command_line)
 def test_grids_that_compute_everything_on_each_tile(
@@ -42,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("name", "plan"),
     CASES,

@@ -60,7 +60,7 @@ RESIDUAL = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("kind", RESIDUAL)
 def test_a_cut_never_falls_inside_a_branched_block(kind: str) -> None:
     count = 8 if kind == "inception" else 4

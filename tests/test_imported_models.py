@@ -112,7 +112,7 @@ def worst_error(path: Path, directory: Path, **options: Any) -> tuple[float, Pla
 EXACT = TOLERANCE[torch.float64]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", [*BY_DAY, *at_night(*sorted({*FILES} - {*BY_DAY}))])
 def test_three_ranks_train_what_one_process_does(
     name: str, train_py: Callable[[str], Path], tmp_path: Path
@@ -122,6 +122,7 @@ def test_three_ranks_train_what_one_process_does(
     assert len(plan.stages) == 3
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "tiles"),
     [
@@ -139,6 +140,7 @@ def test_pictures_of_an_import_are_split(
     assert not plan.barriers
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "units"),
     [("transformer.keras", {"heads", "features"}), ("encoder.onnx", {"features"})],
@@ -151,6 +153,7 @@ def test_heads_and_features_of_an_import_are_shared(
     assert units <= set(plan.stages[0].units.split(", "))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["inception.keras", "inception.onnx"])
 def test_branches_of_an_import_go_to_different_ranks(
     name: str, train_py: Callable[[str], Path], tmp_path: Path

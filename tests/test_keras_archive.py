@@ -138,7 +138,7 @@ def other_shape(file: Any) -> None:
     replaced(file, np.zeros((3, 4), "float32"))
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

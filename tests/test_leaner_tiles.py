@@ -91,7 +91,7 @@ def test_auto_fits_tiles_into_a_cap(name: str, tmp_path: Path) -> None:
     assert max(record.peak_bytes) <= max(program.plan.peak_bytes) <= cap
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize("seed", [4, 17, 31, 39, 45])
 def test_random_networks_hold_what_was_predicted(seed: int, tmp_path: Path) -> None:

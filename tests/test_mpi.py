@@ -38,7 +38,7 @@ SAMPLE = [
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("job", [(4, 4), *at_night((4, 1), (2, 1), (3, 1))])
+@pytest.mark.parametrize("job", [(4, 5), *at_night((4, 1), (2, 1), (3, 1))])
 def test_processes_compute_what_one_process_does(
     job: tuple[int, int], tmp_path: Path
 ) -> None:

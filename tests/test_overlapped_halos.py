@@ -146,6 +146,7 @@ def test_only_convolutions_that_keep_the_size_overlap() -> None:
     assert layers(overlap_halos=False) == []
 
 
+@pytest.mark.nightly
 def test_the_evaluation_overlaps_as_training_does() -> None:
     torch.set_default_dtype(torch.float32)
     plan = options(ranks=2, tiles="2x1", micro_batches=2)

@@ -161,6 +161,7 @@ def rows_in_docs(name: str) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("samples", ["14", *at_night("238")])
+@pytest.mark.nightly
 def test_the_documentation_has_what_sharing_a_device_gains(
     samples: str, compare: ModuleType
 ) -> None:

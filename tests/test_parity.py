@@ -76,7 +76,7 @@ def shown(value: object) -> str:
     return value.command_line() if isinstance(value, CompileOptions) else str(value)
 
 
-@pytest.mark.by_day(30)
+@pytest.mark.by_day(20)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=shown)
 def test_ranks_compute_what_one_process_does(
     name: str, case: tuple[int, int, str], tmp_path: Path
@@ -86,6 +86,7 @@ def test_ranks_compute_what_one_process_does(
     assert worst_error(name, options, tmp_path / "program") <= FLOAT64
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["mlp", "unet"])
 def test_schedules_of_one_micro_batch_are_the_same(name: str, ranks: int) -> None:
@@ -127,7 +128,7 @@ REPLICATED = [
 ]
 
 
-@pytest.mark.by_day(14)
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize(("name", "options"), REPLICATED, ids=shown)
 def test_replicas_copies_and_placements_are_exact(
     name: str, options: CompileOptions, tmp_path: Path
@@ -135,7 +136,7 @@ def test_replicas_copies_and_placements_are_exact(
     assert worst_error(name, options, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("options", TWO_REPLICAS, ids=CompileOptions.command_line)
 @pytest.mark.parametrize("name", ["unet", *at_night("resnet18", "encoder")])
 def test_peaks_are_the_predicted_ones(

@@ -98,6 +98,7 @@ def normed(self: Any, x: Tensor) -> Tensor:
 # Row 3
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_the_loss_is_the_mean_of_the_batch_however_it_is_cut(
     schedule: str, tmp_path: Path

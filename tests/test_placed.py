@@ -209,7 +209,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1 rank"])
 def test_clipped_steps_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
     _, optimizer = LAYOUTS[layout]

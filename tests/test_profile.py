@@ -229,6 +229,7 @@ def test_a_quick_calibration_writes_a_file_that_compiles(
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_the_network_is_measured_between_processes(
     tmp_path: Path, gemsc: Gemsc
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_thousand_ranks_are_summed_up(tmp_path: Path) -> None:
     assert Reader(text).wrong == []
 
 
+@pytest.mark.nightly
 def test_many_micro_batches_are_not_drawn_one_by_one(tmp_path: Path) -> None:
     text = report(made_up_plan(4, 2000), tmp_path)
     assert len(text) < 500_000

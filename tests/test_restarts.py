@@ -123,6 +123,7 @@ def test_fewer_ranks_have_the_same_batch(endings, options, ranks, slots, fewer):
     assert not found.blocks
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_lost_is_left_out(endings, command, monkeypatch):
     endings, started = endings
     endings += [KILLED, KILLED, Ending(0)]

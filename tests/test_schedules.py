@@ -138,6 +138,7 @@ def test_the_page_of_schedules_has_these_figures() -> None:
 # -- properties ------------------------------------------------------------------------
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from([None, *PLACEMENTS]))
 @settings(max_examples=15, deadline=None)
@@ -148,6 +149,7 @@ def test_any_task_gets_a_correct_schedule(
     proved(task, run(task, SCHEDULES[name].policy))
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from([None, *PLACEMENTS]))
 @settings(max_examples=15, deadline=None)
@@ -200,6 +202,7 @@ def test_the_text_does_not_grow_with_the_micro_batches(
             assert num_lines(find_loops(order)) <= most
 
 
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_short_text_costs_little_time(name: str, seed: int) -> None:

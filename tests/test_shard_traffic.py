@@ -50,6 +50,7 @@ def test_a_block_needs_two_sums_forward_and_two_backward(shards: int) -> None:
     }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("shards", "trunk"), [(2, "batch"), (3, "sequence")])
 def test_a_split_trunk_takes_two_gathers_and_two_reductions_each_way(
     shards: int, trunk: str

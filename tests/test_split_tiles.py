@@ -8,7 +8,7 @@ from tile_support import assert_same, eager, on_tiles
 
 pytestmark = pytest.mark.usefixtures("in_double")
 
-PER_TEST = 20
+PER_TEST = 10
 
 
 def check(seed: int) -> bool:
@@ -25,6 +25,6 @@ def check(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("first", seeds(20, 300, PER_TEST))
+@pytest.mark.parametrize("first", seeds(10, 300, PER_TEST))
 def test_random_networks_on_tiles_are_the_networks(first: int) -> None:
     assert sum(map(check, range(first, first + PER_TEST))) >= PER_TEST - 1

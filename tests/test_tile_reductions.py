@@ -94,7 +94,7 @@ ON_GRIDS = [
 ]
 
 
-@pytest.mark.by_day(30)
+@pytest.mark.by_day(20)
 @pytest.mark.parametrize(("name", "grid"), ON_GRIDS, ids=str)
 def test_reductions(name: str, grid: tuple[int, ...]) -> None:
     step = check(Function(REDUCTIONS[name]), torch.randn(2, 3, 7, 10), grid)

@@ -202,6 +202,7 @@ def test_a_rank_that_raises_ends_the_job_in_seconds(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.nightly
 def test_a_message_that_is_too_short_is_an_error(tmp_path):
     code, output = run_mpi(2, tmp_path, ("a_message_that_is_too_short",))
     assert code == 3

@@ -55,7 +55,7 @@ STEPS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.by_day(14)
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", STEPS)
