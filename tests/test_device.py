@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from local_transport import LocalTransport, run_local
 from program_support import Net, X, mse, written
 from sim_cuda import DEVICE, SimDevice
 
+from gemsc.base.process import MALLOC_SETTING
 from gemsc.errors import GemscError
 from gemsc.runtime.process.device import (
     cap_memory,
@@ -191,6 +194,38 @@ def test_pytorch_hands_out_what_a_rank_was_compiled_for(
     assert not shares
     cap_memory(gpu(0), cap)
     assert shares == ([] if share is None else [share])
+
+
+FREES = """
+import sys
+from pathlib import Path
+import torch
+from gemsc.runtime.process.device import cap_memory
+
+def resident():
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * 4096
+
+cap_memory(torch.device("cpu"), {cap})
+before = resident()
+tensors = [torch.ones(2**22) for _ in range(8)]  # 16 MiB each
+assert resident() - before > 7 * 2**24
+last = torch.ones(2**10)  # behind them
+del tensors
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its memory")
+@pytest.mark.parametrize("cap", [None, 2**31])
+def test_on_a_cpu_a_rank_with_a_cap_gives_back_what_it_frees(cap: int | None) -> None:
+    environment = os.environ | {"GLIBC_TUNABLES": MALLOC_SETTING}
+    words = [sys.executable, "-c", FREES.format(cap=cap)]
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, check=True
+    )
+    kept = int(done.stdout)
+    assert kept < 2**24 if cap else kept > 7 * 2**24
 
 
 def test_a_trainer_knows_what_it_was_compiled_for(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gemsc.base.process import is_started_by_mpirun
+from gemsc.base.process import is_started_by_mpirun, return_large_blocks
 from gemsc.errors import GemscError
 from gemsc.runtime.process.mps import use_mps
 from gemsc.runtime.process.sharing import (
@@ -162,10 +162,13 @@ def choose_device(
 def cap_memory(device: torch.device, cap: int | None) -> None:
     """Let PyTorch refuse what goes beyond the bytes that a rank was compiled for.
 
-    CUDA's context is part of them, but not of what PyTorch hands out. On a CPU, and
-    without a cap, nothing changes.
+    CUDA's context is part of them, but not of what PyTorch hands out. On a CPU nothing
+    is refused, but what is freed is not kept. Without a cap nothing changes.
     """
-    if device.type != "cuda" or cap is None:
+    if cap is None:
+        return
+    if device.type != "cuda":
+        return_large_blocks()
         return
     total = torch.cuda.get_device_properties(device).total_memory
     share = max(cap - CONTEXT_BYTES, cap // 2) / total
