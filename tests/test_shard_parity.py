@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import Gemsc, gemsc_here
-from nightly import at_night
 from parity_support import (
     FLOAT64,
     cells,
@@ -86,11 +85,8 @@ def test_shards_compute_what_one_process_does(
 
 JOB = Path(__file__).with_name("mpi_parity_program.py")
 SAMPLE = {
-    "by day": [
-        ("gpt", plan("one stage", 2, "batch")),
-        ("words", plan("one stage", 2, "sequence")),
-    ],
     "two": [
+        ("gpt", plan("one stage", 2, "batch")),
         ("transformer dropout", plan("one stage", 2, "sequence")),
         ("words", plan("one stage", 2, "whole")),
         ("gpt", plan("one stage", 2, "whole")),
@@ -108,7 +104,8 @@ SAMPLE = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("sample", ["by day", *at_night("two", "four")])
+@pytest.mark.nightly  # by day test_mpi.py has one of them
+@pytest.mark.parametrize("sample", ["two", "four"])
 def test_processes_compute_what_one_process_does(sample: str, tmp_path: Path) -> None:
     words, processes = [], 4 if sample == "four" else 2
     for index, (name, choice) in enumerate(SAMPLE[sample]):
