@@ -9,8 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 # a worker of xdist that crashes fails the run: with loadfile, or a new one, it may hang
-# one more than there are cores: many tests wait for processes that they have started
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, max(2, os.cpu_count() or 1)))')
 PARALLEL := --numprocesses $(WORKERS) --dist worksteal --max-worker-restart 0
 UNET := examples/unet_histology/model.py
 
