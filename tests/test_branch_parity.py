@@ -82,7 +82,8 @@ def columns(name: str) -> list[Column]:
     return [each for each in table if each[0] != "shards" or each[1] <= most]
 
 
-# each kind of column and each trunk, where a model has what it is about
+# each kind of column and each trunk, where a model has what it is about; two of them
+# run by day
 BY_DAY: dict[str, Column] = {
     "inception": ("tiles", 2, "whole"),
     "parallel t5": ("data", 2, "sequence"),

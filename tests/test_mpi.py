@@ -38,19 +38,25 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("job", [(4, 5), *at_night((4, 0), (2, 0), (3, 0))])
-def test_processes_compute_what_one_process_does(
-    job: tuple[int, int], tmp_path: Path
-) -> None:
-    """Two steps of each program of so many ranks, in one job that starts once.
+BY_PROCESSES = {
+    processes: [each for each in SAMPLE if each[1].ranks * each[1].data == processes]
+    for processes in (2, 3, 4)
+}
+BY_DAY = BY_PROCESSES[4][5::5]  # on tiles; on shards with data-parallel replicas
 
-    By day only of some: on tiles, on shards with data-parallel replicas.
-    """
-    processes, first = job
-    sample = [each for each in SAMPLE if each[1].ranks * each[1].data == processes]
-    sample = sample[first :: max(1, first)]
-    assert len(sample) > 1
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "sample",
+    [BY_DAY, *at_night(*BY_PROCESSES.values())],
+    ids=["by day", *map(str, BY_PROCESSES)],
+)
+def test_processes_compute_what_one_process_does(
+    sample: list[tuple[str, CompileOptions, torch.dtype]], tmp_path: Path
+) -> None:
+    """Two steps of each program of so many ranks, in one job: starts take longest."""
+    processes = sample[0][1].ranks * sample[0][1].data
+    assert len(BY_DAY) == 2
     words = []
     for index, (name, plan, dtype) in enumerate(sample):
         folder = tmp_path / str(index)
