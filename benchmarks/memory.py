@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from cases import CASES, masked_pictures, pictures, texts, vectors
 from densenet import DenseCNN
 from encoder import Encoder
-from local_transport import run_local
 from mlp import MLP
 from peak_tensors import peak_of_steps
 from resnet import BasicBlock, ResNet
@@ -33,6 +32,7 @@ from gemsc.compiler import Traced, lower, trace
 from gemsc.costs.optimizer_state import Factory
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 
 RANKS = (2, 4)

@@ -33,10 +33,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import cases  # noqa: F401  (makes local_transport importable)
 import torch
 from hugging_face import HUGGING_FACE
-from local_transport import run_local
 from third_party import VISION, Network
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -47,6 +45,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import CompiledProgram
 from gemsc.errors import GemscError
 from gemsc.runtime.training.verification import record_steps
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.record import read_record
 from gemsc.verify.steps import TOLERANCE, compare, reference_steps

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from cases import words
 from gpt import Gpt, cross_entropy
-from local_transport import run_local
 from memory import MICRO_BATCHES, Model, adamw, measure, traced
 
 from gemsc.compiler import Traced, lower
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.metered import metered
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from cases import masked_pictures
-from local_transport import run_local
 from resnet import ResNetV2
 from torch import Tensor, nn
 from unet_histology import model as unet
@@ -29,6 +28,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower, trace
 from gemsc.options import CompileOptions
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.metered import metered
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from device_programs import SIZE, Program, assert_equal, compiled
-from local_transport import LocalTransport, run_local
 from program_support import written
 from sim_cuda import DEVICE, SimDevice, on_device
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from gemsc.runtime.memory.offload import OffloadedRun, PinnedStore, offloaded
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport import device_transport, streams, waiting
 from gemsc.runtime.transport.device_transport import DeviceTransport, Incoming, _Until
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import Arrival, CudaStreams, Pending
 from gemsc.runtime.transport.waiting import Awaited, Request
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_transport import LocalTransport, run_local
 from program_support import written
 from sim_cuda import DEVICE, DirectTransport, on_device
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams
 
 __all__ = ["USES", "Program", "Result", "assert_equal", "compiled", "train"]

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from local_transport import run_local
 from networks import mean
 from ruff.__main__ import find_ruff_bin
 from safetensors.torch import load_file
@@ -26,6 +25,7 @@ from gemsc.passes.manager import run_passes
 from gemsc.passes.place_stages import PlaceStages
 from gemsc.runtime.checkpoint.export import export_model
 from gemsc.runtime.training.trainer import OptimizerFactory, Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.verify.steps import Comparison, compare, reference_steps
 
 T = TypeVar("T")

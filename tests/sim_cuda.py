@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from local_transport import LocalTransport
 from sim_operators import (
     is_view,
     mapped,
@@ -34,6 +33,8 @@ from sim_operators import (
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemsc.runtime.transport.local import LocalTransport
 
 __all__ = ["DEVICE", "POLICIES", "DirectTransport", "SimDevice", "on_device"]
 

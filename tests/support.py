@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_transport import run_local
 
 from gemsc.runtime.training.trainer import OptimizerFactory
 from gemsc.runtime.training.verification import record_steps
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.record import StepRecord, read_record
 

@@ -20,7 +20,6 @@ from command_line import (
     gemsc_here,
     line_of,
 )
-from local_transport import LocalTransport, run_local
 from nightly import at_night
 from torch import nn
 
@@ -30,6 +29,7 @@ from gemsc.launch import launch, mpirun
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.weights.read import read_tensor
 from gemsc.weights.stage import fill
 from gemsc.weights.write import write_tensors

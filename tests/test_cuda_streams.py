@@ -15,7 +15,6 @@ import pytest
 import torch
 from device_checks import CHECKS, ends
 from device_programs import USES, assert_equal, compiled
-from local_transport import LocalTransport, run_local
 from program_support import written
 from sim_cuda import DEVICE, on_device
 from torch import nn
@@ -25,6 +24,7 @@ from gemsc.errors import GemscError
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.transport import waiting
 from gemsc.runtime.transport.device_transport import DEVICE_SLEEP, DeviceTransport
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams
 from gemsc.schedules import SCHEDULES
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import Gemsc, gemsc_here
-from local_transport import LocalTransport, run_local
 from program_support import Net, X, mse, written
 from sim_cuda import DEVICE, SimDevice
 
@@ -25,6 +24,7 @@ from gemsc.runtime.process.device import (
 )
 from gemsc.runtime.process.sharing import LOCAL_RANKS
 from gemsc.runtime.training import trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.verify.steps import reference_steps
 
 gemsc = pytest.fixture(gemsc_here)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from local_transport import LocalTransport, run_local
 from sim_cuda import DEVICE, DirectTransport, SimDevice, on_device
 
 from gemsc.errors import GemscError
 from gemsc.runtime.transport import mpi, trial
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.streams import CudaStreams, Streams
 from gemsc.runtime.transport.trial import may_carry, try_message

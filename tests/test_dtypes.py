@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from local_transport import run_local
 from program_support import Net, X, against_one_process, batch_of, mse, written
 from support import run_on_threads
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from gemsc.frontend import FRONTENDS
 from gemsc.ir import meta
 from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.clip import clip_gradients

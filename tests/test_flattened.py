@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from local_transport import run_local
 from tile_support import Step, assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from gemsc.ir import meta
 from gemsc.runtime.tiles import linear
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
 
 pytestmark = pytest.mark.usefixtures("in_double")

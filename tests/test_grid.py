@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import pytest
 import torch
-from local_transport import run_local
 from torch import Tensor
 
 from gemsc.base.boxes import Box, everything, intersection, shape_of
@@ -19,6 +18,7 @@ from gemsc.messages.exchange import Exchange
 from gemsc.runtime.tiles import all_reduce, redistribute
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
 
 T = TypeVar("T")

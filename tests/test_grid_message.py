@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_transport import LocalTransport, run_local
 from torch import Tensor
 from worker_support import worker_of
 
@@ -17,6 +16,7 @@ from gemsc.messages.grid_message import GridMessage, TileValue
 from gemsc.messages.message import Input, Message, Tiles
 from gemsc.passes.spatial.cuts import boxes
 from gemsc.runtime.data.tiled import Window, window_of
+from gemsc.runtime.transport.local import LocalTransport, run_local
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)]
 NUM_MICRO_BATCHES = 3

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from local_transport import LocalTransport, run_local
 from models import MODELS
 from parity_support import lowered
 
@@ -16,6 +15,7 @@ from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 
 DOUBLE = torch.float64
 

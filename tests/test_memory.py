@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_transport import LocalTransport, run_local
 from models import MODELS
 from parity_support import traced
 from plan_support import metered_peaks
@@ -30,6 +29,7 @@ from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.planner.memory import MemoryParts, memory_curve, stage_weights
 from gemsc.planner.savings import Saving, cheapest
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.schedules import SCHEDULES, StageCost, Task, held_bytes, run
 from gemsc.verify.steps import compare
 

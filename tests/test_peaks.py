@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from local_transport import run_local
 from parity_support import NETWORKS, lowered
+
+from gemsc.runtime.transport.local import run_local
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from command_line import Gemsc, gemsc_here
 from device_programs import SIZE, Program, compiled
-from local_transport import LocalTransport, run_local
 from sim_cuda import DEVICE, on_device
 
 from gemsc.runtime.training import trainer
@@ -23,6 +22,7 @@ from gemsc.runtime.training.recording import (
     record_timed_steps,
 )
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams
 
 MILLISECOND = 1_000_000  # of an operator of the simulated device

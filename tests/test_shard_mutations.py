@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt import Gpt, words
-from local_transport import LocalGroup
 from parity_support import FLOAT64, lowered, options, worst_error
 from shard_support import sharded
 from tile_support import assert_same, eager, on_ranks
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from gemsc.ir.program import Program
 from gemsc.runtime.tiles import vocabulary
+from gemsc.runtime.transport.local import LocalGroup
 
 SHARDS = 2
 Mistake = Callable[[Program], int]  # returns how often it was made

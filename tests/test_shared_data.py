@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here, line_of
-from local_transport import run_local
 from nightly import at_night
 
 from gemsc.errors import GemscError, SourceLocation
@@ -18,6 +17,7 @@ from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.shared import Digests, SharedData
 from gemsc.runtime.data.tiled import Window
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.user_model import load_user_model
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from local_transport import run_local
 from models import MODELS, AmoebaNet, ResNetV2
 from tile_support import assert_same, eager, on_tiles
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from gemsc.passes.spatial.need import mirrored, support, transposed, window
 from gemsc.runtime.tiles import batch_norm, dropout
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
 
 pytestmark = pytest.mark.usefixtures("in_double")

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import gemsc_here
-from local_transport import run_local
 from models import MODELS
 from schedule_support import equal_task, random_task
 
@@ -25,6 +24,7 @@ from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.runtime.training.recording import CALLS, Recorder
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.schedules import SCHEDULES, Kind, Task, Timeline, run
 from gemsc.viz.panel import Panel, measured_panel, panels_of, predicted_panel
 from gemsc.viz.strip import grid

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_transport import LocalTransport, run_local
 from mpi_transport_program import CASES
 from nightly import at_night
 
@@ -18,6 +17,7 @@ from gemsc.launch.launch import launch
 from gemsc.launch.mpirun import find_mpirun
 from gemsc.runtime.transport import mpi
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams
 from gemsc.runtime.transport.waiting import wait
 

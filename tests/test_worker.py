@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_transport import LocalTransport, run_local
 from torch import Tensor, nn
 from worker_support import RUN, worker_of
 
 from gemsc.errors import GemscError
 from gemsc.messages.message import Input, Message, Value
+from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.worker.program import Run
 from gemsc.runtime.worker.worker import Worker
 

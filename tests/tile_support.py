@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import torch
-from local_transport import run_local
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -33,6 +32,7 @@ from gemsc.passes.split_tiles import SplitTiles
 from gemsc.runtime.tiles.grid import Grid
 from gemsc.runtime.tiles.saving import saved_in_parts
 from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.streams import Streams
 
 TOLERANCE = 1e-9

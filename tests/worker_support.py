@@ -6,10 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from local_transport import LocalTransport
 from torch import nn
 
 from gemsc.runtime.transport.device_transport import DeviceTransport
+from gemsc.runtime.transport.local import LocalTransport
 from gemsc.runtime.transport.streams import streams_for
 from gemsc.runtime.worker.program import RankPlace, RankProgram, Run
 from gemsc.runtime.worker.stages import Stages

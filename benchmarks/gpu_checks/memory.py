@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from local_transport import run_local
 from peak_tensors import PeakTensors
 
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 
 from .lines import Line, Place, judged

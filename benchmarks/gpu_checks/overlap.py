@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from local_transport import run_local
 from torch.profiler import ProfilerActivity, profile
 
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 
 from .lines import Line, Place, judged, skipped

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from local_transport import run_local
 
 from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 
 from .lines import Line, Place, judged

@@ -1,4 +1,4 @@
-"""A transport whose ranks are threads of one process: for unit tests.
+"""A transport whose ranks are threads of one process: for checks of a program.
 
 It is stricter than MPI. A send is complete only when the matching receive was posted;
 ranks that wait for each other are told so at once; messages that nobody received are an
