@@ -20,6 +20,7 @@ from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import Progress
 from gemsc.costs.sharing import SharedDevice
 from gemsc.ir.shards import Placed
+from gemsc.ir.sources import lost_nothing
 from gemsc.lowering.evaluation import evaluate
 from gemsc.lowering.stages import schedule_stages
 from gemsc.lowering.tracing import trace
@@ -127,6 +128,8 @@ def lower(
     candidates, options = settled_options(traced, options, run)
     done = schedule_stages(traced, options, run, placed=placed)
     whole, tiles = evaluate(traced, done, options, run)
+    lost_nothing(whole.program, [tile.program for tile in tiles])
+    lost_nothing(whole.evaluation, [tile.evaluation for tile in tiles])
     steps = tuple(find_loops(order) for order in done.timeline.orders)
     plan = _planned(traced, done, options, source, run)
     compilation = Compilation(whole, tiles, steps, plan)

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from program_support import Net, blocks_of, cut, mean, trunk
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from gemsc.errors import InternalError
 from gemsc.frontend import record
+from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
 from gemsc.ir.invariants import verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
+from gemsc.ir.sources import data_operands, lost_nothing, sources
+from gemsc.passes.base import Pass
+from gemsc.passes.manager import run_passes
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +136,73 @@ def test_indices_that_two_transfers_share(program: Program) -> None:
 
 def test_a_program_without_facts_is_well_formed() -> None:
     verify(record(Net(lambda self, x: self.a(x)), (torch.zeros(2, 4),), loss=mean))
+
+
+def shaped(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = self.b(self.a(x))
+    return (x * self.scale.expand_as(x) + torch.zeros_like(y)) @ y.view_as(x).t()
+
+
+SHAPED = Net(shaped, scale=nn.Parameter(torch.ones(2, 4)))
+
+
+def test_sources_are_what_gives_elements() -> None:
+    traced = record(SHAPED, (torch.zeros(2, 4), torch.zeros(2, 4)))
+    layers = {f"'{name}.{kind}'" for name in "ab" for kind in ("weight", "bias")}
+    assert sources(traced).keys() == {
+        *layers,
+        "'scale'",
+        "input input.0",
+        "input input.1",
+    }
+    (zeros,) = (n for n in traced.graph.nodes if n.target is torch.zeros_like)
+    assert data_operands(zeros) == ()
+
+
+@pytest.mark.parametrize("target", ["expand_as", "view_as"])
+def test_a_pass_that_takes_the_shape_for_the_value_is_caught(target: str) -> None:
+    class Swap(Pass):
+        name = "swap"
+
+        def apply(self, program: Program) -> Program:
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(program.graph, copied := {}))
+            meta.copy_meta(program.output, next(reversed(graph.nodes)))
+            for node in graph.nodes:
+                if node.target == target:
+                    node.args = (node.args[1], node.args[1])
+            assert copied
+            return program.with_module(with_graph(program.module, graph))
+
+    traced = record(SHAPED, (torch.zeros(2, 4), torch.zeros(2, 4)))
+    lost = {"expand_as": "'scale'", "view_as": "input input.1"}[target]
+    with pytest.raises(InternalError, match=rf"py:\d+: .*{lost} is"):
+        run_passes(traced, [Swap()])
+
+
+def test_draws_and_glued_writes_are_sources() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x).clone()
+        part = h[:, :2]
+        part += self.b(x)[:, :2]
+        return functional.dropout(self.c(h) + part.sum(), 0.5)
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    found = sources(program)
+    assert "'b.weight'" in found
+    assert any(name.startswith("the random numbers of ") for name in found)
+    lost_nothing(program, [program])
+    for name in ("dropout", "add"):
+        with pytest.raises(InternalError, match="wrong program"):
+            lost_nothing(program, [without(program, name)])
+
+
+def without(program: Program, name: str) -> Program:
+    """Return the program with what a node computes replaced by its first operand."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    meta.copy_meta(program.output, next(reversed(graph.nodes)))
+    for node in [n for n in graph.nodes if n.name == name]:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
+    return program.with_module(with_graph(program.module, graph))

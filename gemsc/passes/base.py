@@ -17,12 +17,14 @@ class Pass(ABC):
 
     `requires` and `provides` name fields of `Program` that must be there before and
     are there afterwards; the manager checks both. A pass never changes its input:
-    one that rewrites the graph does so on a copy.
+    one that rewrites the graph does so on a copy. `of_one_rank` says that it leaves out
+    what other ranks compute; any other pass must lose nothing of the model.
     """
 
     name: ClassVar[str]
     requires: ClassVar[tuple[str, ...]] = ()
     provides: ClassVar[tuple[str, ...]] = ()
+    of_one_rank: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, program: Program) -> Program:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir.invariants import verify
 from gemsc.ir.program import Program
+from gemsc.ir.sources import lost_nothing
 from gemsc.passes.base import Pass
 
 __all__ = ["Observer", "Runs", "run_passes"]
@@ -55,6 +56,8 @@ class Runs:
             seconds = perf_counter() - start
             _check_facts(step, step.provides, result, "provides")
             verify(result)
+            if result.module is not program.module and not step.of_one_rank:
+                lost_nothing(program, [result])
         except (GemscError, InternalError) as error:
             error.add_note(f"while running pass `{step.name}`")
             raise

@@ -49,6 +49,7 @@ class SplitTiles(Pass):
     name: ClassVar[str] = "split-tiles"
     requires: ClassVar[tuple[str, ...]] = ("stages", "halos")
     provides: ClassVar[tuple[str, ...]] = ("stages",)
+    of_one_rank: ClassVar[bool] = True
 
     grids: tuple[GridShape, ...]
     tile: int = 0

@@ -226,7 +226,7 @@ def _scatter_sums(values: dict[int, object]) -> None:
     shares = _shares(values)
     with torch.no_grad():
         for member, (_, sizes, result) in enumerate(shares):
-            add_in_order([t.split(sizes)[member] for t, _, _ in shares], result)
+            add_in_order([torch.split(t, sizes)[member] for t, _, _ in shares], result)
 
 
 def _gather(values: dict[int, object]) -> None:
