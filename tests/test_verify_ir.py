@@ -192,7 +192,7 @@ def test_draws_and_glued_writes_are_sources() -> None:
     assert "'b.weight'" in found
     assert any(name.startswith("the random numbers of ") for name in found)
     lost_nothing(program, [program])
-    for name in ("dropout", "add"):
+    for name in ("dropout", "part_1"):
         with pytest.raises(InternalError, match="wrong program"):
             lost_nothing(program, [without(program, name)])
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
+from gemsc.ir.mutation import mutated_inputs
 from gemsc.ir.program import Program
 from gemsc.runtime import tiles
 
@@ -57,7 +58,7 @@ def sources(program: Program) -> dict[str, fx.Node]:
 
     What a rank gives to others counts as a result.
     """
-    group = _glued(program)
+    writes = _writes(program)
     seen: set[fx.Node] = set()
     waiting = [*_results(program)]
     found: dict[str, fx.Node] = {}
@@ -68,7 +69,7 @@ def sources(program: Program) -> dict[str, fx.Node]:
         seen.add(node)
         found |= dict.fromkeys(_own(program, node), node)
         waiting += data_operands(node)
-        waiting += group.get(meta.glue(node), ())
+        waiting += writes.get(meta.glue(node), ())
     return found
 
 
@@ -100,11 +101,11 @@ def _results(program: Program) -> Iterator[fx.Node]:
             yield node
 
 
-def _glued(program: Program) -> dict[int | None, list[fx.Node]]:
-    """Return the groups of nodes that write to one memory: each takes of all others."""
+def _writes(program: Program) -> dict[int | None, list[fx.Node]]:
+    """Return the writes of each group of nodes that share a memory: all read them."""
     groups: dict[int | None, list[fx.Node]] = {}
     for node in program.graph.nodes:
-        if meta.glue(node) is not None:
+        if meta.glue(node) is not None and mutated_inputs(node, program.module):
             groups.setdefault(meta.glue(node), []).append(node)
     return groups
 
