@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gemsc.codegen.package import write_directory
 from gemsc.codegen.read import read_ranks
@@ -36,6 +37,11 @@ class CompiledProgram:
     def plan(self) -> Plan:
         """Every decision, as plain data."""
         return self.compilation.plan
+
+    def with_plan(self, **changes: Any) -> CompiledProgram:
+        """Return the program with other entries in its plan."""
+        plan = replace(self.plan, **changes)
+        return replace(self, compilation=replace(self.compilation, plan=plan))
 
     def __repr__(self) -> str:
         """Return for example `<Net: 4 ranks, stages of 3, 4, 3, 2 blocks, 1f1b>`."""

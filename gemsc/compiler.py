@@ -19,8 +19,8 @@ from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.costs.hardware import read_hardware
 from gemsc.costs.profile import Progress
 from gemsc.costs.sharing import SharedDevice
+from gemsc.ir.invariants import lost_nothing
 from gemsc.ir.shards import Placed
-from gemsc.ir.sources import lost_nothing
 from gemsc.lowering.evaluation import evaluate
 from gemsc.lowering.stages import schedule_stages
 from gemsc.lowering.tracing import trace
@@ -37,6 +37,7 @@ from gemsc.search.auto import settled
 from gemsc.search.candidates import Candidate
 from gemsc.search.grids import image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
+from gemsc.verify.first_step import first_step
 
 __all__ = [
     "CompiledProgram",
@@ -109,6 +110,11 @@ def compile(
         )
         if edited is not None:
             edited.check_shared(program.plan)
+        if options.check:
+            given = model, example_inputs, loss, example_target
+            program = program.with_plan(
+                unchecked=first_step(program.compilation, *given)
+            )
         return program
 
 

@@ -96,7 +96,9 @@ class CompileOptions:
     offload: tuple[str, ...] = option(
         (), "off, auto or blocks whose activations wait on the host"
     )
-    check: bool = option(True, "compare the traced graph with the model")
+    check: bool = option(
+        True, "compare the traced graph, and a step of the program, with the model"
+    )
     tiles: tuple[str, ...] = option(
         (), "split images over ranks: off, auto, 2x2, 4x1, 2x2x2, 2x2,2x1"
     )

@@ -233,6 +233,8 @@ class Plan:
     """Modules that stay whole because their forward depends on data."""
     notes: list[str] = field(default_factory=list)
     """What is done otherwise than the model says."""
+    unchecked: str = "--no-check"
+    """Why no step of the program was compared with the model; empty if one was."""
     dtype: str = "float32"
     """Of the parameters, as traced."""
     only_dtype: str = ""

@@ -105,19 +105,24 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "viz": (*PLANNER, "search"),
     "compiled": (*PLANNER, "compilation", "search", "codegen", "viz"),
     "lowering": (*PLANNER, "compilation", "frontend", "passes", "passes.checks"),
-    "compiler": (
-        *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
-        *("search", "codegen", "compiled", "lowering"),
-    ),
     "launch": (
         *("errors", "base", "options", "plan"),
         *("runtime.process", "runtime.checkpoint", "runtime.training"),
     ),
-    "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "verify": (
         *("errors", "base", "weights", "plan", "user_model", "launch"),
-        *("runtime.process", "runtime.data", "runtime.training"),
+        *(
+            "ir",
+            "compilation",
+            "codegen",
+        ),  # one step runs before a program is given out
+        *("runtime.transport", "runtime.process", "runtime.data", "runtime.training"),
     ),
+    "compiler": (
+        *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
+        *("search", "codegen", "compiled", "lowering", "verify"),
+    ),
+    "calibrate": (*COSTS, *RUNTIME, "runtime.memory", "launch"),
     "simulate": (
         *(*PLANNER, "compilation", "frontend", "passes", "search", "compiler"),
         *("user_model", "viz"),

@@ -15,9 +15,8 @@ from gemsc.errors import InternalError
 from gemsc.frontend import record
 from gemsc.ir import meta
 from gemsc.ir.holder import with_graph
-from gemsc.ir.invariants import verify
+from gemsc.ir.invariants import data_operands, lost_nothing, sources, verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
-from gemsc.ir.sources import data_operands, lost_nothing, sources
 from gemsc.passes.base import Pass
 from gemsc.passes.manager import run_passes
 

@@ -22,6 +22,7 @@ from gemsc.costs.hardware import read_hardware
 from gemsc.errors import GemscError
 from gemsc.ir.dump import dump
 from gemsc.ir.program import Program
+from gemsc.launch.start import not_compared
 from gemsc.options import CompileOptions
 from gemsc.passes.base import Pass
 from gemsc.passes.manager import Observer
@@ -96,6 +97,8 @@ def compile_command(
         tell("write")
         note = program.write(output)
     _report(program.candidates, program.plan, f" -> {output}")
+    if program.plan.unchecked:
+        say(f"note: {not_compared(program.plan, output)}")
     if note:
         console.print(f"note: {note}", highlight=False)
 
@@ -186,8 +189,7 @@ def compiled(
             after_each=watch,
             edited=edited,
         )
-    plan = _with_source(program.plan, user)
-    return replace(program, compilation=replace(program.compilation, plan=plan))
+    return program.with_plan(**_source(program.plan, user))
 
 
 def _plan(
@@ -207,7 +209,7 @@ def _plan(
             device=torch.device(options.device) if options.device else None,
         )
     candidates, found = plan(traced, options, user.path)
-    return candidates, _with_source(found, user)
+    return candidates, replace(found, **_source(found, user))
 
 
 @contextmanager
@@ -227,18 +229,17 @@ def _prepared(user: UserModel, options: CompileOptions) -> Iterator[dict[str, An
         }
 
 
-def _with_source(plan: Plan, user: UserModel) -> Plan:
-    """Return the plan with where its model comes from."""
+def _source(plan: Plan, user: UserModel) -> dict[str, Any]:
+    """Return the entries of a plan that say where its model comes from."""
     sources = {**plan.sources, str(user.path): source_fingerprints(user.path)}
     given = [f"{name}={text}" for name, text in user.constants.items()]
     words = "".join(f" --set {shlex.quote(text)}" for text in given)
-    return replace(
-        plan,
-        spec=user.spec,
-        sources=sources,
-        constants=dict(user.constants),
-        command=plan.command + words,
-    )
+    return {
+        "spec": user.spec,
+        "sources": sources,
+        "constants": dict(user.constants),
+        "command": plan.command + words,
+    }
 
 
 def _say_nothing(what: str, share: float = 1.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import torch
 import typer
 from rich.table import Table
 
+from gemsc.base.files import write_text
 from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -84,8 +86,19 @@ def verify_command(
         measured = results["float32"].activation_bytes
         show_activations(plan, measured, console)
     kinds = [kind for kind, _ in verdicts.values()]
+    raise typer.Exit(_ended(directory, kinds))
+
+
+def _ended(directory: Path, kinds: list[str]) -> int:
+    """Return the exit code; let `gemsc run` know of a program that is exact."""
     # float64 comes first, if it is asked for: float32 alone proves too little
-    raise typer.Exit(0 if kinds[0] == "exact" and "wrong" not in kinds else 1)
+    if kinds[0] != "exact" or "wrong" in kinds:
+        return 1
+    plan = Plan.read(directory / "plan.toml")
+    if plan.unchecked:
+        plan = replace(plan, unchecked="")
+        write_text(directory / "plan.toml", plan.to_toml(directory))
+    return 0
 
 
 def _about(plan: Plan, names: list[str]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from gemsc.runtime.process.sharing import check_sharing
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.run_folder import choose_folder
 
-__all__ = ["start"]
+__all__ = ["not_compared", "start"]
 
 
 def start(
@@ -41,6 +41,8 @@ def start(
         GemscError: the program cannot run; nothing has been started.
     """
     plan = check_program(directory, Plan.read(directory / "plan.toml").ranks)
+    if plan.unchecked:
+        sys.stderr.write(f"note: {not_compared(plan, directory)}\n")
     how, rest, options = read_launch(arguments)
     hosts = _places(how.hosts, plan.ranks, directory)
     per_device = options.per_device or plan.per_device
@@ -64,6 +66,14 @@ def start(
             with contextlib.suppress(OSError):
                 folder.rmdir()
     return code
+
+
+def not_compared(plan: Plan, directory: Path) -> str:
+    """Return that nobody has seen the program compute what its model does, and why."""
+    return (
+        f"no step of {directory} was compared with the model ({plan.unchecked}): "
+        f"gemsc verify {directory} does it"
+    )
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from gemsc.errors import GemscError, InternalError
-from gemsc.ir.invariants import verify
+from gemsc.ir.invariants import lost_nothing, verify
 from gemsc.ir.program import Program
-from gemsc.ir.sources import lost_nothing
 from gemsc.passes.base import Pass
 
 __all__ = ["Observer", "Runs", "run_passes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ __all__ = ["StepRecord", "read_record"]
 class StepRecord:
     """Losses of some steps, gradients of the first, tensors after the last.
 
-    `unequal` are tensors that all ranks of a grid hold as a whole, but not bit for bit
-    the same: they drift apart, or one rank of them has none.
+    `unequal` are tensors that all ranks of a grid, or several replicas, hold as a
+    whole, but not bit for bit the same: they drift apart, or one rank of them has none.
     """
 
     losses: list[float]
@@ -53,6 +53,7 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
                 pair = read_tensors(files[first]), read_tensors(files[rank])
                 alone = {*each["alone"], *held[first]["alone"]}
                 unequal |= _unequal(*pair) - parts[rank].keys() - alone
+    unequal |= _drifted(folder, parts, joined["gradients"].keys())
     return StepRecord(
         losses,
         **joined,
@@ -64,6 +65,20 @@ def read_record(folder: Path, num_ranks: int) -> StepRecord:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def _drifted(
+    folder: Path, parts: list[dict[str, Part]], trained: Iterable[str]
+) -> set[str]:
+    """Return trained parameters that ranks hold as a whole, each with other bits."""
+    first: dict[str, Tensor] = {}
+    found = set()
+    for rank, own in enumerate(parts):
+        tensors = read_tensors(folder / f"state{rank}.safetensors")
+        for name in tensors.keys() & trained - own.keys():
+            if not _same_bits(first.setdefault(name, tensors[name]), tensors[name]):
+                found.add(name)
+    return found
 
 
 def _unequal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> set[str]:

@@ -39,10 +39,12 @@ from gemsc.weights.read import read_tensors
 __all__ = [
     "ALLOWED",
     "LIMIT",
+    "NUDGES",
     "TOLERANCE",
     "Comparison",
     "compare",
     "initial_model",
+    "micro_batch_of",
     "nudged",
     "reference_steps",
     "threads_of_a_rank",
@@ -153,7 +155,7 @@ def reference_steps(
         for m in range(num_micro_batches):
             part = (m, num_micro_batches, batch)
             given, wanted = (
-                on_device(_micro_batch(cast(each, dtype), *part), device)
+                on_device(micro_batch_of(cast(each, dtype), *part), device)
                 for each in (input, target)
             )
             with plain_forward(), default_dtype(dtype), precision.autocast(device):
@@ -259,7 +261,7 @@ def _default_optimizer(pairs: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(pairs, lr=0.01)
 
 
-def _micro_batch(value: Any, m: int, count: int, batch: int) -> Any:
+def micro_batch_of(value: Any, m: int, count: int, batch: int) -> Any:
     """Return a part of every tensor that has the batch in dimension 0."""
 
     def cut(leaf: Any) -> Any:

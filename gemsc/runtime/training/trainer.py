@@ -41,6 +41,7 @@ __all__ = [
     "Evaluation",
     "StepReport",
     "Trainer",
+    "concatenated",
     "load_rank_module",
 ]
 
@@ -302,7 +303,7 @@ class Trainer:
         mean = self._mean_loss() if has_loss else None
         self.worker.end()
         outputs = [output for _, output in steps.results]
-        return Evaluation(mean, _concatenate(outputs) if outputs else None)
+        return Evaluation(mean, concatenated(outputs) if outputs else None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and buffers under the user's names.
@@ -466,7 +467,7 @@ def as_structure(value: Any) -> Any:
     return value if isinstance(value, tuple | list | Mapping) else (value,)
 
 
-def _concatenate(outputs: list[Any]) -> Any:
+def concatenated(outputs: list[Any]) -> Any:
     """Join the micro-batches' outputs in dimension 0 (scalars are stacked), on the CPU.
 
     There the batch's targets are, and the user's metrics.

@@ -18,7 +18,7 @@ from gemsc.runtime.worker.metered import metered
 from gemsc.user_model import load_user_model
 from gemsc.weights.write import write_tensors
 
-__all__ = ["record_steps", "run_recorded_steps"]
+__all__ = ["record_steps", "recorded", "run_recorded_steps"]
 
 CPU = torch.device("cpu")
 
@@ -54,13 +54,7 @@ def record_steps(
     measure: bool = True,
     device: torch.device = CPU,
 ) -> list[float]:
-    """Train on `batches`; write gradients of the first step and the last state.
-
-    Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
-    `losses{rank}.json`, `held{rank}.json`: of what it has parts, what it alone holds,
-    and the ranks of its grid, and `memory{rank}.json`: peak bytes of activations and of
-    all, zero without `measure`, which takes its time.
-    """
+    """Train on `batches`; write gradients of the first step and the last state."""
     trainer = Trainer(
         directory,
         transport,
@@ -69,7 +63,24 @@ def record_steps(
         optimizer=optimizer,
         on_nonfinite="warn",  # one process goes on, too
     )
-    rank = transport.rank
+    return recorded(trainer, folder, batches, measure=measure)
+
+
+def recorded(
+    trainer: Trainer,
+    folder: Path,
+    batches: list[tuple[object, object]],
+    *,
+    measure: bool = True,
+) -> list[float]:
+    """Train on `batches`; write gradients of the first step and the last state.
+
+    Each rank writes `gradients{rank}.safetensors`, `state{rank}.safetensors`,
+    `losses{rank}.json`, `held{rank}.json`: of what it has parts, what it alone holds,
+    and the ranks of its grid, and `memory{rank}.json`: peak bytes of activations and of
+    all, zero without `measure`, which takes its time.
+    """
+    rank = trainer.transport.rank
 
     def write_gradients() -> None:
         trainer.worker.updates.gather_gradients()

@@ -1,0 +1,298 @@
+"""Run what was written before it is called right: one step of the ranks, on threads.
+
+The ranks' files evaluate and train one batch in float64, as threads of this process,
+and so does the user's model. Outputs, loss, the gradient of each parameter, and every
+parameter and buffer after the step must be equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.base.draws import same_draws
+from gemsc.base.dtypes import cast, cast_module, default_dtype
+from gemsc.base.nests import normalize_inputs, tensor_leaves
+from gemsc.base.plain_forward import plain_forward
+from gemsc.base.rng import preserve_rng
+from gemsc.codegen.package import write_directory
+from gemsc.compilation import Compilation
+from gemsc.errors import GemscError, InternalError
+from gemsc.ir import meta
+from gemsc.ir.invariants import sources
+from gemsc.plan import Plan
+from gemsc.runtime.data.batches import repeated
+from gemsc.runtime.training.trainer import Trainer, concatenated
+from gemsc.runtime.training.verification import recorded
+from gemsc.runtime.transport.transport import Transport
+from gemsc.verify.on_threads import on_threads
+from gemsc.verify.precision import Precision
+from gemsc.verify.record import StepRecord, read_record
+from gemsc.verify.steps import (
+    NUDGES,
+    Comparison,
+    compare,
+    micro_batch_of,
+    nudged,
+    reference_steps,
+)
+
+__all__ = ["MOST_BYTES", "MOST_SECONDS", "first_step", "too_much"]
+
+MOST_SECONDS = 20.0  # of the ranks and the model, as predicted
+MOST_BYTES = 4 << 30  # of weights and activations
+MOST_COPIES = 2  # data-parallel copies do the same
+_FLOPS_PER_SECOND = 4e9  # of a core, in float64, with all that is not a product
+_BLOCK_SECONDS = 1e-3  # of a block's launches, forward and backward
+
+_NOTHING = StepRecord([0.0], {}, {})
+
+
+def first_step(
+    compilation: Compilation,
+    model: nn.Module,
+    example_inputs: Any,
+    loss: Callable[..., Any] | None = None,
+    example_target: Any = None,
+) -> str:
+    """Compare one step of a program with the model; return why not, "" if it was.
+
+    Nothing changes in the model or the generators of random numbers.
+
+    Raises:
+        InternalError: the program computes something else, or does not run.
+    """
+    if reason := too_much(compilation.plan, model):
+        return reason
+    plan = _with_few_copies(compilation.plan)
+    given = normalize_inputs(example_inputs), example_target
+    batch = repeated(given, plan)
+    reason = _compared(compilation, plan, model, loss, _different(batch, plan))
+    # numbers that mean something to each other may be refused by the model
+    return reason and _compared(compilation, plan, model, loss, batch)
+
+
+def _compared(
+    compilation: Compilation,
+    plan: Plan,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    batch: tuple[Any, Any],
+) -> str:
+    """Run both on a batch; return why they cannot be compared, "" if they are equal."""
+    inputs, target = batch
+    dtype = getattr(torch, plan.dtype) if plan.only_dtype else torch.float64
+    with ExitStack() as stack:
+        stack.enter_context(preserve_rng())
+        stack.enter_context(default_dtype(dtype))  # of all threads, until both end
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="gemsc-check-")))
+        write_directory(replace(compilation, plan=plan), folder)
+        beside = stack.enter_context(ThreadPoolExecutor(1))
+        model_runs = beside.submit(_model, plan, model, loss, inputs, target, dtype)
+        failure, actual = _ranks(plan, folder, inputs, target, dtype)
+        try:
+            expected = model_runs.result()
+        except (RuntimeError, TypeError, ValueError) as error:
+            text = " ".join(str(error).split())
+            return f"the model itself does not run in {dtype}: {text}"
+    if not all(map(math.isfinite, expected.losses)):
+        return "the loss of example_inputs is not finite"
+    if failure is not None:
+        raise failure
+    found = compare(actual, expected)
+    for number in range(NUDGES + 1):
+        kind, wrong = found.judge(dtype)
+        if kind != "wrong":
+            return ""
+        if number < NUDGES:
+            other = nudged(model, number, dtype, Precision.of(plan, dtype).dtype)
+            once = _model(plan, other, loss, inputs, target, dtype)
+            found = _with_rounding(found, compare(once, expected))
+    raise InternalError(_what_is_wrong(compilation, found, wrong, dtype))
+
+
+def _what_is_wrong(
+    compilation: Compilation, found: Comparison, name: str, dtype: torch.dtype
+) -> str:
+    """Return which tensor is wrong, by how much, and the line that takes it."""
+    node = sources(compilation.program).get(f"'{name.rpartition(' ')[2]}'")
+    at = meta.location(node) if node is not None else None
+    what = f"{at}: wrong program: {name}" if at else f"wrong program: {name}"
+    if name.startswith("copies of "):
+        return f"{what} on several ranks differ after one step"
+    error, allowed = found.errors[name], found.allowed(name, dtype)
+    if math.isinf(error):
+        return f"{what} is missing, of another shape, or not finite"
+    return (
+        f"{what} is off by {error:.1e} from what the model computes in one process "
+        f"(allowed: {allowed:.0e})"
+    )
+
+
+def too_much(plan: Plan, model: nn.Module) -> str:
+    """Return why a step of a program cannot be run while it is compiled, or ""."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return "the model has no weights here"
+    if plan.options.get("local_batchnorm"):
+        return "--local-batchnorm computes something else than the model"
+    if plan.torch_compile:
+        return "--torch-compile makes other kernels"
+    copies = min(plan.data, MOST_COPIES)
+    count = copies * plan.micro_batches
+    flops = sum(stage.flops for stage in plan.stages)
+    blocks = sum(len(stage.blocks) for stage in plan.stages)
+    # forward and backward, then evaluation, of the ranks and of the model
+    seconds = 2 * 4 * count * (flops / _FLOPS_PER_SECOND + blocks * _BLOCK_SECONDS / 4)
+    if seconds > MOST_SECONDS:
+        return f"that would take about {seconds:.0f} s"
+    weights = sum(tensor.numel() for tensor in tensors)
+    held = plan.replicas * copies * weights * max(s.grid.size for s in plan.stages)
+    num_bytes = 8 * (2 * held + 4 * weights) + 2 * copies * sum(plan.activation_bytes)
+    if num_bytes > MOST_BYTES:
+        return f"that would take about {num_bytes / 2**30:.0f} GiB of memory"
+    return ""
+
+
+def _with_few_copies(plan: Plan) -> Plan:
+    """Return the plan with two data-parallel copies at most, on a CPU of any size."""
+    copies = min(plan.data, MOST_COPIES)
+    options = {k: v for k, v in plan.options.items() if k != "device_memory"}
+    ranks = plan.copy_ranks * copies
+    return replace(plan, ranks=ranks, data=copies, options=options)
+
+
+def _different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
+    """Return the batch with other inputs in each micro-batch: none stands for another.
+
+    Numbers come a little nearer to 0, but for 0, 1 and infinity, which masks have.
+    Integers are drawn from those that stand there.
+    """
+    size, count = plan.batch_size, plan.data * plan.micro_batches
+    generator = torch.Generator().manual_seed(0)
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != size:
+            return leaf
+        parts = enumerate(torch.chunk(leaf, count))
+        return torch.cat([other(part, m) for m, part in parts])
+
+    def other(leaf: Tensor, m: int) -> Tensor:
+        if leaf.is_floating_point():
+            fixed = (leaf == 0) | (leaf == 1) | leaf.isinf()
+            return torch.where(fixed, leaf, leaf * (1 - m / (8 * count)))
+        if leaf.dtype is torch.bool or leaf.is_complex():
+            return leaf
+        place = torch.randint(leaf.numel(), leaf.shape, generator=generator)
+        return leaf.flatten()[place]
+
+    inputs, target = batch
+    return pytree.tree_map(change, inputs), target
+
+
+def _model(
+    plan: Plan,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    inputs: Any,
+    target: Any,
+    dtype: torch.dtype,
+) -> StepRecord:
+    """Return what one process computes; outputs of evaluation among the state."""
+    count = plan.data * plan.micro_batches
+    precision = Precision.of(plan, dtype)
+    with same_draws():
+        outputs = _evaluated(model, inputs, plan, dtype, precision)
+        record = _NOTHING
+        if loss is not None:
+            given = model, _Loss(loss), [(inputs, target)]
+            record = reference_steps(*given, count, dtype, precision=precision)
+    return replace(record, state=record.state | outputs)
+
+
+class _Loss(nn.Module):
+    """The user's loss, which may take outputs alone."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, target: Any) -> Any:
+        """Return the loss."""
+        return self.loss(output) if target is None else self.loss(output, target)
+
+
+def _evaluated(
+    model: nn.Module, inputs: Any, plan: Plan, dtype: torch.dtype, precision: Precision
+) -> dict[str, Tensor]:
+    model = copy.deepcopy(model)
+    cast_module(model, dtype)
+    model.eval()
+    outputs = []
+    cpu = torch.device("cpu")
+    with torch.no_grad(), plain_forward(), default_dtype(dtype):
+        count = plan.data * plan.micro_batches
+        for m in range(count):
+            part = micro_batch_of(cast(inputs, dtype), m, count, plan.batch_size)
+            with precision.autocast(cpu):
+                by_name = isinstance(part, Mapping)
+                outputs.append(model(**part) if by_name else model(*part))
+    return _named(concatenated(outputs))
+
+
+def _named(output: Any) -> dict[str, Tensor]:
+    """Return the tensors that evaluation gives, under names no buffer has."""
+    return {
+        f"output {'.'.join(map(str, path))}".strip(): tensor
+        for path, tensor in tensor_leaves(output)
+    }
+
+
+def _ranks(
+    plan: Plan, directory: Path, inputs: Any, target: Any, dtype: torch.dtype
+) -> tuple[Exception | None, StepRecord]:
+    """Return what the ranks compute, and what stopped them."""
+    cpu = torch.device("cpu")
+
+    def steps(transport: Transport) -> Any:
+        with same_draws():
+            trainer = Trainer(
+                directory, transport, dtype=dtype, device=cpu, on_nonfinite="warn"
+            )
+            output = trainer.evaluate(inputs, target).output
+            if trainer.program.train_step is not None:
+                recorded(trainer, directory, [(inputs, target)], measure=False)
+            return output
+
+    try:
+        outputs = on_threads(plan.ranks, steps, dtype)
+    except (GemscError, InternalError) as error:
+        return error, _NOTHING
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        failure = InternalError(f"the program that was written does not run: {text}")
+        failure.__cause__ = error
+        return failure, _NOTHING
+    # those of data-parallel copies, in order
+    found = _named(concatenated([each for each in outputs if each is not None]))
+    trains = (directory / "losses0.json").exists()
+    record = read_record(directory, plan.ranks) if trains else _NOTHING
+    return None, replace(record, state=record.state | found)
+
+
+def _with_rounding(found: Comparison, once: Comparison) -> Comparison:
+    """Return the comparison with what another rounding of one process changes."""
+    known = found.rounding
+    rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.errors.items()}
+    return replace(found, rounding=rounding)

@@ -1,0 +1,202 @@
+"""What was written is run before it is called right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import Gemsc
+from torch import Tensor, nn
+
+import gemsc.compiler
+from gemsc.codegen.package import rank_modules
+from gemsc.compilation import Compilation
+from gemsc.compiler import CompiledProgram, compile
+from gemsc.errors import InternalError
+from gemsc.plan import Plan
+from gemsc.runtime.worker.deferral import Deferred
+from gemsc.verify import first_step
+from gemsc.verify.record import read_record
+from gemsc.weights.write import write_tensors
+
+
+class Picture(nn.Module):
+    """Has all that a mutant can get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.a = nn.Conv2d(3, 4, 3, padding=1)
+            self.norm = nn.BatchNorm2d(4)
+            self.pos = nn.Parameter(torch.randn(1, 4, 8, 6))
+            self.b = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x)).relu()
+        if not self.training:
+            x = x * 0.5
+        x = x + self.pos.tanh()
+        return self.b(x)
+
+
+def squares(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+X = torch.randn(2, 3, 8, 6, generator=torch.Generator().manual_seed(1))
+TILES = {"ranks": 2, "tiles": "2x1"}
+STAGES = {"ranks": 2}
+OTHER_SIZES = "an all-reduce of different tensors"
+
+
+def compiled(model: nn.Module | None = None, **options: Any) -> CompiledProgram:
+    options = {"micro_batches": 2, **options}
+    return compile(model or Picture(), (X,), loss=squares, **options)
+
+
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let rank files say something else after the proof has read them."""
+
+    def change(old: str, new: str, rank: int) -> None:
+        def modules(compilation: Compilation) -> dict[str, str]:
+            files = rank_modules(compilation)
+            name = f"rank{rank}.py"
+            assert old in files[name], files[name]
+            return {**files, name: files[name].replace(old, new)}
+
+        monkeypatch.setattr(gemsc.compiler, "rank_modules", modules)
+
+    return change
+
+
+@pytest.mark.parametrize("options", [TILES, STAGES, {**STAGES, "data": 2}])
+def test_a_right_program_is_not_refused(options: dict[str, Any]) -> None:
+    assert compiled(**options).plan.unchecked == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "old", "new", "wrong"),
+    [
+        (STAGES, ".relu()", ".abs()", "gradient|loss"),
+        (STAGES, 'worker.input("x", m)', 'worker.input("x", 0)', "gradient|loss"),
+        (STAGES, "self.pos.tanh()", "self.pos.detach().tanh()", "'pos'|of pos"),
+        (STAGES, "x * 0.5", "x * 0.25", "output"),
+        (TILES, "square().mean() * 0.5", "square().mean() * 0.25", "loss|gradient"),
+        (TILES, "x = x + tanh", "x = x + x.relu()", "gradient|output|loss"),
+        (TILES, "x * 0.5", "x * 0.25", "output"),
+    ],
+)
+def test_a_wrong_program_is_refused(
+    options: dict[str, Any],
+    old: str,
+    new: str,
+    wrong: str,
+    changed: Callable[..., None],
+) -> None:
+    changed(old, new, rank_with(old, options))
+    with pytest.raises(
+        InternalError, match=f"wrong program: .*({wrong})|{OTHER_SIZES}"
+    ):
+        compiled(**options)
+    assert compiled(**options, check=False).plan.unchecked == "--no-check"
+
+
+def rank_with(text: str, options: dict[str, Any]) -> int:
+    files = compiled(**options, check=False).rank_modules()
+    return next(rank for rank in range(2) if text in files[f"rank{rank}.py"])
+
+
+def test_a_program_that_does_not_run_is_refused(changed: Callable[..., None]) -> None:
+    changed("def train_step", "raise KeyError('x')\n\n\ndef train_step", 1)
+    with pytest.raises(InternalError, match="does not run: KeyError"):
+        compiled(**STAGES)
+
+
+def test_the_wrong_parameter_is_named_with_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Deferred, "compute", lambda self: self._waiting.clear())
+    with pytest.raises(InternalError, match=r"test_first_step.py:\d+: wrong .*of b\."):
+        compiled(**STAGES)
+
+
+def test_replicas_that_drift_apart_are_told(tmp_path: Path) -> None:
+    held = {"parts": {}, "alone": []}
+    for rank in range(3):
+        weight = torch.ones(2, dtype=torch.float64) + (rank == 2) * 2**-52
+        write_tensors(tmp_path / f"gradients{rank}.safetensors", {"w": torch.ones(2)})
+        state = {"w": weight, "count": torch.tensor(rank)}
+        write_tensors(tmp_path / f"state{rank}.safetensors", state)
+        (tmp_path / f"losses{rank}.json").write_text("[0.5]")
+        (tmp_path / f"memory{rank}.json").write_text("[0, 0]")
+        (tmp_path / f"held{rank}.json").write_text(json.dumps({**held, "grid": [rank]}))
+    assert read_record(tmp_path, 3).unequal == {"w"}
+    assert read_record(tmp_path, 2).unequal == set()
+
+
+def test_nothing_of_the_process_changes() -> None:
+    model = Picture()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    compiled(model, **TILES)
+    draws = torch.rand(()), random.random(), np.random.rand()
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    assert draws == (torch.rand(()), random.random(), np.random.rand())
+    assert torch.get_default_dtype() is torch.float32
+    assert model.training
+
+
+def test_what_is_too_large_is_left_out_with_the_reason() -> None:
+    plan = compiled(**STAGES).plan
+    assert first_step.too_much(plan, Picture()) == ""
+    with torch.device("meta"):
+        assert "no weights" in first_step.too_much(plan, Picture())
+    stages = [replace(stage, flops=10**13) for stage in plan.stages]
+    assert " s" in first_step.too_much(replace(plan, stages=stages), Picture())
+    huge = replace(plan, activation_bytes=[10**10])
+    assert "GiB of memory" in first_step.too_much(huge, Picture())
+    many = replace(plan, data=1000, ranks=2000)
+    assert first_step.too_much(many, Picture()) == ""
+    local = compiled(**TILES, local_batchnorm=True).plan
+    assert "--local-batchnorm" in local.unchecked
+
+
+def test_a_model_that_runs_in_float32_only_is_left_out_or_run_in_it() -> None:
+    class Single(Picture):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.eye(6, dtype=torch.float32)[0]
+
+    assert compiled(Single(), **STAGES).plan.unchecked == ""
+
+
+def test_run_says_so_until_verify_has_found_it_exact(
+    command: Gemsc, tmp_path: Path
+) -> None:
+    words = ["compile", "model.py", "--ranks", "2", "-o", "build/x"]
+    told = "no step of build/x was compared with the model (--no-check): gemsc verify"
+    assert "no step" not in command(*words).err
+    assert told in command(*words, "--no-check").err
+    assert Plan.read(tmp_path / "build/x/plan.toml").unchecked == "--no-check"
+
+
+@pytest.mark.mpi
+def test_verify_lets_run_know(command: Gemsc, tmp_path: Path) -> None:
+    command("compile", "model.py", "--ranks", "2", "--no-check", "-o", "build/x")
+    told = "no step of build/x was compared"
+    assert told in command("run", "build/x", "--steps", "1").err
+    assert command("verify", "build/x", "--dtype", "float64", "--steps", "1").code == 0
+    assert told not in command("run", "build/x", "--steps", "1").err
