@@ -474,7 +474,7 @@ def _failure(
         if file.parent == path.parent and frame.lineno is not None:
             at = SourceLocation(frame.filename, frame.lineno)
     text = " ".join(str(error).split())
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and error.name:
         advice = f"install {error.name}, or start gemsc where it can be imported"
     kind = type(error).__name__
     return GemscError(f"{what}: {kind}{': ' * bool(text)}{text}", at=at, help=advice)

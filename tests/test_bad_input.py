@@ -53,6 +53,10 @@ FILES = {
         MODEL + f"import not_there_at_all{HERE}\n",
         advises="install not_there_at_all",
     ),
+    "an import error that names nothing": Mistake(
+        ("importing model.py fails: ModuleNotFoundError: no luck",),
+        f"raise ModuleNotFoundError('no luck'){HERE}\n" + MODEL,
+    ),
     "error at import": Mistake(
         ("importing model.py fails", "ZeroDivisionError"), MODEL + f"1 / 0{HERE}\n"
     ),
@@ -406,6 +410,7 @@ def test_a_mistake_has_a_message_with_advice_and_leaves_no_trace(
     outcome = gemsc(*mistake.words.split())
     refused(outcome, mistake)
     assert "\nhelp: " in outcome.err
+    assert "install None" not in outcome.err
     assert mistake.advises in outcome.err.rpartition("\nhelp: ")[2]
     assert files(tmp_path) == before
 

@@ -390,6 +390,50 @@ def test_the_check_catches_a_wrong_graph(damage: Any, message: str) -> None:
     assert "--frontend export" in str(caught.value)
 
 
+def test_the_check_allows_a_last_bit_of_bfloat16() -> None:
+    one, bit = torch.ones(4, dtype=torch.bfloat16), 2**-8
+    assert check._difference(one * (1 + 2 * bit), one, 0.0) is None
+    assert check._difference(one * (1 + 8 * bit), one, 0.0) is not None
+
+
+class Choice(nn.Module):
+    def forward(self, output: Any) -> Any:
+        return output.mean() if output.sum() > 0 else output.square().mean()
+
+
+def test_a_loss_function_that_needs_data_is_told_to_become_a_module() -> None:
+    choice = Choice()
+    model = Model(lambda self, x: self.fc(x))
+    with pytest.raises(GemscError, match="the loss needs the value") as caught:
+        record(model, (X,), loss=lambda output: choice(output))
+    assert "make the loss a torch.nn.Module" in str(caught.value)
+    program = record(model, (X,), loss=choice)
+    check_against_eager(program, model, (X,), choice)
+
+
+def deep(self: Any, x: Any) -> Any:
+    h = self.fc(x) * 2
+    h[:, :1] += x[:, :1]
+    wrong = h.sigmoid() + 1
+    h = self.fc2(wrong)
+    return h.tanh()
+
+
+@pytest.mark.parametrize("layers", ["before", "after"])
+def test_the_check_names_the_first_value_that_differs(layers: str) -> None:
+    model = Model(deep)
+    if layers == "after":
+        lstm = nn.LSTM(4, 4, batch_first=True)
+        model = Model(lambda self, x: deep(self, x) + self.lstm(x)[0], lstm=lstm)
+    program = record(model, (X,), loss=mean)
+    node = next(n for n in program.graph.nodes if n.target == "sigmoid")
+    node.target = "cosh"
+    with pytest.raises(GemscError, match=r"differs by .*is that of 'sig") as caught:
+        check_against_eager(program, model, (X,), mean)
+    assert caught.value.at is not None
+    assert "wrong = h.sigmoid() + 1" in caught.value.at.text
+
+
 def test_the_check_catches_a_missing_buffer_update() -> None:
     def forward(self: Any, x: Any) -> Any:
         self.count.add_(1)

@@ -17,6 +17,7 @@ from gemsc.base.nests import map_tensors, normalize_inputs, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, InternalError, SourceLocation
+from gemsc.frontend.difference import ValuesByLine, first_difference
 from gemsc.frontend.eager import failures, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import Gradients, chunks_of
@@ -31,11 +32,11 @@ from gemsc.ir.program import Program
 __all__ = ["check_against_eager"]
 
 _SEED = 0
-_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
 # A gradient that is zero but for rounding (a bias before a BatchNorm) has no scale of
 # its own: it is also measured by this part of the largest gradient.
 _NOISE = 0.1
-_HALF_TOLERANCE = 1e-3
+_HALF_TOLERANCE = 1e-3  # a last bit of float16; above, one of bfloat16
 _ROUNDINGS = 16  # of gradients added in another order, under autocast
 
 
@@ -90,16 +91,11 @@ def check_against_eager(
     inputs = normalize_inputs(inputs)
     shared = _shared(program)
     versions = {name: parameter._version for name, parameter in shared.items()}
-    try:
-        eager_model, eager_loss = copy.deepcopy((model, loss), _memo(shared))
-        graph_module = copy.deepcopy(_holder(program.module), _memo(shared))
-    except Exception as error:
-        raise GemscError(
-            f"the model cannot be copied: {type(error).__name__}: {error}",
-            help="compile with --no-check",
-        ) from error
-    set_training(eager_model, eager_loss, training)
-    _copy_flags(eager_model, eager_loss, graph_module)
+
+    def copies() -> tuple[nn.Module, Any, nn.Module]:
+        return _copies(program, model, loss, shared, training)
+
+    eager_model, eager_loss, graph_module = copies()
     with preserve_rng(), torch.enable_grad(), plain_forward():
         code = check_against_eager.__code__
         with failures("the model fails in eager mode", code):
@@ -113,7 +109,56 @@ def check_against_eager(
         if parameter._version != versions[name]:
             raise InternalError(f"the model changes '{name}', which its graph does not")
     lower = program.autocast[1] if program.autocast is not None else None
-    _compare(actual, expected, _ROUNDINGS * torch.finfo(lower).eps if lower else 0.0)
+    least = _ROUNDINGS * torch.finfo(lower).eps if lower else 0.0
+    try:
+        _compare(actual, expected, least)
+    except GemscError as error:
+        with preserve_rng(), torch.enable_grad(), plain_forward():
+            node = _first_difference(program, copies(), inputs, target)
+        if node is None:
+            raise
+        raise GemscError(
+            f"{error.message}; the first value that differs is that of '{node.name}'",
+            at=location(node) or error.at,
+            help=error.help,
+        ) from None
+
+
+def _copies(
+    program: Program,
+    model: nn.Module,
+    loss: Any,
+    shared: dict[str, nn.Parameter],
+    training: bool,
+) -> tuple[nn.Module, Any, nn.Module]:
+    """Return copies of the model, of its loss, and of what the graph calls."""
+    try:
+        eager_model, eager_loss = copy.deepcopy((model, loss), _memo(shared))
+        graph_module = copy.deepcopy(_holder(program.module), _memo(shared))
+    except Exception as error:
+        raise GemscError(
+            f"the model cannot be copied: {type(error).__name__}: {error}",
+            help="compile with --no-check",
+        ) from error
+    set_training(eager_model, eager_loss, training)
+    _copy_flags(eager_model, eager_loss, graph_module)
+    return eager_model, eager_loss, graph_module
+
+
+def _first_difference(
+    program: Program,
+    copies: tuple[nn.Module, Any, nn.Module],
+    inputs: Any,
+    target: Any,
+) -> fx.Node | None:
+    """Return the first node that computes what no call at its line does in eager."""
+    model, loss, module = copies
+    lines = ValuesByLine(_forward.__code__)
+    with lines.noting():
+        _forward(model, _copied(inputs), loss, _copied(target), program.autocast)
+    torch.manual_seed(_SEED)
+    values = _fed(program, {"input": _copied(inputs), "target": _copied(target)})
+    return first_difference(program.graph.nodes, module, values, lines.found)
 
 
 def _shared(program: Program) -> dict[str, nn.Parameter]:
@@ -186,26 +231,28 @@ def _run_eager(
     results.watch("", model)
     if isinstance(loss, nn.Module):
         results.watch(LOSS, loss)
+    output, value = _forward(model, inputs, loss, target, autocast)
+    _finish(results, tuple(returned(output).tensors), value)
+    return results
+
+
+def _forward(
+    model: nn.Module, inputs: Any, loss: Any, target: Any, autocast: Autocast | None
+) -> tuple[Any, Any]:
+    """Return what the model gives, and the loss."""
     torch.manual_seed(_SEED)
-    value = None
     with autocasting(autocast):
         output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-        outputs = tuple(returned(output).tensors)
-        if loss is not None:
-            value = loss(output) if target is None else loss(output, target)
-    _finish(results, outputs, value)
-    return results
+        if loss is None:
+            return output, None
+        return output, loss(output) if target is None else loss(output, target)
 
 
 def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
     results = _Results()
     results.watch("", module)
     torch.manual_seed(_SEED)
-    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    tensors, kept = dict(tensor_leaves(fed)), {program.loss, *program.outputs}
-    values: dict[fx.Node, Any] = {
-        placeholders[given.name]: tensors[given.path] for given in program.inputs
-    }
+    values, kept = _fed(program, fed), {program.loss, *program.outputs}
     last_use = {n: node for node in program.graph.nodes for n in node.all_input_nodes}
     for node in program.graph.nodes:
         run_nodes([node], values, module)
@@ -221,6 +268,13 @@ def _run_graph(program: Program, module: nn.Module, fed: Any) -> _Results:
     values.clear()
     _finish(results, outputs, loss)
     return results
+
+
+def _fed(program: Program, fed: Any) -> dict[fx.Node, Any]:
+    """Return the values of the placeholders."""
+    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    tensors = dict(tensor_leaves(fed))
+    return {placeholders[each.name]: tensors[each.path] for each in program.inputs}
 
 
 def _finish(

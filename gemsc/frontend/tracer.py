@@ -100,9 +100,11 @@ class Tracer(TorchFunctionMode):
                 by_name = isinstance(args, dict)
                 result = function(**args) if by_name else function(*args)
         except GemscError as error:
-            raise (self._error or error) from error.__cause__
+            found = _of_a_loss(self._error or error, function, error)
+            raise found from error.__cause__
         except Exception as error:
-            raise self._user_error(what, error) from error
+            found = _of_a_loss(self._user_error(what, error), function, error)
+            raise found from error
         finally:
             self._fake.tracer = None
         if self._error is not None:  # the user's code caught it and went on
@@ -274,6 +276,21 @@ def _data_error(
         help="compute it with torch.where, make the choice a setting of the model, or "
         "move it into a submodule, which then stays whole on one rank",
     )
+
+
+def _of_a_loss(found: GemscError, function: object, error: Exception) -> GemscError:
+    """Return the error, of a loss that is a function at the user's own line."""
+    if isinstance(function, nn.Module) or not isinstance(found, DependsOnDataError):
+        return found
+    at = failing_line(error.__traceback__, Tracer.run.__code__, own=True)
+    if at != found.at:
+        found.at, found.notes_at = at, ((found.at, "here"),)
+    found.message = found.message.replace("forward needs", "the loss needs")
+    found.help = (
+        "make the loss a torch.nn.Module with what depends on data as a submodule, "
+        "which then stays whole on one rank, or compute it with torch.where"
+    )
+    return found
 
 
 @contextmanager

@@ -59,9 +59,12 @@ def user_line(boundary: CodeType) -> UserLine | None:
 
 
 def failing_line(
-    trace: TracebackType | None, boundary: CodeType
+    trace: TracebackType | None, boundary: CodeType, *, own: bool = False
 ) -> SourceLocation | None:
-    """Return the user's innermost line in a traceback, below `boundary`."""
+    """Return the user's innermost line in a traceback, below `boundary`.
+
+    With `own`, a line of an installed package is taken only if there is no other.
+    """
     found = None
     below = False
     while trace is not None:
@@ -69,7 +72,9 @@ def failing_line(
         if code is boundary:
             below, found = True, None
         elif below and is_user_file(code.co_filename):
-            found = SourceLocation(code.co_filename, trace.tb_lineno)
+            is_package = "-packages/" in code.co_filename
+            if not (own and is_package and found is not None):
+                found = SourceLocation(code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
 
