@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -12,6 +12,13 @@ from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
 __all__ = ["plain_forward"]
+
+# what `checkpoint` enters around the forward: one of several, as torch's versions name it
+_WITHOUT_REENTRANCE = [
+    name
+    for name in vars(checkpoint)
+    if name.startswith("_checkpoint_without_reentrant_generator")
+]
 
 
 @contextmanager
@@ -45,8 +52,8 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            _replaced(checkpoint, "_checkpoint_without_reentrant_generator", around),
-            _replaced(transformer, "_detect_is_causal_mask", told),
+            _replaced(checkpoint, _WITHOUT_REENTRANCE, around),
+            _replaced(transformer, ("_detect_is_causal_mask",), told),
         ):
             yield
     finally:
@@ -55,10 +62,12 @@ def plain_forward(seen: Callable[[], None] = lambda: None) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, function: object) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, function)
+def _replaced(
+    module: ModuleType, names: Iterable[str], function: object
+) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in names}
+    vars(module).update(dict.fromkeys(before, function))
     try:
         yield
     finally:
-        setattr(module, name, before)
+        vars(module).update(before)

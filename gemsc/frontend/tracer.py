@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -174,11 +173,8 @@ class Tracer(TorchFunctionMode):
         with self._at_user_line():
             return self._record(("call_module", path, args, kwargs), give, args, kwargs)
 
-    def call_autograd_function(
-        self, original: Any, cls: Any, args: _Args, kwargs: _Kwargs
-    ) -> Any:
+    def call_autograd_function(self, apply: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Run a custom autograd function: one node that keeps the user's backward."""
-        apply = MethodType(original, cls)
         if self.paused:
             return apply(*args, **kwargs)
         call = ("call_function", apply, args, kwargs)
@@ -305,7 +301,7 @@ def _patched(tracer: Tracer) -> Iterator[None]:
         return tracer.call_module(call, self, args, kwargs)
 
     def traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return tracer.call_autograd_function(apply.__func__, cls, args, kwargs)
+        return tracer.call_autograd_function(apply.__get__(None, cls), args, kwargs)
 
     module.__call__ = traced_call
     function.apply = classmethod(traced_apply)
