@@ -1,11 +1,13 @@
 # `make demo` and `make test` work on a fresh machine with Python 3.11 or newer: they
 # make a virtual environment in .venv first, once. No MPI is needed: mpirun comes from
-# PyPI. CONSTRAINTS= installs the newest versions instead of the pinned ones.
+# PyPI. CONSTRAINTS= takes the newest versions instead of the pinned ones, into
+# .venv-newest; CONSTRAINTS=constraints-oldest.txt the oldest torch, into .venv-oldest.
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints-cpu.txt
 EPOCHS ?= 4
-VENV := .venv
+KIND := $(patsubst constraints-%,%,$(basename $(notdir $(CONSTRAINTS))))
+VENV ?= .venv$(if $(KIND),$(filter-out -cpu,-$(KIND)),-newest)
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 # a worker of xdist that crashes fails the run: with loadfile, or a new one, it may hang
@@ -45,8 +47,9 @@ test: $(READY)  ## lint, types and all tests, with real mpirun jobs
 	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(PARALLEL); tests=$$?; \
 	  wait $$types && exit $$tests
 
-nightly: $(READY)  ## all tests with those that take long
-	$(BIN)/python -m pytest $(PARALLEL) --nightly
+nightly: $(READY)  ## all tests with those that take long; PART=1/4: the first of four parts
+	@$(BIN)/python -c 'import torch; print("torch", torch.__version__)'
+	$(BIN)/python -m pytest $(PARALLEL) --nightly $(PART:%=--part %)
 
 format: $(READY)  ## put all files into the one format
 	$(BIN)/ruff check --fix .

@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -46,20 +47,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run what takes long as well: benchmarks, 300 random networks on tiles, "
         "every schedule on the simulated CUDA device",
     )
+    parser.addoption(
+        "--part",
+        default="1/1",
+        metavar="K/N",
+        help="run the K-th of N parts, which are everything, each test in one of them",
+    )
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what runs at night; files that start ranks come first.
+    """Leave out what runs at night or in another part; files that start ranks lead.
 
     Their tests are the longest: one at the end would leave the other cores idle.
     """
+    chosen = [*items]
     if not config.getoption("--nightly"):
-        left_out = {item for item in items if item.get_closest_marker("nightly")}
-        left_out |= cases_of_the_night([item for item in items if item not in left_out])
-        config.hook.pytest_deselected(items=[*left_out])
-        items[:] = [item for item in items if item not in left_out]
+        chosen = [item for item in items if not item.get_closest_marker("nightly")]
+        night = cases_of_the_night(chosen)
+        chosen = [item for item in chosen if item not in night]
+    stays = part_of(chosen, config.getoption("--part"))
+    config.hook.pytest_deselected(items=[i for i in items if i not in stays])
+    items[:] = [item for item in items if item in stays]
     starts_ranks = {item.path for item in items if item.get_closest_marker("mpi")}
     items.sort(key=lambda item: item.path not in starts_ranks)
 
@@ -73,7 +83,7 @@ def cases_of_the_night(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("by_day"):
-            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            tables.setdefault(table_of(item), []).append(item)
     left_out = set()
     for table in tables.values():
         marker = table[0].get_closest_marker("by_day")
@@ -84,6 +94,27 @@ def cases_of_the_night(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         kept = {draw.randrange(*part) for part in pairwise(ends) if len({*part}) == 2}
         left_out |= {item for index, item in enumerate(table) if index not in kept}
     return left_out
+
+
+def part_of(items: Iterable[pytest.Item], part: str) -> set[pytest.Item]:
+    """Return the K-th of N parts, for "K/N": of each table and each file its share.
+
+    The cases of a table are dealt out in an order that is drawn, always the same one:
+    as they stand, every second one may be slow.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    number, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise pytest.UsageError(f"--part {part}: the first of four parts is 1/4")
+    order = [*items]
+    random.Random(0).shuffle(order)
+    order.sort(key=table_of)
+    return {*order[number - 1 :: count]}
+
+
+def table_of(item: pytest.Item) -> str:
+    """Return the name of a test without the parameters of its case."""
+    return item.nodeid.partition("[")[0]
 
 
 def pytest_collection_finish() -> None:

@@ -105,3 +105,10 @@ def test_pinned_versions_are_those_of_direct_dependencies():
     pins = (ROOT / "constraints-cpu.txt").read_text().splitlines()
     pinned = {line.split("==")[0] for line in pins if not line.startswith("#")}
     assert pinned == {re.split(r"[><=]", name)[0] for name in wanted}
+
+
+def test_the_oldest_torch_that_is_tested_is_the_oldest_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (wanted,) = (n for n in project["project"]["dependencies"] if "torch" in n)
+    *_, pin = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    assert pin == wanted.replace(">=", "==") + ".0"
