@@ -537,6 +537,20 @@ def test_the_check_compares_every_chunk(
         check_against_eager(program, model, (x,), mean)
 
 
+taken = _Off.apply  # before any forward runs
+
+
+def test_a_custom_function_whose_call_is_not_seen_is_refused() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return taken(self.fc(x))
+
+    with pytest.raises(GemscError, match=r"_Off\.apply was taken from") as caught:
+        record(Model(forward), (X,), loss=mean)
+    assert caught.value.at is not None
+    assert caught.value.at.text == "return taken(self.fc(x))"
+    checked(Model(lambda self, x: self.fc(taken(x))))  # there is no gradient to lose
+
+
 def test_partial_functions_can_be_losses() -> None:
     loss = functools.partial(F.mse_loss, reduction="sum")
     checked(Model(lambda self, x: self.fc(x)), loss=loss, target=X)

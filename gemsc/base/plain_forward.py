@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 __all__ = ["plain_forward"]
 
-# what `checkpoint` enters around the forward: one of several, as torch's versions name it
+# what `checkpoint` enters around the forward, as this version of torch names it
 _WITHOUT_REENTRANCE = [
     name
     for name in vars(checkpoint)

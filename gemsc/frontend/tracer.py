@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.jit._fuser import optimized_execution
 from torch.overrides import TorchFunctionMode
 
@@ -85,6 +86,7 @@ class Tracer(TorchFunctionMode):
         self._copied = copied
         self._fake = fake
         self._error: GemscError | None = None
+        self._unseen: list[tuple[Any, SourceLocation | None]] = []
 
     def run(self, what: str, function: Callable[..., Any], args: Any) -> Any:
         """Call `function` and record all that it does.
@@ -98,6 +100,7 @@ class Tracer(TorchFunctionMode):
             with _patched(self), plain, torch.enable_grad(), self._fake, self:
                 by_name = isinstance(args, dict)
                 result = function(**args) if by_name else function(*args)
+            self._check_unseen()
         except GemscError as error:
             found = _of_a_loss(self._error or error, function, error)
             raise found from error.__cause__
@@ -180,6 +183,23 @@ class Tracer(TorchFunctionMode):
         call = ("call_function", apply, args, kwargs)
         with self._at_user_line():
             return self._record(call, apply, args, kwargs)
+
+    def note_context(self, context: Any) -> None:
+        """Keep what a custom autograd function saves in, if the call was not seen."""
+        if not self.paused:
+            line = user_line(Tracer.run.__code__)
+            self._unseen.append((context, line.location if line else None))
+
+    def _check_unseen(self) -> None:
+        for context, at in self._unseen:
+            if any(context.needs_input_grad):
+                name = context._forward_cls.__name__
+                raise GemscError(
+                    f"{name}.apply was taken from its class before forward ran: its "
+                    "call is not seen, and its backward would be lost",
+                    at=at,
+                    help=f"write {name}.apply(...) where it is called",
+                )
 
     def _note_checkpoint(self) -> None:
         line = user_line(Tracer.run.__code__)
@@ -303,8 +323,13 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     def traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return tracer.call_autograd_function(apply.__get__(None, cls), args, kwargs)
 
+    def made(context: Any, *_: Any) -> None:
+        tracer.note_context(context)
+
+    made_by: Any = BackwardCFunction  # each call of a custom function makes one
     module.__call__ = traced_call
     function.apply = classmethod(traced_apply)
+    made_by.__init__ = made
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = log.disabled
     log.disabled = True  # it prints tracebacks of errors that we report
@@ -315,3 +340,4 @@ def _patched(tracer: Tracer) -> Iterator[None]:
         log.disabled = was_disabled
         module.__call__ = call
         function.apply = apply
+        del made_by.__init__
