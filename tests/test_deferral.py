@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
 import torch
+from local_transport import run_local
 from parity_support import traced
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from worker_support import RUN, worker_of
 
 from gemsc import CompileOptions
 from gemsc.compiler import lower
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.worker.deferral import Deferred
+from gemsc.runtime.worker.worker import Worker
 
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (3, 6)),
@@ -51,7 +57,7 @@ def gradients(layer: nn.Module, x: Tensor, *, split: bool) -> tuple[list[Any], i
     meter = Counter(tuple)
     given = x.clone().requires_grad_()
     for scale in (1.0, 0.5):
-        deferred = Deferred(meter)
+        deferred = Deferred(meter=meter)
         if split:
             with deferred.forward():
                 y = layer(given)
@@ -140,24 +146,239 @@ def test_what_does_not_go_with_it_is_refused(choice: dict[str, Any]) -> None:
         lower(traced("unet"), options)
 
 
-def test_an_output_that_is_changed_in_place() -> None:
+# ---------------------------------------------------- outputs that are written to
+
+
+def of_no_gradient(change: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    """Return what changes a tensor without a trace in its graph."""
+
+    def changed(y: Tensor) -> None:
+        with torch.no_grad():
+            change(y)
+
+    return changed
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "whole": lambda y: y.mul_(3).add_(1),
+    "activation": lambda y: nn.functional.elu_(y),
+    "zeros": lambda y: y.zero_(),
+    "slice": lambda y: y[..., :2].mul_(2),
+    "slices": lambda y: (y[..., 2:].add_(1), y[..., :2].exp_()),
+    "view of a view": lambda y: y.flatten(0, -2)[1:].t()[1:].mul_(2),
+    "set": lambda y: y.__setitem__((..., 1), 2.0),
+    "by index": lambda y: y.index_add_(0, torch.tensor([0]), torch.ones_like(y[:1])),
+    "mask": lambda y: y.masked_fill_(y.detach() > 0, 2.0),
+    "data": lambda y: y.data[..., :2].mul_(2),
+    "detached": lambda y: y.detach()[..., :2].mul_(2),
+    "no gradient": of_no_gradient(lambda y: y[..., :2].mul_(2)),
+    "chunks": of_no_gradient(lambda y: y.chunk(2, -1)[0].mul_(2)),
+    "shape": lambda y: y.unsqueeze_(0),
+}
+OUTPUTS = {
+    **{name: LAYERS[name] for name in ("linear", "linear of sequences", "conv2d")},
+    "linear of rows of sequences": (lambda: nn.Linear(6, 5), (2, 3, 4, 6)),
+    "sequences, no bias": (lambda: nn.Linear(6, 5, bias=False), (2, 4, 6)),
+    "a vector": (lambda: nn.Linear(6, 5), (6,)),
+}
+
+
+@pytest.mark.parametrize("learns", [True, False], ids=["hidden", "input"])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_may_be_written_to(name: str, learns: bool) -> None:
     torch.manual_seed(0)
-    layer = nn.Conv2d(2, 3, 3).double()
-    x = torch.randn(1, 2, 5, 6, dtype=torch.float64)
+    make, shape = OUTPUTS[name]
+    layer = make().double()
+    x = torch.randn(*shape, dtype=torch.float64)
 
-    def run() -> list[Tensor | None]:
-        given = x.clone().requires_grad_()
-        y = layer(given * 2)
-        y.mul_(3)
-        (torch.tanh(y) ** 2).sum().backward()
-        return [given.grad]
+    def run(write: Callable[[Tensor], object]) -> Tensor:
+        y = layer(x.clone().requires_grad_(learns))
+        write(y)
+        return (torch.sin(y) ** 2).sum()
 
-    expected = [*run(), *(p.grad for p in layer.parameters())]
-    layer.zero_grad()
+    for how, write in WRITES.items():
+        if how in ("by index", "view of a view") and x.dim() == 1:
+            continue
+        run(write).backward()
+        expected = [p.grad for p in layer.parameters()]
+        layer.zero_grad()
+        deferred = Deferred()
+        with deferred.forward():
+            loss = run(write)
+        end(deferred, loss, layer)
+        for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+            torch.testing.assert_close(
+                parameter.grad, gradient, rtol=1e-13, atol=1e-14, msg=how
+            )
+        layer.zero_grad()
+
+
+def end(deferred: Deferred, loss: Tensor, stage: nn.Module) -> None:
+    """Run both parts of a backward."""
+    edge = get_gradient_edge(loss)
+    loss.backward()
+    deferred.end_backward([edge], dict(stage.named_parameters()))
+    deferred.compute()
+
+
+def test_a_waiting_gradient_is_no_parameter_s_gradient() -> None:
+    """Autograd gives `places.grad` the memory of the gradient that waits for weight."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Parameter(torch.randn(4, 5))
+            self.linear = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = self.places.view(1, 4, 5)
+            return self.linear(x) + places
+
+    torch.manual_seed(0)
+    stage = Sum().double()
+    inputs = [torch.randn(1, 4, 6, dtype=torch.float64) for _ in range(3)]
+    for x in inputs:
+        torch.sin(stage(x)).sum().backward()
+    expected = [p.grad for p in stage.parameters()]
+    stage.zero_grad()
+    several = []
+    for x in inputs:
+        several.append(Deferred())
+        with several[-1].forward():
+            loss = torch.sin(stage(x.requires_grad_())).sum()
+        edge = get_gradient_edge(loss)
+        loss.backward()
+        several[-1].end_backward([edge], dict(stage.named_parameters()))
+    for deferred in several:
+        deferred.compute()
+    for parameter, gradient in zip(stage.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-13, atol=1e-14)
+
+
+def test_what_a_waiting_gradient_is_computed_of_must_not_change() -> None:
+    layer = nn.Linear(4, 2)
+    for changes in (True, False):
+        x = torch.randn(3, 4)
+        deferred = Deferred("stage 1, micro-batch 2")
+        with deferred.forward():
+            loss = layer(x).sum()
+        loss.backward()
+        if changes:
+            x.add_(1)
+            with pytest.raises(InternalError, match=r"1, micro-batch 2: .*\[2, 4\]"):
+                deferred.compute()
+        else:
+            deferred.compute()
+
+
+# ------------------------------------------------------------ nothing gets lost
+
+
+class Forgetful(Deferred):
+    """Loses what autograd had for a call."""
+
+    def _done(self, *_: object) -> None:
+        pass
+
+
+class Half(nn.Module):
+    """Its second result may be left unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.beside = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.beside(x)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_a_lost_gradient_is_an_error(shape: tuple[int, ...], learns: bool) -> None:
+    stage = Half()
+    deferred = Forgetful("stage 0")
+    with deferred.forward():
+        loss = stage(torch.randn(shape, requires_grad=learns))[0].exp().sum()
+    with pytest.raises(InternalError, match=r"stage 0: .* gradient of used\.weight is"):
+        end(deferred, loss, stage)
+
+
+def test_a_result_without_a_gradient_loses_none() -> None:
+    stage = Half()
     deferred = Deferred()
     with deferred.forward():
-        found = run()
-    deferred.compute()
-    found += [p.grad for p in layer.parameters()]
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-13, atol=1e-14)
+        used, beside = stage(torch.randn(3, 4, requires_grad=True))
+        loss = used.sum() + beside.detach().sum()
+    end(deferred, loss, stage)
+    assert stage.used.weight.grad is not None
+    assert stage.beside.weight.grad is None
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_call_that_autograd_runs_without_a_gradient(learns: bool) -> None:
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> None:
+            return None
+
+    stage = Half()
+    deferred = Deferred()
+    with deferred.forward():
+        used, beside = stage(torch.randn(3, 4, requires_grad=learns))
+        stopped: Tensor = Stop.apply(beside)  # type: ignore[no-untyped-call]
+        loss = used.sum() + stopped.sum()
+    end(deferred, loss, stage)
+    assert stage.used.weight.grad is not None
+    assert stage.beside.weight.grad is None
+
+
+def test_a_worker_finds_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(worker: Worker, *, weights: bool) -> None:
+        worker.begin({}, training=True)
+        y = worker.run(RUN, 0, torch.randn(3, 4, requires_grad=True))
+        worker.backward(RUN, 0, torch.ones_like(y))
+        if weights:
+            worker.weights(RUN, 0)
+        worker.update()
+
+    def run(weights: bool) -> None:
+        stage, deferred = nn.Linear(4, 2), {RUN: (0,)}
+        run_local(
+            1, lambda t: step(worker_of(t, stage, deferred=deferred), weights=weights)
+        )
+
+    run(weights=True)
+    with pytest.raises(Exception, match="stage 0, micro-batch 0: the weight gradients"):
+        run(weights=False)
+    monkeypatch.setattr("gemsc.runtime.worker.worker.Deferred", Forgetful)
+    with pytest.raises(Exception, match="stage 0, micro-batch 0: the deferred"):
+        run(weights=True)
+
+
+# --------------------------------------------------------------------- odd layers
+
+
+def test_complex_weights_are_left_to_autograd() -> None:
+    layer = nn.Linear(3, 2, dtype=torch.complex64)
+    x = torch.randn(4, 3, dtype=torch.complex64, requires_grad=True)
+    deferred = Deferred()
+    with deferred.forward():
+        layer(x).abs().sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0)])
+@pytest.mark.parametrize("shape", [(2,), (2, 4), ()])
+def test_an_empty_weight(sizes: tuple[int, int], shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(*sizes)
+    deferred = Deferred()
+    with deferred.forward():
+        loss = layer(torch.randn(*shape, sizes[0], requires_grad=True)).sum()
+    end(deferred, loss, layer)
+    assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
+    assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, prod(shape)))

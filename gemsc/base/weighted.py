@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class WeightedCalls(TorchFunctionMode):
     """While it is on, `seen(call, input)` computes what calls that train a weight do.
 
     Left alone are paddings given by name; inputs without a batch; weights that are
-    computed, not parameters; those with hooks, which autograd calls.
+    computed, not parameters; complex ones; those with hooks, which autograd calls.
     """
 
     def __init__(self, seen: Callable[[WeightedCall, Tensor], Tensor]) -> None:
@@ -120,6 +121,7 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
         not torch.is_grad_enabled()
         or not (isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad)
         or not (bias is None or bias.is_leaf)
+        or weight.is_complex()
         or any(_has_hooks(each) for each in (weight, bias) if each is not None)
         or isinstance(given.get("padding"), str)
         or (dims and x.dim() != dims + 2)
@@ -149,4 +151,4 @@ def _each(value: Any, dims: int) -> list[int]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.reshape(prod(tensor.shape[:-1]), tensor.shape[-1])

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from gemsc.base.draws import are_draws_same
 from gemsc.base.dtypes import Autocast, autocasting, whole
 from gemsc.base.rng import seed_of, torch_seeded
+from gemsc.errors import InternalError
 from gemsc.messages.exchange import Exchange
 from gemsc.messages.grid_message import GridMessage
 from gemsc.messages.message import Message
@@ -172,7 +173,9 @@ class Worker:
         stage = self.stages[run]
         staying = tuple(tensor for tensor in inputs if tensor.requires_grad)
         offloaded = OffloadedRun(lambda: self._store, stage, staying)
-        deferred = Deferred() if counts and self.defers(run, m) else None
+        deferred = None
+        if counts and self.defers(run, m):
+            deferred = Deferred(f"{run}, micro-batch {m}")
         anomalies = self._detection(stage)
         with ExitStack() as around, anomalies or nullcontext():
             for context in self._contexts(run, m, deferred):
@@ -212,6 +215,9 @@ class Worker:
         if kept.anomalies is not None:
             kept.anomalies.check_gradients()
         if kept.deferred is not None:
+            flowing = zip(kept.outputs, gradients, strict=True)
+            roots = [edge for edge, g in flowing if edge is not None and g is not None]
+            kept.deferred.end_backward(roots, self.stages.parameters)
             self._deferred[run, m] = kept.deferred
         return tuple(
             gradient_of(tensor, depends_on_data=depends_on_data)
@@ -274,7 +280,10 @@ class Worker:
 
         Raises:
             NotFiniteError: a loss or a gradient is not finite; on all ranks.
+            InternalError: weight gradients still wait.
         """
+        for deferred in self._deferred.values():
+            raise InternalError(f"{deferred.where}: the weight gradients still wait")
         self._look_for_problem()
         if not self.steps.is_update:
             return
