@@ -17,6 +17,7 @@ from gemsc.ir import meta
 from gemsc.ir.flow import has_random
 from gemsc.ir.holder import attributes_of
 from gemsc.ir.layers import layer_source
+from gemsc.ir.mutation import mutated_state
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 
@@ -85,6 +86,8 @@ def _attributes(stage: StageText) -> Iterator[str]:
         yield "draws_random_numbers = True"
     if constants := _staying_constants(stage):
         yield f"keeps_dtype = {as_tuple(constants)}"
+    if changed := _changed_parameters(stage):
+        yield f"changed_parameters = {as_tuple(changed)}"
 
 
 def _method_names(stage: StageText) -> Names:
@@ -118,6 +121,21 @@ def _staying_constants(stage: StageText) -> list[str]:
     nodes = stage.program.graph.find_nodes(op="get_attr")
     staying = {str(node.target) for node in nodes if meta.dtypes(node).value}
     return [name for name in stage.owned if name in staying]
+
+
+def _changed_parameters(stage: StageText) -> list[str]:
+    """Return the parameters that the stage's forward changes."""
+    module, aliases = stage.program.module, stage.program.aliases
+    found: list[str] = []
+    for node in stage.flow.nodes:
+        found += mutated_state(node, module)
+        if node.op == "call_module":
+            opaque = opaque_of(module.get_submodule(str(node.target)))
+            inside = opaque.changes if opaque is not None else ()
+            found += [f"{node.target}.{name}" for name in inside]
+    names = [name if name in stage.owned else aliases.get(name, name) for name in found]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return sorted({name for name in names if name in parameters})
 
 
 # ------------------------------------------------------------------ layers
@@ -237,7 +255,7 @@ def _containers(stage: StageText) -> dict[str, str]:
 
 def _own_attributes(stage: StageText) -> Sequence[str]:
     """Return what a stage's class says of itself, for the worker."""
-    always = ("draws_random_numbers", "keeps_dtype")
+    always = ("draws_random_numbers", "keeps_dtype", "changed_parameters")
     return always if stage.tile is None else (*always, "grid")
 
 

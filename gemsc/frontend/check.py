@@ -25,7 +25,7 @@ from gemsc.frontend.values import returned
 from gemsc.ir.holder import attribute
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.meta import location
-from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.mutation import changed_by_layer, mutated_inputs
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 
@@ -170,9 +170,9 @@ def _shared(program: Program) -> dict[str, nn.Parameter]:
         for source in map(_source, mutated_inputs(node, module))
         if source.op == "get_attr"
     }
-    for layer in module.modules():
-        if getattr(layer, "max_norm", None) is not None:  # of an embedding
-            written |= {id(parameter) for parameter in layer.parameters()}
+    for node in program.graph.nodes:
+        names = changed_by_layer(node, module)
+        written |= {id(attribute(module, name)) for name in names}
     for opaque in opaques(module).values():
         written |= {id(parameter) for parameter in opaque.module.parameters()}
     return {

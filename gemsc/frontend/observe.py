@@ -32,14 +32,16 @@ class _UnfitError(Exception):
 class Watch:
     """Stands for a module's forward: runs it, and writes down what it does.
 
-    `problem` says why the module cannot be one node; `changed` are the buffers that it
-    changed, and those of its layers with running statistics.
+    `problem` says why the module cannot be one node; `changed` are the parameters and
+    buffers that it changed, and the buffers of its layers with running statistics;
+    `kept` are those that autograd keeps.
     """
 
     module: nn.Module
     forward: Callable[..., Any]
     calls: dict[str, OpaqueCall] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
     problem: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,23 +63,25 @@ class Watch:
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
-        """Put buffers and the generator back; note which buffers have changed."""
+        """Put tensors and the generator back; note which tensors have changed."""
         state = torch.get_rng_state()
-        buffers = [
-            (path, module, name, tensor, tensor.detach().clone())
+        tensors = [
+            (path, module, own, name, tensor, tensor.detach().clone())
             for path, module in self.module.named_modules()
-            for name, tensor in module._buffers.items()
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
             if tensor is not None
         ]
         yield
-        for path, module, name, tensor, before in buffers:
-            now = module._buffers[name]
+        for path, module, own, name, tensor, before in tensors:
             tracks = isinstance(module, _NormBase) and module.training
-            if tracks or now is not tensor or not torch.equal(tensor, before):
+            is_statistic = tracks and own is module._buffers
+            is_new = own[name] is not tensor
+            if is_statistic or is_new or not torch.equal(tensor, before):
                 self.changed.add(f"{path}.{name}".lstrip("."))
                 with torch.no_grad():
                     tensor.copy_(before)
-                module._buffers[name] = tensor
+                own[name] = tensor
         torch.set_rng_state(state)
 
     def _measure(
@@ -90,7 +94,14 @@ class Watch:
         learns = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*inputs, *parameters)
         )
-        log = _Log([*parameters, *self.module.buffers()])
+        state = {
+            _storage(tensor): name
+            for name, tensor in (
+                *self.module.named_parameters(),
+                *self.module.named_buffers(),
+            )
+        }
+        log = _Log(state, self.kept)
         with log, torch.autograd.graph.saved_tensors_hooks(log.save, lambda t: t):
             result = self.forward(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
@@ -129,9 +140,10 @@ class Watch:
 class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a real run does: kernels, bytes, random numbers, what is kept."""
 
-    def __init__(self, persistent: list[Tensor]) -> None:
+    def __init__(self, persistent: dict[int, str], kept: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.persistent = {_storage(tensor) for tensor in persistent}
+        self.persistent = persistent  # the names of parameters and buffers by storage
+        self.kept = kept
         self.saved: dict[int, int] = {}
         self.alive: list[Tensor] = []  # an address must not be used twice
         self.random = False
@@ -144,7 +156,9 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def save(self, tensor: Tensor) -> Tensor:
         """Book a tensor that autograd keeps."""
-        if _storage(tensor) not in self.persistent:
+        if (name := self.persistent.get(_storage(tensor))) is not None:
+            self.kept.add(name)
+        else:
             self.alive.append(tensor.detach())
             self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor

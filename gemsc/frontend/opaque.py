@@ -81,7 +81,8 @@ class Leaves:
         inside = [other for other in self.found if other.startswith(f"{path}.")]
         for other in inside:
             del self.found[other]
-        self.found[path] = Opaque(module, calls, why, at, tuple(sorted(watch.changed)))
+        changes, keeps = sorted(watch.changed), sorted(watch.kept)
+        self.found[path] = Opaque(module, calls, why, at, (*changes,), (*keeps,))
 
     def _real(self, path: str) -> nn.Module:
         return _submodule(self.model, self.loss, path)

@@ -126,11 +126,12 @@ class Facts:
     Seconds are predicted for one micro-batch. `forward_launches` and
     `backward_launches` are the part of them in which an asynchronous device runs
     kernels of other nodes: see `busy_seconds`. `saved` holds (storage, bytes) of all
-    that autograd keeps for this node's backward, without parameters and buffers;
-    `saved_bytes` counts those of them that no earlier node keeps already. `storages`
-    are the (storage, bytes) of the node's own value. `heavy` nodes multiply matrices,
-    convolve or own a weight: what a stage is made of. `random` nodes draw random
-    numbers. `sums` are those over the tiles of a grid, forward and backward.
+    that autograd keeps for this node's backward, without parameters and buffers, whose
+    names `saved_state` has; `saved_bytes` counts those of `saved` that no earlier node
+    keeps already. `storages` are the (storage, bytes) of the node's own value. `heavy`
+    nodes multiply matrices, convolve or own a weight: what a stage is made of. `random`
+    nodes draw random numbers. `sums` are those over the tiles of a grid, forward and
+    backward.
 
     `weight_seconds` are the part of the backward's that gives weight gradients and can
     wait, `weight_bytes` the bytes of these gradients (see gemsc.base.weighted). `casts`
@@ -148,6 +149,7 @@ class Facts:
     parameter_bytes: int = 0
     saved_bytes: int = 0
     saved: tuple[tuple[int, int], ...] = ()
+    saved_state: tuple[str, ...] = ()
     storages: tuple[tuple[int, int], ...] = ()
     heavy: bool = False
     random: bool = False

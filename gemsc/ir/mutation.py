@@ -10,7 +10,16 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-__all__ = ["call_mutates", "functional_twin", "layer_has_twin", "mutated_inputs"]
+from gemsc.ir import meta
+
+__all__ = [
+    "call_mutates",
+    "changed_by_layer",
+    "functional_twin",
+    "layer_has_twin",
+    "mutated_inputs",
+    "mutated_state",
+]
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -51,6 +60,12 @@ _NORMS: dict[Any, tuple[str, ...]] = {
         "use_input_stats",
     ),
 }
+# They divide rows of their weight by norms that are larger than `max_norm`.
+_EMBEDDINGS: dict[Any, tuple[str, ...]] = {
+    functional.embedding: ("input", "weight", "padding_idx", "max_norm"),
+    functional.embedding_bag: ("input", "weight", "offsets", "max_norm"),
+}
+_EMBEDDING_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 # They end with an underscore but leave the elements as they are.
 _HARMLESS = frozenset({"requires_grad_", "retain_grad_"})
 
@@ -65,6 +80,10 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
         return ()
     if node.target in _NORMS:
         return _running_statistics(node)
+    if node.target in _EMBEDDINGS:
+        given = _given(node, _EMBEDDINGS[node.target])
+        changed = given.get("max_norm") is not None
+        return _nodes(given["weight"]) if changed else ()
     if isinstance(node.target, torch._ops.OpOverload):
         return _written(node, node.target)
     if node.kwargs.get("out") is not None:
@@ -73,11 +92,37 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
     return _nodes(_first(node)) if changed else ()
 
 
+def changed_by_layer(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the parameters that a layer of torch changes whenever it is called."""
+    if node.op != "call_module":
+        return ()
+    layer = module.get_submodule(str(node.target))
+    renormalizes = isinstance(layer, _EMBEDDING_LAYERS) and layer.max_norm is not None
+    return (f"{node.target}.weight",) if renormalizes else ()
+
+
+def mutated_state(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters and buffers that a node changes in place.
+
+    It may do so through views of them. Left out are the buffers of layers of torch.
+    """
+    found = list(changed_by_layer(node, module))
+    for source in mutated_inputs(node, module):
+        memory = _memory(source)
+        way = [source]
+        while way:
+            each = way.pop()
+            if each.op == "get_attr":
+                found.append(str(each.target))
+            way += [n for n in each.all_input_nodes if memory & _memory(n)]
+    return tuple(dict.fromkeys(found))
+
+
 def functional_twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     """Return target and keyword arguments of the same call without the change."""
     target: Any = node.target
     name = str(getattr(target, "__name__", target))
-    if name.strip("_") in _NO_TWIN:
+    if name.strip("_") in _NO_TWIN or target in _EMBEDDINGS:
         return None
     kwargs = {key: v for key, v in node.kwargs.items() if key != "inplace"}
     if len(kwargs) < len(node.kwargs):
@@ -129,6 +174,15 @@ def _first(node: fx.Node) -> Any:
     return node.args[0] if node.args else next(iter(node.kwargs.values()), None)
 
 
+def _given(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _memory(node: fx.Node) -> set[int]:
+    dense = (t for t in meta.tensors(node) if t.layout is torch.strided)
+    return {tensor.untyped_storage()._cdata for tensor in dense}
+
+
 def _nodes(value: Any) -> tuple[fx.Node, ...]:
     found: list[fx.Node] = []
     fx.node.map_arg(value, found.append)
@@ -148,7 +202,7 @@ def _written(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...
 def _running_statistics(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the statistics that a normalization updates."""
     names = _NORMS[node.target]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = _given(node, names)
     if not given.get(names[-1], node.target is functional.instance_norm):
         return ()
     return _nodes(tuple(given.get(name) for name in _STATISTICS))

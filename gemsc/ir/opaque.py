@@ -70,8 +70,8 @@ class OpaqueCall:
 class Opaque:
     """A user's module that is not looked into, and why.
 
-    `at` is the user's line that needs data; `changes` are the buffers that its calls
-    change.
+    `at` is the user's line that needs data; `changes` are the parameters and buffers
+    that its calls change, `keeps` those that autograd keeps for its backward.
     """
 
     module: nn.Module
@@ -79,6 +79,7 @@ class Opaque:
     why: str
     at: SourceLocation | None = None
     changes: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
 
     def call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpaqueCall:
         """Return what is known of a call with such arguments.

@@ -8,7 +8,7 @@ from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs
-from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.mutation import changed_by_layer, mutated_inputs
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Block, Program, Stage
 
@@ -63,4 +63,5 @@ def runs_once(program: Program, node: fx.Node) -> bool:
         opaque = opaque_of(program.module.get_submodule(str(node.target)))
         if opaque is not None and opaque.changes:
             return True
-    return bool(mutated_inputs(node, program.module))
+    module = program.module
+    return bool(mutated_inputs(node, module) or changed_by_layer(node, module))

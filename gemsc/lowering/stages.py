@@ -14,7 +14,11 @@ from gemsc.options import CompileOptions, choose
 from gemsc.passes.annotate import Annotate
 from gemsc.passes.balance_stages import BalanceStages
 from gemsc.passes.base import Pass
-from gemsc.passes.checks.statistics import CheckStatistics
+from gemsc.passes.checks.statistics import (
+    CheckStatistics,
+    check_in_flight,
+    telling_of_changes,
+)
 from gemsc.passes.checks.tiles import CheckTiles
 from gemsc.passes.checks.torch_compile import CheckTorchCompile
 from gemsc.passes.choose_shards import ChooseShards
@@ -57,7 +61,8 @@ def schedule_stages(
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
-    check_blocks(options, chosen, traced.program.name, names, replicas=replicas)
+    with telling_of_changes(traced.program):
+        check_blocks(options, chosen, traced.program.name, names, replicas=replicas)
     check_whole(options.whole, traced.program.module)
     balance = BalanceStages(
         num_stages=chosen.num_stages,
@@ -111,7 +116,16 @@ def schedule_stages(
     key = (*map(id, tiles), replace(chosen, micro_batches=()))
     task = run.once(key, schedule_task, tiles, chosen, None, hardware)
     task = replace(task, micro_batches=chosen.micro_batches)
-    return schedule(program, tiles, task, chosen, options, hardware)
+    done = schedule(program, tiles, task, chosen, options, hardware)
+    check_in_flight(program, _crowded(done))
+    return done
+
+
+def _crowded(done: Scheduled) -> set[int]:
+    """Return the stages of ranks that have several micro-batches in flight."""
+    live, rows = done.timeline.peak_live, done.task.placement
+    pairs = ((stage, rank) for row in rows for stage, rank in enumerate(row))
+    return {stage for stage, rank in pairs if live[rank] > 1}
 
 
 def tile_passes(

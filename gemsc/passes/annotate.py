@@ -145,9 +145,9 @@ def _facts_of_input(value: Tensor) -> meta.Facts:
     return meta.Facts(output_bytes=value.nbytes, storages=sizes)
 
 
-def _storages(module: nn.Module) -> set[int]:
-    tensors = (*module.parameters(), *module.buffers())
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+def _storages(module: nn.Module) -> dict[int, str]:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
 
 
 @dataclass
@@ -160,6 +160,7 @@ class _Count:
     backward_operators: int = 0
     random: bool = False
     saved: dict[int, int] = field(default_factory=dict)
+    saved_state: dict[str, None] = field(default_factory=dict)
     sums: list[meta.TileSum] = field(default_factory=list)
     weights: dict[int, Tensor] = field(default_factory=dict)  # whose gradients can wait
     casts: set[int] = field(default_factory=set)  # storages of weights under autocast
@@ -178,7 +179,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     in which node's forward it was recorded.
     """
 
-    def __init__(self, device: Device, persistent: set[int]) -> None:
+    def __init__(self, device: Device, persistent: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.persistent = persistent
@@ -216,9 +217,12 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _save(self, tensor: Tensor) -> Tensor:
         for part in saved_parts(tensor):
-            storage = part.untyped_storage()
-            if storage._cdata not in self.persistent:
-                self.counts[self.node].saved[storage._cdata] = storage.nbytes()
+            storage, count = part.untyped_storage(), self.counts[self.node]
+            name = self.persistent.get(storage._cdata)
+            if name is None:
+                count.saved[storage._cdata] = storage.nbytes()
+            else:
+                count.saved_state[name] = None
         return tensor
 
     def __torch_dispatch__(
@@ -318,6 +322,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter_bytes=sum(p.nbytes for p in _parameters(node, module)),
             saved_bytes=sum(fresh.values()),
             saved=tuple(count.saved.items()),
+            saved_state=tuple(count.saved_state),
             storages=_storage_sizes(outputs),
             heavy=count.flops > 0
             or any(p.dim() > 1 for p in _parameters(node, module)),

@@ -15,7 +15,12 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy, with_graph
 from gemsc.ir.interpret import run_node
-from gemsc.ir.mutation import functional_twin, layer_has_twin, mutated_inputs
+from gemsc.ir.mutation import (
+    changed_by_layer,
+    functional_twin,
+    layer_has_twin,
+    mutated_inputs,
+)
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
@@ -104,6 +109,8 @@ def _remove_dead(module: fx.GraphModule) -> None:
 def _has_effect(node: fx.Node, module: nn.Module) -> bool:
     if node.op in ("placeholder", "output") or mutated_inputs(node, module):
         return True
+    if changed_by_layer(node, module):
+        return True
     name = str(getattr(node.target, "__name__", node.target))
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
@@ -140,6 +147,9 @@ class _Rewriter:
         for node in changing:
             for source in mutated_inputs(node, self.module):
                 self._rewrite(node, source, plain_layers)
+        for node in nodes:
+            for name in changed_by_layer(node, self.module):
+                self._keep_state(node, list(self._readers(name)), {name})
         for path in sorted(plain_layers):
             _replace_layer(self.module, path)
         self._glue()
@@ -162,8 +172,9 @@ class _Rewriter:
     def _rewrite(self, node: fx.Node, source: fx.Node, plain_layers: set[str]) -> None:
         keys = self.storage[source]
         members = [member for key in keys for member in self.members[key]]
-        if any(member.op == "get_attr" for member in members):
-            self._keep_state(node, members)
+        state = {str(m.target) for m in members if m.op == "get_attr"}
+        if state:
+            self._keep_state(node, members, state)
         elif self._others_used_later(node, source, members):
             self._keep_aliases(node, keys)
         elif self._make_functional(node, plain_layers):
@@ -190,15 +201,24 @@ class _Rewriter:
             for user in member.users
         )
 
-    def _keep_state(self, node: fx.Node, members: list[fx.Node]) -> None:
+    def _keep_state(
+        self, node: fx.Node, members: list[fx.Node], names: set[str]
+    ) -> None:
         """Leave a change of a parameter or buffer, glued to all that reads it."""
         involved = {user for member in members for user in member.users}
         involved |= {member for member in members if member.op != "get_attr"}
-        names = {m.target for m in members if m.op == "get_attr"}
-        involved |= set(self._layers_with({str(name) for name in names}))
+        involved |= set(self._layers_with(names))
         involved = {n for n in involved if n.op not in ("output", "get_attr")}
         ordered = sorted(involved | {node}, key=self.order.__getitem__)
         self.kept.append((ordered[0], ordered[-1]))
+
+    def _readers(self, name: str) -> Iterator[fx.Node]:
+        """Yield the nodes with the memory of a parameter."""
+        tensor = _attribute(self.module, name)
+        for node in self.module.graph.find_nodes(op="get_attr"):
+            if _attribute(self.module, str(node.target)) is tensor:
+                for key in self.storage[node]:
+                    yield from self.members[key]
 
     def _layers_with(self, names: set[str]) -> Iterator[fx.Node]:
         """Yield the calls of layers that own one of these tensors."""

@@ -1,11 +1,17 @@
-"""Check statistics: what the forward changes must be joinable over several runs.
+"""Check statistics: what the forward changes must not depend on who runs it, and when.
 
 Example: two replicas update their BatchNorm's running mean apart, and the two averages
-join exactly; a counter that the user's forward increments does not.
+join exactly; a counter that the user's forward increments does not. Nor can a stage
+that has several micro-batches in flight double a weight which the backward of an
+earlier one still needs.
 """
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,12 +19,25 @@ from torch import fx, nn
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
-from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.holder import attribute
+from gemsc.ir.mutation import changed_by_layer, mutated_state
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
-__all__ = ["CheckStatistics"]
+__all__ = ["CheckStatistics", "check_in_flight", "telling_of_changes"]
+
+# A second call right after the first one changes nothing.
+_SETTLING = frozenset(
+    {"clamp_", "clip_", "clamp_min_", "clamp_max_", "relu_", "abs_", "fill_", "zero_"}
+)
+_OUT_OF_PLACE = (
+    "compute the new value under a name of its own, in each forward: w = ..., and use w"
+)
+_ROWS = (
+    "leave out max_norm and look up in "
+    "weight * (max_norm / weight.norm(dim=-1, keepdim=True)).clamp(max=1)"
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +45,8 @@ class CheckStatistics(Pass):
     """Refuse tensors that forward changes and that no rule joins, if there are runs.
 
     `num_runs` is replicas times data-parallel copies. The statistics of BatchNorm join
-    (see gemsc.runtime.worker.reduction); nothing else is known to, nor do they in a
+    (see gemsc.runtime.worker.reduction), and a change that needs no data and leaves
+    what it has changed as it is; nothing else is known to. Nor do the statistics in a
     module that depends on data, where some runs may update them more often.
     """
 
@@ -42,28 +62,105 @@ class CheckStatistics(Pass):
             GemscError: the model could not be trained exactly; names the line.
         """
         if self.num_runs > 1:
-            for node in program.compute_nodes:
-                changed = _changed(node, program.module)
-                if changed:
-                    raise GemscError(
-                        f"forward changes '{changed}', and each of {self.num_runs} "
-                        "replicas of the model would change it differently",
-                        at=meta.location(node),
-                        help="use a schedule with one replica and --data 1",
-                    )
+            for node, name in _changes(program):
+                raise GemscError(
+                    f"forward changes '{name}', and each of {self.num_runs} replicas "
+                    "of the model would change it differently",
+                    at=meta.location(node),
+                    help="use a schedule with one replica and --data 1, or "
+                    + _without_change(node, program),
+                )
         return program
 
 
-def _changed(node: fx.Node, module: fx.GraphModule) -> str | None:
+def check_in_flight(program: Program, crowded: Collection[int]) -> None:
+    """Refuse changes of what the backward of an earlier micro-batch still needs.
+
+    `crowded` are the stages that have several micro-batches in flight.
+
+    Raises:
+        GemscError: names the line that changes a parameter or a buffer.
+    """
+    kept = {
+        id(attribute(program.module, name)): node
+        for node in program.compute_nodes
+        for name in meta.facts(node).saved_state
+    }
+    for stage in program.require_stages():
+        for node in stage.nodes if stage.index in crowded else ():
+            used = {name: node for name in _changed_and_kept(node, program)}
+            for name in mutated_state(node, program.module):
+                reader = kept.get(id(attribute(program.module, name)))
+                if reader and not (_is_settled(node) and _is_unseen(node)):
+                    used[name] = reader
+            for name, reader in used.items():
+                error = GemscError(
+                    f"forward changes '{name}', and the backward of an earlier "
+                    "micro-batch still needs what it was",
+                    at=meta.location(node),
+                    help="use --micro-batches 1, or " + _without_change(node, program),
+                )
+                error.add_note(f"it is used at {meta.location(reader)}")
+                raise error
+
+
+@contextmanager
+def telling_of_changes(program: Program) -> Iterator[None]:
+    """Let an error about too few blocks say what keeps much of a model in one."""
+    try:
+        yield
+    except GemscError as error:
+        for node in program.compute_nodes:
+            for name in mutated_state(node, program.module):
+                error.add_note(
+                    f"forward changes '{name}' at {meta.location(node)}: all that uses "
+                    "it stays on one rank"
+                )
+        raise
+
+
+def _changes(program: Program) -> Iterator[tuple[fx.Node, str]]:
+    """Yield the nodes that change a tensor of the model in a way that joins not."""
+    module = program.module
+    states = {n: mutated_state(n, module) for n in program.compute_nodes}
+    counts = Counter(name for names in states.values() for name in names)
+    for node, names in states.items():
+        if any(counts[name] > 1 or not _is_settled(node) for name in names):
+            yield node, names[0]
+        elif node.op == "call_module":
+            layer = module.get_submodule(str(node.target))
+            opaque = opaque_of(layer)
+            if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+                if layer.track_running_stats:
+                    yield node, f"{node.target}.running_mean"
+            elif opaque is not None and opaque.changes:
+                yield node, f"{node.target}.{opaque.changes[0]}"
+
+
+def _changed_and_kept(node: fx.Node, program: Program) -> Iterator[str]:
+    """Yield what a module that is not looked into changes and keeps for backward."""
     if node.op == "call_module":
-        layer = module.get_submodule(str(node.target))
-        if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
-            return f"{node.target}.running_mean" if layer.track_running_stats else None
-        opaque = opaque_of(layer)
-        if opaque is not None and opaque.changes:
-            return f"{node.target}.{opaque.changes[0]}"
-        return None
-    for source in mutated_inputs(node, module):
-        if source.op == "get_attr":
-            return str(source.target)
-    return None
+        opaque = opaque_of(program.module.get_submodule(str(node.target)))
+        if opaque is not None:
+            both = {*opaque.changes}.intersection(opaque.keeps)
+            yield from (f"{node.target}.{name}" for name in sorted(both))
+
+
+def _is_settled(node: fx.Node) -> bool:
+    """Whether a change gives the same again, as w.clamp_(0, 1) and w[0] = 0 do."""
+    alone = node.op == "call_method" and node.target in _SETTLING
+    alone |= node.target is operator.setitem
+    return alone and len(node.all_input_nodes) == 1
+
+
+def _is_unseen(node: fx.Node) -> bool:
+    """Whether autograd does not notice a change, because it is one of `w.data`."""
+    (source,) = node.all_input_nodes
+    return source.target is getattr and source.args[1] == "data"
+
+
+def _without_change(node: fx.Node, program: Program) -> str:
+    is_table = "embedding" in str(getattr(node.target, "__name__", node.target))
+    if is_table or changed_by_layer(node, program.module):
+        return _ROWS
+    return _OUT_OF_PLACE

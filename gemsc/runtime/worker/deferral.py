@@ -133,9 +133,9 @@ class Deferred:
                     f"{self.where}: the deferred gradient of {names[id(call.weight)]} "
                     f"is lost: {node.name()} ran, and nothing waits for it"
                 )
-            new = {following for following, _ in node.next_functions} - seen - {None}
-            seen |= new
-            stack += new
+            following = {each for each, _ in node.next_functions if each is not None}
+            stack += following - seen
+            seen |= following
 
 
 class _Held:
@@ -178,7 +178,7 @@ def _next_number() -> int:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _add_up(call: WeightedCall, of_weight: Tensor, of_bias: Tensor | None) -> None:

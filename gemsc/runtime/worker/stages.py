@@ -25,7 +25,10 @@ MOST_FORMS = 256
 
 @contextmanager
 def without_trace(stage: nn.Module) -> Iterator[None]:
-    """Run a stage for its outputs alone: no gradients, and buffers as they were."""
+    """Run a stage for its outputs alone: no gradients, and its tensors as they were."""
+    changed = getattr(stage, "changed_parameters", ())
+    parameters = [stage.get_parameter(name) for name in changed]
+    values = [parameter.detach().clone() for parameter in parameters]
     before = [
         (module, name, buffer, buffer.clone())
         for module in stage.modules()
@@ -37,6 +40,8 @@ def without_trace(stage: nn.Module) -> Iterator[None]:
     for module, name, buffer, value in before:
         module._buffers[name] = buffer
         buffer.data.copy_(value)  # autograd may hold it for micro-batches in flight
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
 
 
 class Stages(dict[Run, nn.Module]):
