@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from gemsc.base.draws import same_draws
 from gemsc.codegen.package import write_directory
 from gemsc.compiler import lower
 from gemsc.errors import GemscError
@@ -200,6 +203,52 @@ def test_forwards_in_flight_do_not_disturb_each_other() -> None:
     for x, result, gradient in zip(inputs, results, expected, strict=True):
         result.backward()
         assert torch.equal(x.grad, gradient)
+
+
+def test_a_rank_that_recomputes_does_not_disturb_what_another_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks on threads share one generator: another one has seeded it and is to draw.
+
+    main      forward                 block again ...
+    other              seeds, waits                  draws
+    """
+    seeded, again = threading.Event(), threading.Event()
+
+    class Dropping(Stage):
+        draws_random_numbers = True
+
+        def block(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                again.set()
+            return F.dropout(self.norm(self.layer(x)), 0.5).square()
+
+    def draw() -> Tensor:
+        with same_draws():
+            return F.dropout(torch.ones(40), 0.5)
+
+    seed, expected = torch.manual_seed, draw()
+
+    def seed_and_wait(number: int) -> None:
+        seed(number)
+        if threading.current_thread() is not threading.main_thread():
+            seeded.set()
+            assert again.wait(60)
+
+    with same_draws(), ThreadPoolExecutor(1) as other:
+        stage, x = Dropping(), torch.randn(5, 4, requires_grad=True)
+        result = recompute(stage.block, x)
+        monkeypatch.setattr(torch, "manual_seed", seed_and_wait)
+        found = other.submit(draw)
+        assert seeded.wait(60)
+        result.sum().backward()
+        assert torch.equal(found.result(), expected)
+    assert x.grad is not None
+    gradient, x.grad, stage.calls = x.grad, None, 3
+    with same_draws():
+        stage.block(x).sum().backward()
+    assert torch.equal(x.grad, gradient)
 
 
 def test_an_unknown_name_is_told_with_those_near(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from gemsc.base.draws import are_draws_same
 from gemsc.base.dtypes import autocasting, current_autocast
 from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import active_meter
@@ -174,9 +175,12 @@ class _Run:
             self._meter.sample()
 
     def _random_state(self) -> list[Tensor]:
-        """Return the generators' states, the CPU's first; none if nothing is drawn."""
+        """Return the generators' states, the CPU's first; none if none matters.
+
+        In `same_draws` none does: another thread may be about to draw with its own.
+        """
         stage = self._block.__self__  # type: ignore[attr-defined]
-        if not getattr(stage, "draws_random_numbers", False):
+        if are_draws_same() or not getattr(stage, "draws_random_numbers", False):
             return []
         states = [torch.cuda.get_rng_state(device) for device in self._devices]
         return [torch.get_rng_state(), *states]
