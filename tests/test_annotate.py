@@ -14,6 +14,7 @@ from models import MODELS
 from program_support import Net, blocks_of, mean, node
 from torch import Tensor, fx, nn
 
+from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
@@ -304,3 +305,52 @@ def test_the_input_program_keeps_its_graph() -> None:
     done = Annotate().apply(program)
     assert done.graph is not program.graph
     assert all(meta.facts(n) == meta.Facts() for n in program.compute_nodes)
+
+
+class Gate(nn.Module):
+    """Depends on data, so that it is not looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        rows: Tensor = self.table(words)
+        return rows if rows.sum() < 1e6 else -rows
+
+
+SPARSE: dict[str, tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = {
+    "layer": (nn.Embedding(5, 4, sparse=True), lambda net, x: net.rows(x)),
+    "bags": (nn.EmbeddingBag(5, 4, sparse=True), lambda net, x: net.rows(x)),
+    "function": (
+        nn.Embedding(5, 4),
+        lambda net, x: F.embedding(x, net.rows.weight, sparse=True),
+    ),
+    "bags by function": (
+        nn.Embedding(5, 4),
+        lambda net, x: F.embedding_bag(x, net.rows.weight, sparse=True),
+    ),
+}
+WORDS = torch.tensor([[0, 1], [4, 1]])
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_are_refused_at_the_line(name: str) -> None:
+    rows, look_up = SPARSE[name]
+    with pytest.raises(GemscError, match="a sparse gradient") as caught:
+        annotated(Net(lambda net, x: net.a(look_up(net, x)), rows=rows), WORDS)
+    assert caught.value.at is not None
+    assert caught.value.at.file == __file__
+    assert "sparse=False" in caught.value.help
+
+
+def test_frozen_tables_may_be_sparse() -> None:
+    rows = nn.Embedding(5, 4, sparse=True)
+    rows.weight.requires_grad_(False)
+    annotated(Net(lambda net, x: net.a(net.rows(x)), rows=rows), WORDS)
+
+
+def test_sparse_gradients_in_a_module_that_depends_on_data_are_refused() -> None:
+    with pytest.raises(GemscError) as caught:
+        annotated(Net(lambda net, x: net.a(net.gate(x)), gate=Gate()), WORDS)
+    assert "the gradient of 'table.weight' is sparse" in str(caught.value)

@@ -172,6 +172,13 @@ def names(self: Any, x: Tensor) -> Tensor:
     return self.a(forward_stage0 + train_step * 2)
 
 
+def sparse(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    neighbours = (torch.ones(2, 2) - torch.eye(2)).to(h).to_sparse()
+    h = neighbours @ self.c(h)
+    return self.b((h * (h > 0)).to_sparse().to_dense())
+
+
 def no_grad(self: Any, x: Tensor) -> Tensor:
     h = self.a(x)
     with torch.no_grad():
@@ -200,6 +207,10 @@ def test_the_files_compute_what_the_user_wrote(name: str, tmp_path: Path) -> Non
     found = against_one_process(tmp_path / "program", model)
     assert found.worst <= EXACT
     assert_formatted(tmp_path / "program")
+
+
+def test_values_may_be_sparse_within_a_stage(tmp_path: Path) -> None:
+    assert against_one_process(tmp_path, Net(sparse)).worst <= EXACT
 
 
 ODD = [

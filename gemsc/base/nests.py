@@ -14,6 +14,7 @@ from gemsc.errors import GemscError
 __all__ = [
     "Inputs",
     "Path",
+    "dense_leaves",
     "map_tensors",
     "named_tuple",
     "normalize_inputs",
@@ -64,6 +65,15 @@ def tensor_leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensor_leaves(getattr(value, field.name), (*path, field.name))
+
+
+def dense_leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nest that have a memory: sparse ones have several."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    ]
 
 
 def map_tensors(

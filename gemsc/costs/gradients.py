@@ -21,7 +21,8 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from gemsc.base.nests import dense_leaves
 
 __all__ = ["GradientFlow", "MadeBytes"]
 
@@ -68,9 +69,9 @@ class GradientFlow:
 
     def see(self, given: Any, result: Any) -> None:
         """Look at what an operator gave; views of what it was given are nothing new."""
-        made = {_key(t): t for t in _tensors(result) if _key(t) not in self._alive}
+        made = {_key(t): t for t in dense_leaves(result) if _key(t) not in self._alive}
         if made:
-            for tensor in _tensors(given):
+            for tensor in dense_leaves(given):
                 made.pop(_key(tensor), None)
         for tensor in made.values():
             self.storage(tensor)
@@ -98,12 +99,6 @@ class GradientFlow:
         if gone.maker is not self._running:
             self.by_node[gone.maker].made[gone.number] = gone.num_bytes
             self.by_node[self._running].freed.append(gone.number)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _key(tensor: Tensor) -> int:

@@ -60,7 +60,15 @@ def family(kind: str) -> str:
 
 
 def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, list[Work]]:
-    """Return the operations of an ATen operator, and the kernels that it runs."""
+    """Return the operations of an ATen operator, and the kernels that it runs.
+
+    Those of sparse tensors take no time, as far as is known.
+    """
+    if any(
+        isinstance(leaf, Tensor) and leaf.layout is not torch.strided
+        for leaf in pytree.tree_leaves((args, kwargs, result))
+    ):
+        return 0, []
     name = func._schema.name.removeprefix("aten::")
     packet = func._overloadpacket
     formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))

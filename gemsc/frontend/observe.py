@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemsc.base.nests import map_tensors, named_tuple, tensor_leaves
+from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
@@ -119,8 +118,10 @@ class Watch:
             call = replace(
                 call, backward=tuple(log.works), backward_operators=log.operators
             )
-        for parameter in parameters:
-            parameter.grad = None
+        for name, parameter in self.module.named_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise _UnfitError(f"the gradient of '{name}' is sparse")
         return call
 
     def _compare(self, measured: OpaqueCall, args: Any, kwargs: Any) -> None:
@@ -170,11 +171,11 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not runs_a_kernel(func, result):
             return result
         flops, works = work_of(func, args, kwargs or {}, result)
-        leaves = pytree.tree_leaves((args, kwargs, result))
+        moved = dense_leaves((args, kwargs, result))
         self.random |= draws(func, args, kwargs or {})
         self.operators += 1
         self.flops += flops
-        self.moved_bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
+        self.moved_bytes += sum(tensor.nbytes for tensor in moved)
         self.works += works
         return result
 

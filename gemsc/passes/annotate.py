@@ -21,12 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemsc.base.nests import dense_leaves
 from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.costs.gradients import GradientFlow
 from gemsc.costs.hardware import Device, read_hardware
 from gemsc.costs.operators import draws, runs_a_kernel, work_of
 from gemsc.costs.signature import signature
 from gemsc.costs.times import seconds
+from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.fake import fake_copy, fake_like
 from gemsc.ir.holder import attribute, attributes_of, copied_graph, with_graph
@@ -216,7 +218,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_backward = False
 
     def _save(self, tensor: Tensor) -> Tensor:
-        for part in saved_parts(tensor):
+        for part in dense_leaves(saved_parts(tensor)):
             storage, count = part.untyped_storage(), self.counts[self.node]
             name = self.persistent.get(storage._cdata)
             if name is None:
@@ -239,10 +241,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _book(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         count = self.counts[self.node]
         flops, works = work_of(func, args, kwargs, result)
-        leaves = pytree.tree_leaves((args, kwargs, result))
+        moved = dense_leaves((args, kwargs, result))
         count.random |= draws(func, args, kwargs)
         count.flops += flops
-        count.moved_bytes += sum(t.nbytes for t in leaves if isinstance(t, Tensor))
+        count.moved_bytes += sum(tensor.nbytes for tensor in moved)
         count.forward_operators += 1
         count.forward_seconds += self._seconds(works)
 
@@ -266,14 +268,27 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts[self.node].sums.append(found)
 
     def book_gradient(self, node: fx.Node, gradient: Tensor) -> None:
-        """Book the gradient that a node gets."""
+        """Book the gradient that a node gets, if it is dense."""
+        if gradient.layout is not torch.strided:
+            return
         number, num_bytes = self.gradients.storage(gradient)
         self.counts[node].gradients[number] = num_bytes
 
     def book_sum(self, node: fx.Node, gradient: Tensor | None) -> None:
-        """Book adding a parameter's gradient to that of earlier micro-batches."""
+        """Book adding a parameter's gradient to that of earlier micro-batches.
+
+        Raises:
+            GemscError: the gradient is sparse.
+        """
         if gradient is None:
             return
+        if gradient.layout is not torch.strided:
+            raise GemscError(
+                "a parameter has a sparse gradient here, which cannot be added up "
+                "over micro-batches and ranks",
+                at=meta.location(node),
+                help="use sparse=False, and a dense optimizer: Adam for SparseAdam",
+            )
         add = torch.ops.aten.add_.Tensor
         _, works = work_of(add, (gradient, gradient), {}, gradient)
         count = self.counts[node]
@@ -309,7 +324,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, node: fx.Node, value: Any, module: nn.Module, seen: set[int]
     ) -> meta.Facts:
         count, flow = self.counts[node], self.gradients.by_node[node]
-        outputs = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        outputs = dense_leaves(value)
         fresh = {key: size for key, size in count.saved.items() if key not in seen}
         seen.update(fresh)
         forward = count.forward_operators * self.device.forward_overhead

@@ -38,6 +38,7 @@ class Canonicalize(Pass):
        and is glued to it: no cut falls between.
     3. Where views of the changed memory are used later, and where a parameter or a
        buffer changes, the calls stay as they are, glued from the first to the last.
+       A sparse value, which no message takes, is glued to its uses as well.
     4. nn.Identity and nodes without effect are removed; random ones stay, so that the
        generator moves as in the user's model.
 
@@ -150,6 +151,10 @@ class _Rewriter:
         for node in nodes:
             for name in changed_by_layer(node, self.module):
                 self._keep_state(node, list(self._readers(name)), {name})
+        for node in self.storage:
+            if any(t.layout is not torch.strided for t in meta.tensors(node)):
+                last = max(node.users, key=self.order.__getitem__, default=node)
+                self.kept.append((node, last))  # no message takes it
         for path in sorted(plain_layers):
             _replace_layer(self.module, path)
         self._glue()

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gemsc.base.nests import dense_leaves
+
 __all__ = ["ActivationMeter", "active_meter"]
 
 _active = threading.local()  # the meter of the stage that runs forward on this thread
@@ -62,9 +64,12 @@ class ActivationMeter:
         self.sample()
 
     def follow(self, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
-        """Count these from now on, for as long as they live, `besides` left out."""
+        """Count these from now on, for as long as they live, `besides` left out.
+
+        Sparse ones are not counted.
+        """
         left_out = self._own | {t.untyped_storage()._cdata for t in besides}
-        for tensor in tensors:
+        for tensor in dense_leaves(list(tensors)):
             storage = tensor.untyped_storage()
             known = self._alive.get(storage._cdata)
             if known is not None and not _gone(known[0]):

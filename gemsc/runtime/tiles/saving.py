@@ -102,6 +102,8 @@ def _gone(origin: _Origin) -> bool:
 
 
 def _origin(tensor: Tensor) -> _Origin | None:
+    if tensor.layout is not torch.strided:
+        return None
     if tensor.is_conj() or tensor.is_neg():  # lazily: the storage is not
         return None
     origin = _known.origins.get(tensor.untyped_storage()._cdata)
