@@ -347,6 +347,23 @@ def test_dead_nodes_and_identities_go_and_effects_stay() -> None:
     assert "fc2" not in targets(program)
 
 
+def test_what_reads_a_shape_is_given_the_sizes() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        row = self.fc.bias.expand_as(self.fc2(x))
+        flat = self.fc(x).flatten().reshape_as(x)
+        return flat.view_as(other=x) + row + row.sum().view_as(x.sum())
+
+    result = canonical(forward)
+    called = [
+        (n.target, *n.args[1:]) for n in result.graph.find_nodes(op="call_method")
+    ]
+    assert ("expand", 3, 4) in called
+    assert ("reshape", 3, 4) in called
+    assert ("view", 3, 4) in called
+    assert ("view", ()) in called
+    assert "fc2" not in str(result.graph)  # nothing but its shape was used
+
+
 def test_out_arguments_are_refused() -> None:
     def forward(self: Any, x: Any) -> Any:
         out = torch.empty(3, 4)

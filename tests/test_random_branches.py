@@ -107,23 +107,34 @@ def test_ranks_without_a_gradient_wait_for_that_of_others(
     assert check(BranchCase(model, (x,), F.mse_loss, target, grid, trunk)) == 2
 
 
-class OneReadsTheShape(nn.Module):
-    """Of two branches one takes no more of the trunk than its shape."""
+class OneReadsTheForm(nn.Module):
+    """Of two branches one takes no more of the trunk than its shape or its dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
+        self.form = form
         self.trunk, self.a, self.b = (nn.Linear(6, 6) for _ in range(3))
         self.row = nn.Parameter(torch.randn(1, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.trunk(x)
-        return torch.stack([self.a(x), self.b(self.row.expand_as(x))]).amax(0)
+        return torch.stack([self.a(x), self.b(self.form(self.row, x))]).amax(0)
 
 
+FORMS = {
+    "shape": lambda row, x: row.expand_as(x),
+    "dtype": lambda row, x: row.expand(4, 6).type_as(x),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("trunk", ["whole", "batch"])
-def test_a_branch_that_reads_a_shape_alone_waits_for_gradients(trunk: str) -> None:
+def test_a_branch_that_reads_a_form_alone_waits_for_gradients(
+    trunk: str, form: str
+) -> None:
     torch.manual_seed(0)
     x, target = torch.randn(4, 6), torch.randn(4, 6)
     grid = GridShape(branches=2)
-    case = BranchCase(OneReadsTheShape(), (x,), F.mse_loss, target, grid, trunk)
+    model = OneReadsTheForm(FORMS[form])
+    case = BranchCase(model, (x,), F.mse_loss, target, grid, trunk)
     assert check(case) == 1

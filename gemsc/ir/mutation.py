@@ -1,4 +1,4 @@
-"""Which calls change a tensor in place."""
+"""What calls do with their operands: what they change in place, what they read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch.nn import functional
 from gemsc.ir import meta
 
 __all__ = [
+    "SIZED",
     "call_mutates",
     "changed_by_layer",
+    "elements",
     "functional_twin",
     "layer_has_twin",
     "mutated_inputs",
@@ -51,13 +53,13 @@ _NORMS: dict[Any, tuple[str, ...]] = {
         *("input", *_STATISTICS, "weight", "bias"),
         "use_input_stats",
     ),
-    torch.ops.aten.batch_norm.default: (
-        *("input", "weight", "bias", *_STATISTICS),
-        "training",
+    **dict.fromkeys(
+        (torch.batch_norm, torch.ops.aten.batch_norm.default),
+        ("input", "weight", "bias", *_STATISTICS, "training"),
     ),
-    torch.ops.aten.instance_norm.default: (
-        *("input", "weight", "bias", *_STATISTICS),
-        "use_input_stats",
+    **dict.fromkeys(
+        (torch.instance_norm, torch.ops.aten.instance_norm.default),
+        ("input", "weight", "bias", *_STATISTICS, "use_input_stats"),
     ),
 }
 # They divide rows of their weight by norms that are larger than `max_norm`.
@@ -66,6 +68,12 @@ _EMBEDDINGS: dict[Any, tuple[str, ...]] = {
     functional.embedding_bag: ("input", "weight", "offsets", "max_norm"),
 }
 _EMBEDDING_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+# methods that take no more of another value than its shape, and what takes sizes
+SIZED = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
+# of all but their first operand these take the dtype and the device
+_CONVERTING = frozenset({"to", "type_as"})
+# and these, of the first
+_NEW = frozenset({"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"})
 # They end with an underscore but leave the elements as they are.
 _HARMLESS = frozenset({"requires_grad_", "retain_grad_"})
 
@@ -116,6 +124,20 @@ def mutated_state(node: fx.Node, module: torch.nn.Module) -> tuple[str, ...]:
                 found.append(str(each.target))
             way += [n for n in each.all_input_nodes if memory & _memory(n)]
     return tuple(dict.fromkeys(found))
+
+
+def elements(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of which a node reads more than the dtype and the device.
+
+    What it is to compute from a part of a value that comes first, or second, or is a
+    parameter: all of that is about these.
+    """
+    name = str(getattr(node.target, "__name__", node.target))
+    given = (*node.args, *node.kwargs.values())
+    if node.op in ("call_method", "call_function") and name in _CONVERTING | _NEW:
+        read = given[:1] if name in _CONVERTING else given[1:]
+        return list(dict.fromkeys(_nodes(read)))
+    return node.all_input_nodes
 
 
 def functional_twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:

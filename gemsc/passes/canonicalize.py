@@ -16,6 +16,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy, with_graph
 from gemsc.ir.interpret import run_node
 from gemsc.ir.mutation import (
+    SIZED,
     changed_by_layer,
     functional_twin,
     layer_has_twin,
@@ -41,6 +42,8 @@ class Canonicalize(Pass):
        A sparse value, which no message takes, is glued to its uses as well.
     4. nn.Identity and nodes without effect are removed; random ones stay, so that the
        generator moves as in the user's model.
+    5. What another value gives its shape is given the sizes: of a view, all operands
+       are then elements.
 
     Example:
         before                              after
@@ -48,6 +51,7 @@ class Canonicalize(Pass):
         y = self.relu(h)    # inplace=True  y = self.relu(h)    # inplace=False
         y += x                              y_1 = y + x
         y[:, 0] = 0                         clone = y_1.clone(); clone[:, 0] = 0
+        z = self.row.expand_as(y)           z = self.row.expand(16, 64)
 
     The user's modules stay as they are: a layer that works in place is replaced by a
     copy that does not.
@@ -64,6 +68,7 @@ class Canonicalize(Pass):
         module = copied.module
         _refuse_out(module.graph)
         _remove_identities(module)
+        _write_sizes(module.graph)
         _Rewriter(module).run()
         _remove_dead(module)
         module.graph.lint()
@@ -99,6 +104,16 @@ def _remove_identities(module: fx.GraphModule) -> None:
         if type(module.get_submodule(str(node.target))) is nn.Identity:
             node.replace_all_uses_with(node.all_input_nodes[0])
             module.graph.erase_node(node)
+
+
+def _write_sizes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        name = str(getattr(node.target, "__name__", node.target))
+        if name in SIZED and node.op in ("call_method", "call_function"):
+            given = node.args or tuple(node.kwargs.values())
+            sizes = meta.spec(node).shape
+            node.op, node.target, node.kwargs = "call_method", SIZED[name], {}
+            node.args = (given[0], *sizes) if sizes else (given[0], ())
 
 
 def _remove_dead(module: fx.GraphModule) -> None:

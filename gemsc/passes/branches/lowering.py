@@ -28,6 +28,7 @@ from gemsc.base.boxes import Box, Interval, everything, shape_of
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
+from gemsc.ir.mutation import elements
 from gemsc.ir.shards import Fork
 from gemsc.messages.exchange import Exchange
 from gemsc.passes.shards.lowering import lower_on_shards, trunk_axes
@@ -324,9 +325,8 @@ def _box(shape: tuple[int, ...], is_held: bool) -> Box:
 
 
 def _gives_gradient(user: fx.Node, source: fx.Node) -> bool:
-    """Whether a gradient flows back to a value: `expand_as` reads its shape alone."""
-    is_like = user.op == "call_method" and str(user.target).endswith("_as")
-    return _learns(user) and not (is_like and user.args[0] is not source)
+    """Whether a gradient flows back to a value: `type_as` reads its dtype alone."""
+    return _learns(user) and source in elements(user)
 
 
 def _learns(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from gemsc.base.parts import Part
 from gemsc.ir import meta
+from gemsc.ir.mutation import elements
 from gemsc.passes.shards.analysis import Analysis, cut_parts
 from gemsc.passes.shards.factors import Factor
 from gemsc.passes.spatial.calls import Call
@@ -59,6 +60,8 @@ class Inside:
             return self.low.get(source).node
         if source.op == "get_attr":
             return self.parameter(str(source.target))
+        if source not in elements(self.node):
+            return self.low.local(source).node  # of any part, the dtype is the same
         parts = self.parts(source)
         return self.low.shard(source, parts) if parts else self.low.whole(source)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from gemsc.ir import meta
+from gemsc.ir.mutation import elements
 from gemsc.passes.shards.analysis import Analysis, analysis_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
 from gemsc.passes.shards.factors import Dims, Factor, leaves
@@ -66,7 +67,7 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
         is_split = any(source.name in split for source in node.all_input_nodes)
     trunk = _trunk(low, analysis) if is_split else None
     given: dict[fx.Node, Local] = {}
-    for source in node.all_input_nodes:
+    for source in elements(node):
         if low.flattened(source) is not None:
             continue  # held with other dimensions: as on tiles
         if source.op != "get_attr" and isinstance(meta.value(source), Tensor):

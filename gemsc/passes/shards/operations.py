@@ -53,7 +53,8 @@ def _same_call(x: Inside) -> Local:
 def _to_shape(x: Inside, args: Any, kwargs: Any) -> Local:
     name = str(getattr(x.node.target, "__name__", x.node.target))
     target = name if name in ("view", "expand") else "reshape"
-    return x.create("call_method", target, (args[0], *x.own.local_shape), {})
+    (source,) = x.node.all_input_nodes
+    return x.create("call_method", target, (x.input(source), *x.own.local_shape), {})
 
 
 def _unflattened(x: Inside, args: Any, kwargs: Any) -> Local:
@@ -236,9 +237,8 @@ def _reduced(x: Inside) -> Local | None:
         x.call.kind == "loss" and x.call.get("reduction", "mean") == "mean"
     )
     if mean:
-        source = x.call.input
-        share = x.parts(source)[x.low.place].share
-        args = local.node, share
+        parts = next(filter(None, map(x.parts, x.node.all_input_nodes)))
+        args = local.node, parts[x.low.place].share
         make = x.low.create
         local = make(
             x.node, "call_function", operator.mul, args, {}, None, partial=True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from gemsc.ir import meta
+from gemsc.ir.mutation import elements
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Program
 from gemsc.nn import FrozenBatchNorm
@@ -126,12 +127,13 @@ def _last_normalized(call: Call) -> Equation:
 
 
 def _matmul(call: Call) -> Equation:
-    left, right = (meta.value(call[name]).dim() for name in ("input", "other"))
+    names = ("input", "mat2" if "mat2" in call.arguments else "other")
+    left, right = (meta.value(call[name]).dim() for name in names)
     first = "*b m k+" if left > 1 else "k+"
     second = "*b k n" if right > 1 else "k"
     rest = ("m " if left > 1 else "") + ("n" if right > 1 else "")
     batch = "*b " if max(left, right) > 1 else ""
-    return Equation(f"{first}, {second} -> {batch}{rest}", ("input", "other"))
+    return Equation(f"{first}, {second} -> {batch}{rest}", names)
 
 
 def _addmm(call: Call) -> Equation:
@@ -396,7 +398,7 @@ def _same_dtype(a: fx.Node, b: fx.Node) -> bool:
 def _unknown(call: Call, dims: Lookup, reason: str) -> Roles:
     """Let all that goes in and comes out be whole, and a layer's tensors."""
     node, roles, layer = call.node, Roles(), call.layer
-    taken = [_all_dims(source, dims) for source in node.all_input_nodes]
+    taken = [_all_dims(source, dims) for source in elements(node)]
     if layer is not None:
         taken += [
             dims(f"{node.target}.{name}") for name in dict(layer.named_parameters())
@@ -427,7 +429,7 @@ def _all_dims(node: fx.Node, dims: Lookup) -> Sequence[Dim]:
 
 
 def _tensor_inputs(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if isinstance(meta.value(n), Tensor)]
+    return [n for n in elements(node) if isinstance(meta.value(n), Tensor)]
 
 
 def _roles(source: Dims) -> Roles:

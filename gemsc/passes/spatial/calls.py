@@ -86,7 +86,8 @@ def call_of(node: fx.Node, module: nn.Module) -> Call:
     except TypeError:  # not hashable
         kind, names = "", ""
     order = tuple(names.split())
-    arguments = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
+    arguments = dict(zip(order, node.args, strict=False))
+    arguments |= {_renamed(name): value for name, value in node.kwargs.items()}
     kind, _, detail = kind.partition(":")
     return Call(node, kind, arguments, names=order, detail=detail)
 
@@ -108,7 +109,18 @@ def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
 
 
 def _renamed(name: str) -> str:
-    return "input" if name == "x" else name  # nn.RMSNorm has its own name for it
+    return _OTHER_NAMES.get(name, name)
+
+
+# nn.RMSNorm calls its input x; PyTorch takes NumPy's names as well as its own
+_OTHER_NAMES = {
+    "x": "input",
+    "x1": "input",
+    "x2": "other",
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "train": "training",
+}
 
 
 def _pair(word: str) -> tuple[str, str]:
@@ -165,8 +177,8 @@ _ALIKE = {
     "unbind": ("unbind", "input dim"),
     "roll": ("roll", "input shifts dim"),
     "flip": ("flip", "input dims"),
-    "softmax": ("softmax", "input dim"),
-    "log_softmax": ("log_softmax", "input dim"),
+    "softmax": ("softmax", "input dim dtype"),
+    "log_softmax": ("log_softmax", "input dim dtype"),
     **{name: (name, names) for name, names in ALONG.items()},
 }
 
@@ -230,7 +242,26 @@ _FUNCTIONS: dict[Any, tuple[str, str]] = {
     for function in (getattr(torch, name, None), getattr(F, name, None))
     if function is not None
 }
-_FUNCTIONS[operator.matmul] = "matmul", "input other"
+_STATISTICS = "running_mean running_var"
+# In `torch` some take their arguments in another order than in `torch.nn.functional`.
+_FUNCTIONS |= {
+    operator.matmul: ("matmul", "input other"),
+    torch.batch_norm: (
+        "batch_norm",
+        f"input weight bias {_STATISTICS} training momentum eps",
+    ),
+    torch.instance_norm: (
+        "instance_norm",
+        f"input weight bias {_STATISTICS} use_input_stats momentum eps",
+    ),
+    torch.embedding: (
+        "embedding",
+        "weight input padding_idx scale_grad_by_freq sparse",
+    ),
+    F.softmax: ("softmax", "input dim _stacklevel dtype"),
+    F.log_softmax: ("log_softmax", "input dim _stacklevel dtype"),
+}
+del _FUNCTIONS[torch.binary_cross_entropy_with_logits]
 _METHODS = _ALIKE
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import fx
 
+from gemsc.ir.mutation import elements
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.emit import call_again, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
@@ -74,7 +75,7 @@ def check(low: Lowering, call: Call, elementwise: bool) -> None:
         return
     if call.kind not in ("dropout", "loss") and (call.kind or not elementwise):
         raise Refused("it needs a value flattened")
-    tensors = [n for n in node.all_input_nodes if whole_shape(n)]
+    tensors = [n for n in elements(node) if whole_shape(n)]
     held = low.flattened(tensors[0])
     forms = {(low.flattened(n), low.axes(n)) for n in tensors}
     if held is None or len(forms) > 1:

@@ -19,6 +19,7 @@ from gemsc.ir import meta
 from gemsc.ir.halos import Halos, Need
 from gemsc.ir.holder import attribute, with_graph
 from gemsc.ir.layout import Layout
+from gemsc.ir.mutation import elements
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.program import Barrier, Block, Program, Stage
 from gemsc.ir.shape_grid import ShapeGrid
@@ -575,7 +576,7 @@ class Lowering:
         """Compute a node on whole inputs, on every tile; report it."""
         inputs: dict[fx.Node, fx.Node] = {}
         num_bytes = 0
-        for source in node.all_input_nodes:
+        for source in elements(node):
             if self.axes(source) is None and not self.local(source).parts:
                 continue
             if not isinstance(meta.value(source), Tensor):

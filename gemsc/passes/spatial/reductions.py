@@ -44,8 +44,10 @@ _OVER_TILES = {
 
 def extreme(low: Lowering, call: Call) -> Local:
     """Lower max and min: of two values, along a dimension, or of everything."""
-    if isinstance(call.get("dim"), fx.Node):
+    if isinstance(call.get("dim", call.get("other")), fx.Node):
         return elementwise(low, call.node)
+    if low.axes(call.input) is None:
+        raise Refused("no input is cut")
     if call.get("dim") is None:
         return reduction(low, call)
     return along(low, call)
@@ -195,13 +197,13 @@ def _correction(call: Call) -> float:
 def elementwise_loss(low: Lowering, call: Call) -> Local:
     """Add up the tiles' sums of a loss that has one term per element."""
     reduction = _reduction(call)
-    axes, inputs = _cut_alike(low, call)
     weights = [call.get(name) for name in ("weight", "pos_weight")]
     if any(isinstance(w, Tensor) and w.dim() > 0 for w in weights):
         raise Refused("it has weights")
     for weight in weights:
         if isinstance(weight, fx.Node):
             raise Refused("it has weights")
+    axes, inputs = _cut_alike(low, call)
     if reduction == "none":
         return call_again(low, call, axes, inputs)
     changes = {} if reduction == "sum" else {"reduction": "sum"}

@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, fx
 
 from gemsc.ir import meta
+from gemsc.ir.mutation import elements
 from gemsc.ir.opaque import opaque_of
 from gemsc.passes.spatial import (
     flattened,
@@ -75,6 +76,11 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
 }
 # These cut a whole picture again: each tile computes its part of the result only.
 CUTS_AGAIN = frozenset({"conv", "conv_transpose", "max_pool", "avg_pool"})
+# Any operand of these may be the one that is cut; of all others the first must be.
+OF_ANY_OPERAND = CUTS_AGAIN | {
+    *("max_unpool", "addmm", "matmul", "attention", "cat", "stack", "max", "min"),
+    *("loss", "cross_entropy"),
+}
 
 
 def lower_call(low: Lowering, node: fx.Node) -> Local:
@@ -84,17 +90,15 @@ def lower_call(low: Lowering, node: fx.Node) -> Local:
         Refused: its inputs must be gathered.
     """
     call = call_of(node, low.program.module)
-    is_cut = any(low.axes(source) is not None for source in node.all_input_nodes)
+    sources = elements(node)
+    is_cut = any(low.axes(source) is not None for source in sources)
     if not is_cut and (call.kind not in CUTS_AGAIN or low.shards is not None):
         return low.copy(node, None)
     if opaque_of(call.layer) is not None:
         raise Refused("its forward depends on data")
     if low.has_own_backward(node):
         _require_own_elements(low, node)
-    if any(
-        low.flattened(n) is not None and low.axes(n) is not None
-        for n in node.all_input_nodes
-    ):
+    if any(low.flattened(n) is not None and low.axes(n) is not None for n in sources):
         flattened.check(low, call, elementwise=low.probe.is_pointwise(node))
     if node.target is operator.getitem:
         local = shapes.subscript(low, node)
@@ -103,6 +107,8 @@ def lower_call(low: Lowering, node: fx.Node) -> Local:
     if call.kind in RULES:
         if not _has_tensor_input(call):
             raise Refused("its input is not a tensor")
+        if call.kind not in OF_ANY_OPERAND and low.axes(call.input) is None:
+            raise Refused("its first operand is whole, and another one is cut")
         return samples.by_sample(low, call) or RULES[call.kind](low, call)
     return _by_operators(low, node)
 

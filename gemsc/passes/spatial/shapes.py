@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box, shape_of
 from gemsc.ir import meta
+from gemsc.ir.mutation import elements
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes, are_samples, fits
@@ -37,15 +38,13 @@ _WITH_SIZES = frozenset(
     [
         "view",
         "reshape",
-        "view_as",
-        "reshape_as",
         "unflatten",
         "expand",
-        "expand_as",
         "broadcast_to",
+        "squeeze",
     ]
 )
-_EXPANDING = frozenset({"expand", "expand_as", "broadcast_to"})
+_EXPANDING = frozenset({"expand", "broadcast_to"})
 
 
 def elementwise(low: Lowering, node: fx.Node) -> Local:
@@ -54,8 +53,7 @@ def elementwise(low: Lowering, node: fx.Node) -> Local:
     axes = _broadcast_axes(low, node, shape)
     boxes = low.result(node, axes)
     inputs = {
-        source: _fitted(low, source, shape, axes, boxes)
-        for source in node.all_input_nodes
+        source: _fitted(low, source, shape, axes, boxes) for source in elements(node)
     }
     return low.copy(node, axes, inputs=inputs)
 
@@ -63,7 +61,7 @@ def elementwise(low: Lowering, node: fx.Node) -> Local:
 def _broadcast_axes(low: Lowering, node: fx.Node, shape: tuple[int, ...]) -> Axes:
     """Return how the inputs cut the result, each where those before it do not."""
     result: list[int | None] = [None] * len(shape)
-    for source in node.all_input_nodes:
+    for source in elements(node):
         axes = low.axes(source) if low.shape(source) else None
         for dim, axis in enumerate(axes or (), len(shape) - len(axes or ())):
             if result[dim] is None and axis not in result:
@@ -108,7 +106,9 @@ def _fitted(
 
 def view(low: Lowering, node: fx.Node) -> Local | None:
     """Return a view that keeps the dimensions that are cut; None if it is no view."""
-    (source, *others) = (n for n in node.all_input_nodes if low.axes(n) is not None)
+    source, *others = elements(node)
+    if others:
+        return None
     kept = low.probe.kept_dims(node, source)
     if kept is None:
         return None
@@ -116,8 +116,6 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
     if node.op == "call_function":
         name = getattr(node.target, "__name__", "")
     name = str(name)
-    if others and name not in ("view_as", "reshape_as", "expand_as"):
-        raise Refused("a view of several values")
     axes = low.axes(source)
     assert axes is not None
     cut = [dim for dim, axis in enumerate(axes) if axis is not None]
