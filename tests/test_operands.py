@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shard_support import on_shards
 from tile_support import assert_same, eager, on_tiles, uneven_loss
 from torch import Tensor, nn
 
@@ -263,14 +264,182 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.by_day(40)
-@pytest.mark.parametrize(("name", "forms"), cases())
-def test_any_operand_may_be_the_one_that_is_cut(
-    name: str, forms: tuple[str, ...]
-) -> None:
+def check_on_tiles(name: str, forms: tuple[str, ...]) -> None:
     case = CASES[name]
     model = Operands(case.function, case.shapes, forms)
     images = tuple(map(image_of, case.shapes))
     expected = eager(model, images, uneven_loss, None)
     for grid in ((2, 1), (1, 2)):
         assert_same(on_tiles(model, images, uneven_loss, None, grid), expected)
+
+
+@pytest.mark.by_day(30)
+@pytest.mark.parametrize(("name", "forms"), cases())
+def test_any_operand_may_be_the_one_that_is_cut(
+    name: str, forms: tuple[str, ...]
+) -> None:
+    check_on_tiles(name, forms)
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("expand_as", ("parameter", "cut")),
+        ("view_as of rows", ("whole", "cut")),
+        ("reshape_as", ("parameter", "cut")),
+        ("to", ("parameter", "cut")),
+        ("type_as", ("whole", "cut")),
+        ("linear", ("parameter", "cut", "parameter")),
+        ("batch_norm", ("parameter", "cut", "whole")),
+        ("bce with logits", ("whole", "parameter", "cut")),
+        ("broadcast_tensors", ("parameter", "cut")),
+        ("squeeze", ("cut", "cut")),
+        ("max by name", ("cut", "parameter")),
+        ("mean by NumPy's names", ("cut", "cut")),
+        ("cat by NumPy's names", ("parameter", "cut")),
+        ("torch.batch_norm", ("cut", "parameter", "parameter")),
+        ("softmax in another type", ("cut", "cut")),
+    ],
+)
+def test_operands_and_names_that_went_wrong_once(
+    name: str, forms: tuple[str, ...]
+) -> None:
+    check_on_tiles(name, forms)
+
+
+# ---------------------------------------------------------------------- shards
+
+TOKENS = (4, 5, 6)
+FEATURES = (1, 1, 6)
+
+
+class OnShards(nn.Module):
+    """A function of values of the trunk, of features that are cut, of parameters."""
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        shapes: tuple[Shape, ...],
+        forms: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        self.function, self.shapes, self.forms = function, shapes, forms
+        self.up = nn.ModuleList(nn.Linear(6, 6) for _ in (*shapes, 1))
+        self.down = nn.ModuleList(nn.Linear(6, 6) for _ in (*shapes, 1))
+        self.parameters_of = nn.ParameterList(torch.rand(shape) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down[-1](self.up[-1](x).sin())
+        y = self.function(*(self.operand(x, i) for i in range(len(self.shapes))))
+        return y.sin() + x.square().mean()
+
+    def operand(self, x: Tensor, index: int) -> Tensor:
+        form, shape = self.forms[index], self.shapes[index]
+        if form == "parameter":
+            return self.parameters_of[index]
+        x = self.up[index](x).sin()
+        if form != "feature":
+            x = self.down[index](x)
+        if form == "whole":
+            x = x.cumsum(0).cumsum(1)
+        dims = tuple(dim for dim in (0, 1) if shape[dim - 3 :][:1] == (1,))
+        x = x.sum(dims, keepdim=True) if dims else x
+        return x.flatten(0, 1)[: shape[0]] if len(shape) == 2 else x
+
+
+SHARD_CASES: dict[str, Case] = {
+    "linear": Case(F.linear, (TOKENS, (6, 6))),
+    "matmul": Case(torch.matmul, (TOKENS, (6, 6))),
+    "mm": Case(lambda a, b: torch.mm(a, mat2=b), ((6, 6), (6, 6))),
+    "addmm": Case(torch.addmm, ((6, 6), (6, 6), (6, 6))),
+    "layer_norm": Case(lambda x, w: F.layer_norm(x, (6,), w[0, 0]), (TOKENS, FEATURES)),
+    "cat": Case(lambda a, b: torch.cat((a, b), -1), (TOKENS, TOKENS)),
+    "cat of tokens": Case(lambda a, b: torch.cat((a, b), 1), (TOKENS, TOKENS)),
+    "stack": Case(lambda a, b: torch.stack((a, b), 1), (TOKENS, TOKENS)),
+    "max by name": Case(lambda x, y: torch.max(x, other=y), (TOKENS, FEATURES)),
+    "where": Case(lambda c, x, y: torch.where(c > 0, x, y), (TOKENS, FEATURES, TOKENS)),
+    "mse_loss": Case(F.mse_loss, (TOKENS, TOKENS)),
+    "smooth_l1_loss broadcast": Case(F.smooth_l1_loss, (FEATURES, TOKENS)),
+    "mse_loss of a part": Case(
+        lambda x, y: F.mse_loss(x.mean(-1), y.mean(-1)), (TOKENS, TOKENS)
+    ),
+    "attention": Case(F.scaled_dot_product_attention, (TOKENS, TOKENS, TOKENS)),
+    "einsum": Case(lambda x, y: torch.einsum("blh,blh->bl", x, y), (TOKENS, TOKENS)),
+    "gather": Case(
+        lambda x, i: x.gather(2, (i * 9).long().abs() % 6), (TOKENS, TOKENS)
+    ),
+    "expand_as": Case(lambda x, y: x.expand_as(y) * y.cos(), (FEATURES, TOKENS)),
+    "view_as": Case(lambda x, y: x.reshape(20, 6).view_as(y) + y, (TOKENS, TOKENS)),
+    "reshape_as": Case(lambda x, y: x.sin().reshape_as(y) * y, (TOKENS, TOKENS)),
+    "type_as": Case(lambda x, y: x.type_as(y) * y, (FEATURES, TOKENS)),
+    "type_as of another type": Case(
+        lambda x, y: (x > 0).type_as(y[0, 0]) * y, (FEATURES, TOKENS)
+    ),
+    "to": Case(lambda x, y: x.to(y) + y, (FEATURES, TOKENS)),
+    "new_zeros": Case(lambda x, y: x.new_zeros(4, 5, 6) + y, (TOKENS, TOKENS)),
+    "zeros_like": Case(lambda x, y: torch.ones_like(x) * y, (TOKENS, FEATURES)),
+    "broadcast_tensors": Case(
+        lambda x, y: operator.mul(*torch.broadcast_tensors(x, y)), (FEATURES, TOKENS)
+    ),
+    "mean by NumPy's names": Case(
+        lambda x, y: (x * y).mean(axis=(0, 2), keepdims=True) + y, (TOKENS, TOKENS)
+    ),
+    "softmax by NumPy's names": Case(
+        lambda x, y: torch.softmax(x * y, axis=1), (TOKENS, TOKENS)
+    ),
+    "assignment": Case(written, (TOKENS, TOKENS)),
+    "in place": Case(added_in_place, (TOKENS, TOKENS)),
+    "in place through a view": Case(
+        lambda x, y: through_a_view(x[None], y[None])[0], (TOKENS, TOKENS)
+    ),
+    "reshape by name": Case(
+        lambda x, y: torch.reshape(input=x, shape=(20, 6)) * y.reshape(20, 6),
+        (TOKENS, TOKENS),
+    ),
+    "unflatten by name": Case(
+        lambda x, y: torch.unflatten(input=x, dim=-1, sizes=(2, 3)).flatten(2) * y,
+        (TOKENS, TOKENS),
+    ),
+}
+
+
+def shard_cases() -> list[Any]:
+    """Return (operator, forms), for all ways in which its operands can be there."""
+    found = []
+    for name, case in SHARD_CASES.items():
+        for forms in itertools.product((*FORMS, "feature"), repeat=len(case.shapes)):
+            if {*forms} - {"parameter"}:
+                found.append(pytest.param(name, forms, id=f"{name} {' '.join(forms)}"))
+    return found
+
+
+def check_on_shards(name: str, forms: tuple[str, ...], trunk: str) -> None:
+    case = SHARD_CASES[name]
+    model = OnShards(case.function, case.shapes, forms)
+    inputs = (torch.rand(TOKENS),)
+    expected = eager(model, inputs, uneven_loss, None)
+    assert_same(on_shards(model, inputs, uneven_loss, None, 2, trunk), expected)
+
+
+@pytest.mark.by_day(20)
+@pytest.mark.parametrize("trunk", ["whole", "batch", "sequence"])
+@pytest.mark.parametrize(("name", "forms"), shard_cases())
+def test_any_operand_may_be_cut_among_shards(
+    name: str, forms: tuple[str, ...], trunk: str
+) -> None:
+    check_on_shards(name, forms, trunk)
+
+
+@pytest.mark.parametrize(
+    ("name", "forms", "trunk"),
+    [
+        ("view_as", ("whole", "cut"), "sequence"),
+        ("mm", ("cut", "feature"), "whole"),
+        ("mean by NumPy's names", ("cut", "cut"), "batch"),
+        ("reshape by name", ("cut", "cut"), "sequence"),  # by features
+    ],
+)
+def test_operands_among_shards_that_went_wrong_once(
+    name: str, forms: tuple[str, ...], trunk: str
+) -> None:
+    check_on_shards(name, forms, trunk)

@@ -151,7 +151,7 @@ def _addmm(x: Inside) -> Local | None:
         total = x.added_up(addend.node)
     else:
         total = x.low.all_reduce(x.node, addend.node)
-    args = total.node, _as_added(x, x.input(bias))
+    args = total.node, _as_added(x, _met(x, x.input(bias), total, -1))
     return x.low.create(x.node, "call_function", operator.add, args, {}, total.axes)
 
 
@@ -161,12 +161,23 @@ def _with_bias(x: Inside, total: Local, view: tuple[int, ...]) -> Local:
     if bias is None:
         return total
     make = x.low.create
+    bias = _met(x, bias, total, -len(view) or -1)
     if view:
         bias = make(
             x.node, "call_method", "view", (bias, *view), {}, None, partial=True
         ).node
     args = total.node, _as_added(x, bias)
     return make(x.node, "call_function", operator.add, args, {}, total.axes)
+
+
+def _met(x: Inside, bias: fx.Node, total: Local, dim: int) -> fx.Node:
+    """Return the part of a bias that meets the rank's part of a sum."""
+    if total.axes is None or total.axes[dim] is None:
+        return bias
+    rows = x.low.owned(whole_shape(x.node), total.axes)[x.low.place][dim]
+    make, args = x.low.create, (bias, slice(*rows))
+    get = operator.getitem
+    return make(x.node, "call_function", get, args, {}, None, partial=True).node
 
 
 def _as_added(x: Inside, bias: fx.Node) -> fx.Node:
