@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from local_transport import run_local
 from parity_support import traced
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -18,6 +17,7 @@ from gemsc import CompileOptions
 from gemsc.compiler import lower
 from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.memory.meter import ActivationMeter
+from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.worker import Worker
 
