@@ -368,31 +368,6 @@ def test_what_is_added_to_hide_is_a_constant_and_what_may_be_one_is_told(tmp_pat
     np.testing.assert_array_equal(network.position, weights["position"])
 
 
-def test_equal_tensors_that_an_exporter_made_one_are_told(tmp_path):
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.LayerNorm(4), nn.LayerNorm(4)
-            self.three = nn.LayerNorm(4)
-            nn.init.uniform_(self.three.weight)
-            nn.init.uniform_(self.three.bias)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.three(self.two(torch.tanh(self.one(x))))
-
-    notes = {}
-    for name, how in (("older", OLDER), ("newer", NEWER)):
-        path = tmp_path / f"{name}.onnx"
-        network, read = imported(
-            exported(Twice().eval(), [torch.rand(2, 4)], path, **how)
-        )
-        notes[name] = [n for n in read.notes if n.startswith("one tensor in the file")]
-        assert len(list(network.parameters())) == (4 if name == "older" else 6)
-    (note,) = notes["older"]
-    assert "trained as one: one.weight, one.bias; " in note
-    assert not notes["newer"]
-
-
 def test_numbers_that_are_made_of_known_ones_are_computed_at_once(tmp_path):
     """Range is a loop in the standard, and CenterCropPad depends on types."""
     nodes = [

@@ -15,7 +15,7 @@ import onnx
 import torch
 import torch.nn.functional as F
 
-__all__ = ["is_machine_made", "place_of_layer", "scope", "wish"]
+__all__ = ["is_machine_made", "module_of", "place_of_layer", "scope", "wish"]
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 MACHINE_MADE = re.compile(
@@ -64,6 +64,15 @@ def scope(node: onnx.NodeProto) -> str:
             path.pop()
         path.append(part)
     return ".".join(path)
+
+
+def module_of(node: onnx.NodeProto) -> str | None:
+    """Return the module whose forward has a node; None if the file does not say."""
+    if any(entry.key == SCOPES for entry in node.metadata_props):
+        return scope(node)
+    if not node.name.startswith("/"):
+        return None
+    return scope(node) if node.name.count("/") > 1 else ""
 
 
 def _of_scopes(text: str) -> str:

@@ -18,10 +18,13 @@ from onnx import numpy_helper
 
 from gemsc.base.files import replaced
 from gemsc.errors import GemscError
+from gemsc.importers.onnx.reader.ties import part
+from gemsc.importers.onnx.reader.trained import trained_names
 from gemsc.importers.weight import Array, FileTensor
 
 __all__ = ["OnnxTensors", "load_model", "number_type"]
 
+ALIGNED = 4096  # bytes; from there programs may map a tensor into their memory
 DAMAGED = "the file is damaged, or is not to be trusted"
 # the types that are a whole number of bytes, as torch has them
 NUMBERS = frozenset(
@@ -75,19 +78,27 @@ class OnnxTensors:
     def __init__(self, path: Path, model: onnx.ModelProto) -> None:
         """Look at what there is; `model` is the file as `load_model` gives it.
 
+        Its initializers are parted there as `part` says: `ties`.
+
         Raises:
             GemscError: a tensor is in no file beside it, or a file is too short.
         """
         self.path = path
-        self._tensors = dict(_tensors(model.graph))
+        self._look_at(model.graph)
+        for name, known in self.table.items():
+            if _is_outside(self._tensors[name]):
+                self._span(name, self._tensors[name], known.dtype)
+        found = trained_names(model.graph, self.table, self.read)
+        self.ties = part(model.graph, found.all | found.statistics, self.read)
+        self._look_at(model.graph)
+
+    def _look_at(self, graph: onnx.GraphProto) -> None:
+        self._tensors = dict(_tensors(graph))
         self.table: Mapping[str, FileTensor] = {
             name: FileTensor(tuple(tensor.dims), kind)
             for name, tensor in self._tensors.items()
             if (kind := number_type(tensor.data_type)) is not None
         }
-        for name, known in self.table.items():
-            if _is_outside(self._tensors[name]):
-                self._span(name, self._tensors[name], known.dtype)
 
     @classmethod
     def open(cls, path: Path) -> OnnxTensors:
@@ -162,7 +173,7 @@ class OnnxTensors:
             error = self._damaged(name, f"there is no file {location} beside it")
             error.help = f"copy {location} into {self.path.parent}, too"
             raise error
-        said = {entry.key: entry.value for entry in tensor.external_data}
+        said = _external(tensor)
         size = math.prod(tensor.dims) * kind.itemsize
         start, length = int(said.get("offset", 0)), int(said.get("length", size))
         if start < 0 or length != size or start + size > path.stat().st_size:
@@ -174,14 +185,14 @@ class OnnxTensors:
     def write_copy(self, path: Path, changed: Callable[[str], Array | None]) -> None:
         """Write the file once more, with new numbers in some of its tensors.
 
-        All else stays as it is. What lies in files beside it is copied to files
-        beside the copy, copy.onnx.data.
+        All else stays as it is, but for parameters that `ties` has parted. What lies
+        in files beside it is copied to files beside the copy, copy.onnx.data.
 
         Raises:
             GemscError: the file is damaged.
         """
         model = load_model(self.path)
-        tensors = dict(_tensors(model.graph))
+        tensors = OnnxTensors(self.path, model)._tensors
         beside = self._copy_files(path, tensors)
         for name in self.table:
             array = changed(name)
@@ -190,9 +201,8 @@ class OnnxTensors:
             tensor = tensors[name]
             if _is_outside(tensor):
                 kind = self.table[name].dtype
-                _, start, _ = self._span(name, self._tensors[name], kind)
                 with beside[_location(self._tensors[name])].open("r+b") as file:
-                    file.seek(start)
+                    file.seek(int(_external(tensor).get("offset", 0)))
                     np.ascontiguousarray(array, kind.newbyteorder("<")).tofile(file)
             else:
                 _fill(tensor, array)
@@ -204,24 +214,40 @@ class OnnxTensors:
     ) -> dict[str, Path]:
         """Copy the files beside it, and name the copies in `tensors`.
 
-        They are called as the copy is: no file of another model is written over.
+        They are called as the copy is: no file of another model is written over. A
+        tensor whose bytes are another one's, too, has its own at the end.
         """
         copies: dict[str, Path] = {}
+        seen: set[tuple[Path, int]] = set()
         for name, tensor in tensors.items():
             if name not in self.table or not _is_outside(tensor):
                 continue
-            location = _location(tensor)
+            location, kind = _location(tensor), self.table[name].dtype
+            source, start, size = self._span(name, tensor, kind)
             if location not in copies:
-                kind = self.table[name].dtype
-                source, *_ = self._span(name, tensor, kind)
                 number = f".{len(copies) + 1}" if copies else ""
                 copies[location] = path.with_name(f"{path.name}{number}.data")
                 with replaced(copies[location]) as beside:
                     shutil.copyfile(source, beside)
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    entry.value = copies[location].name
+            said = _external(tensor) | {"location": copies[location].name}
+            if size and (source, start) in seen:
+                said["offset"] = str(_append(copies[location], start, size))
+            seen.add((source, start))
+            del tensor.external_data[:]
+            for key, value in said.items():
+                tensor.external_data.add(key=key, value=value)
         return copies
+
+
+def _append(path: Path, start: int, size: int) -> int:
+    """Copy some bytes of a file to its end; return where they are now."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        data = file.read(size)
+        end = file.seek(0, 2)
+        end = file.seek(end + -end % ALIGNED)
+        file.write(data)
+    return end
 
 
 def _tensors(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
@@ -248,9 +274,12 @@ def _is_outside(tensor: onnx.TensorProto) -> bool:
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
+def _external(tensor: onnx.TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
 def _location(tensor: onnx.TensorProto) -> str:
-    found = [e.value for e in tensor.external_data if e.key == "location"]
-    return found[0] if found else ""
+    return _external(tensor).get("location", "")
 
 
 def _fill(tensor: onnx.TensorProto, array: Array) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -66,7 +66,7 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
     opsets[""] = opsets.pop("ai.onnx", opsets.get("", 1))
     leave_unused_out(graph)
     fuse_bias(graph, tensors.table)
-    trained = trained_names(graph, tensors.table, tensors.read)
+    trained = trained_names(graph, tensors.table, tensors.read, tensors.ties.buffers)
     sheet = Sheet(_class_name(path.stem), "", path.name)
     values: dict[str, Value] = {}
     options.check_names(path.name, [value.name for value in _inputs(graph)])
@@ -178,14 +178,28 @@ def _notes(
             f"{folded} BatchNormalization folded into convolutions: trains without "
             "them; export with optimize=False to keep them"
         )
-    frozen = [n for n, p in sheet.root.named_parameters() if not p.requires_grad]
+    own = dict(sheet.root.named_parameters())
+    frozen = [name for name, p in own.items() if not p.requires_grad]
     if frozen:
-        notes.append(f"not trained, as they are computed: {_some(frozen)}")
-    if trained.shared:
+        notes.append(f"not trained, as they are computed, or buffers: {_some(frozen)}")
+    held = {s for n, w in sheet.weights.items() if n in own for s in w.sources}
+    shared = [name for name in trained.shared if name in held]
+    if shared:
         notes.append(
             "one tensor in the file for several layers, and trained as one: "
-            f"{_some(trained.shared)}; torch.onnx's older exporter makes tensors one "
-            "that are equal by chance: dynamo=True does not"
+            f"{_some(shared)}; if they were several that were equal by chance, "
+            "export with dynamo=True, optimize=False"
+        )
+    if tensors.ties.parted:
+        parted = [f"{name} (of {n})" for name, n in tensors.ties.parted.items()]
+        notes.append(
+            "equal tensors that the exporter made one are several again, one for each "
+            f"layer: {_some(parted)}"
+        )
+    if tensors.ties.left_out:
+        notes.append(
+            "left out by the exporter, as they are zeros, and so not trained: "
+            f"{_some(tensors.ties.left_out)}; export with optimize=False to keep them"
         )
     if trained.named:
         count = sum(math.prod(tensors.table[name].shape) for name in trained.named)
@@ -209,7 +223,7 @@ def _notes(
     return notes
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 

@@ -7,7 +7,7 @@ those that are added or multiplied and have a name that a person gave, but for m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx
@@ -16,7 +16,15 @@ from gemsc.importers.onnx.names import is_machine_made, scope
 from gemsc.importers.onnx.reader.fold import MOVES
 from gemsc.importers.weight import Array, FileTensor
 
-__all__ = ["TrainedTensors", "all_nodes", "fuse_bias", "trained_names", "used_names"]
+__all__ = [
+    "TrainedTensors",
+    "all_nodes",
+    "fuse_bias",
+    "is_layer",
+    "trained_names",
+    "used_names",
+    "weight_slots",
+]
 
 # the operands that are weights, whatever their names are
 SLOTS: Mapping[str, tuple[int, ...]] = {
@@ -55,11 +63,26 @@ class TrainedTensors:
     """The tensors of a file that are parameters.
 
     `named` are so by their names alone; `shared` are parameters of several layers.
+    `statistics` are means and variances.
     """
 
     all: set[str]
+    statistics: set[str]
     named: list[str]
     shared: list[str]
+
+
+def is_layer(node: onnx.NodeProto) -> bool:
+    """Return whether a node has operands that are weights, whatever they are called."""
+    return node.op_type in SLOTS
+
+
+def weight_slots(node: onnx.NodeProto) -> list[int]:
+    """Return which operands may be weights or statistics, as they are or moved."""
+    found = {*SLOTS.get(node.op_type, ()), *NAMED.get(node.op_type, ())}
+    found |= {3, 4} if node.op_type == "BatchNormalization" else set()
+    found |= {0} if node.op_type in MOVES else set()
+    return sorted(index for index in found if index < len(node.input))
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -86,8 +109,12 @@ def trained_names(
     graph: onnx.GraphProto,
     table: Mapping[str, FileTensor],
     read: Callable[[str], Array],
+    buffers: Collection[str] = (),
 ) -> TrainedTensors:
-    """Return the tensors that are parameters; `read` gives the numbers of one."""
+    """Return the tensors that are parameters; `read` gives the numbers of one.
+
+    `buffers` are none, as the exporter says.
+    """
     makers = {name: node for node in all_nodes(graph) for name in node.output}
     weights: set[str] = set()
     named: dict[str, None] = {}
@@ -102,14 +129,16 @@ def trained_names(
             if index < len(node.input):
                 for name in _origins(node.input[index], makers, table):
                     is_number = name in makers and math.prod(table[name].shape) == 1
-                    if not is_machine_made(name) and not is_number:
+                    is_known = name in buffers or is_machine_made(name)
+                    if not is_known and not is_number:
                         named[name] = None
                         users.setdefault(name, set()).add(scope(node))
-    weights -= _statistics(graph, makers, table)
+    statistics = _statistics(graph, makers, table)
+    weights -= {*buffers, *(statistics - _used_elsewhere(graph))}
     others = [n for n in named if n not in weights and not _is_mask(read(n))]
     found = weights | set(others)
     shared = [name for name in users if name in found and len(users[name]) > 1]
-    return TrainedTensors(found, others, shared)
+    return TrainedTensors(found, statistics, others, shared)
 
 
 def _is_mask(array: Array) -> bool:
@@ -123,15 +152,14 @@ def _statistics(
     makers: Mapping[str, onnx.NodeProto],
     table: Mapping[str, FileTensor],
 ) -> set[str]:
-    """Return what is a BatchNormalization's mean or variance, and nothing else."""
-    found = {
+    """Return what is a BatchNormalization's mean or variance."""
+    return {
         name
         for node in all_nodes(graph)
         if node.op_type == "BatchNormalization"
         for operand in node.input[3:5]
         for name in _origins(operand, makers, table)
     }
-    return set() if not found else found - _used_elsewhere(graph)
 
 
 def _used_elsewhere(graph: onnx.GraphProto) -> set[str]:
