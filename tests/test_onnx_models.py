@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from onnx_files import NEWER, OLDER, exported, file_of, imported, network_of, node
 from torch import Tensor, nn
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.importers.folder import import_file
 from gemsc.importers.onnx.operators import OPERATORS
 from gemsc.importers.options import ImportOptions
@@ -366,6 +366,84 @@ def test_what_is_added_to_hide_is_a_constant_and_what_may_be_one_is_told(tmp_pat
     network = network_of(source.parent)
     assert not list(network.parameters())
     np.testing.assert_array_equal(network.position, weights["position"])
+
+
+SINGLE = {  # a number where the standard has a row of one
+    "Unsqueeze": (["x", "one"], {}),
+    "Squeeze": (["x", "one"], {}),
+    "ReduceSum": (["x", "two"], {}),
+    "ReduceMax": (["x", "two"], {}),
+    "Slice": (["x", "one", "three", "two", "one"], {}),
+    "Split": (["x", "four"], {"axis": 2}),
+    "Pad": (["x", "pads", "", "two"], {}),
+    "TopK": (["x", "one"], {"axis": 2}),
+    "Reshape": (["x", "less"], {}),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_a_single_axis_need_not_be_in_a_row(kind, tmp_path):
+    inputs, attributes = SINGLE[kind]
+    x = numbers(3, 1, 4)
+    found = []
+    for name, shape in (("a", ()), ("b", (1,))):
+        rows = {"one": 1, "two": 2, "three": 3, "four": 4, "less": -1}
+        weights = {n: np.full(shape, value) for n, value in rows.items()}
+        weights["pads"] = np.array([1, 2])
+        used = {n: w for n, w in weights.items() if n in inputs}
+        outputs = ["y", ""] if kind == "TopK" else ["y"]
+        nodes = [node(kind, inputs, outputs, name="n", **attributes)]
+        path = file_of(tmp_path / f"{name}.onnx", nodes, {"x": [3, 1, 4]}, used)
+        found.append(network_of(import_and_folder(path))(torch.from_numpy(x)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["bug", "damage"])
+def test_a_bug_of_ours_is_not_called_damage_of_the_file(way, tmp_path, monkeypatch):
+    nodes = [node("Gemm", ["x", "w", "w"], ["y"], "g", alpha=2.0)]
+    weights = {"w": numbers(4 if way == "bug" else 5, 4)}
+    path = file_of(tmp_path / "a.onnx", nodes, {"x": [4, 4]}, weights)
+    if way == "damage":
+        assert "a.onnx: Gemm 'g' has operands or attributes that do not" in refused(
+            path
+        )
+        return
+
+    def broken(node: Any) -> Any:
+        return {}[node.kind]
+
+    monkeypatch.setitem(OPERATORS, "Gemm", broken)
+    with pytest.raises(InternalError, match=r"a\.onnx: Gemm 'g' KeyError: 'Gemm'"):
+        import_file(path, tmp_path / "a", ImportOptions())
+
+
+def import_and_folder(path: Path) -> Path:
+    import_file(path, path.with_suffix(""), ImportOptions(), check=False)
+    return path.with_suffix("")
+
+
+class Grouped(nn.Module):
+    """Attention of four heads that share two keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.keys = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.heads(x).view(batch, length, 4, 4).transpose(1, 2)
+        k, v = self.keys(x).view(batch, length, 2, 2, 4).transpose(1, 3).unbind(2)
+        found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return found.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+def test_heads_that_share_keys_are_read(optimize, tmp_path):
+    x = torch.rand(2, 5, 8)
+    model = Grouped().eval()
+    path = exported(model, [x], tmp_path / "a.onnx", **(NEWER | {"optimize": optimize}))
+    network, _ = imported(path)
+    torch.testing.assert_close(network(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_numbers_that_are_made_of_known_ones_are_computed_at_once(tmp_path):

@@ -152,6 +152,9 @@ class Sheet:
         names = [w if w == "_" else self._unique(w) for w in wishes]
         self.lines.append(Line(tuple(names), text, self._place))
         others = self._with_other_batch(text) or [None] * len(names)
+        if len(others) != len(names):  # it is the batch that is cut
+            self.fixes_batch = self.fixes_batch or self._place
+            others = [None] * len(names)
         return tuple(map(self._named, names, found, others))
 
     def returns(self, text: str) -> None:

@@ -64,12 +64,31 @@ class Node:
             )
         return None if operand is None else operand.array
 
-    def setting(self, name: str, index: int, default: Any = None) -> Any:
-        """Return what was an attribute in old opsets and is an input in newer ones."""
+    def setting(self, name: str, index: int) -> list[Any] | None:
+        """Return what was an attribute in old opsets and is an input in newer ones.
+
+        A single number is a list of one, as files have it both ways.
+        """
         if name in self.attributes:
-            return self.attributes[name]
-        found = self.array(index)
-        return default if found is None else found.tolist()
+            found = np.asarray(self.attributes[name])
+        else:
+            array = self.array(index)
+            if array is None:
+                return None
+            found = array
+        numbers: list[Any] = found.reshape(-1).tolist()
+        return numbers
+
+    def settings(self, name: str, index: int) -> list[Any]:
+        """Return such numbers where there must be some.
+
+        Raises:
+            GemscError: the file leaves them out.
+        """
+        found = self.setting(name, index)
+        if found is None:
+            raise self.refuse(f"has no {name}")
+        return found
 
     def weight(self, index: int) -> Static | None:
         """Return an operand that a layer holds: one that is known beforehand."""

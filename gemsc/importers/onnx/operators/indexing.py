@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from torch import nn
 
 from gemsc.importers.onnx.node import Node, Operator, Static
@@ -146,8 +145,8 @@ def _one_hot(node: Node) -> Symbol:
 
 
 def _scalar(value: np.generic) -> str:
-    kind = torch.from_numpy(np.zeros(1, value.dtype)).dtype
-    return f"torch.tensor({value.item()!r}, dtype={kind})"
+    text = f"{float(value)!r}" if value.dtype.kind == "V" else repr(value.item())
+    return f"torch.tensor({text}, dtype={torch_type(value.dtype)})"
 
 
 def _reverse_sequence(node: Node) -> Symbol:

@@ -152,8 +152,7 @@ def _dropout(node: Node) -> Symbol | list[Symbol | None]:
     x = node.value(0)
     if any(node.outputs[1:]):
         raise node.refuse("gives its mask")
-    ratio = node.setting("ratio", 1, 0.5)
-    ratio = ratio[0] if isinstance(ratio, list) else ratio
+    ratio = (node.setting("ratio", 1) or [0.5])[0]
     if not 0 <= ratio <= 1 or math.isnan(ratio):
         raise node.refuse(f"has the ratio {ratio}")
     layer = node.layer(nn.Dropout(float(number(ratio))))

@@ -46,9 +46,9 @@ def _pad(node: Node) -> Symbol:
 
 def _sizes(node: Node, rank: int) -> tuple[list[int], list[int]]:
     """Return the padding before and after each axis; negative ones cut."""
-    pads = [int(size) for size in node.setting("pads", 1)]
-    axes = node.array(3)
-    named = range(rank) if axes is None else axes.tolist()
+    pads = [int(size) for size in node.settings("pads", 1)]
+    named = node.setting("axes", 3)
+    named = list(range(rank)) if named is None else named
     places = [axis_of(node, axis, rank) for axis in named]
     if len(pads) != 2 * len(places):
         raise node.refuse(f"has {len(pads)} sizes for {len(places)} axes")

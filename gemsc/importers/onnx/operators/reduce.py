@@ -76,8 +76,7 @@ def _top_k(node: Node) -> list[Symbol | None]:
     x = node.value(0)
     rank = len(x.shape)
     axis = axis_of(node, node.attribute("axis", -1), rank)
-    count = node.setting("k", 1)
-    count = count[0] if isinstance(count, list) else count
+    (count,) = node.settings("k", 1)
     largest = bool(node.attribute("largest", 1))
     dim = dim_of(axis, rank)
     names = [name or "_" for name in (*node.outputs, "", "")[:2]]

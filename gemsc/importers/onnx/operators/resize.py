@@ -68,8 +68,7 @@ def _axes(node: Node, shape: Sequence[int]) -> list[Resized]:
         raise node.refuse(f"has neither scales nor sizes for {len(places)} axes")
     old = [shape[place] for place in places]
     scales, new = _scales(node, given, sizes, old)
-    crop = node.array(1) if not is_old else None
-    crops = [] if crop is None else crop.tolist()
+    crops = [] if is_old else node.setting("roi", 1) or []
     count = len(places)
     axes = [Resized(size, size, 1.0, "nearest") for size in shape]
     for i, place in enumerate(places):

@@ -18,7 +18,7 @@ __all__ = ["SHAPES", "torch_type_of"]
 
 def _reshape(node: Node) -> Symbol:
     x = node.value(0)
-    target = [int(size) for size in node.setting("shape", 1)]
+    target = [int(size) for size in node.settings("shape", 1)]
     if not node.attribute("allowzero", 0):
         if any(size == 0 for size in target[len(x.shape) :]):
             raise node.refuse(f"keeps an axis that {x.shape} has not")
@@ -127,7 +127,7 @@ def _split(node: Node) -> list[Symbol | None]:
 def _slice(node: Node) -> Symbol:
     x = node.value(0)
     rank = len(x.shape)
-    starts, ends = node.setting("starts", 1), node.setting("ends", 2)
+    starts, ends = node.settings("starts", 1), node.settings("ends", 2)
     axes = node.setting("axes", 3) or range(len(starts))
     steps = node.setting("steps", 4) or [1] * len(starts)
     parts, backwards = [":"] * rank, []
@@ -179,7 +179,7 @@ def _squeeze(node: Node) -> Symbol:
 
 def _unsqueeze(node: Node) -> Symbol:
     x = node.value(0)
-    axes = node.setting("axes", 1)
+    axes = node.settings("axes", 1)
     rank = len(x.shape) + len(axes)
     places = sorted(axis_of(node, axis, rank) for axis in axes)
     calls = [f".unsqueeze({axis})" for axis in places]
@@ -188,7 +188,7 @@ def _unsqueeze(node: Node) -> Symbol:
 
 def _expand(node: Node) -> Symbol:
     x = node.value(0)
-    target = tuple(int(size) for size in node.setting("shape", 1))
+    target = tuple(int(size) for size in node.settings("shape", 1))
     shape = np.broadcast_shapes(x.shape, target)
     padded = (None,) * (len(shape) - len(x.shape)) + x.shape
     sizes = [-1 if old == new else new for old, new in zip(padded, shape, strict=True)]
@@ -203,7 +203,7 @@ def _expand(node: Node) -> Symbol:
 
 def _tile(node: Node) -> Symbol:
     x = node.value(0)
-    return node.gives(f"{x}.repeat({', '.join(map(str, node.setting('repeats', 1)))})")
+    return node.gives(f"{x}.repeat({', '.join(map(str, node.settings('repeats', 1)))})")
 
 
 def _cast(node: Node) -> Symbol:

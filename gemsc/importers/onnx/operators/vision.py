@@ -32,7 +32,7 @@ def _grid_sample(node: Node) -> Symbol:
 
 def _affine_grid(node: Node) -> Symbol:
     theta = node.value(0)
-    size = [int(n) for n in node.setting("size", 1)]
+    size = [int(n) for n in node.settings("size", 1)]
     sizes = ", ".join([f"{theta}.shape[0]", *map(str, size[1:])])
     corners = bool(node.attribute("align_corners", 0))
     return node.gives(f"F.affine_grid({theta}, ({sizes}), align_corners={corners})")
@@ -40,8 +40,8 @@ def _affine_grid(node: Node) -> Symbol:
 
 def _col_to_im(node: Node) -> Symbol:
     x = node.value(0)
-    size = [int(n) for n in node.setting("image_shape", 1)]
-    block = tuple(int(n) for n in node.setting("block_shape", 2))
+    size = [int(n) for n in node.settings("image_shape", 1)]
+    block = tuple(int(n) for n in node.settings("block_shape", 2))
     if len(size) != 2:
         raise node.refuse(f"puts together {len(size)} axes; PyTorch has it for 2")
     top, left, bottom, right = node.attribute("pads") or [0, 0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import onnx
 
 from gemsc.errors import GemscError
 from gemsc.importers.onnx.names import wish
+from gemsc.importers.onnx.reader.file import DAMAGED
 from gemsc.importers.onnx.static import Static, Value, computed
 from gemsc.importers.sheet import Sheet, Symbol
 
@@ -45,6 +47,8 @@ class Control:
         Raises:
             GemscError: it depends on the data.
         """
+        if not proto.output or len(proto.input) < LEAST.get(proto.op_type, 1):
+            raise self.sheet.refuse("has too few operands or results", DAMAGED)
         function = getattr(self, CONTROL[proto.op_type])
         found: Sequence[Value | None] = function(proto, values)
         return found
@@ -55,7 +59,7 @@ class Control:
         """Return an operand that has to be known; None where it is left out."""
         if index >= len(proto.input) or not proto.input[index]:
             return None
-        value = values.get(proto.input[index])
+        value = self._given(proto.input[index], values)
         if not isinstance(value, Static):
             raise self.sheet.refuse(
                 "depends on the data, which a program cannot follow",
@@ -68,20 +72,20 @@ class Control:
     def choose(self, proto: onnx.NodeProto, values: Values) -> Sequence[Value | None]:
         """If: the branch that is taken."""
         condition = self._known(proto, 0, values)
-        is_true = condition is not None and bool(condition.array.reshape(-1)[0])
+        is_true = condition is not None and bool(self._number(condition))
         branch = "then_branch" if is_true else "else_branch"
-        graph = next(a.g for a in proto.attribute if a.name == branch)
         inner = dict(values)
-        self._run(graph, inner)
-        return [inner[output.name] for output in graph.output]
+        return self._results(self._graph(proto, branch), inner)
 
     def loop(self, proto: onnx.NodeProto, values: Values) -> Sequence[Value | None]:
         """Loop: its rounds one after the other."""
         rounds, going = (self._known(proto, index, values) for index in (0, 1))
-        count = MOST_ROUNDS + 1 if rounds is None else int(rounds.array.reshape(-1)[0])
+        count = MOST_ROUNDS + 1 if rounds is None else int(self._number(rounds))
         runs: Value = going or computed("going", np.asarray(True))
-        graph = proto.attribute[0].g
-        carried = [values[name] for name in proto.input[2:]]
+        graph = self._graph(proto, "body")
+        carried = [self._given(name, values) for name in proto.input[2:]]
+        if len(graph.input) != 2 + len(carried) or len(graph.output) <= len(carried):
+            raise self.sheet.refuse("has a body with other values than it", DAMAGED)
         scanned: list[list[Value]] = []
         number = 0
         while number < count and self._is_true(runs):
@@ -91,8 +95,7 @@ class Control:
             inner = dict(values)
             names = [argument.name for argument in graph.input]
             inner.update(zip(names, given, strict=True))
-            self._run(graph, inner)
-            runs, *found = [inner[output.name] for output in graph.output]
+            runs, *found = self._results(graph, inner)
             carried, row = found[: len(carried)], found[len(carried) :]
             scanned.append(row)
             number += 1
@@ -101,7 +104,7 @@ class Control:
     def _is_true(self, value: Value) -> bool:
         if not isinstance(value, Static):
             raise self._endless()
-        return bool(value.array.reshape(-1)[0])
+        return bool(self._number(value))
 
     def _endless(self) -> GemscError:
         return self.sheet.refuse(
@@ -115,6 +118,8 @@ class Control:
         for column in zip(*rows, strict=True):
             known = [value.array for value in column if isinstance(value, Static)]
             if len(known) == len(column):
+                if len({row.shape for row in known}) > 1:
+                    raise self.sheet.refuse("gives rows of several sizes")
                 yield computed("rows", np.stack(known))
                 continue
             texts = [self._value(proto, value).text for value in column]
@@ -127,8 +132,10 @@ class Control:
     def split(self, proto: onnx.NodeProto, values: Values) -> Sequence[Value | None]:
         """SplitToSequence: as Split, with names for the parts."""
         said = {a.name: a.i for a in proto.attribute}
-        value = values[proto.input[0]]
+        value = self._given(proto.input[0], values)
         axis = said.get("axis", 0)
+        if not -len(value.shape) <= axis < len(value.shape):
+            raise self.sheet.refuse(f"names axis {axis} of {len(value.shape)}", DAMAGED)
         length = value.shape[axis]
         sizes = self._known(proto, 1, values)
         if sizes is None:
@@ -136,7 +143,7 @@ class Control:
         elif sizes.shape:
             parts = [int(size) for size in sizes.array]
         else:
-            part = max(int(sizes.array), 1)
+            part = max(int(self._number(sizes)), 1)
             parts = [min(part, length - start) for start in range(0, length, part)]
         if sizes is None and not said.get("keepdims", 1):
             raise self.sheet.refuse("takes an axis away", help="export it as Split")
@@ -153,14 +160,17 @@ class Control:
         self, proto: onnx.NodeProto, values: Values
     ) -> Sequence[Value | None]:
         """SequenceConstruct."""
-        self.sequences[proto.output[0]] = [values[name] for name in proto.input]
+        given = [self._given(name, values) for name in proto.input]
+        self.sequences[proto.output[0]] = given
         return []
 
     def at(self, proto: onnx.NodeProto, values: Values) -> Sequence[Value | None]:
         """SequenceAt: one of the values."""
-        place = self._known(proto, 1, values)
-        assert place is not None
-        return [self._sequence(proto)[int(place.array.reshape(-1)[0])]]
+        place, found = self._known(proto, 1, values), self._sequence(proto)
+        number = int(self._number(place)) if place is not None else len(found)
+        if not -len(found) <= number < len(found):
+            raise self.sheet.refuse(f"takes {number} of {len(found)}", DAMAGED)
+        return [found[number]]
 
     def length(self, proto: onnx.NodeProto, values: Values) -> Sequence[Value | None]:
         """SequenceLength."""
@@ -169,6 +179,8 @@ class Control:
     def concat(self, proto: onnx.NodeProto, values: Values) -> Sequence[Value | None]:
         """ConcatFromSequence: as Concat."""
         said = {a.name: a.i for a in proto.attribute}
+        if "axis" not in said:
+            raise self.sheet.refuse("has no axis", DAMAGED)
         if said.get("new_axis", 0):
             raise self.sheet.refuse("stacks a sequence", help="export it as Concat")
         parts = self._sequence(proto)
@@ -176,6 +188,30 @@ class Control:
         node = onnx.helper.make_node("Concat", names, proto.output, axis=said["axis"])
         node.name = proto.name
         return self._single(node, parts)
+
+    def _number(self, value: Static) -> float:
+        if math.prod(value.shape) != 1:
+            raise self.sheet.refuse(
+                f"takes '{value.name}', which is no number", DAMAGED
+            )
+        number: float = value.array.item()
+        return number
+
+    def _given(self, name: str, values: Values) -> Value:
+        if name not in values:
+            raise self.sheet.refuse(f"takes '{name}', which is no tensor of a node")
+        return values[name]
+
+    def _graph(self, proto: onnx.NodeProto, name: str) -> onnx.GraphProto:
+        found = [a.g for a in proto.attribute if a.name == name and a.HasField("g")]
+        if not found:
+            raise self.sheet.refuse(f"has no {name}", DAMAGED)
+        return found[0]
+
+    def _results(self, graph: onnx.GraphProto, values: Values) -> list[Value]:
+        """Return what a graph gives; `values` has what it is given."""
+        self._run(graph, values)
+        return [self._given(output.name, values) for output in graph.output]
 
     def _sequence(self, proto: onnx.NodeProto) -> list[Value]:
         found = self.sequences.get(proto.input[0])
@@ -193,3 +229,4 @@ CONTROL = {
     "SequenceLength": "length",
     "SplitToSequence": "split",
 }
+LEAST = {"Loop": 2, "SequenceAt": 2}  # operands

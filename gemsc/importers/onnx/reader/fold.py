@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from gemsc.importers.onnx.static import Static, computed
 from gemsc.importers.weight import Array, Weight
 
-__all__ = ["MOVES", "Operands", "Run", "folded", "runner"]
+__all__ = ["MOVES", "NoFitError", "Operands", "Run", "folded", "runner"]
 
 Operands = Sequence[Static | None]
 Run = Callable[[Sequence[Array | None]], Sequence[Array]]
@@ -56,6 +56,10 @@ DRAWN = frozenset(
 )
 
 
+class NoFitError(Exception):
+    """The reference implementation cannot compute a node with these numbers."""
+
+
 def runner(proto: onnx.NodeProto, opsets: dict[str, int]) -> Run:
     """Return the function of one node on arrays."""
     graph = onnx.GraphProto(name="node")
@@ -67,12 +71,14 @@ def runner(proto: onnx.NodeProto, opsets: dict[str, int]) -> Run:
         graph.output.add(name=name)
     imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items()]
     model = onnx.helper.make_model(graph, opset_imports=imports)
-    evaluator = ReferenceEvaluator(model)
 
     def run(arrays: Sequence[Array | None]) -> Sequence[Array]:
-        pairs = zip(proto.input, arrays, strict=True)
-        with np.errstate(all="ignore"):
-            found = evaluator.run(None, {n: a for n, a in pairs if n})
+        given = {n: a for n, a in zip(proto.input, arrays, strict=True) if n}
+        try:
+            with np.errstate(all="ignore"):
+                found = ReferenceEvaluator(model).run(None, given)
+        except Exception as why:  # of any type, for a node that need not make sense
+            raise NoFitError(str(why).split("\n")[0] or type(why).__name__) from why
         return [np.asarray(array) for array in found]
 
     return run
@@ -188,7 +194,10 @@ def _cast_to(proto: onnx.NodeProto, rest: Sequence[Any]) -> np.dtype[Any] | None
     if proto.op_type == "CastLike":
         return None if rest[0] is None else rest[0].dtype
     for attribute in proto.attribute:
-        if attribute.name == "to":
+        if (
+            attribute.name == "to"
+            and attribute.i in onnx.helper.get_all_tensor_dtypes()
+        ):
             return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(attribute.i))
     return None
 

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.onnx.parameters import Parameters
 from gemsc.importers.onnx.reader.control import CONTROL, Control
 from gemsc.importers.onnx.reader.file import DAMAGED, OnnxTensors
-from gemsc.importers.onnx.reader.fold import folded
+from gemsc.importers.onnx.reader.fold import NoFitError, folded
+from gemsc.importers.onnx.reader.standard import broken_schema, broken_shapes
 from gemsc.importers.onnx.static import Static, Value, computed, numpy_type
 from gemsc.importers.sheet import Sheet, Symbol
 from gemsc.importers.weight import Array, same
@@ -22,6 +23,7 @@ __all__ = ["Walk"]
 
 Values = dict[str, Value]
 Found = TypeVar("Found")
+NO_FIT = "has operands or attributes that do not fit"
 
 
 class Walk:
@@ -81,7 +83,7 @@ class Walk:
 
     def _node(self, proto: onnx.NodeProto, values: Values) -> Sequence[Value | None]:
         if proto.op_type in CONTROL:
-            return self._guarded(lambda: self.control.node(proto, values))
+            return self._found(lambda: self.control.node(proto, values))
         operands = [self._operand(name, values) for name in proto.input]
         if proto.op_type == "Constant":
             return self._constant(proto)
@@ -89,33 +91,47 @@ class Walk:
             return [self._shape(proto, operands[0])]
         if proto.op_type == "Identity" and operands:
             return operands
-        return self._single(proto, operands)
+        return self._single(proto, operands, is_of_file=True)
 
     def _single(
-        self, proto: onnx.NodeProto, operands: Sequence[Value | None]
+        self,
+        proto: onnx.NodeProto,
+        operands: Sequence[Value | None],
+        *,
+        is_of_file: bool = False,
     ) -> Sequence[Value | None]:
         """Return what a node gives: numbers where it can, else lines."""
+        if is_of_file:
+            self._refuse_broken(broken_schema(proto, self.opsets))
         if proto.op_type == "CastLike" and isinstance(operands[1], Symbol):
             like = np.zeros(1, numpy_type(operands[1].tensor.dtype))
             operands = [operands[0], computed("like", like)]
         known = [o for o in operands if not isinstance(o, Symbol)]
         if len(known) == len(operands):
-            result = self._guarded(lambda: folded(proto, known, self.opsets))
+            try:
+                result = self._found(lambda: folded(proto, known, self.opsets))
+            except NoFitError as why:
+                raise self.sheet.refuse(f"{NO_FIT}: {why}", DAMAGED) from why
             if result is not None:
                 return self._in_order(proto, result)
+        if is_of_file and proto.op_type in self.operators:
+            self._refuse_broken(broken_shapes(proto, operands, self.opsets))
         return self._operator(proto, operands)
 
-    def _guarded(self, function: Callable[[], Found]) -> Found:
-        """Return what a function gives, for a file that need not make sense."""
+    def _refuse_broken(self, reason: str) -> None:
+        if reason:
+            raise self.sheet.refuse(f"{NO_FIT}: {reason}", DAMAGED)
+
+    def _found(self, function: Callable[[], Found]) -> Found:
+        """Return what a function of ours gives: an exception of it is a bug."""
         try:
             return function()
-        except (GemscError, NotImplementedError):
+        except (NoFitError, GemscError, InternalError):
             raise
-        except Exception as why:  # such as the reference implementation has
-            reason = str(why).split("\n")[0] or type(why).__name__
-            raise self.sheet.refuse(
-                f"has operands or attributes that do not fit: {reason}", DAMAGED
-            ) from why
+        except Exception as why:
+            reason = str(why).split("\n")[0]
+            words = self.sheet.refuse(f"{type(why).__name__}: {reason}").message
+            raise InternalError(words) from why
 
     def _in_order(
         self, proto: onnx.NodeProto, found: Sequence[Value]
@@ -147,7 +163,7 @@ class Walk:
             proto,
             self.parameters,
         )
-        found = self._guarded(lambda: function(node))
+        found = self._found(lambda: function(node))
         return [found] if isinstance(found, Symbol) else list(found)
 
     def _attribute(self, attribute: onnx.AttributeProto) -> Any:
