@@ -476,6 +476,18 @@ def test_functions_of_the_standard_without_their_last_inputs(left_out, tmp_path)
     assert torch.allclose(network(torch.from_numpy(x)), wanted, atol=1e-6)
 
 
+@pytest.mark.skipif(onnx.defs.onnx_opset_version() < 27, reason="an older standard")
+def test_a_function_that_leaves_an_input_out_before_another_is_named(tmp_path):
+    heads = {"q_num_heads": 2, "kv_num_heads": 2, "update_rule": "gated"}
+    nodes = [node("LinearAttention", ["x", "x", "x", "", "d"], ["y", ""], "l", **heads)]
+    path = file_of(
+        tmp_path / "a.onnx", nodes, {"x": [2, 5, 8]}, {"d": numbers(2, 5, 2)}, opset=27
+    )
+    message = refused(path)
+    assert "a.onnx: LinearAttention 'l' leaves input 3 out, and gives later" in message
+    assert "damaged" not in message
+
+
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER"])
 @pytest.mark.parametrize("size", [(7, 9), (8, 6), (6, 5), (5, 11)])
 def test_means_of_windows_with_gaps_between_them(mode, size, tmp_path):

@@ -37,7 +37,7 @@ QUANTIZED = [
 ]
 NOT_INLINED = (
     "write these nodes as others, or keep them outside of the file: onnx itself cannot "
-    "replace them, and not where an input in their middle is left out"
+    "replace them"
 )
 MOST = 10  # kinds of nodes in one message
 
@@ -71,6 +71,7 @@ def inlined(
         }
         unknown = kinds - set(operators) - STRUCTURE
         standard = [("", kind) for kind in sorted(unknown) if _is_function(kind)]
+        _refuse_gaps(model.graph, path, {kind for _, kind in standard})
         if standard:
             model = onnx.inliner.inline_selected_functions(
                 _typed(model), standard, inline_schema_functions=True
@@ -81,6 +82,25 @@ def inlined(
             f"{path}: its functions cannot be inlined: {reason}", help=NOT_INLINED
         ) from why
     return model
+
+
+def _refuse_gaps(
+    graph: onnx.GraphProto, path: Path, functions: Collection[str]
+) -> None:
+    """Refuse functions of the standard that leave an input out before another one.
+
+    The inliner of `onnx` ends then in an assertion of its own.
+    """
+    for node in all_nodes(graph):
+        gap = [*node.input, ""].index("")
+        if node.op_type in functions and any(node.input[gap:]):
+            name = node.name or next(iter(node.output), "")
+            raise GemscError(
+                f"{path.name}: {node.op_type} '{name}' leaves input {gap} out, and "
+                "gives later ones: onnx cannot replace it by other operators then",
+                help="export the operators that it is made of, or keep it outside of "
+                "the file",
+            )
 
 
 def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
