@@ -58,7 +58,7 @@ GRID_PLANS = (
     options(ranks=4, tiles="2x1", micro_batches=4, schedule="1f1b"),
     options(ranks=6, tiles="3x1,2x1", micro_batches=3, schedule="gpipe"),
     options(ranks=4, tiles="2x1,2x1", micro_batches=3),
-    options(ranks=4, tiles="2x1", schedule="mast"),
+    options(ranks=4, tiles="2x1", schedule="mast", micro_batches=2),
     options(ranks=4, tiles="2x1", schedule="master", times=2),
     options(ranks=4, tiles="2x1,2x1", schedule="chimera", micro_batches=4),
     options(ranks=3, tiles="1x2", micro_batches=3, placement="folded"),

@@ -193,7 +193,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data of three": ({"ranks": 1, "data": 3, "micro_batches": 1}, {}),
-    "mast": ({"ranks": 2, "schedule": "mast"}, {"clip_norm": 0.05}),
+    "mast": ({"ranks": 2, "schedule": "mast", "micro_batches": 2}, {"clip_norm": 0.05}),
     "chimera and data": ({"ranks": 2, "schedule": "chimera", "data": 2}, {}),
     "deferred": ({"ranks": 2, "schedule": "zb-h1", "data": 2}, {"accumulate": 2}),
     "shares": ({"ranks": 2, "data": 2, "shard_optimizer": True}, {"freeze": True}),

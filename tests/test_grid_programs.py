@@ -202,7 +202,7 @@ def test_grids_that_do_not_fit_the_model(
 
 
 def test_mirrored_grids_stay_and_lone_ranks_change_places() -> None:
-    plan = options(ranks=6, tiles="2x2", schedule="mast")
+    plan = options(ranks=6, tiles="2x2", schedule="mast", micro_batches=2)
     placement = lowered("unet", plan).compilation.program.placement
     assert placement is not None
     grid = (0, 1, 2, 3)

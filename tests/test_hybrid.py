@@ -133,7 +133,7 @@ CASES: list[dict[str, Any]] = [
     [
         {"ranks": 3, "micro_batches": 2},
         {"ranks": 2, "schedule": "master", "times": 1, "data": 2},
-        {"ranks": 3, "schedule": "mast"},
+        {"ranks": 3, "schedule": "mast", "micro_batches": 2},
         {"ranks": 2, "placement": "folded", "micro_batches": 2, "data": 2},
     ],
     ids=str,

@@ -22,7 +22,7 @@ SAMPLE = [
     ("unet", options(ranks=4, schedule="master", times=2), DOUBLE),
     ("unet", options(ranks=2, placement="folded", data=2), DOUBLE),
     ("encoder", options(ranks=2, micro_batches=3), torch.float32),
-    ("encoder", options(ranks=2, schedule="mast", data=2), DOUBLE),
+    ("encoder", options(ranks=2, schedule="mast", micro_batches=2, data=2), DOUBLE),
     ("resnet18", options(ranks=4, schedule="chimera"), DOUBLE),
     ("unet", options(ranks=3, schedule="zb-h1"), DOUBLE),
     ("densecnn", options(ranks=2, schedule="interleaved"), DOUBLE),

@@ -47,8 +47,7 @@ def line_of(text: str) -> int:
 def test_modules_that_depend_on_data_are_trained_exactly(
     schedule: str, tmp_path: Path
 ) -> None:
-    micro_batches = 2 if schedule == "mast" else 4
-    options = {"schedule": schedule, "micro_batches": micro_batches}
+    options = {"schedule": schedule, "micro_batches": 4}
     assert worst(tmp_path / "program", made(Net), **options) <= EXACT
 
 

@@ -100,7 +100,7 @@ def test_schedules_of_one_micro_batch_are_the_same(name: str, ranks: int) -> Non
 
 
 TWO_REPLICAS = (
-    CompileOptions(ranks=4, schedule="mast"),
+    CompileOptions(ranks=4, schedule="mast", micro_batches=2),
     CompileOptions(ranks=2, schedule="master", times=2),
     CompileOptions(ranks=4, schedule="master", times=2),
     CompileOptions(ranks=3, schedule="master", times=3),
@@ -116,7 +116,7 @@ TWO_REPLICAS = (
     CompileOptions(ranks=2, data=2, micro_batches=2),
     CompileOptions(ranks=1, data=3, micro_batches=2),
     CompileOptions(ranks=2, data=2, schedule="master", times=2),
-    CompileOptions(ranks=3, data=2, schedule="mast"),
+    CompileOptions(ranks=3, data=2, schedule="mast", micro_batches=2),
     CompileOptions(ranks=2, data=2, schedule="1f1b", placement="folded"),
     CompileOptions(ranks=4, data=2, schedule="chimera", micro_batches=4),
 )

@@ -83,10 +83,6 @@ def test_the_promise_has_its_test(promise: str) -> None:
         assert re.search(rf"^def {test}\b", text, re.MULTILINE), name
 
 
-def micro(schedule: str) -> int:
-    return 2 if schedule == "mast" else 4  # mast is one pair of runs
-
-
 def simple(self: Any, x: Tensor) -> Tensor:
     return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
@@ -106,7 +102,7 @@ def test_the_loss_is_the_mean_of_the_batch_however_it_is_cut(
     model = Net(simple)
     x, target = batch_of((X, X), 4)
     whole = float(mse(model(x), target).detach())
-    for micro_batches in (2,) if schedule == "mast" else (2, 4):
+    for micro_batches in (2, 4):
         folder = tmp_path / str(micro_batches)
         part = x[: len(x) // micro_batches]
         options: Any = {"schedule": schedule, "chunks": 1}
@@ -215,7 +211,7 @@ def test_a_value_may_skip_stages_and_go_to_several_under_every_schedule(
     schedule: str, tmp_path: Path
 ) -> None:
     model = Net(skips, trunk=trunk(), both=nn.Bilinear(4, 4, 4))
-    options: Any = {"schedule": schedule, "chunks": 1, "micro_batches": micro(schedule)}
+    options: Any = {"schedule": schedule, "chunks": 1, "micro_batches": 4}
     if schedule == "interleaved":
         options |= {"chunks": 2, "ranks": 2}
     else:
@@ -276,7 +272,7 @@ def test_gradients_of_tied_parameters_are_summed(
 
 @pytest.mark.parametrize("schedule", RUNNABLE)
 def test_what_the_plan_says_is_what_runs(schedule: str, tmp_path: Path) -> None:
-    count = micro(schedule)
+    count = 4
     options: Any = {"schedule": schedule, "micro_batches": count, "chunks": 1}
     written(tmp_path, Net(simple), **options)
     x, target = batch_of((X, X), count)
@@ -324,8 +320,6 @@ def test_any_number_of_micro_batches_will_do(
     replicas = SCHEDULES[schedule].num_replicas
     model = Net(simple, trunk=trunk(3))
     options: Any = {"schedule": schedule, "chunks": 1}
-    if schedule == "mast":
-        micro_batches = 1  # it has one pair of runs
     found = against_one_process(
         tmp_path, model, ranks=3, micro_batches=replicas * micro_batches, **options
     )

@@ -203,7 +203,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "1f1b": ({**TWO, **CUT, "ranks": 4, "trunk": "whole"}, MOMENTUM),
     "data": ({**TWO, "data": 2, "shard_optimizer": True}, ADAMW),
     "mast": (
-        {**TWO, **CUT, "ranks": 4, "schedule": "mast", "shard_optimizer": True},
+        {
+            **TWO,
+            **CUT,
+            "ranks": 4,
+            "schedule": "mast",
+            "micro_batches": 2,
+            "shard_optimizer": True,
+        },
         MOMENTUM,
     ),
 }

@@ -34,7 +34,10 @@ def compiled(name: str) -> CompiledProgram:
     match name:
         case "unet":
             return compile(*unet, ranks=3, **pictures)
-        case "mast" | "interleaved":
+        case "mast":
+            pictures["micro_batches"] = 2
+            return compile(*unet, ranks=2, schedule=name, **pictures)
+        case "interleaved":
             return compile(*unet, ranks=2, schedule=name, **pictures)
         case "tiles":
             pictures["overlap_halos"] = False

@@ -130,8 +130,8 @@ def trained(
 PLANS: dict[str, dict[str, Any]] = {
     "data": {"ranks": 2, "data": 2},
     "data of three": {"ranks": 1, "data": 3},
-    "mast": {"ranks": 2, "schedule": "mast"},
-    "mast on three": {"ranks": 3, "schedule": "mast"},
+    "mast": {"ranks": 2, "schedule": "mast", "micro_batches": 2},
+    "mast on three": {"ranks": 3, "schedule": "mast", "micro_batches": 2},
     "master": {"ranks": 2, "schedule": "master", "times": 2},
     "chimera and data": {"ranks": 2, "schedule": "chimera", "data": 2},
     "deferred": {"ranks": 2, "schedule": "zb-h1", "data": 2, "micro_batches": 3},

@@ -73,7 +73,9 @@ def test_the_schedule_takes_a_group_for_one_rank() -> None:
 
 def test_mirrored_stages_of_as_many_shards_change_places() -> None:
     chosen = stage_layout(
-        CompileOptions(ranks=6, shards=("2", "1", "2", "1"), schedule="mast")
+        CompileOptions(
+            ranks=6, shards=("2", "1", "2", "1"), schedule="mast", micro_batches=2
+        )
     )
     assert chosen.rows == ((0, 1, 2, 3), (2, 3, 0, 1))
 

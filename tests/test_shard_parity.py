@@ -44,7 +44,7 @@ def plan(kind: str, shards: int, trunk: str, name: str = "") -> CompileOptions:
     choices: dict[str, Any] = {
         "one stage": {"ranks": shards, "micro_batches": 2},
         "1f1b": {"ranks": 2 * shards, "micro_batches": 3},
-        "mast": {"ranks": 2 * shards, "schedule": "mast"},
+        "mast": {"ranks": 2 * shards, "schedule": "mast", "micro_batches": 2},
         "data": {"ranks": shards, "data": 2, "micro_batches": 2},
         "tiles": {"ranks": 2 + shards, "tiles": "2x1", "micro_batches": 2},
     }[kind]

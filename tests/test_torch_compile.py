@@ -31,7 +31,7 @@ TABLE = [
     "--ranks 2 --set DROP=0.5",
     "--ranks 2 --data 2",
 ]
-COMBINED = "--ranks 2 --schedule mast --shard-optimizer"
+COMBINED = "--ranks 2 --schedule mast --micro-batches 2 --shard-optimizer"
 MODEL = """
 import torch
 from torch import Tensor, nn

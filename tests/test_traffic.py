@@ -51,7 +51,7 @@ class CountingSums:
 
 CASES = [
     ("unet", {"ranks": 2, "tiles": "2x1"}),
-    ("unet", {"ranks": 4, "tiles": "1x2", "schedule": "mast"}),
+    ("unet", {"ranks": 4, "tiles": "1x2", "schedule": "mast", "micro_batches": 2}),
     ("unet", {"ranks": 5, "tiles": "3x1,2x1"}),
     ("unet", {"ranks": 3}),
     ("resnet18", {"ranks": 4, "tiles": "2x1"}),

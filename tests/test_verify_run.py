@@ -161,7 +161,10 @@ def compared(
 
 PLANS = {
     "one rank": (("--ranks", 1), ("--workers", 2)),
-    "mirrored": (("--ranks", 2, "--schedule", "mast"), ("--seed", 3)),
+    "mirrored": (
+        ("--ranks", 2, "--schedule", "mast", "--micro-batches", 2),
+        ("--seed", 3),
+    ),
     "replicas": (("--ranks", 1, "--data", 2), ()),
     "tiles": (("--ranks", 3, "--tiles", "2x1"), ()),
 }

@@ -192,10 +192,15 @@ def _explicit(options: CompileOptions, num_groups: int) -> tuple[int, ...]:
 
 def _micro_batches(options: CompileOptions, num_replicas: int) -> tuple[int, ...]:
     total = options.micro_batches
-    if options.schedule == "mast":
-        total = 2
     if options.times is not None:
-        total = 2 * options.times
+        pairs = 2 * options.times
+        if total not in (pairs, CompileOptions().micro_batches):
+            raise GemscError(
+                f"--times {options.times} are {pairs} micro-batches, and "
+                f"--micro-batches {total} are given",
+                help="give only one of them",
+            )
+        total = pairs
     if total % num_replicas:
         raise GemscError(
             f"--micro-batches {total} cannot be divided among {num_replicas} mirrored "
