@@ -155,7 +155,7 @@ def test_sources_are_what_gives_elements() -> None:
         "input input.1",
     }
     (zeros,) = (n for n in traced.graph.nodes if n.target is torch.zeros_like)
-    assert data_operands(zeros) == ()
+    assert data_operands(zeros) == []
 
 
 @pytest.mark.parametrize("target", ["expand_as", "view_as"])

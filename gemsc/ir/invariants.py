@@ -16,23 +16,15 @@ from torch import fx, nn
 from gemsc.errors import InternalError
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
-from gemsc.ir.mutation import mutated_inputs
+from gemsc.ir.mutation import SIZED, elements, mutated_inputs
 from gemsc.ir.program import Program
 from gemsc.runtime import tiles
 
 __all__ = ["data_operands", "lost_nothing", "sources", "verify"]
 
-# Of these only the first operand gives elements.
-_ONE_OPERAND = frozenset(
-    {"expand_as", "view_as", "reshape_as", "type_as", "to", "type"}
-)
-# Of these none does.
-_NO_OPERAND = frozenset(
-    {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"}
-    | {"new_zeros", "new_ones", "new_empty", "new_empty_strided"}
-)
-# Of these all but the first do.
-_NOT_THE_FIRST = frozenset({"full_like", "new_full", "new_tensor"})
+# What takes of its operands no more than their shape.
+_LIKE = frozenset(f"{name}_like" for name in ("zeros", "ones", "empty", "full"))
+_LIKE |= {f"{name}_like" for name in ("rand", "randn", "randint")}
 _EXCHANGES = frozenset({tiles.redistribute, tiles.all_reduce})
 
 
@@ -143,22 +135,13 @@ CHECKS: tuple[Callable[[Program], None], ...] = (
 )
 
 
-def data_operands(node: fx.Node) -> tuple[fx.Node, ...]:
+def data_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands of which a call takes elements, not only shape or dtype."""
-    operands = tuple(node.all_input_nodes)
-    if node.op not in ("call_function", "call_method"):
-        return operands
     target: Any = node.target
-    name = str(target if node.op == "call_method" else getattr(target, "__name__", ""))
-    name = name.partition(".")[0]  # of an overload
-    if name in _NO_OPERAND:
-        return ()
-    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
-    if name in _ONE_OPERAND:
-        return tuple(n for n in operands if n is first)
-    if name in _NOT_THE_FIRST:
-        return tuple(n for n in operands if n is not first)
-    return operands
+    name = str(getattr(target, "__name__", target))
+    if node.op in ("call_function", "call_method") and name in _LIKE | SIZED.keys():
+        return [n for n in node.all_input_nodes if name in SIZED and n is node.args[0]]
+    return elements(node)
 
 
 def sources(program: Program) -> dict[str, fx.Node]:
