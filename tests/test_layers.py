@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # an operation on tiles is one function for the graph and for a rank
     "ir": ("errors", "base", "nn", "messages", "runtime.tiles"),
     "costs": (*IR, "messages"),
-    "frontend": COSTS,
+    "frontend": (*COSTS, "runtime.tiles"),
     "planner": PLANNER,
     "compilation": ("errors", "base", "ir", "plan", "schedules"),
     "passes.spatial": (*COSTS, "nn", "messages", "runtime.tiles"),

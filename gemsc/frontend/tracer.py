@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,16 +27,18 @@ from gemsc.frontend.attention import attention_of
 from gemsc.frontend.fake_copy import FakeCopy
 from gemsc.frontend.opaque import DependsOnDataError
 from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
-from gemsc.frontend.user_code import UserLine, failing_line, user_line
+from gemsc.frontend.user_code import UserLine, failing_line, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
 from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
+from gemsc.runtime.tiles import must_be
 
 __all__ = ["Tracer", "TracerFakeMode"]
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 _DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+_LONGEST = 56  # letters of the user's line in an argument
 _TO_NUMPY = ".numpy() is not supported for tensor subclasses"
 
 
@@ -129,6 +133,10 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused or is_ignored(func):
             return func(*args, **kwargs)
+        if func is torch.Tensor.__bool__:
+            asked = self._asked(args[0], sys._getframe(1))
+            if asked is not None:
+                return asked
         attention = attention_of(func, args, kwargs)
         if attention is not None:
             with self:
@@ -138,6 +146,24 @@ class Tracer(TorchFunctionMode):
                 func, args, kwargs, written_as_operator=bool(line and line.operator)
             )
             return self._record(call, func, args, kwargs)
+
+    def _asked(self, test: torch.Tensor, frame: FrameType) -> bool | None:
+        """Return what a test is, for a guard if it finds nothing; None: not known.
+
+        A guard is asked again as the program runs.
+        """
+        with self.pause(), suppress(DataDependentOutputException):
+            return bool(test)
+        value = guarded(frame)
+        if value is None:
+            return None
+        with self._at_user_line() as line:
+            at = line.location if line else None
+            text = f"{at.short}: {at.text}" if at else "a test of the data"
+            text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+            given = value, test, text
+            self._record(("call_function", must_be, given, {}), must_be, given, {})
+        return value
 
     def call_module(
         self, original: Any, module: nn.Module, args: _Args, kwargs: _Kwargs

@@ -19,7 +19,14 @@ import torch
 
 from gemsc.errors import SourceLocation
 
-__all__ = ["UserLine", "failing_line", "is_user_file", "printed_line", "user_line"]
+__all__ = [
+    "UserLine",
+    "failing_line",
+    "guarded",
+    "is_user_file",
+    "printed_line",
+    "user_line",
+]
 
 _FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # torch, gemsc
 _SKIPPED = tuple(f"{folder}/" for folder in _FOLDERS)
@@ -154,3 +161,72 @@ def _names(target: ast.expr) -> str | tuple[object, ...] | None:
 
 def _span(node: ast.expr | ast.stmt) -> _Span:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def guarded(frame: FrameType) -> bool | None:
+    """Return which value of the test that a frame asks for takes no branch.
+
+    None, where the branch is not one that only raises, or that replaces what is not
+    finite: such a one is part of what the model computes.
+    """
+    code = frame.f_code
+    span = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
+    return _guards(code.co_filename).get(span) if span else None
+
+
+@cache
+def _guards(file: str) -> dict[_Span, bool]:
+    """Map the span of each test of a guard to the value that takes no branch."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[_Span, bool] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(test=test):
+                asked = dict(_asked(test, True))
+            case ast.If(test=test) if _only_raises(node) or _repairs(node):
+                asked = dict(_asked(test, False))
+            case _:
+                continue
+        found |= asked
+        if len({*asked.values()}) == 1:  # Python 3.11 tells only the statement
+            found[_span(node)] = next(iter(asked.values()))
+    return found
+
+
+def _asked(test: ast.expr, value: bool) -> Iterator[tuple[_Span, bool]]:
+    """Yield what Python asks the truth of, and what it must be for all to be `value`.
+
+    Of `a and b` either may be false: that both are is asked, which is enough.
+    """
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield from _asked(operand, not value)
+        case ast.BoolOp(values=parts):
+            for part in parts:
+                yield from _asked(part, value)
+        case _:
+            yield _span(test), value
+
+
+def _only_raises(node: ast.If) -> bool:
+    """Whether nothing goes on behind what an `if` does."""
+    leaves = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom)
+    inside = [each for part in node.body for each in ast.walk(part)]
+    return isinstance(node.body[-1], ast.Raise) and not any(
+        isinstance(each, leaves) for each in inside
+    )
+
+
+def _repairs(node: ast.If) -> bool:
+    """Whether an `if` computes something else of what is not finite, and no more."""
+    asks = {
+        getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(node.test)
+    }
+    return (
+        not node.orelse
+        and not asks.isdisjoint({"isfinite", "isinf", "isnan"})
+        and all(isinstance(part, ast.Assign) for part in node.body)
+    )

@@ -25,6 +25,7 @@ from gemsc.ir.mutation import (
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
+from gemsc.runtime.tiles import must_be
 
 __all__ = ["Canonicalize"]
 
@@ -124,6 +125,8 @@ def _remove_dead(module: fx.GraphModule) -> None:
 
 def _has_effect(node: fx.Node, module: nn.Module) -> bool:
     if node.op in ("placeholder", "output") or mutated_inputs(node, module):
+        return True
+    if node.target is must_be:
         return True
     if changed_by_layer(node, module):
         return True

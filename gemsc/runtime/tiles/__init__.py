@@ -11,6 +11,7 @@ from gemsc.runtime.tiles.collectives import *
 from gemsc.runtime.tiles.convolution import *
 from gemsc.runtime.tiles.dropout import *
 from gemsc.runtime.tiles.gradients import *
+from gemsc.runtime.tiles.guards import *
 from gemsc.runtime.tiles.linear import *
 from gemsc.runtime.tiles.losses import *
 from gemsc.runtime.tiles.norms import *

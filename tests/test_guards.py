@@ -1,0 +1,160 @@
+"""Branches that only raise, or mend what is not finite, are asked for as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from program_support import Net, X, against_one_process, mse, on_ranks, written
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gemsc.compiler import compile
+from gemsc.errors import GemscError
+from gemsc.frontend import record
+from gemsc.runtime.tiles import must_be
+
+
+def clamps(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if not torch.isfinite(h).all():
+        h = torch.nan_to_num(h)
+    return self.d(self.b(h).tanh())
+
+
+def clamps_in_training(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if self.training and (torch.isinf(h).any() or torch.isnan(h).any()):
+        most = torch.finfo(h.dtype).max - 1000
+        h = torch.clamp(h, min=-most, max=most)
+    return self.d(self.b(h).tanh())
+
+
+def raises(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if (h.abs() > 1e9).any():
+        worst = h.max()
+        raise ValueError(worst)
+    return self.d(self.b(h).tanh())
+
+
+def asserts(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    assert (h.abs() < 1e9).all()
+    return self.d(self.b(h).tanh())
+
+
+def validates(self: Any, x: Tensor) -> Tensor:
+    found = torch.distributions.Normal(self.a(x), F.softplus(self.b(x)))
+    return self.d(found.log_prob(x))
+
+
+GUARDS = [clamps, clamps_in_training, raises, asserts, validates]
+
+
+@pytest.mark.parametrize("forward", GUARDS)
+def test_a_guard_is_part_of_the_program(
+    forward: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    assert against_one_process(tmp_path, Net(forward)).worst < 1e-9
+    text = "".join(path.read_text() for path in tmp_path.glob("rank*.py"))
+    assert "tiles.must_be(" in text
+
+
+@pytest.mark.parametrize("forward", GUARDS)
+def test_data_that_take_the_branch_stop_the_run_before_the_update(
+    forward: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    written(tmp_path, Net(forward), (X,), ranks=2, micro_batches=2)
+    batch = torch.cat([X, X])
+    batch[2, 0] = torch.nan if forward is not raises else 1e30
+
+    def step(trainer: Any) -> None:
+        before = {n: t.clone() for n, t in trainer.state_dict().items()}
+        try:
+            trainer.step(batch, batch)
+        finally:
+            after = trainer.state_dict()
+            assert all(torch.equal(before[n], t) for n, t in after.items())
+
+    with pytest.raises(GemscError, match=r"compiled without: test_guards.py:\d+"):
+        on_ranks(tmp_path, 2, step)
+
+
+def test_a_guard_on_tiles_looks_at_all_of_them(tmp_path: Path) -> None:
+    class Picture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            if torch.isinf(h).any():
+                h = h.clamp(-1e4, 1e4)
+            return self.b(h)
+
+    x = torch.randn(1, 1, 8, 6)
+    how = {"ranks": 2, "tiles": "2x1", "micro_batches": 1}
+    compile(Picture(), (x,), loss=mse, example_target=x, **how)  # runs a step
+    written(tmp_path, Picture(), (x,), mse, x, **how)
+    broken = x.clone()
+    broken[0, 0, 7, 0] = torch.inf  # only the lower tile has it
+    with pytest.raises(GemscError, match="compiled without"):
+        on_ranks(tmp_path, 2, lambda trainer: trainer.step(broken, x))
+
+
+def doubles(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if h.sum() > 0:
+        h = h * 2
+    return self.d(h)
+
+
+def has_two_ways(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if torch.isnan(h).any():
+        h = self.b(x)
+    else:
+        h = self.c(h)
+        h = h.relu()
+    return self.d(h)
+
+
+def returns_early(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if torch.isnan(h).any():
+        return h
+    return self.d(h)
+
+
+def chooses(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    return self.d(h) if torch.isnan(h).any() else h
+
+
+def leaves_in_between(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    if (h > 0).any():
+        if x.shape[0] > 1:
+            return h
+        raise ValueError
+    return self.d(h)
+
+
+@pytest.mark.parametrize(
+    "forward", [doubles, has_two_ways, returns_early, chooses, leaves_in_between]
+)
+def test_a_branch_that_computes_is_refused(forward: Callable[..., Tensor]) -> None:
+    with pytest.raises(GemscError, match="needs the value of a tensor"):
+        record(Net(forward), (X,))
+
+
+def test_must_be() -> None:
+    test = torch.tensor(True)
+    assert must_be(True, test, "x") is not test
+    for value, given in ((True, False), (False, True)):
+        with pytest.raises(GemscError, match="without: x"):
+            must_be(value, torch.tensor(given), "x")
