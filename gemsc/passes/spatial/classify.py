@@ -169,7 +169,17 @@ def _place(output: Tensor, size: int, stride: int) -> int | None:
 
 
 def _is_pointwise(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags or func._overloadpacket in _POINTWISE
+    """Return whether an operator is so, or if in place, the same without the change.
+
+    Which of the two has a tag differs among versions of PyTorch.
+    """
+    packets = [func._overloadpacket]
+    space, _, name = func._schema.name.partition("::")
+    if space == "aten" and name.endswith("_"):
+        packets.append(getattr(_ATEN, name[:-1], None))
+    found = [getattr(packet, func._overloadname, None) for packet in packets]
+    tagged = any(torch.Tag.pointwise in each.tags for each in found if each is not None)
+    return tagged or not _POINTWISE.isdisjoint(packets)
 
 
 def _contiguous(value: Any, times: int = 1) -> Any:
