@@ -27,6 +27,7 @@ from opaque_support import (
 )
 from program_support import mse, on_ranks, written
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gemsc.compiler import compile, trace
 from gemsc.errors import GemscError
@@ -64,6 +65,29 @@ def test_copies_agree_on_experts_that_only_some_of_them_used(tmp_path: Path) -> 
 def test_blocks_that_depend_on_data_may_be_recomputed(tmp_path: Path) -> None:
     options = {"recompute": ("gate", "mixture")}
     assert worst(tmp_path / "program", made(Net), **options) <= EXACT
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, D)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        y: Tensor = checkpoint(
+            lambda h: torch.tanh(self.up(h)), x, use_reentrant=self.reentrant
+        )
+        return y
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_modules_that_depend_on_data_may_have_checkpoints(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    model = Around(made(Checkpointed, reentrant))
+    assert worst(tmp_path / "program", model) <= EXACT
 
 
 class Picture(nn.Module):

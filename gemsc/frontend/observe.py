@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,7 +102,7 @@ class Watch:
             )
         }
         log = _Log(state, self.kept)
-        with log, torch.autograd.graph.saved_tensors_hooks(log.save, lambda t: t):
+        with log, saved_tensors_hooks(log.save, lambda t: t):
             result = self.forward(*args, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
             raise _UnfitError("it changes its inputs in place")
@@ -113,7 +114,8 @@ class Watch:
         ends = [tensor for tensor in outputs if tensor.requires_grad]
         if ends:
             log.begin()
-            with log:
+            # a checkpoint runs its forward again, and then needs what is saved there
+            with log, saved_tensors_hooks(lambda t: t, lambda t: t):
                 torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
             call = replace(
                 call, backward=tuple(log.works), backward_operators=log.operators
