@@ -18,6 +18,8 @@ from gemsc.costs.hardware import LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
+from gemsc.planner.layout import stage_layout
+from gemsc.schedules import SCHEDULES
 from gemsc.search.candidates import Candidate, alternatives, reason
 
 
@@ -82,6 +84,23 @@ def test_sums_of_gradients_count_for_schedules_with_two_replicas(
 def test_micro_batches_of_all_copies_must_divide() -> None:
     found = alternatives(CompileOptions(ranks=6, data=AUTO, micro_batches=4))
     assert {o.data for o in found} == {1, 2}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_runs_the_micro_batches_that_are_asked_for(
+    schedule: str,
+) -> None:
+    for count in (2, 4, 8):
+        options = CompileOptions(schedule=schedule, micro_batches=count)
+        assert sum(stage_layout(options).micro_batches) == count
+
+
+def test_pairs_of_runs_are_not_other_micro_batches() -> None:
+    options = CompileOptions(schedule="master", times=3)
+    assert stage_layout(options).micro_batches == (3, 3)
+    assert stage_layout(replace(options, micro_batches=6)).micro_batches == (3, 3)
+    with pytest.raises(GemscError, match="--times 3 are 6 micro-batches, and --micro"):
+        stage_layout(replace(options, micro_batches=8))
 
 
 def test_the_first_candidate_is_the_fastest_that_fits(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import typer
 from nightly import at_night
 from program_support import Net, X, mse, written
+from torch import nn
 
 import gemsc
 from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
 from gemsc.verify.record import StepRecord
-from gemsc.verify.steps import Comparison, compare
+from gemsc.verify.steps import TOLERANCE, Comparison, compare
 
 WIDE, NARROW = torch.float64, torch.float32
 
@@ -138,3 +140,57 @@ def test_a_program_compiled_from_python_is_verified(
     path.write_text(path.read_text().replace("worker.loss_gradient", "None"))
     with pytest.raises(GemscError, match=r"is wrong in .*: gradient of"):
         gemsc.verify_compiled(tmp_path, model, (X,), **given)
+
+
+class Squares(nn.Module):
+    """A norm that computes in float32, or in what it is given."""
+
+    def __init__(self, narrow: bool) -> None:
+        super().__init__()
+        self.weight, self.narrow = nn.Parameter(torch.linspace(0.5, 1.5, 16)), narrow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.float() if self.narrow else x
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+        return self.weight * h.to(x.dtype)
+
+
+class Narrow(nn.Module):
+    def __init__(self, narrow: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.norms = nn.ModuleList(Squares(narrow) for _ in range(2))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x + self.down(torch.tanh(self.up(self.norms[0](x))))
+        return self.last(self.norms[1](x))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("narrow", "factor", "kind"),
+    [(True, "1", "exact"), (True, "1.00001", "wrong"), (False, "1.000001", "wrong")],
+)
+def test_what_a_model_computes_in_float32_is_judged_by_float32(
+    narrow: bool, factor: str, kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, x, target = Narrow(narrow), torch.randn(4, 8), torch.randn(4, 3)
+    options: Any = {"ranks": 2, "shards": ("2",), "micro_batches": 2}
+    written(tmp_path, model, (x,), target=target, **options)
+    for path in tmp_path.glob("rank*.py"):
+        text = path.read_text()
+        assert "torch.rsqrt(" in text
+        path.write_text(text.replace("torch.rsqrt(", f"{factor} * torch.rsqrt("))
+    given = {"loss": mse, "example_target": target, "num_steps": 1}
+    if kind == "wrong":
+        with pytest.raises(GemscError, match="is wrong in"):
+            gemsc.verify_compiled(tmp_path, model, (x,), **given)
+        return
+    result = gemsc.verify_compiled(tmp_path, model, (x,), **given)
+    assert result.errors["loss"] > TOLERANCE[WIDE]
+    assert result.inside is not None
+    assert result.inside.dtype is NARROW
+    assert "_to_copy at test_verify.py:" in result.inside.call

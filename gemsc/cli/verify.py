@@ -17,7 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import device_named
 from gemsc.verify.runs import OPTIONS, verify_run
-from gemsc.verify.steps import LIMIT, Comparison, verify_program
+from gemsc.verify.steps import Comparison, verify_program
 from gemsc.viz.tables import show_activations
 
 __all__ = ["verify_command"]
@@ -154,7 +154,7 @@ def _verdict(
     dtype: str, kind: str, tensor: str, found: Comparison, exact_in_float64: bool
 ) -> str:
     """Return what to say of whether the ranks compute what one process does."""
-    allowed, limit = found.allowed(tensor, DTYPES[dtype]), LIMIT[DTYPES[dtype]]
+    allowed, limit = found.allowed(tensor, DTYPES[dtype]), found.limit(DTYPES[dtype])
     words = {"exact": "exact", "wrong": "NOT EXACT"}.get(
         kind, f"not decided in {dtype}" + "; exact in float64" * exact_in_float64
     )
@@ -167,6 +167,9 @@ def _verdict(
         )
     elif kind == "wrong":
         line += f"\n{dtype}: that is {tensor}"
+    if found.inside is not None:
+        kind = str(found.inside.dtype).removeprefix("torch.")
+        line += f"\n{dtype}: the model computes in {kind} inside: {found.inside.call}"
     return line
 
 

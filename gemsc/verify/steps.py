@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
+from gemsc.verify.inside import Inside, Watch
 from gemsc.verify.precision import FULL, Precision
 from gemsc.verify.record import StepRecord, read_record
 from gemsc.weights.read import read_tensors
@@ -77,6 +78,7 @@ class Comparison:
     expected to be closer. What the ranks of a grid hold as a whole, but not with the
     same bits, has an infinite error ("copies of conv.weight"). `last_bit` is that of
     the precision in which the ranks of a grid add up, where it is less than the dtype.
+    `inside` is what the model itself computes in, where that is less.
     """
 
     loss: float
@@ -89,6 +91,12 @@ class Comparison:
     errors: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
     last_bit: float = 0.0
+    inside: Inside | None = None
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Return how far off a tensor may be at most, whatever rounding explains."""
+        narrow = torch.float32 if self.inside is not None else dtype
+        return max(LIMIT[dtype], LIMIT[narrow])
 
     def allowed(self, name: str, dtype: torch.dtype) -> float:
         """Return how far a tensor may be off if nothing but rounding differs."""
@@ -104,8 +112,8 @@ class Comparison:
         found: dict[str, str] = {}
         for name, error in self.errors.items():
             allowed = self.allowed(name, dtype)
-            if not error <= min(allowed, LIMIT[dtype]):
-                kind = "undecided" if allowed > LIMIT[dtype] else "wrong"
+            if not error <= min(allowed, self.limit(dtype)):
+                kind = "undecided" if allowed > self.limit(dtype) else "wrong"
                 found.setdefault(kind, name)
         for kind in ("wrong", "undecided"):
             if kind in found:
@@ -361,7 +369,11 @@ def _verify(
     found = replace(found, last_bit=_last_bit(plan, dtype))
     if found.judge(dtype)[0] == "exact":
         return found
-    for other in _other_roundings(user, model, batches, plan, dtype, device):
+    inside = _inside(user, model, batches, plan, dtype, device)
+    if inside is not None:
+        last_bit = max(found.last_bit, inside.last_bit)
+        found = replace(found, last_bit=last_bit, inside=inside)
+    for other in _other_roundings(user, model, batches, plan, dtype, device, inside):
         once = compare(other, expected, may_overflow=overflow).errors
         known = found.rounding
         rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.items()}
@@ -439,12 +451,14 @@ def _other_roundings(
     plan: Plan,
     dtype: torch.dtype,
     device: torch.device,
+    inside: Inside | None,
 ) -> Iterator[StepRecord]:
     """Yield what one process does where it rounds otherwise."""
+    lower = Precision.of(plan, dtype).dtype if inside is None else inside.dtype
     if dtype is not torch.float64 and not plan.only_dtype:
         yield _one_process(user, model, batches, plan, torch.float64, device)
     for number in range(NUDGES):
-        changed = nudged(model, number, dtype, Precision.of(plan, dtype).dtype)
+        changed = nudged(model, number, dtype, lower)
         yield _one_process(user, changed, batches, plan, dtype, device)
 
 
@@ -465,6 +479,23 @@ def nudged(
             signs = torch.rand(parameter.shape, generator=generator).sub_(0.5).sign_()
             parameter.mul_(1.0 + last_bit * signs.to(dtype))
     return model
+
+
+def _inside(
+    user: UserModel,
+    model: nn.Module,
+    batches: list[tuple[Any, Any]],
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Inside | None:
+    """Return what a model computes in where it is run in float64, if that is less."""
+    watch = Watch(dtype)
+    if dtype is torch.float64:
+        # what cannot be watched is judged as if it were in float64 all through
+        with suppress(GemscError, NotImplementedError), watch:
+            _one_process(user, model, batches[:1], plan, dtype, device)
+    return watch.found
 
 
 def _one_process(
