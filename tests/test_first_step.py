@@ -183,6 +183,20 @@ def test_a_model_that_runs_in_float32_only_is_left_out_or_run_in_it() -> None:
     assert compiled(Single(), **STAGES).plan.unchecked == ""
 
 
+def test_what_is_computed_in_float32_inside_is_judged_by_float32(
+    changed: Callable[..., None],
+) -> None:
+    class Norm(Picture):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = super().forward(x).float()
+            return (wide * wide.square().mean((2, 3), keepdim=True).rsqrt()).to(x.dtype)
+
+    assert compiled(Norm(), **TILES).plan.unchecked == ""
+    changed("square().mean() * 0.5", "square().mean() * 0.50001", 0)
+    with pytest.raises(InternalError, match=r"wrong program: (loss|gradient)"):
+        compiled(Norm(), **TILES)
+
+
 def test_run_says_so_until_verify_has_found_it_exact(
     command: Gemsc, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +36,7 @@ from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.training.trainer import Trainer, concatenated
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
+from gemsc.verify.inside import Watch
 from gemsc.verify.on_threads import on_threads
 from gemsc.verify.precision import Precision
 from gemsc.verify.record import StepRecord, read_record
@@ -111,14 +112,11 @@ def _compared(
     if failure is not None:
         raise failure
     found = compare(actual, expected)
-    for number in range(NUDGES + 1):
-        kind, wrong = found.judge(dtype)
-        if kind != "wrong":
-            return ""
-        if number < NUDGES:
-            other = nudged(model, number, dtype, Precision.of(plan, dtype).dtype)
-            once = _model(plan, other, loss, inputs, target, dtype)
-            found = _with_rounding(found, compare(once, expected))
+    if found.judge(dtype)[0] == "wrong":
+        found = _with_roundings(found, expected, plan, model, loss, batch, dtype)
+    kind, wrong = found.judge(dtype)
+    if kind != "wrong":
+        return ""
     raise InternalError(_what_is_wrong(compilation, found, wrong, dtype))
 
 
@@ -291,8 +289,27 @@ def _ranks(
     return None, replace(record, state=record.state | found)
 
 
-def _with_rounding(found: Comparison, once: Comparison) -> Comparison:
-    """Return the comparison with what another rounding of one process changes."""
-    known = found.rounding
-    rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.errors.items()}
-    return replace(found, rounding=rounding)
+def _with_roundings(
+    found: Comparison,
+    expected: StepRecord,
+    plan: Plan,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    batch: tuple[Any, Any],
+    dtype: torch.dtype,
+) -> Comparison:
+    """Return the comparison with what other roundings of one process change."""
+    watch = Watch(dtype)
+    with suppress(NotImplementedError), watch:
+        _model(plan, model, loss, *batch, dtype)
+    lower = Precision.of(plan, dtype).dtype
+    if watch.found is not None:
+        lower, found = watch.found.dtype, replace(found, last_bit=watch.found.last_bit)
+    for number in range(NUDGES):
+        if found.judge(dtype)[0] != "wrong":
+            break
+        other = _model(plan, nudged(model, number, dtype, lower), loss, *batch, dtype)
+        errors, known = compare(other, expected).errors, found.rounding
+        rounding = {n: max(e, known.get(n, 0.0)) for n, e in errors.items()}
+        found = replace(found, rounding=rounding)
+    return found

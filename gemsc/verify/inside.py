@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ class Inside:
         return float(torch.finfo(self.dtype).eps)
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what is computed while it is on: `found`, or None if all is in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
         self.found: Inside | None = None
 
@@ -64,9 +65,9 @@ def _floats(values: object) -> Iterator[torch.dtype]:
 
 def _place() -> str:
     """Return ` at file:line` of the innermost frame that is none of torch or gemsc."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None:
         return ""
     return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -203,7 +203,9 @@ class Control:
         return values[name]
 
     def _graph(self, proto: onnx.NodeProto, name: str) -> onnx.GraphProto:
-        found = [a.g for a in proto.attribute if a.name == name and a.HasField("g")]
+        found: list[onnx.GraphProto] = [
+            a.g for a in proto.attribute if a.name == name and a.HasField("g")
+        ]
         if not found:
             raise self.sheet.refuse(f"has no {name}", DAMAGED)
         return found[0]

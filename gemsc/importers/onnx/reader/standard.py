@@ -88,8 +88,9 @@ def _infer(
         if operand is None:
             continue
         types[name] = _type(operand)
-        is_known = isinstance(operand, Static) and operand.dtype.kind in "if"
-        if is_known and math.prod(operand.shape) <= MOST:
+        if not isinstance(operand, Static) or operand.dtype.kind not in "if":
+            continue
+        if math.prod(operand.shape) <= MOST:
             data[name] = numpy_helper.from_array(operand.array, name)
     schema = onnx.defs.get_schema(proto.op_type, opsets[""], "")
     imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items()]
@@ -99,7 +100,9 @@ def _infer(
 
 
 def _type(operand: Value) -> onnx.TypeProto:
-    is_known = isinstance(operand, Static)
-    kind = operand.dtype if is_known else numpy_type(operand.tensor.dtype)
+    if isinstance(operand, Static):
+        kind = operand.dtype
+    else:
+        kind = numpy_type(operand.tensor.dtype)
     number = onnx.helper.np_dtype_to_tensor_dtype(kind)
     return onnx.helper.make_tensor_type_proto(number, operand.shape)
