@@ -111,7 +111,7 @@ def test_the_exit_code_asks_float64_to_be_exact(
         cli.Plan,
         "read",
         lambda path: SimpleNamespace(
-            only_dtype="", precision="float32", torch_compile=False
+            only_dtype="", precision="float32", torch_compile=False, unchecked=""
         ),
     )
     monkeypatch.setattr(cli, "show_activations", lambda *given: None)
