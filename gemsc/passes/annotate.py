@@ -366,6 +366,19 @@ def _parameters(node: fx.Node, module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
+def _learns(tensor: Tensor) -> bool:
+    """Whether gradients may flow to a tensor.
+
+    A view that was written to gets its grad_fn when it is asked for. If register_hook
+    is the first to ask, PyTorch 2.13 crashes. It has none, and must not be used any
+    more, if it was made under no_grad and its memory has changed since.
+    """
+    try:
+        return tensor.requires_grad and (tensor.is_leaf or tensor.grad_fn is not None)
+    except RuntimeError:
+        return False
+
+
 def _gradient_reaches(
     program: Program, values: dict[fx.Node, Any], module: nn.Module, ledger: _Ledger
 ) -> set[fx.Node]:
@@ -388,10 +401,7 @@ def _gradient_reaches(
 
     for node in program.compute_nodes:
         for tensor in pytree.tree_leaves(values[node]):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                # A view that was written to gets its grad_fn when it is asked for. If
-                # register_hook is the first to ask, PyTorch 2.13 crashes.
-                assert tensor.is_leaf or tensor.grad_fn is not None
+            if isinstance(tensor, Tensor) and _learns(tensor):
                 tensor.register_hook(partial(note, node))  # type: ignore[no-untyped-call]
     owners = {
         parameter: node
