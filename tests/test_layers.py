@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*PLANNER, "passes.spatial", "passes.shards", "passes.branches"),
         "runtime.tiles",
     ),
-    "passes.checks": (*IR, "passes"),
+    "passes.checks": (*IR, "passes", "passes.spatial"),
     "search": PLANNER,
     # what is proved of a file is what a rank reads in it
     "codegen": (

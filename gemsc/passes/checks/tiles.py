@@ -14,6 +14,7 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.program import GraphInput, Program
 from gemsc.passes.base import Pass
+from gemsc.passes.spatial.inputs import images_among
 
 __all__ = ["CheckTiles"]
 
@@ -24,7 +25,8 @@ AXES = ("height", "width")
 class CheckTiles(Pass):
     """Refuse grids with another number of axes than images, or with too many tiles.
 
-    An image is an input of the model [batch, channels, axis, axis, ...].
+    An image is an input of the model [batch, channels, axis, axis, ...], over which a
+    window moves if there is any such input.
     """
 
     name: ClassVar[str] = "check-tiles"
@@ -44,6 +46,9 @@ class CheckTiles(Pass):
             for item in program.inputs
             if item.path[0] == "input" and len(item.spec.shape) > 2
         ]
+        known, _ = images_among([node for _, node in images], program.module)
+        if known:  # else all that may be one
+            images = [(item, node) for item, node in images if node in known]
         for stage in program.require_stages():
             grid = placement.grid(stage.index).tiles
             if grid:

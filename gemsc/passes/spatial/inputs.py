@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gemsc.base.boxes import Box, everything, hull, intersection, shape_of
 from gemsc.base.grid_shape import ALONE, GridShape
@@ -13,6 +14,7 @@ from gemsc.ir import meta
 from gemsc.ir.halos import Wide
 from gemsc.ir.layout import Layout
 from gemsc.ir.program import GraphInput, Program
+from gemsc.passes.spatial.calls import call_of
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.values import (
@@ -23,8 +25,22 @@ from gemsc.passes.spatial.values import (
     whole_shape,
 )
 
-__all__ = ["Placeholders"]
+__all__ = ["Placeholders", "images_among"]
 
+_WINDOWS = frozenset(
+    [
+        "conv",
+        "conv_transpose",
+        "max_pool",
+        "avg_pool",
+        "lp_pool",
+        "adaptive_avg_pool",
+        "adaptive_max_pool",
+    ]
+)
+_RESIZES = frozenset(["interpolate", "pixel_shuffle", "pixel_unshuffle"])
+_PRODUCTS = frozenset(["addmm", "attention", "einsum", "embedding", "linear", "matmul"])
+_REDUCTIONS = frozenset(["amax", "amin", "max", "mean", "min", "std", "sum", "var"])
 Key = tuple[fx.Node, GridShape]  # a placeholder, the grid that uses it
 
 
@@ -51,6 +67,9 @@ class Placeholders:
         self._wishes: dict[Key, list[tuple[Box, ...]]] = {}
         self._locals: dict[Key, Local] = {}
         self._items = {item.name: item for item in program.inputs}
+        given = [node for node in program.graph.nodes if node.op == "placeholder"]
+        images, others = images_among(given, program.module)
+        self._others = set(others) if images else set()
         self._stage_of = {
             node: stage.index
             for stage in program.require_stages()
@@ -129,7 +148,7 @@ class Placeholders:
 
     def _image_axes(self, node: fx.Node, grid: GridShape) -> Axes | None:
         """Return how an input is cut: images and masks, not labels or sequences."""
-        if grid.beside > 1:
+        if grid.beside > 1 or node in self._others:
             return None
         shape = whole_shape(node)
         num_axes = len(grid.axes)
@@ -162,7 +181,11 @@ class Placeholders:
     def _of_rank(self, rank: int) -> list[fx.Node]:
         nodes = self._program.graph.nodes
         return [
-            n for n in nodes if n.op == "placeholder" and len(whole_shape(n)) == rank
+            n
+            for n in nodes
+            if n.op == "placeholder"
+            and len(whole_shape(n)) == rank
+            and n not in self._others
         ]
 
     def _is_permuted(self, node: fx.Node, order: tuple[int, ...]) -> bool:
@@ -173,3 +196,48 @@ class Placeholders:
             else self._probe.is_pointwise(user) and self._is_permuted(user, order)
             for user in node.users
         )
+
+
+def images_among(
+    inputs: list[fx.Node], module: nn.Module
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the inputs that are images, and those that are none.
+
+    The first meet a window of a rank that their dimensions have room for; the others
+    meet products alone, as a text that a U-Net is told: of [batch, tokens, features],
+    it has as many dimensions as a signal. Of the rest, as masks, the sizes decide.
+    """
+    images, others = [], []
+    for node in inputs:
+        met = set(_met(node, module))
+        if any(len(whole_shape(node)) >= rank + 2 for rank in met if rank):
+            images.append(node)
+        elif met:
+            others.append(node)
+    return images, others
+
+
+def _met(start: fx.Node, module: nn.Module) -> Iterator[int]:
+    """Give the ranks of the windows that move over a value, and 0 for each product.
+
+    It is followed through all that leaves it where it is.
+    """
+    waiting, seen = [start], {start}
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            call = call_of(user, module)
+            if call.kind in _WINDOWS:
+                yield call.rank if call.arguments.get("input") is node else 0
+            elif call.kind in _RESIZES:
+                yield len(whole_shape(node)) - 2
+            elif call.kind in _PRODUCTS or _is_layer(call.kind, call.layer):
+                yield 0
+            elif call.kind not in _REDUCTIONS and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+
+
+def _is_layer(kind: str, layer: nn.Module | None) -> bool:
+    """Return whether a layer with weights of its own may move elements."""
+    return not kind and layer is not None and any(True for _ in layer.parameters())
