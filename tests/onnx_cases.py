@@ -72,7 +72,8 @@ REFUSED = {
     "loops and conditions on data": r"(Loop|If) .* (runs as often|chooses|depends on)",
     "sizes that are open": r"has the shape .*\?",
     "known beforehand, but fed as data": r"from the data, which a program cannot",
-    "functions that cannot be inlined": r"its functions cannot be inlined|has no value",
+    "functions that cannot be inlined": r"its functions cannot be inlined|has no value|"
+    "onnx cannot replace it by other operators",
     "a mask or indices as output": r"gives (its mask|the indices)",
     "outputs that training alone has": r"is given by no node",
     "caches of attention": r"keys of several lengths|looks at a window",

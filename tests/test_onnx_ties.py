@@ -217,3 +217,27 @@ def test_a_bias_of_zeros_that_the_exporter_left_out_is_told(tmp_path):
     network, read = imported(kept)
     assert "last.bias" in dict(network.named_parameters())
     assert not [note for note in read.notes if note.startswith("left out by the")]
+
+
+class Folded(nn.Module):
+    """One convolution that is used twice, or a copy of it, and norms for each use."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        first = nn.Conv2d(4, 4, 3, padding=1)
+        copies = (copy.deepcopy(first) for _ in range(count - 1))
+        self.convs = nn.ModuleList([first, *copies])
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, norm in enumerate(self.norms):
+            x = torch.tanh(norm(self.convs[number % len(self.convs)](x)))
+        return x
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_convolutions_that_took_norms_in_are_as_many_as_they_were(count, tmp_path):
+    x = torch.rand(2, 4, 6, 6).double()
+    model = Folded(count).double().eval()
+    network, _ = imported(exported(model, [x], tmp_path / "a.onnx", **MERGED))
+    assert sum(p.dim() == 4 for p in network.parameters()) == count

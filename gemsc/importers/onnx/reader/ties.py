@@ -184,7 +184,7 @@ def _uses(
         for index, name in enumerate(node.input):
             if name in tensors and node.op_type not in ("Shape", "Size"):
                 key = keys.get((_output(node), index), CONSTANT)
-                key = key if _is_right(node) else _key_of_module(node, index)
+                key = key if _note(node) else _key_of_module(node, index)
                 uses.setdefault(name, []).append(_Use(node, index, key))
     return uses
 
@@ -223,15 +223,9 @@ def _output(node: onnx.NodeProto) -> str:
     return next(iter(node.output), "")
 
 
-def _is_right(node: onnx.NodeProto) -> bool:
-    """Return whether a note is of the node, not of a norm that it has taken in."""
-    text = _note(node)
-    return bool(text) and ("Conv" not in node.op_type or "conv" in text)
-
-
 def _key_of_module(node: onnx.NodeProto, index: int) -> Key:
     """Return what names and paths say: the older exporter notes nothing else."""
-    if _note(node) or index not in weight_slots(node):
+    if index not in weight_slots(node):
         return UNKNOWN
     if node.op_type == "Identity" and not is_machine_made(node.output[0]):
         return (node.output[0], "")  # which has a parameter's name
