@@ -284,6 +284,52 @@ def test_a_module_that_works_in_numpy_stays_whole(tmp_path: Path) -> None:
     assert worst(tmp_path / "program", Around(Outside())) <= EXACT
 
 
+@torch.library.custom_op("gemsc_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    if x.dtype is not torch.bfloat16:  # as that of a grouped matrix product
+        raise RuntimeError("expected BF16")
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(x)
+
+
+def test_what_pytorch_cannot_compute_without_numbers_stays_whole(
+    tmp_path: Path,
+) -> None:
+    assert worst(tmp_path / "program", Around(Doubled())) <= EXACT
+
+
+def test_a_model_that_runs_is_not_said_to_fail() -> None:
+    class Top(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return doubled(self.layer(x))
+
+    told = "PyTorch computes this, but not without numbers: RuntimeError: expected BF16"
+    with pytest.raises(GemscError, match=told) as caught:
+        record(Top(), (X,))
+    assert "move it into a submodule" in str(caught.value)
+
+
+def test_a_loss_that_fails_is_said_to_fail() -> None:
+    with pytest.raises(GemscError, match="the loss fails: RuntimeError"):
+        record(nn.Linear(D, D), (X,), loss=lambda output: output @ output)
+
+
 def test_only_the_innermost_module_stays_whole() -> None:
     model = nn.Sequential(made(Net), made(Net))
     found = opaques(record(model, (X,)).module)

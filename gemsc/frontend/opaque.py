@@ -18,7 +18,7 @@ from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.observe import Watch, detached
 from gemsc.ir.opaque import Opaque
 
-__all__ = ["DependsOnDataError", "Leaves"]
+__all__ = ["DependsOnDataError", "FailsOnFakesError", "Leaves"]
 
 
 class DependsOnDataError(GemscError):
@@ -28,6 +28,18 @@ class DependsOnDataError(GemscError):
         """Keep the path beside the parts of the message."""
         super().__init__(message, **parts)
         self.path = path
+
+
+class FailsOnFakesError(DependsOnDataError):
+    """PyTorch cannot compute something without numbers; perhaps it cannot at all.
+
+    `otherwise` is the error in that case.
+    """
+
+    def __init__(self, message: str, otherwise: GemscError, **parts: Any) -> None:
+        """Keep what to say of a model that does not run."""
+        super().__init__(message, **parts)
+        self.otherwise = otherwise
 
 
 @dataclass
@@ -62,6 +74,8 @@ class Leaves:
             GemscError: there is none but the whole model.
         """
         path, problem = error.path, ""
+        if isinstance(error, FailsOnFakesError):
+            self._run_for_real(error)
         while path:
             self._observe(path)
             watch = self._seen[path]
@@ -73,6 +87,12 @@ class Leaves:
         if problem:
             error.notes_at = ((None, problem),)
         raise error
+
+    def _run_for_real(self, error: FailsOnFakesError) -> None:
+        try:
+            self._watched([])
+        except GemscError:
+            raise error.otherwise from error.__cause__
 
     def _add(
         self, path: str, watch: Watch, why: str, at: SourceLocation | None
@@ -135,7 +155,8 @@ class Leaves:
         ):
             by_name = isinstance(inputs, dict)
             output = model(**inputs) if by_name else model(*inputs)
-            if loss is not None and any(_related(p, LOSS) for p in paths):
+            asked = not paths or any(_related(p, LOSS) for p in paths)
+            if loss is not None and asked:
                 loss(output) if target is None else loss(output, target)
         return watches
 

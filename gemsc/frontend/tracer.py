@@ -25,7 +25,7 @@ from gemsc.base.plain_forward import plain_forward
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.attention import attention_of
 from gemsc.frontend.fake_copy import FakeCopy
-from gemsc.frontend.opaque import DependsOnDataError
+from gemsc.frontend.opaque import DependsOnDataError, FailsOnFakesError
 from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, failing_line, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
@@ -281,11 +281,20 @@ class Tracer(TorchFunctionMode):
             if isinstance(cause, _DATA_ERRORS) or _TO_NUMPY in str(cause):
                 return _data_error(cause, at, vars(error).get("gemsc_path", ""))
             cause = cause.__cause__ or cause.__context__
-        text = " ".join(str(error).split())
-        return GemscError(
-            f"{what}: {type(error).__name__}: {text}",
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        fails = GemscError(
+            f"{what}: {text}",
             at=at,
             help="the model and its loss must run as plain PyTorch on example_inputs()",
+        )
+        if not isinstance(error, RuntimeError):
+            return fails
+        return FailsOnFakesError(
+            f"PyTorch computes this, but not without numbers: {text}",
+            fails,
+            path=vars(error).get("gemsc_path", ""),
+            at=at,
+            help="move it into a submodule, which then stays whole on one rank",
         )
 
 
