@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from opaque_support import (
     worst,
 )
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from gemsc.errors import GemscError
 from gemsc.frontend import record
+from gemsc.ir.opaque import opaques
 
 
 class Kind(enum.Enum):
@@ -135,7 +139,8 @@ def local_class() -> nn.Module:
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        (lambda: Holds(torch.ones(3)), "'inner.what' is of type Tensor"),
+        (lambda: Holds(torch.ones(65)), "'inner.what' is of type Tensor"),
+        (lambda: Holds(partial(X.add, 1)), "'inner.what' is of type builtin_function"),
         (lambda: Holds([nn.Linear(2, 2)]), "'inner.what' is of type Linear"),
         (lambda: Holds(X.sum), "'inner.what' is of type builtin_function_or_method"),
         (Hooked, r"'inner.up' \(Linear\) has hooks"),
@@ -147,6 +152,75 @@ def test_what_has_no_text_is_refused_by_name(inner: Any, message: str) -> None:
         compiled(Around(inner())).rank_modules()
     assert caught.value.at is not None
     assert caught.value.help
+
+
+def scaled(x: Tensor, by: float) -> Tensor:
+    return x * by
+
+
+class Handy(Gate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = partial(scaled, by=0.5)
+        self.shift = torch.tensor([[0.1, -torch.inf, 2.0]], dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scaled(x) + self.shift[0, ::2].sum())
+
+
+def test_partial_functions_and_small_tensors_have_a_text(tmp_path: Path) -> None:
+    assert worst(tmp_path / "program", Around(made(Handy))) <= EXACT
+
+
+class Caching(Gate):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.detach().mean()
+        return super().forward(x) + self.mean
+
+
+def test_a_tensor_that_forward_changes_makes_a_module_unfit() -> None:
+    with pytest.raises(GemscError, match=r"forward changes self\.mean at each call"):
+        record(Around(Caching()), (X,))
+
+
+class Named(OrderedDict[str, Tensor]):
+    """What a library's models return: its fields are attributes as well."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+register_pytree_node(
+    Named,
+    lambda found: (list(found.values()), list(found)),
+    lambda values, names: Named(zip(names, values, strict=True)),
+)
+
+
+class Gives(Gate):
+    def forward(self, x: Tensor) -> Any:
+        return Named(first=super().forward(x), second=x)
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gives, self.last = Gives(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.gives(x)
+        return self.last(found.first + found["second"])
+
+
+def test_a_module_may_return_a_class_that_can_be_taken_apart(tmp_path: Path) -> None:
+    assert worst(tmp_path / "program", Around(made(Takes))) <= EXACT
+    assert [*opaques(record(Around(Takes()), (X,)).module)] == ["inner.gives"]
 
 
 def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> None:

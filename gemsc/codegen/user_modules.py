@@ -6,6 +6,7 @@ import enum
 import keyword
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _HOOKS = (
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
+MOST_NUMBERS = 64  # of a tensor that is written as text
 _BUILTIN = (list, dict, tuple, set, slice, range, int, float, complex, str)
 
 NamedObject = Callable[[UserObject], str]
@@ -164,6 +166,13 @@ class _Source:
             return f"torch.device({quoted(str(value))})"
         if type(value) in (list, tuple, set, dict) or isinstance(value, torch.Size):
             return self._collection(path, value)
+        if type(value) is partial:
+            made = self.named(UserObject("functools", "partial"))
+            given = [self.value(path, each) for each in (value.func, *value.args)]
+            named = [f"{k}={self.value(path, v)}" for k, v in value.keywords.items()]
+            return f"{made}({', '.join([*given, *named])})"
+        if type(value) is torch.Tensor and value.numel() <= MOST_NUMBERS:
+            return _numbers(value)
         if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
             return self._callable(path, value)
         if _is_plain_object(value):
@@ -212,6 +221,13 @@ class _Source:
         return self.refuse(
             path, f"is of type {type(value).__name__}, which has no text", help_text
         )
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    """Return a tensor that is neither parameter nor buffer, with its values."""
+    numbers = str(tensor.tolist())
+    numbers = numbers.replace("inf", "torch.inf").replace("nan", "torch.nan")
+    return f'torch.tensor({numbers}, dtype={tensor.dtype}, device="cpu")'
 
 
 def _buffer_source(buffer: torch.Tensor, lost: bool) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemsc.base.nests import dense_leaves, map_tensors, named_tuple, tensor_leaves
@@ -221,13 +222,16 @@ def _structure(value: Any, learns: bool) -> Any:
         return value
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _structure(item, learns) for key, item in value.items()}
+    if isinstance(value, dict) and type(value) in pytree.SUPPORTED_NODES:
+        # a class with a way to take it apart, as transformers' ModelOutput
+        return pytree.tree_map(lambda item: _structure(item, learns), value)
     if isinstance(value, list):
         return [_structure(item, learns) for item in value]
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return named_tuple(value, [_structure(item, learns) for item in value])
     raise _UnfitError(
         f"it returns a value of type {type(value).__name__}, which may differ from "
-        "step to step"
+        "step to step: return tensors, in tuples, lists or dicts"
     )
 
 
@@ -264,11 +268,13 @@ def _refuse_counters(before: dict[str, object], after: dict[str, object]) -> Non
 
 
 def _numbers(module: nn.Module) -> dict[str, object]:
+    """Return the numbers that are attributes; of tensors, those in them."""
     return {
-        f"{path}.{name}".lstrip("."): value
+        f"{path}.{name}".lstrip("."): number
         for path, each in module.named_modules()
         for name, value in vars(each).items()
-        if isinstance(value, (int, float, complex)) and name != "training"
+        for number in [value.tolist() if isinstance(value, Tensor) else value]
+        if isinstance(value, (int, float, complex, Tensor)) and name != "training"
     }
 
 

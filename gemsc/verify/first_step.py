@@ -1,6 +1,6 @@
 """Run what was written before it is called right: one step of the ranks, on threads.
 
-The ranks' files evaluate and train one batch in float64, as threads of this process,
+The ranks' files train and evaluate one batch in float64, as threads of this process,
 and so does the user's model. Outputs, loss, the gradient of each parameter, and every
 parameter and buffer after the step must be equal.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.draws import same_draws
-from gemsc.base.dtypes import cast, cast_module, default_dtype
+from gemsc.base.dtypes import as_real, cast, cast_module, default_dtype
 from gemsc.base.nests import normalize_inputs, tensor_leaves
 from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
@@ -210,12 +210,12 @@ def _model(
     """Return what one process computes; outputs of evaluation among the state."""
     count = plan.data * plan.micro_batches
     precision = Precision.of(plan, dtype)
+    record = _NOTHING
     with same_draws():
-        outputs = _evaluated(model, inputs, plan, dtype, precision)
-        record = _NOTHING
         if loss is not None:
             given = model, _Loss(loss), [(inputs, target)]
             record = reference_steps(*given, count, dtype, precision=precision)
+        outputs = _evaluated(model, record.state, inputs, plan, dtype, precision)
     return replace(record, state=record.state | outputs)
 
 
@@ -232,10 +232,20 @@ class _Loss(nn.Module):
 
 
 def _evaluated(
-    model: nn.Module, inputs: Any, plan: Plan, dtype: torch.dtype, precision: Precision
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    inputs: Any,
+    plan: Plan,
+    dtype: torch.dtype,
+    precision: Precision,
 ) -> dict[str, Tensor]:
+    """Return what a model gives in evaluation, from the state after a step."""
     model = copy.deepcopy(model)
     cast_module(model, dtype)
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    with torch.no_grad():
+        for name, tensor in state.items():
+            as_real(own[name]).copy_(tensor)
     model.eval()
     outputs = []
     cpu = torch.device("cpu")
@@ -268,10 +278,9 @@ def _ranks(
             trainer = Trainer(
                 directory, transport, dtype=dtype, device=cpu, on_nonfinite="warn"
             )
-            output = trainer.evaluate(inputs, target).output
             if trainer.program.train_step is not None:
                 recorded(trainer, directory, [(inputs, target)], measure=False)
-            return output
+            return trainer.evaluate(inputs, target).output
 
     try:
         outputs = on_threads(plan.ranks, steps, dtype)
