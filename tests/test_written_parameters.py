@@ -243,6 +243,18 @@ def test_a_write_that_others_would_see_is_refused(
     assert against_one_process(tmp_path, model, micro_batches=1).worst < EXACT
 
 
+def clamped_itself(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.clamp_(-0.2, 0.2)
+
+
+def test_a_write_that_autograd_sees_has_another_advice(tmp_path: Path) -> None:
+    """`clamped` follows it."""
+    with pytest.raises(GemscError, match="an earlier micro-batch still") as caught:
+        against_one_process(tmp_path, around(Writing(clamped_itself)))
+    assert "write to its .data" in str(caught.value.help)
+
+
 @pytest.mark.parametrize("write", [clamped, a_row])
 def test_a_write_that_changes_nothing_more_is_exact(
     write: Callable[..., None], tmp_path: Path

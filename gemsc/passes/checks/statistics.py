@@ -94,11 +94,14 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
                 if reader and not (_is_settled(node) and _is_unseen(node)):
                     used[name] = reader
             for name, reader in used.items():
+                other = _without_change(node, program)
+                if _is_settled(node):
+                    other = "write to its .data, which autograd does not look at"
                 error = GemscError(
                     f"forward changes '{name}', and the backward of an earlier "
                     "micro-batch still needs what it was",
                     at=meta.location(node),
-                    help="use --micro-batches 1, or " + _without_change(node, program),
+                    help=f"use --micro-batches 1, or {other}",
                 )
                 error.add_note(f"it is used at {meta.location(reader)}")
                 raise error
