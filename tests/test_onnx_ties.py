@@ -241,3 +241,29 @@ def test_convolutions_that_took_norms_in_are_as_many_as_they_were(count, tmp_pat
     model = Folded(count).double().eval()
     network, _ = imported(exported(model, [x], tmp_path / "a.onnx", **MERGED))
     assert sum(p.dim() == 4 for p in network.parameters()) == count
+
+
+class Gates(nn.Module):
+    """Single numbers that are trained, equal ones, and one that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.near, self.far = (nn.Parameter(torch.zeros(())) for _ in range(2))
+        self.register_buffer("share", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear, gate in zip(self.linears, (self.near, self.far), strict=True):
+            x = x * self.share + gate * torch.tanh(linear(x))
+        return x
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+def test_single_numbers_are_trained_where_the_exporter_says_so(optimize, tmp_path):
+    x = torch.rand(3, 2, 4).double()
+    how = MERGED | {"optimize": optimize}
+    network, _ = imported(exported(made(Gates).eval(), [x], tmp_path / "a.onnx", **how))
+    theirs = made(Gates)
+    for one in (network, theirs):
+        train(one, [x] * 3)
+    check_same(network, theirs)

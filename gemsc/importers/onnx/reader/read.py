@@ -66,7 +66,10 @@ def read_onnx(path: Path, options: ImportOptions) -> ImportedNetwork:
     opsets[""] = opsets.pop("ai.onnx", opsets.get("", 1))
     leave_unused_out(graph)
     fuse_bias(graph, tensors.table)
-    trained = trained_names(graph, tensors.table, tensors.read, tensors.ties.buffers)
+    ties = tensors.ties
+    trained = trained_names(
+        graph, tensors.table, tensors.read, ties.buffers, ties.parameters
+    )
     sheet = Sheet(_class_name(path.stem), "", path.name)
     values: dict[str, Value] = {}
     options.check_names(path.name, [value.name for value in _inputs(graph)])

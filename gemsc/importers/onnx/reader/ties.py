@@ -40,12 +40,14 @@ class Ties:
     """What was changed: of how many parameters each of the `parted` tensors was.
 
     `left_out` are parameters of the model that the file has not: biases of zeros.
-    `buffers` are tensors that the model holds and does not train.
+    `buffers` are tensors that the model holds and does not train, `parameters` those
+    that it trains, as the exporter says.
     """
 
     parted: Mapping[str, int]
     left_out: Sequence[str]
     buffers: Collection[str]
+    parameters: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,16 @@ def part(
     held = {tensor.name: tensor for tensor in graph.initializer}
     taken = {*held, *(n for node in all_nodes(graph) for n in node.output)}
     taken |= {value.name for value in graph.input}
-    floats = {name for name, t in held.items() if t.dims and t.data_type in FLOATS}
+    floats = {
+        name
+        for name, tensor in held.items()
+        if tensor.data_type in FLOATS and (tensor.dims or not is_machine_made(name))
+    }
     uses = _uses(graph, calls, floats)
     left_out = [*_left_out(calls, floats)]
     parted: dict[str, int] = {}
     buffers: set[str] = set()
+    noted: set[str] = set()
     for name, found in uses.items():
         is_weight = name in weights
         groups = _groups(name, found)
@@ -109,10 +116,12 @@ def part(
                 wish = "val_0"
             if number or (is_machine_made(name) and not is_plain):
                 new = _move(graph, held[name], group, wish, taken)
-            if str(key[0]).startswith(("b_", "c_")):
+            if str(key[0]).startswith("p_"):
+                noted.add(new)
+            elif str(key[0]).startswith(("b_", "c_")):
                 buffers.add(new)
     _join(graph, uses, read)
-    return Ties(parted, left_out, buffers)
+    return Ties(parted, left_out, buffers, noted)
 
 
 def _groups(name: str, uses: Sequence[_Use]) -> Mapping[Key, list[_Use]]:

@@ -110,10 +110,12 @@ def trained_names(
     table: Mapping[str, FileTensor],
     read: Callable[[str], Array],
     buffers: Collection[str] = (),
+    parameters: Collection[str] = (),
 ) -> TrainedTensors:
     """Return the tensors that are parameters; `read` gives the numbers of one.
 
-    `buffers` are none, as the exporter says.
+    The exporter says that `buffers` are none, and `parameters` are some: single numbers
+    among them, which are constants in other files.
     """
     makers = {name: node for node in all_nodes(graph) for name in node.output}
     weights: set[str] = set()
@@ -122,12 +124,12 @@ def trained_names(
     for node in all_nodes(graph):
         for index in SLOTS.get(node.op_type, ()):
             if index < len(node.input):
-                for name in _origins(node.input[index], makers, table):
+                for name in _origins(node.input[index], makers, table, parameters):
                     weights.add(name)
                     users.setdefault(name, set()).add(scope(node))
         for index in NAMED.get(node.op_type, ()):
             if index < len(node.input):
-                for name in _origins(node.input[index], makers, table):
+                for name in _origins(node.input[index], makers, table, parameters):
                     is_number = name in makers and math.prod(table[name].shape) == 1
                     is_known = name in buffers or is_machine_made(name)
                     if not is_known and not is_number:
@@ -172,9 +174,15 @@ def _used_elsewhere(graph: onnx.GraphProto) -> set[str]:
 
 
 def _origins(
-    name: str, makers: Mapping[str, onnx.NodeProto], table: Mapping[str, FileTensor]
+    name: str,
+    makers: Mapping[str, onnx.NodeProto],
+    table: Mapping[str, FileTensor],
+    numbers: Collection[str] = (),
 ) -> Iterator[str]:
-    """Give the tensors of the file whose elements a value has, all or some."""
+    """Give the tensors of the file whose elements a value has, all or some.
+
+    Single numbers without an axis are among them if they are `numbers`.
+    """
     waiting, seen = [name], set()
     while waiting:
         name = waiting.pop()
@@ -184,7 +192,7 @@ def _origins(
         tensor = table.get(name)
         if tensor is not None:
             is_float = tensor.dtype.kind == "f" or tensor.dtype.name == "bfloat16"
-            if tensor.shape and is_float:
+            if (tensor.shape or name in numbers) and is_float:
                 yield name
         elif name in makers and makers[name].op_type in MOVES:
             maker = makers[name]
