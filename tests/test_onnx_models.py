@@ -748,3 +748,24 @@ def test_a_network_that_gives_other_numbers_than_its_file_is_refused(
     assert "gives other numbers than the network that was read from it" in refused(
         path.rename(tmp_path / "b.onnx")
     )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (["x", "w", "w"], "has a bias of (4, 2, 3, 3), and needs (4,)"),
+        (["x", "w", "x"], "has a bias of (2, 2, 6, 6)"),
+        (["x", "whole"], "do not fit"),
+        (["x"], "do not fit"),
+    ],
+    ids=str,
+)
+def test_a_convolution_of_other_operands_than_it_has_is_refused(
+    inputs, words, tmp_path
+):
+    weights = {"w": numbers(4, 2, 3, 3), "whole": np.ones((4, 2, 3, 3), "i8")}
+    used = {name: array for name, array in weights.items() if name in inputs}
+    path = file_of(
+        tmp_path / "a.onnx", [node("Conv", inputs, ["y"])], {"x": [2, 2, 6, 6]}, used
+    )
+    assert words in refused(path)

@@ -69,6 +69,11 @@ class Parameters:
             return found
         module.to("meta")
         own = dict([*module.named_parameters(), *module.named_buffers()])
+        for key, weight in weights.items():
+            if isinstance(weight, Static) and weight.shape != tuple(own[key].shape):
+                raise self.sheet.refuse(
+                    f"has a {key} of {weight.shape}, and needs {tuple(own[key].shape)}"
+                )
         ties = {key: self._tie(weight, own[key]) for key, weight in plain.items()}
         frozen = {
             key

@@ -131,8 +131,10 @@ def _setting(node: Node, name: str, rank: int, default: int = 1) -> tuple[int, .
 
 
 def _tensors(node: Node) -> str:
-    bias = "None" if node.operand(2) is None else node.value(2).text
-    return f"{node.value(1)}, {bias}"
+    bias = node.operand(2)
+    if isinstance(bias, Symbol) and len(bias.shape) != 1:  # which torch sees too late
+        raise node.refuse(f"has a bias of {bias.shape}")
+    return f"{node.value(1)}, {'None' if bias is None else node.value(2)}"
 
 
 def _pads(

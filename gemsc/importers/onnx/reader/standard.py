@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx
 from onnx import checker, numpy_helper, shape_inference
 
@@ -17,6 +18,9 @@ from gemsc.importers.onnx.static import Static, Value, computed, numpy_type
 __all__ = ["broken_schema", "broken_shapes"]
 
 MOST = 64  # numbers of an operand that sizes may depend on
+FLOATS = frozenset(
+    map(onnx.TensorProto.DataType.Value, ("FLOAT16", "DOUBLE", "BFLOAT16"))
+)
 
 
 def broken_schema(proto: onnx.NodeProto, opsets: Mapping[str, int]) -> str:
@@ -38,19 +42,18 @@ def broken_shapes(
 ) -> str:
     """Return why types and sizes of operands do not go together, "" if they do."""
     node = _plain(proto)
-    operands = operands[: len(node.input)]
-    try:
+    given = [*operands[: len(node.input)]]
+    reason = ""
+    # a single number in place of a row of one, and floats of several sizes: torch has
+    # no trouble with either
+    for each in (given, [*map(_as_row, given)], [*map(_as_float, given)]):
         try:
-            _infer(node, operands, opsets)
-        except shape_inference.InferenceError:
-            if all(map(_is_row, operands)):
-                raise
-            _infer(node, [*map(_as_row, operands)], opsets)
-    except shape_inference.InferenceError as why:
-        return _reason(why)
-    except checker.ValidationError:  # of types alone, which PyTorch may take
-        return ""
-    return ""
+            _infer(node, each, opsets)
+        except (checker.ValidationError, shape_inference.InferenceError) as why:
+            reason = reason or _reason(why)
+        else:
+            return ""
+    return reason
 
 
 def _plain(proto: onnx.NodeProto) -> onnx.NodeProto:
@@ -68,15 +71,16 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _is_row(operand: Value | None) -> bool:
-    return not isinstance(operand, Static) or bool(operand.shape)
-
-
 def _as_row(operand: Value | None) -> Value | None:
-    """Return a single number as a row of one: torch writes a single axis so."""
     if not isinstance(operand, Static) or operand.shape:
         return operand
     return computed(operand.name, operand.array.reshape(1))
+
+
+def _as_float(operand: Value | None) -> Value | None:
+    if operand is None or _type(operand).tensor_type.elem_type not in FLOATS:
+        return operand
+    return computed("", np.broadcast_to(np.float32(0), operand.shape))
 
 
 def _infer(
@@ -88,7 +92,7 @@ def _infer(
         if operand is None:
             continue
         types[name] = _type(operand)
-        if not isinstance(operand, Static) or operand.dtype.kind not in "if":
+        if not isinstance(operand, Static) or operand.dtype.kind != "i":
             continue
         if math.prod(operand.shape) <= MOST:
             data[name] = numpy_helper.from_array(operand.array, name)
