@@ -199,3 +199,19 @@ def test_tensors_without_use_stay_in_the_graph_for_evaluation() -> None:
     done = FollowStages(program.compilation.program, owned).apply(traced.evaluation)
     names = {n for n, _ in done.module.named_parameters()}
     assert names == {n for n, _ in supervised().named_parameters()}
+
+
+def test_what_evaluation_writes_late_into_early_memory_is_read_late(
+    tmp_path: Path,
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.training:
+            return self.d(torch.relu(self.c(torch.relu(self.b(self.a(x))))))
+        early = torch.zeros(2, 4)
+        y = torch.relu(self.b(self.a(x)))
+        early[:, :2] = y[:, 2:]
+        late = early * 2  # takes no value that depends on a layer
+        return self.d(torch.relu(self.c(y))) + late
+
+    choices = {"balance": "explicit", "blocks": (1, 1, 1, 1)}
+    evaluates_as_the_model(tmp_path / "program", Net(forward), 4, **choices)

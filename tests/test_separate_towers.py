@@ -205,3 +205,84 @@ def test_tangled_layers_compute_what_one_process_does(
     rows = torch.zeros(2, 8)
     found = against_one_process(tmp_path, Tangle(seed), (rows,), target=rows, ranks=3)
     assert found.worst <= FLOAT64
+
+
+class Shifted(nn.Module):
+    """An encoder, and a decoder that moves its words by one place in new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 8)
+        for name, each in towers("encoder", "decoder").items():
+            self.add_module(name, each)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        encoded = self.encoder(x)
+        shifted = words.new_zeros(words.shape)
+        shifted[..., 1:] = words[..., :-1].clone()
+        shifted[..., 0] = 3
+        return encoded * self.decoder(self.words(shifted).sum(1))
+
+
+def test_what_is_written_into_a_slice_is_written_before_it_is_read(
+    tmp_path: Path,
+) -> None:
+    rows, words = torch.ones(2, 8), torch.arange(2 * 5).view(2, 5) % 8
+    program = blocks_of(Shifted(), rows, words)
+    assert towers_of(program) == [
+        ("encoder_0_0", "encoder_2_2"),
+        ("shifted", "decoder_2_2"),
+    ]
+    inputs = rows, words
+    found = against_one_process(tmp_path, Shifted(), inputs, target=rows, ranks=3)
+    assert found.worst <= FLOAT64
+
+
+class Written(nn.Module):
+    """Two towers in turn that write into parts and views of what they compute."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.left = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.right = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        chance = random.Random(self.seed)
+        late = []
+        for left, right in zip(self.left, self.right, strict=True):
+            x, y = left(torch.relu(x)), right(torch.relu(y))
+            early = [self.write(chance, each) for each in (x, y)]
+            late += [each for each in early if chance.random() < 0.5]
+            for each in chance.choices((x, y), k=2):
+                self.write(chance, each)
+        return torch.stack([x, y, *(2 * each.sum(1, True) * x for each in late)]).sum(0)
+
+    def write(self, chance: random.Random, x: Tensor) -> Tensor:
+        """Return a view of x, after a write to x, to a view or to new memory."""
+        start, kind = chance.randrange(6), chance.randrange(5)
+        part = x[:, start : start + 2]
+        if kind == 0:
+            x[:, start] = chance.random()
+        elif kind == 1:
+            part += 0.5
+        elif kind == 2:
+            x.view(-1)[start:].mul_(0.5)
+        elif kind == 3:
+            new = torch.zeros_like(x)
+            new[:, 1:] = x[:, :-1]
+            new[:, 0] = 3
+            return new
+        return part
+
+
+@pytest.mark.by_day(4)
+@pytest.mark.parametrize("seed", range(12))
+def test_towers_that_write_in_place_compute_what_one_process_does(
+    seed: int, tmp_path: Path
+) -> None:
+    rows = torch.zeros(2, 8)
+    found = against_one_process(
+        tmp_path, Written(seed), (rows + 1, rows), target=rows, ranks=2
+    )
+    assert found.worst <= FLOAT64

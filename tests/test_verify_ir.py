@@ -14,7 +14,7 @@ from torch.nn import functional
 from gemsc.errors import InternalError
 from gemsc.frontend import record
 from gemsc.ir import meta
-from gemsc.ir.holder import with_graph
+from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.invariants import data_operands, lost_nothing, sources, verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
 from gemsc.passes.base import Pass
@@ -48,6 +48,21 @@ def test_a_value_used_before_it_is_there() -> None:
     broken = program.with_module(with_graph(program.module, copied))
     with pytest.raises((InternalError, RuntimeError), match="before"):
         verify(broken)
+
+
+def test_a_read_that_passes_a_write() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.zeros(2, 4)
+        y[:, 0] = self.a(x)[:, 0]
+        return self.b(y)
+
+    program = blocks_of(Net(forward), torch.zeros(2, 4))
+    copied, _ = copied_graph(program.graph)
+    read = next(node for node in copied.nodes if node.target == "b")
+    write = next(node for node in copied.nodes if node.name == "setitem")
+    read.append(write)
+    broken = program.with_module(with_graph(program.module, copied))
+    refuse(broken, "%b passes %setitem, whose memory it uses")
 
 
 def test_placeholders_that_are_not_the_inputs(program: Program) -> None:

@@ -18,6 +18,7 @@ from gemsc.ir import meta
 from gemsc.ir.holder import attribute
 from gemsc.ir.mutation import SIZED, elements, mutated_inputs
 from gemsc.ir.program import Program
+from gemsc.ir.staged import out_of_order
 from gemsc.runtime import tiles
 
 __all__ = ["data_operands", "lost_nothing", "sources", "verify"]
@@ -49,6 +50,14 @@ def every_value_is_computed_before_it_is_used(program: Program) -> None:
                     f"{node.name} uses {source.name} before it is there"
                 )
         seen.add(node)
+
+
+def memory_is_used_in_the_order_of_the_trace(program: Program) -> None:
+    """Between two uses of one memory, of which one writes, the order stays."""
+    nodes = program.compute_nodes
+    traced = sorted(nodes, key=meta.traced_place)
+    if wrong := out_of_order(program, nodes, traced):
+        raise InternalError(wrong)
 
 
 def placeholders_are_the_inputs(program: Program) -> None:
@@ -126,6 +135,7 @@ def tiles_hold_what_their_layouts_say(program: Program) -> None:
 
 CHECKS: tuple[Callable[[Program], None], ...] = (
     every_value_is_computed_before_it_is_used,
+    memory_is_used_in_the_order_of_the_trace,
     placeholders_are_the_inputs,
     blocks_hold_every_node_once_in_order,
     stages_hold_every_block_once_in_order,

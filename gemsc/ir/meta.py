@@ -42,10 +42,12 @@ __all__ = [
     "set_layout",
     "set_needs_gradient",
     "set_traced",
+    "set_traced_place",
     "set_value",
     "set_whole_gradients",
     "spec",
     "tensors",
+    "traced_place",
     "value",
     "whole_gradients",
 ]
@@ -282,6 +284,16 @@ def needs_gradient(node: fx.Node) -> bool:
 def set_needs_gradient(node: fx.Node, needed: bool) -> None:
     """Say whether a gradient of the loss flows back into this value."""
     node.meta["gemsc_needs_gradient"] = needed
+
+
+def traced_place(node: fx.Node) -> int:
+    """Return where the node, or the one that it comes from, stood in the trace."""
+    return cast("int", node.meta.get("gemsc_place", 0))
+
+
+def set_traced_place(node: fx.Node, place: int) -> None:
+    """Say where the node stands in the trace."""
+    node.meta["gemsc_place"] = place
 
 
 def glue(node: fx.Node) -> int | None:

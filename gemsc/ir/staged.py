@@ -1,17 +1,37 @@
-"""Other graphs of a program: in another order, or with its blocks and stages."""
+"""Other graphs of a program: in another order, or with its blocks and stages.
+
+What may pass what is said here alone. Example:
+    s = zeros(2, 4); t = encoder(x); s[:, 1:] = y; u = embedding(s); v = decoder(u)
+    # the encoder may go anywhere before what uses t; the assignment stays between
+    # zeros and embedding, though embedding takes no value from it
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from torch import fx
+import torch
+from torch import fx, nn
 
+from gemsc.base.rng import may_draw
+from gemsc.errors import InternalError
 from gemsc.ir import meta
-from gemsc.ir.holder import with_graph
+from gemsc.ir.holder import attribute, attributes_of, with_graph
+from gemsc.ir.mutation import mutated_inputs
 from gemsc.ir.program import Block, Program
 
-__all__ = ["in_order", "keep_stages", "same_stages"]
+__all__ = [
+    "in_order",
+    "keep_stages",
+    "out_of_order",
+    "predecessors",
+    "random_nodes",
+    "same_stages",
+    "sharing",
+]
+
+_Keys = set[object]  # of memory
 
 
 def in_order(
@@ -21,6 +41,9 @@ def in_order(
 
     Nothing is known of the new graph; its nodes know what the old ones did.
     """
+    order = tuple(order)
+    if wrong := out_of_order(program, order):
+        raise InternalError(wrong)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     passive = [n for n in program.graph.nodes if n.op in ("placeholder", "get_attr")]
@@ -68,3 +91,153 @@ def same_stages(
         placement=program.placement,
         segments=program.segments,
     )
+
+
+# What may pass what
+
+
+def predecessors(
+    program: Program, nodes: Sequence[fx.Node] | None = None
+) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for each node, earlier ones that it may not pass.
+
+    1. Nodes whose values it takes.
+    2. Where one of two writes to memory that the other uses, through whatever view or
+       layer: a read stays behind the last write, a write behind all that came before.
+       A call of a layer with buffers counts as a write to these.
+
+    Without `nodes` these are the program's; else that is the order in which the user's
+    model runs them. Draws of random numbers are no part of it: nodes that draw can be
+    on different ranks, but see `random_nodes`. What only raises may pass everything.
+    """
+    nodes = program.compute_nodes if nodes is None else nodes
+    memory = _Memory(program)
+    known: set[fx.Node] = set()
+    touched: dict[object, _Uses] = {}
+    earlier: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        before = {source for source in node.all_input_nodes if source in known}
+        written = memory.written(node)
+        for key in written:
+            uses = touched.setdefault(key, _Uses())
+            before.update(uses.writes, uses.reads)
+            touched[key] = _Uses([node])
+        for key in memory.read(node) - written:
+            uses = touched.setdefault(key, _Uses())
+            before.update(uses.writes)
+            uses.reads.append(node)
+        known.add(node)
+        earlier[node] = [each for each in before if each is not node]
+    return earlier
+
+
+def out_of_order(
+    program: Program,
+    order: Iterable[fx.Node],
+    right: Sequence[fx.Node] | None = None,
+) -> str:
+    """Say which node passes one that it may not, "" if none does.
+
+    Without `right` the program's own order is one that computes what the model does.
+    """
+    place = {node: i for i, node in enumerate(order)}
+    for node, earlier in predecessors(program, right).items():
+        for other in earlier:
+            if place[other] > place[node]:
+                return f"%{node.name} passes %{other.name}, whose memory it uses"
+    return ""
+
+
+def sharing(program: Program) -> list[list[fx.Node]]:
+    """Return which nodes must run on one rank: one changes memory that all use.
+
+    What only reads it once it has its last value can be elsewhere.
+    """
+    memory = _Memory(program)
+    users: dict[object, list[fx.Node]] = {}
+    last: dict[object, fx.Node] = {}
+    for node in program.compute_nodes:
+        written = memory.written(node)
+        for key in memory.read(node) | written | memory.of(node):
+            users.setdefault(key, []).append(node)
+        last.update(dict.fromkeys(written, node))
+    groups = []
+    for key, end in last.items():
+        until = users[key][: users[key].index(end) + 1]
+        # canonicalize gave what came before the group a memory of its own
+        groups.append([n for n in until if meta.glue(n) == meta.glue(end)])
+    return groups
+
+
+def random_nodes(program: Program, order: Iterable[fx.Node]) -> list[fx.Node]:
+    """Return the nodes that draw random numbers: on one rank their order must stay."""
+    if program.facts:
+        return [node for node in order if meta.facts(node).random]
+    return [node for node in order if may_draw(_name(program, node))]
+
+
+def _name(program: Program, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return type(program.module.get_submodule(str(node.target))).__name__
+    return str(getattr(node.target, "__name__", node.target))
+
+
+@dataclass
+class _Uses:
+    """The last node that wrote to some memory, and those that have read it since."""
+
+    writes: list[fx.Node] = field(default_factory=list)
+    reads: list[fx.Node] = field(default_factory=list)
+
+
+class _Memory:
+    """Knows which memory a node reads and writes."""
+
+    def __init__(self, program: Program) -> None:
+        self.module = program.module
+        self.of_value: dict[fx.Node, _Keys] = {}
+        self.of_state: dict[int, _Keys] = {}  # that parameters and buffers are in
+        for node in program.graph.find_nodes(op="get_attr"):
+            found = self._attribute(node)
+            self.of_state.setdefault(id(found), set()).update(self.of(node))
+
+    def of(self, node: fx.Node) -> _Keys:
+        """Return the storages of a value."""
+        if node not in self.of_value:
+            is_layer = isinstance(self._attribute(node), nn.Module)
+            self.of_value[node] = {
+                tensor.untyped_storage()._cdata
+                for tensor in (() if is_layer else meta.tensors(node))
+                if tensor.layout is torch.strided
+            }
+        return self.of_value[node]
+
+    def _attribute(self, node: fx.Node) -> object:
+        is_state = node.op == "get_attr"
+        return attribute(self.module, str(node.target)) if is_state else None
+
+    def read(self, node: fx.Node) -> _Keys:
+        keys: _Keys = set()
+        for source in node.all_input_nodes:
+            keys |= self.of(source)
+        for layer in self._layers(node):
+            for tensor in layer.parameters():
+                keys |= self._state(tensor)
+        return keys
+
+    def written(self, node: fx.Node) -> _Keys:
+        keys: _Keys = set()
+        for source in mutated_inputs(node, self.module):
+            keys |= self.of(source)
+        for layer in self._layers(node):
+            for tensor in layer.buffers():
+                keys |= self._state(tensor)
+        return keys
+
+    def _layers(self, node: fx.Node) -> list[nn.Module]:
+        """Return the layers that a node calls or, on tiles, that its function takes."""
+        found = (attribute(self.module, path) for path in attributes_of(node))
+        return [each for each in found if isinstance(each, nn.Module)]
+
+    def _state(self, tensor: torch.Tensor) -> _Keys:
+        return self.of_state.get(id(tensor), set()) | {("state", id(tensor))}

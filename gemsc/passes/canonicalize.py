@@ -72,6 +72,8 @@ class Canonicalize(Pass):
         _write_sizes(module.graph)
         _Rewriter(module).run()
         _remove_dead(module)
+        for place, node in enumerate(module.graph.nodes):
+            meta.set_traced_place(node, place)
         module.graph.lint()
         return copied
 

@@ -13,7 +13,7 @@ from torch import fx
 from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program, Stage
-from gemsc.ir.staged import in_order
+from gemsc.ir.staged import in_order, out_of_order, predecessors, random_nodes, sharing
 from gemsc.ir.twins import keywords_of_both
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.evaluation import follow_forks
@@ -25,8 +25,9 @@ __all__ = ["FollowOrder", "FollowShards", "FollowStages", "find_twins"]
 class FollowStages(Pass):
     """Give each node of an evaluation graph the stage that owns its parameters.
 
-    A node without parameters runs where the last of its inputs is. The nodes are put
-    in the order of their stages. `owned` are the tensors of each training stage.
+    A node without parameters runs where the last of the nodes is that it may not pass;
+    nodes that change and use one memory are on one stage. The nodes are put in the
+    order of their stages. `owned` are the tensors of each training stage.
     """
 
     name: ClassVar[str] = "follow-stages"
@@ -44,11 +45,19 @@ class FollowStages(Pass):
         """
         training = self.training
         used = {name for n in training.compute_nodes for name in _tensors(training, n)}
-        stage_of: dict[fx.Node, int] = {}
-        for node in program.compute_nodes:
-            inputs = [stage_of[s] for s in node.all_input_nodes if s in stage_of]
-            earliest = max(inputs, default=0)
-            stage_of[node] = self._place(program, node, earliest, used)
+        earlier = predecessors(program)
+        together = sharing(program)
+        stage_of = dict.fromkeys(program.compute_nodes, 0)
+        is_settled = False
+        while not is_settled:
+            before = dict(stage_of)
+            for node, last in before.items():
+                first = max([last, *(stage_of[other] for other in earlier[node])])
+                stage_of[node] = self._place(program, node, first, used)
+            for group in together:
+                last = max(stage_of[node] for node in group)
+                stage_of.update(dict.fromkeys(group, last))
+            is_settled = stage_of == before
         order = sorted(program.compute_nodes, key=stage_of.__getitem__)
         moved, mapping = in_order(program, order)
         groups: list[list[fx.Node]] = [[] for _ in self.training.require_stages()]
@@ -122,9 +131,9 @@ class FollowOrder(Pass):
         if {node.name for node in nodes} != place.keys():
             return program
         order = tuple(sorted(nodes, key=lambda node: place[node.name]))
-        at = {node: i for i, node in enumerate(order)}
-        uses = [(node, s) for node in order for s in node.all_input_nodes if s in at]
-        if order == nodes or any(at[source] > at[node] for node, source in uses):
+        if order == nodes or out_of_order(program, order):
+            return program
+        if random_nodes(program, order) != random_nodes(program, nodes):
             return program
         return in_order(program, order)[0]
 

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import fx
 
 from gemsc.ir import meta
 from gemsc.ir.program import Program
-from gemsc.ir.staged import in_order
+from gemsc.ir.staged import in_order, predecessors, random_nodes
 from gemsc.passes.base import Pass
 
 __all__ = ["SeparateTowers"]
@@ -39,7 +38,8 @@ class SeparateTowers(Pass):
     well (the keys that a decoder computes from an encoder) is the join's.
 
     All other nodes keep their order, and so must those that draw random numbers: where
-    towers that are called in turn draw some, the graph stays as it is.
+    towers that are called in turn draw some, the graph stays as it is. What else may
+    not pass each other says `gemsc.ir.staged.predecessors`.
     """
 
     name: ClassVar[str] = "separate-towers"
@@ -56,7 +56,7 @@ class SeparateTowers(Pass):
         order = nodes
         for tower in found:
             order = _gathered(order, tower, needed)
-        if _draws(order) != _draws(nodes):
+        if random_nodes(program, order) != random_nodes(program, nodes):
             return replace(program, towers=())
         rows = filter(None, (_row(order, tower) for tower in found))
         towers = tuple(sorted(rows, key=lambda row: order.index(row[0])))
@@ -73,7 +73,8 @@ def _needed(program: Program) -> dict[fx.Node, int]:
     Who needs a part of a tuple needs all parts: they are never cut from each other.
     """
     place = {node: i for i, node in enumerate(program.compute_nodes)}
-    earlier = _earlier_in_memory(program)
+    earlier = predecessors(program)
+    glued: dict[int | None, list[fx.Node]] = {}
     needed: dict[fx.Node, int] = {}
     for node in place:
         sources = [source for source in node.all_input_nodes if source in place]
@@ -81,29 +82,11 @@ def _needed(program: Program) -> dict[fx.Node, int]:
         if len(sources) == 1 and not isinstance(meta.value(sources[0]), torch.Tensor):
             parts |= {user for user in sources[0].users if user in place}
         own = sum(1 << place[part] for part in parts)
-        sources += earlier.get(node, ())
-        needed[node] = reduce(operator.or_, (needed[s] for s in sources), own)
+        before = [*earlier[node], *glued.get(meta.glue(node), ())]
+        needed[node] = reduce(operator.or_, (needed[s] for s in before), own)
+        if meta.glue(node) is not None:  # these stay in one block
+            glued[meta.glue(node)] = [node]
     return needed
-
-
-def _earlier_in_memory(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """Return after which others a node must run though it uses no value of theirs.
-
-    Glued nodes change one memory, and so do the calls of a layer with buffers.
-    """
-    groups: dict[object, list[fx.Node]] = {}
-    for node in program.compute_nodes:
-        if meta.glue(node) is not None:
-            groups.setdefault(meta.glue(node), []).append(node)
-        if node.op == "call_module":
-            layer = program.module.get_submodule(str(node.target))
-            if any(True for _ in layer.buffers()):
-                groups.setdefault(node.target, []).append(node)
-    earlier: dict[fx.Node, list[fx.Node]] = {}
-    for group in groups.values():
-        for first, second in pairwise(group):
-            earlier.setdefault(second, []).append(first)
-    return earlier
 
 
 class _Finder:
@@ -219,7 +202,3 @@ def _row(order: Nodes, tower: frozenset[fx.Node]) -> Nodes:
     first = next(i for i, node in enumerate(order) if node in tower)
     row = order[first : first + len(tower)]
     return row if tower.issuperset(row) else ()
-
-
-def _draws(order: Nodes) -> list[fx.Node]:
-    return [node for node in order if meta.facts(node).random]

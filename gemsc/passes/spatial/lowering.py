@@ -144,6 +144,9 @@ class Lowering:
             self._flattened.pop(node, None)
             del self.barriers[num_barriers:]
             return self.barrier(node, str(refused))
+        finally:  # what it takes of other values, it takes here
+            for made in self._made[before:]:
+                meta.set_traced_place(made, meta.traced_place(node))
 
     def _lower_run(self, run: tuple[fx.Node, ...]) -> None:
         """Lower nodes that share memory: the tile's own part, or all of it whole."""
