@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ trees = st.recursive(
 
 
 @given(trees.filter(lambda tree: isinstance(tree, tuple)), st.integers(-3, 3))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_nested_operators_mean_what_the_graph_means(tree: Any, x: int) -> None:
     graph = fx.Graph()
     place = graph.placeholder("x")
@@ -271,3 +272,66 @@ def test_long_calls_break_as_a_formatter_breaks_them(tmp_path: Path) -> None:
     command = [find_ruff_bin(), "format", "--diff", "--isolated", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == ""
+
+
+NAMES = st.sampled_from(["a", "long_name", "self.block", "submodule.layers0", "b" * 30])
+KEYS = st.sampled_from(['"1"', '"a, b"', "'(['", "2", '"x = y"', "...", "a:b", "::2"])
+
+
+def _grown(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Return strategies of longer expressions, of every kind that is written."""
+    several = st.lists(parts, max_size=4)
+    operands = st.one_of(
+        NAMES,
+        st.tuples(NAMES, KEYS).map(lambda two: f"{two[0]}[{two[1]}]"),
+        parts.map(lambda part: f"({part})"),
+    )
+    keyed = st.tuples(KEYS.filter(lambda key: ":" not in key), parts)
+    return st.one_of(
+        st.tuples(operands, several).map(lambda two: f"{two[0]}({', '.join(two[1])})"),
+        st.tuples(operands, parts).map(lambda two: f"{two[0]}(x, dim={two[1]})"),
+        st.tuples(operands, KEYS).map(lambda two: f"{two[0]}[{two[1]}]"),
+        st.tuples(operands, parts).map(lambda two: f"{two[0]}[{two[1]}]"),
+        st.tuples(operands, parts).map(lambda two: f"{two[0]}[{two[1]},]"),
+        st.tuples(operands, parts, KEYS).map(lambda all: "{}[{}, {}]".format(*all)),
+        st.tuples(operands, operands).map(" + ".join),
+        st.tuples(operands, operands).map("**".join),
+        st.tuples(operands, operands).map(
+            lambda two: f"({two[0]} if self.training else {two[1]})"
+        ),
+        operands.map(lambda part: f"-{part}"),
+        parts.map(lambda part: f"({part},)"),
+        several.map(lambda each: f"[{', '.join(each)}]"),
+        st.lists(parts, min_size=2, max_size=4).map(
+            lambda each: f"({', '.join(each)})"
+        ),
+        st.lists(keyed, max_size=3).map(
+            lambda pairs: "{" + ", ".join(f"{key}: {part}" for key, part in pairs) + "}"
+        ),
+    )
+
+
+EXPRESSIONS = st.recursive(NAMES, _grown, max_leaves=12)
+
+
+@given(EXPRESSIONS, st.sampled_from(["x = ", "", "x, y = ", 'x["a = (b", 0] = ']))
+@settings(max_examples=150)
+def test_breaking_lines_never_changes_meaning(text: str, head: str) -> None:
+    """Neither in a statement nor as an argument, however little room there is."""
+    whole = ast.dump(ast.parse(head + text))
+    call = ast.dump(ast.parse(f"{head}f({text}, y=({text}))"))
+    for level in range(0, 21, 2):
+        writer = Writer()
+        with writer.block("if x:"), ExitStack() as deeper:
+            for _ in range(level):
+                deeper.enter_context(writer.indented())
+            writer.statement(head + text)
+        (block,) = ast.parse(writer.text()).body
+        assert ast.dump(ast.Module(block.body, [])) == whole, writer.text()
+        writer = Writer()
+        with writer.block("if x:"), ExitStack() as deeper:
+            for _ in range(level):
+                deeper.enter_context(writer.indented())
+            writer.call(f"{head}f(", [text, f"y=({text})"])
+        (block,) = ast.parse(writer.text()).body
+        assert ast.dump(ast.Module(block.body, [])) == call, writer.text()

@@ -15,7 +15,7 @@ from gemsc.base.dtypes import Autocast, is_real
 from gemsc.codegen.exchanges import note_of
 from gemsc.codegen.expressions import Named, access, expression, quoted
 from gemsc.codegen.rank_text import Segments, StageText
-from gemsc.codegen.writer import Names, Writer, comment, split_arguments
+from gemsc.codegen.writer import Names, Writer, comment
 from gemsc.errors import SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, inner_flow
@@ -304,13 +304,13 @@ class _Body:
         self._release(self.position[node])
         note = note_of(node, self.stage.tile, self.stage.noun)
         if not node.users and node not in self.flow.gives:
-            self._write_statement(text, note)
+            self.writer.statement(text, note)
             return
         targets = self.parts[node] or (node,)
         for target in targets:
             self.local[target] = self.names.unique(self._wish(target))
         names = ", ".join(self.local[target] for target in targets)
-        self._write_statement(f"{names} = {text}", note)
+        self.writer.statement(f"{names} = {text}", note)
 
     def _parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the nodes that take the parts of a tuple, if the next ones take all.
@@ -330,22 +330,6 @@ class _Body:
         if not is_all or alike != {meta.region(node)}:
             return ()
         return tuple(by_number[number] for number in numbers)
-
-    def _write_statement(self, text: str, note: str) -> None:
-        noted = f"{text}  # {note}" if note else text
-        if note and len(noted) > self.writer.room:
-            self.writer.line(f"# {note}")
-            noted = text
-        if len(text) <= self.writer.room:
-            self.writer.line(noted)
-        elif text.endswith(")"):
-            self.writer.call(*split_arguments(text))
-        else:  # nothing to break inside: a long operator or subscript
-            head, _, value = text.rpartition(" = ")
-            self.writer.line(f"{head} = (" if head else "(")
-            with self.writer.indented():
-                self.writer.line(value)
-            self.writer.line(")")
 
     def _caller(self, node: fx.Node) -> str:
         """Return the path of the module that ran the node, not of a container."""

@@ -9,10 +9,20 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["Names", "Writer", "columns", "comment", "in_docstring", "split_arguments"]
+__all__ = [
+    "Names",
+    "Writer",
+    "columns",
+    "comment",
+    "in_docstring",
+    "split_arguments",
+]
 
 WIDTH = 88
 INDENT = "    "
+CALLED = re.compile(r"[\w)\]}\"'][(]$")  # what stands before arguments
+# and before a subscript, or the parentheses around an operation
+ALONE = re.compile(r"(?:[\w)\]}\"'][\[]|(?:^|[^\w)\]}\"'])[(])$")
 
 
 class Writer:
@@ -62,9 +72,10 @@ class Writer:
         """Add `head` + arguments + `tail`, broken as a formatter breaks a call.
 
         One line if it fits; else the arguments on one line of their own; else one line
-        each with a trailing comma. `note` is a trailing comment.
+        each with a trailing comma, if that means the same. `note` is a trailing
+        comment. Head, arguments and tail are as `split_arguments` gives them.
         """
-        if head[-1] in "[{":
+        if head[-1] in "[{" or tail.startswith(","):
             self.items(head, arguments, tail)
             return
         if self._fits(head, arguments, tail, note):
@@ -73,7 +84,7 @@ class Writer:
         if len(noted) > self.room and note:
             self.line(f"# {note}")
             noted = head
-        if len(head) > self.room and ", " in head.rpartition(" = ")[0]:
+        if len(head) > self.room and re.match(r"\w+(, \w+)+ = ", head):
             self._unpack(head, arguments, tail)
             return
         self.line(noted)
@@ -82,12 +93,29 @@ class Writer:
             if len(inside) <= self.room:
                 self.line(inside)
             else:
-                self._each(arguments)
-        self.line(tail.lstrip())
+                self._each(arguments, _comma(head, arguments))
+        self.line(tail)
+
+    def statement(self, text: str, note: str = "") -> None:
+        """Add an expression or an assignment, broken if it is too long for a line."""
+        noted = f"{text}  # {note}" if note else text
+        if note and len(noted) > self.room:
+            self.line(f"# {note}")
+            noted = text
+        if len(text) <= self.room:
+            self.line(noted)
+        elif text.endswith(")"):
+            self.call(*split_arguments(text))
+        else:  # nothing to break inside: a long operator or subscript
+            head, value = _split_assignment(text)
+            self.line(f"{head}(")
+            with self.indented():
+                self.line(value)
+            self.line(")")
 
     def _unpack(self, head: str, arguments: Sequence[str], tail: str) -> None:
         """Add `a, b = f(x)` where not even `a, b = f(` fits."""
-        targets, _, function = head.rpartition(" = ")
+        targets, _, function = head.partition(" = ")
         value = function + ", ".join(arguments) + tail
         start = f"{targets} = ("
         if len(start) <= self.room and len(value) <= self.room - len(INDENT):
@@ -109,8 +137,8 @@ class Writer:
     def _broken(self, head: str, items: Sequence[str], tail: str) -> None:
         self.line(head)
         with self.indented():
-            self._each(items)
-        self.line(tail)
+            self._each(items, "," if tail.startswith(",") else _comma(head, items))
+        self.line(tail.removeprefix(","))
 
     def _fits(self, head: str, parts: Sequence[str], tail: str, note: str = "") -> bool:
         one = head + ", ".join(parts) + tail
@@ -125,19 +153,17 @@ class Writer:
             self.line(one)
         return True
 
-    def _each(self, parts: Sequence[str]) -> None:
+    def _each(self, parts: Sequence[str], comma: str = ",") -> None:
         """Add one line for each part, and break what is too long for its line."""
         for part in parts:
             if len(part) < self.room or "\n" in part or part[-1] not in ")]}":
-                self.lines(f"{part},")
+                self.lines(f"{part}{comma}")
                 continue
             head, inside, tail = split_arguments(part)
-            if re.search(r"[\w)\]][(]$", head):
-                self.call(head, inside, f"{tail},")
-            elif part.endswith(",)"):  # a tuple of one item keeps its comma
-                self._broken(head, inside, f"{tail},")
+            if CALLED.search(head):
+                self.call(head, inside, f"{tail}{comma}")
             else:
-                self.items(head, inside, f"{tail},")
+                self.items(head, inside, f"{tail}{comma}")
 
     def text(self) -> str:
         """Return the file: no trailing blank lines, one newline at the end."""
@@ -191,7 +217,7 @@ def split_arguments(source: str) -> tuple[str, list[str], str]:
     """Split `x.f(a, (b, c), d=1)` into `x.f(`, its arguments and `)`.
 
     The call split is the last one, whose closing parenthesis ends the text. It may be a
-    subscript, list, tuple or dict as well.
+    subscript, list, tuple or dict as well; a tuple of one item ends with `,)`.
     """
     code = _without_strings(source)
     start = len(code) - 1
@@ -209,7 +235,25 @@ def split_arguments(source: str) -> tuple[str, list[str], str]:
     final = source[last:-1].strip()
     if final:
         arguments.append(final)
-    return source[:start], arguments, source[-1]
+    head, tail = source[:start], source[-1]
+    if not final and not _comma(head, arguments):
+        tail = f",{tail}"
+    return head, arguments, tail
+
+
+def _split_assignment(text: str) -> tuple[str, str]:
+    """Split `x = value` into `x = ` and the value; "" where nothing is assigned."""
+    found = _without_strings(text).rpartition(" = ")
+    end = len(text) - len(found[2])
+    return text[:end], text[end:]
+
+
+def _comma(head: str, parts: Sequence[str]) -> str:
+    """Return a comma where one behind the last part changes nothing.
+
+    A single one makes a tuple of what stands in parentheses, or in a subscript.
+    """
+    return "" if len(parts) == 1 and ALONE.search(head) else ","
 
 
 def _without_strings(source: str) -> str:

@@ -280,6 +280,7 @@ def write_statement(
             start, end = BRACKETS[type(node)]
             if note:
                 writer.line(f"# {note}")
+            end = f",{end}" if _is_single(node) else end
             writer.items(head + start, _items(node), end)
         case ast.BinOp() | ast.Compare() | ast.IfExp() if len(text) > writer.room:
             _write_operation(writer, head, node, note)
