@@ -36,7 +36,7 @@ from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.training.trainer import Trainer, concatenated
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
-from gemsc.verify.inside import Watch
+from gemsc.verify.low_precision import WatchPrecision
 from gemsc.verify.on_threads import on_threads
 from gemsc.verify.precision import Precision
 from gemsc.verify.record import StepRecord, read_record
@@ -308,7 +308,7 @@ def _with_roundings(
     dtype: torch.dtype,
 ) -> Comparison:
     """Return the comparison with what other roundings of one process change."""
-    watch = Watch(dtype)
+    watch = WatchPrecision(dtype)
     with suppress(NotImplementedError), watch:
         _model(plan, model, loss, *batch, dtype)
     lower = Precision.of(plan, dtype).dtype

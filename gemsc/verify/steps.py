@@ -32,7 +32,7 @@ from gemsc.runtime.process.device import exact_arithmetic, require_gpu
 from gemsc.runtime.training.program_directory import check_dtype, check_program
 from gemsc.runtime.training.trainer import OptimizerFactory, as_structure
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.verify.inside import Inside, Watch
+from gemsc.verify.low_precision import LowPrecision, WatchPrecision
 from gemsc.verify.precision import FULL, Precision
 from gemsc.verify.record import StepRecord, read_record
 from gemsc.weights.read import read_tensors
@@ -91,7 +91,7 @@ class Comparison:
     errors: Mapping[str, float] = field(default_factory=dict)
     rounding: Mapping[str, float] = field(default_factory=dict)
     last_bit: float = 0.0
-    inside: Inside | None = None
+    inside: LowPrecision | None = None
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return how far off a tensor may be at most, whatever rounding explains."""
@@ -451,7 +451,7 @@ def _other_roundings(
     plan: Plan,
     dtype: torch.dtype,
     device: torch.device,
-    inside: Inside | None,
+    inside: LowPrecision | None,
 ) -> Iterator[StepRecord]:
     """Yield what one process does where it rounds otherwise."""
     lower = Precision.of(plan, dtype).dtype if inside is None else inside.dtype
@@ -488,9 +488,9 @@ def _inside(
     plan: Plan,
     dtype: torch.dtype,
     device: torch.device,
-) -> Inside | None:
+) -> LowPrecision | None:
     """Return what a model computes in where it is run in float64, if that is less."""
-    watch = Watch(dtype)
+    watch = WatchPrecision(dtype)
     if dtype is torch.float64:
         # what cannot be watched is judged as if it were in float64 all through
         with suppress(GemscError, NotImplementedError), watch:

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Inside", "Watch"]
+__all__ = ["LowPrecision", "WatchPrecision"]
 
 _SKIPPED = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parents[1])))
 
 
 @dataclass(frozen=True)
-class Inside:
+class LowPrecision:
     """The least precision of a run's results, and the first call that gave it."""
 
     dtype: torch.dtype
@@ -35,13 +35,13 @@ class Inside:
         return float(torch.finfo(self.dtype).eps)
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WatchPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what is computed while it is on: `found`, or None if all is in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
-        self.found: Inside | None = None
+        self.found: LowPrecision | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -52,7 +52,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for kind in _floats(result):
                 if torch.finfo(kind).eps > torch.finfo(least).eps:
                     name = str(func).removeprefix("aten.").split(".")[0]
-                    self.found = Inside(kind, f"{name}{_place()}")
+                    self.found = LowPrecision(kind, f"{name}{_place()}")
                     break
         return result
 
