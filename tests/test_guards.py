@@ -48,7 +48,8 @@ def asserts(self: Any, x: Tensor) -> Tensor:
 
 
 def validates(self: Any, x: Tensor) -> Tensor:
-    found = torch.distributions.Normal(self.a(x), F.softplus(self.b(x)))
+    spread = F.softplus(self.b(x))
+    found = torch.distributions.Normal(self.a(x), spread, validate_args=True)
     return self.d(found.log_prob(x))
 
 

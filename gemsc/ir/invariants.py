@@ -26,6 +26,7 @@ __all__ = ["data_operands", "lost_nothing", "sources", "verify"]
 # What takes of its operands no more than their shape.
 _LIKE = frozenset(f"{name}_like" for name in ("zeros", "ones", "empty", "full"))
 _LIKE |= {f"{name}_like" for name in ("rand", "randn", "randint")}
+_DRAWN = "the random numbers of "
 _EXCHANGES = frozenset({tiles.redistribute, tiles.all_reduce})
 
 
@@ -174,8 +175,13 @@ def sources(program: Program) -> dict[str, fx.Node]:
     return found
 
 
-def lost_nothing(before: Program, after: Iterable[Program]) -> None:
+def lost_nothing(
+    before: Program, after: Iterable[Program], *, draws: bool = True
+) -> None:
     """See that what results are computed from is the same in `after` all together.
+
+    Without `draws`, random numbers are left aside: evaluation may share the graph of
+    training, where layers draw.
 
     Raises:
         InternalError: a source has no way to a result any more.
@@ -184,7 +190,7 @@ def lost_nothing(before: Program, after: Iterable[Program]) -> None:
     for program in after:
         kept |= sources(program).keys()
     for name, node in sources(before).items():
-        if name not in kept:
+        if name not in kept and (draws or not name.startswith(_DRAWN)):
             takes = [user for user in node.users if node in data_operands(user)]
             is_held = node.op in ("placeholder", "get_attr")
             at = meta.location(takes[0] if is_held and takes else node)
@@ -227,7 +233,7 @@ def _own(program: Program, node: fx.Node) -> Iterator[str]:
             for name, _ in layer.named_parameters(prefix, remove_duplicate=False):
                 yield _tensor(program, name)
     if meta.facts(node).random:
-        yield f"the random numbers of {meta.layer(node) or meta.location(node)}"
+        yield f"{_DRAWN}{meta.layer(node) or meta.location(node)}"
 
 
 def _tensor(program: Program, name: str) -> str:
