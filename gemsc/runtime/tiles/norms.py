@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gemsc.base.boxes import Box, Interval, shape_of
+from gemsc.base.rounding import not_negative
 from gemsc.nn.batchnorm import BiasedBatchNorm
 from gemsc.runtime.tiles.collectives import TileGrid, rows
 
@@ -325,7 +326,7 @@ def _moments(value: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     off = value - mean
     more = off.mean(dims, keepdim=True)
     variance = off.mul_(off).mean(dims, keepdim=True) - more.square()
-    return mean + more, variance.clamp_(min=0)
+    return mean + more, not_negative(variance)
 
 
 def _merge(

@@ -1,0 +1,257 @@
+"""One step of the ranks' files and of the model over a finite field, compared."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gemsc.base.draws import same_draws
+from gemsc.base.dtypes import default_dtype
+from gemsc.base.rng import preserve_rng
+from gemsc.base.rounding import nothing_rounds
+from gemsc.plan import Plan
+from gemsc.runtime.tiles.windows import taps
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.verification import recorded
+from gemsc.runtime.transport.transport import Transport
+from gemsc.verify.field.mode import OverField
+from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
+from gemsc.verify.on_threads import on_threads
+from gemsc.verify.record import StepRecord, read_record
+from gemsc.verify.steps import reference_steps
+from gemsc.weights.read import read_tensors
+from gemsc.weights.write import write_tensors
+
+__all__ = ["AllInputs", "check_all_inputs"]
+
+DTYPE = torch.float64
+DRAWS = 3
+_AGAIN = 3  # keys that may divide by 0
+
+
+@dataclass(frozen=True)
+class AllInputs:
+    """What was found: `verdict` is "proved", "not equal" or "not decided"."""
+
+    verdict: str
+    why: str = ""
+    num_gradients: int = 0
+    num_buffers: int = 0
+    bound: float = 1.0
+    seconds: float = 0.0
+    wrong: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        if self.verdict == "proved":
+            return (
+                f"all inputs: proved for forward, {self.num_gradients} gradients, "
+                f"{self.num_buffers} buffers; wrong with probability below "
+                f"{self.bound:.0e}; {self.seconds:.0f} s"
+            )
+        words = {"not equal": "NOT EQUAL"}.get(self.verdict, self.verdict)
+        return f"all inputs: {words}: {self.why}"
+
+
+def check_all_inputs(
+    directory: Path,
+    model: nn.Module,
+    loss: Callable[..., Any],
+    inputs: Any,
+    target: Any,
+    *,
+    draws: int = DRAWS,
+) -> AllInputs:
+    """Compare a program with the model it was compiled from, for all inputs.
+
+    `inputs` and `target` are a whole batch: their floating-point numbers, and those of
+    parameters and buffers, are drawn anew.
+    """
+    start = time.perf_counter()
+    found = AllInputs("not decided")
+    bound = 1.0
+    for number in range(draws):
+        for again in range(_AGAIN):
+            p = PRIMES[number % len(PRIMES)]
+            drawn = Field(p, 1000 * number + again)
+            try:
+                found, zeros = _once(directory, model, loss, inputs, target, drawn)
+            except NotDecidedError as error:
+                return AllInputs("not decided", str(error))
+            if found.verdict == "proved" or not zeros:
+                break
+        if found.verdict != "proved":
+            if zeros:
+                return AllInputs("not decided", "every draw divides by 0")
+            return found
+        bound *= _degree(directory) / p
+    seconds = time.perf_counter() - start
+    counts = found.num_gradients, found.num_buffers
+    return AllInputs("proved", "", *counts, bound, seconds)
+
+
+def _degree(directory: Path) -> int:
+    """Return what the degree of a step is taken for: see docs/limits.md."""
+    return 64
+
+
+def _once(
+    directory: Path,
+    model: nn.Module,
+    loss: Callable[..., Any],
+    inputs: Any,
+    target: Any,
+    drawn: Field,
+) -> tuple[AllInputs, int]:
+    with TemporaryDirectory(prefix="gemsc-field-") as name:
+        folder = Path(name) / "program"
+        shutil.copytree(directory, folder)
+        plan = Plan.read(folder / "plan.toml")
+        whole = _drawn_model(model, drawn)
+        _draw_weights(folder / plan.weights, whole)
+        given = _drawn_batch(inputs, drawn, "input"), _drawn_batch(target, drawn, "target")
+        count = plan.data * plan.micro_batches
+        with preserve_rng(), default_dtype(DTYPE), _tables_apart():
+            with _over(drawn) as mode:
+                expected = reference_steps(
+                    whole, _loss_of(loss), [given], count, DTYPE, _Still
+                )
+            zeros = mode.zeros
+            actual, more = _ranks(folder, plan, given, drawn)
+        return _compared(actual, expected, drawn), zeros + more
+
+
+@contextmanager
+def _tables_apart() -> Iterator[None]:
+    """Keep weights of resizing, which are cached, apart from those of floats."""
+    taps.cache_clear()
+    try:
+        yield
+    finally:
+        taps.cache_clear()
+
+
+@contextmanager
+def _over(drawn: Field) -> Iterator[OverField]:
+    mode = OverField(drawn)
+    with nothing_rounds(), mode, same_draws():
+        yield mode
+
+
+class _Still(torch.optim.SGD):
+    """An optimizer that changes nothing."""
+
+    def __init__(self, pairs: Any) -> None:
+        super().__init__(pairs, lr=0.0)
+
+    def step(self, closure: Any = None) -> Any:
+        """Leave all as it is."""
+
+
+def _loss_of(loss: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(loss, nn.Module):
+        return loss
+    return lambda output, target: loss(output) if target is None else loss(output, target)
+
+
+def _ranks(
+    folder: Path, plan: Plan, batch: tuple[Any, Any], drawn: Field
+) -> tuple[StepRecord, int]:
+    cpu = torch.device("cpu")
+
+    def step(transport: Transport) -> int:
+        with _over(drawn) as mode:
+            trainer = Trainer(
+                folder, transport, dtype=DTYPE, device=cpu, on_nonfinite="warn",
+                optimizer=_Still,
+            )
+            recorded(trainer, folder, [batch], measure=False)
+            return mode.zeros
+
+    zeros = on_threads(plan.ranks, step, DTYPE)
+    return read_record(folder, plan.ranks), sum(zeros)
+
+
+def _random(name: str, shape: Any, drawn: Field) -> Tensor:
+    seed = zlib.crc32(f"{drawn.p} {drawn.key} {name}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(drawn.p, tuple(shape), generator=generator) - drawn.half
+    return values.double()
+
+
+def _drawn_model(model: nn.Module, drawn: Field) -> nn.Module:
+    import copy
+
+    model = copy.deepcopy(model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    with torch.no_grad():
+        for name, tensor in named:
+            if tensor.is_floating_point() and bool(tensor.isfinite().all()):
+                tensor.data = _random(name, tensor.shape, drawn).to(tensor.dtype)
+    return model
+
+
+def _draw_weights(folder: Path, model: nn.Module) -> None:
+    """Put the model's numbers into a program's files of weights."""
+    pairs = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    known = {name: tensor.detach() for name, tensor in pairs}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = {
+            name: known.get(name, tensor).clone()
+            for name, tensor in read_tensors(path).items()
+        }
+        path.unlink()
+        write_tensors(path, tensors)
+
+
+def _drawn_batch(value: Any, drawn: Field, name: str) -> Any:
+    count = iter(range(10**6))
+
+    def draw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        if not bool(leaf.isfinite().all()):
+            return leaf.to(DTYPE)
+        return _random(f"{name} {next(count)}", leaf.shape, drawn)
+
+    return pytree.tree_map(draw, value)
+
+
+def _compared(actual: StepRecord, expected: StepRecord, drawn: Field) -> AllInputs:
+    wrong = []
+    if actual.losses != expected.losses:
+        wrong.append("the loss")
+    groups: tuple[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]], ...] = (
+        ("the gradient of ", actual.gradients, expected.gradients),
+        ("buffer ", actual.state, _buffers(expected)),
+    )
+    for kind, mine, theirs in groups:
+        for name, tensor in theirs.items():
+            if name not in mine:
+                wrong.append(f"{kind}{name} is missing")
+            elif mine[name].shape != tensor.shape or not torch.equal(
+                drawn.of(mine[name].clone()), drawn.of(tensor.clone())
+            ):
+                wrong.append(f"{kind}{name}")
+    wrong += [f"the copies of {name}" for name in sorted(actual.unequal)]
+    counts = len(expected.gradients), len(_buffers(expected))
+    if wrong:
+        return AllInputs("not equal", wrong[0], *counts, wrong=tuple(wrong))
+    return AllInputs("proved", "", *counts)
+
+
+def _buffers(record: StepRecord) -> dict[str, Tensor]:
+    return {n: t for n, t in record.state.items() if n not in record.gradients}

@@ -1,0 +1,202 @@
+"""Numbers of a finite field in float64: from -(p - 1) / 2 to (p - 1) / 2.
+
+Products stay below 2^32 and sums of up to 2^18 of them below 2^50, so float64 has all
+of them exactly; they are reduced after each operation. Infinities stay what they are:
+masks have them.
+
+A constant of the program that is no integer stands for the fraction with the smallest
+denominator that rounds to it (0.1 is 1 / 10, so that 1 - 0.1 is 0.9), or, where there
+is none with a small one, for a number drawn for its bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["LONGEST", "PRIMES", "Field", "NotDecidedError"]
+
+PRIMES = (131071, 131063, 131059)  # the largest below 2^17
+LONGEST = 2**18  # products that may be added up before they are reduced
+_LARGEST = 2.0**50
+_DENOMINATORS = 2**15
+
+
+class NotDecidedError(Exception):
+    """What this proof has no rule for; it names it."""
+
+
+class Field:
+    """Integers modulo a prime, and functions of them that are drawn by a key."""
+
+    def __init__(self, p: int, key: int) -> None:
+        self.p = p
+        self.key = key
+        self.half = p // 2
+
+    # ------------------------------------------------------ numbers
+
+    def reduced(self, t: Tensor) -> Tensor:
+        """Reduce a tensor of integers below 2^50, in place."""
+        return t.sub_((t * (1.0 / self.p)).round_().mul_(self.p))
+
+    def of(self, t: Tensor) -> Tensor:
+        """Return a tensor as numbers of the field, itself if it has them already."""
+        if not t.is_floating_point():
+            if t.is_complex():
+                raise NotDecidedError("complex numbers")
+            return self._whole(t.double())
+        t = t.double()
+        if not t.numel():
+            return t
+        low, high = (float(each) for each in torch.aminmax(t))
+        if -self.half <= low and high <= self.half and torch.equal(t, t.round()):
+            return t
+        return self._whole(t)
+
+    def number(self, value: float) -> float:
+        """Return a number of the program as one of the field."""
+        if isinstance(value, bool | int):
+            value %= self.p
+            return float(value - self.p if value > self.half else value)
+        return float(self.of(torch.tensor(value, dtype=torch.float64)))
+
+    def _whole(self, t: Tensor) -> Tensor:
+        if bool(t.isnan().any()):
+            raise NotDecidedError("a value that is not a number")
+        given, infinite = t, t.isinf()
+        t = given.masked_fill(infinite, 0.0)
+        other = (t != t.round()) | (t.abs() >= _LARGEST)
+        result = self.reduced(t.masked_fill(other, 0.0))
+        if bool(other.any()):
+            result[other] = self._constants(t[other])
+        if bool(infinite.any()):
+            result = torch.where(infinite, given, result)
+        return result
+
+    def _constants(self, t: Tensor) -> Tensor:
+        found, back = np.unique(t.detach().numpy(), return_inverse=True)
+        tops, bottoms, is_small = _fractions(found)
+        p = self.p
+        inverse = self.table("inverse").numpy()
+        tops = (tops % p + self.half) % p - self.half  # in -half ... half
+        below = inverse[(bottoms % p + self.half) % p].astype(np.int64)
+        values = (tops * below) % p
+        drawn = _mixed(found.view(np.int64), self.key) % p
+        values = np.where(is_small, values, drawn)
+        values = np.where(values > self.half, values - p, values)
+        return torch.from_numpy(values.astype(np.float64)[back.reshape(-1)])
+
+    # ---------------------------------------------------- functions
+
+    def table(self, name: object) -> Tensor:
+        """Return the values of a function, from that of -(p - 1) / 2 on."""
+        return _table(self.p, self.key, str(name))
+
+    def apply(self, name: object, t: Tensor) -> Tensor:
+        """Return a function that is drawn for its name, of each number."""
+        infinite = t.isinf()
+        if bool(infinite.any()):
+            t = t.masked_fill(infinite, 0.0)
+        places = t.long().add_(self.half)
+        result = self.table(name).take(places)
+        if bool(infinite.any()):
+            result = result.masked_fill(infinite, self.number_of(name))
+        return result
+
+    def number_of(self, name: object) -> float:
+        """Return what a function is at an infinity."""
+        if str(name) in ("exp", "inverse"):
+            return 0.0
+        return float(self.table(f"{name} at infinity")[0])
+
+    def inverse(self, t: Tensor) -> Tensor:
+        """Return 1 / t; that of 0 is 0."""
+        return self.apply("inverse", t)
+
+    def ordered(self, t: Tensor) -> Tensor:
+        """Return the place of each number in a random order."""
+        return self._through("order", t)
+
+    def from_order(self, t: Tensor) -> Tensor:
+        """Return the numbers that have these places."""
+        return self._through("back", t)
+
+    def _through(self, name: str, t: Tensor) -> Tensor:
+        infinite = t.isinf()
+        if not bool(infinite.any()):
+            return self.table(name).take(t.long().add_(self.half))
+        found = self.table(name).take(t.masked_fill(infinite, 0.0).long() + self.half)
+        return torch.where(infinite, t, found)
+
+
+@lru_cache(maxsize=256)
+def _table(p: int, key: int, name: str) -> Tensor:
+    half = p // 2
+    if name == "inverse":
+        result = np.zeros(p, dtype=np.int64)
+        inverses = np.ones(p, dtype=np.int64)
+        for n in range(2, p):
+            inverses[n] = (p - (p // n) * inverses[p % n] % p) % p
+        inverses[0] = 0
+        result[:] = inverses[(np.arange(p) - half) % p]
+        result = np.where(result > half, result - p, result)
+        return torch.from_numpy(result.astype(np.float64))
+    if name == "back":
+        order = _table(p, key, "order").long() + half
+        back = torch.empty(p, dtype=torch.float64)
+        back[order] = torch.arange(p, dtype=torch.float64) - half
+        return back
+    digest = hashlib.sha256(f"{p} {key} {name}".encode()).digest()
+    generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+    if name == "order":
+        drawn = generator.permutation(p) - half
+    else:  # never 0: what is divided by, or a scale, is none
+        drawn = generator.integers(1, p, p) - half
+        drawn = np.where(drawn > half, drawn - p, drawn)
+        drawn[drawn == 0] = half
+    return torch.from_numpy(drawn.astype(np.float64))
+
+
+def _fractions(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return numerators and denominators, and which are exactly these when rounded."""
+    tops, bottoms = np.zeros(values.shape, np.int64), np.ones(values.shape, np.int64)
+    done = np.abs(values) >= 2.0**30
+    is_small = np.zeros(values.shape, bool)
+    rest = np.where(done, 0.5, values)
+    last = (np.ones_like(tops), np.zeros_like(tops))
+    now = (np.floor(rest).astype(np.int64), np.ones_like(tops))
+    before = last
+    for _ in range(24):
+        with np.errstate(all="ignore"):
+            quotient = now[0] / now[1]
+        single = quotient.astype(np.float32).astype(np.float64)
+        hit = ~done & ((quotient == values) | (single == values))
+        tops, bottoms = np.where(hit, now[0], tops), np.where(hit, now[1], bottoms)
+        is_small |= hit
+        done |= hit
+        part = rest - np.floor(rest)
+        done |= (part < 1e-12) | (now[1] > _DENOMINATORS)
+        if done.all():
+            break
+        rest = np.where(done, 0.5, 1.0 / np.where(part == 0, 0.5, part))
+        whole = np.floor(rest).astype(np.int64)
+        whole = np.where(done | (whole > 2**31), 0, whole)
+        now, before = (
+            (whole * now[0] + before[0], np.maximum(whole * now[1] + before[1], 1)),
+            now,
+        )
+    return tops, bottoms, is_small & (bottoms <= _DENOMINATORS)
+
+
+def _mixed(bits: np.ndarray, key: int) -> np.ndarray:
+    """Return numbers drawn for bits (splitmix64)."""
+    with np.errstate(over="ignore"):
+        z = bits.astype(np.uint64) + np.uint64((key * 2 + 1) * 0x9E3779B97F4A7C15 % 2**64)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((z ^ (z >> np.uint64(31))) >> np.uint64(2)).astype(np.int64)
