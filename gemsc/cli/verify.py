@@ -16,6 +16,7 @@ from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import device_named
+from gemsc.verify.field.check import check_program_for_all_inputs
 from gemsc.verify.runs import OPTIONS, verify_run
 from gemsc.verify.steps import Comparison, verify_program
 from gemsc.viz.tables import show_activations
@@ -25,7 +26,7 @@ __all__ = ["verify_command"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
-def verify_command(
+def verify_command(  # noqa: C901
     directory: Directory,
     steps: Annotated[int, typer.Option(help="training steps to compare", min=1)] = 2,
     dtype: Annotated[str, typer.Option(help="float64, float32 or both")] = "both",
@@ -41,6 +42,14 @@ def verify_command(
             min=1,
         ),
     ] = None,
+    all_inputs: Annotated[
+        bool,
+        typer.Option(
+            "--all-inputs",
+            help="prove one step for all inputs and weights, over a finite field; no "
+            "ranks are started",
+        ),
+    ] = False,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(help=f"with --run: {', '.join(OPTIONS)}, as for `gemsc run`"),
@@ -54,6 +63,10 @@ def verify_command(
         raise GemscError(
             f"unknown argument {arguments[0]}", help="see gemsc verify --help"
         )
+    if all_inputs:
+        proof = check_program_for_all_inputs(directory)
+        console.print(str(proof), highlight=False, soft_wrap=True)
+        raise typer.Exit(int(proof.verdict != "proved"))
     chosen = device_named(device)
     plan = Plan.read(directory / "plan.toml")
     if plan.only_dtype and plan.dtype in names and len(names) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import time
 import zlib
@@ -20,8 +21,11 @@ from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.rng import preserve_rng
 from gemsc.base.rounding import nothing_rounds
+from gemsc.base.user_place import user_place
 from gemsc.plan import Plan
+from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.tiles.windows import taps
+from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
@@ -29,14 +33,15 @@ from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
 from gemsc.verify.on_threads import on_threads
 from gemsc.verify.record import StepRecord, read_record
-from gemsc.verify.steps import reference_steps
+from gemsc.verify.steps import initial_model, reference_steps, user_model_of
 from gemsc.weights.read import read_tensors
 from gemsc.weights.write import write_tensors
 
-__all__ = ["AllInputs", "check_all_inputs"]
+__all__ = ["AllInputs", "check_all_inputs", "check_program_for_all_inputs"]
 
 DTYPE = torch.float64
 DRAWS = 3
+DEGREE = 64  # of terms between two nonlinear functions, at most: an assumption
 _AGAIN = 3  # keys that may divide by 0
 
 
@@ -57,7 +62,7 @@ class AllInputs:
             return (
                 f"all inputs: proved for forward, {self.num_gradients} gradients, "
                 f"{self.num_buffers} buffers; wrong with probability below "
-                f"{self.bound:.0e}; {self.seconds:.0f} s"
+                f"{self.bound:.0e} (degree {DEGREE}); {self.seconds:.0f} s"
             )
         words = {"not equal": "NOT EQUAL"}.get(self.verdict, self.verdict)
         return f"all inputs: {words}: {self.why}"
@@ -87,22 +92,38 @@ def check_all_inputs(
             try:
                 found, zeros = _once(directory, model, loss, inputs, target, drawn)
             except NotDecidedError as error:
-                return AllInputs("not decided", str(error))
+                return AllInputs("not decided", _with_line(error))
             if found.verdict == "proved" or not zeros:
                 break
         if found.verdict != "proved":
             if zeros:
                 return AllInputs("not decided", "every draw divides by 0")
             return found
-        bound *= _degree(directory) / p
+        bound *= DEGREE / p
     seconds = time.perf_counter() - start
     counts = found.num_gradients, found.num_buffers
     return AllInputs("proved", "", *counts, bound, seconds)
 
 
-def _degree(directory: Path) -> int:
-    """Return what the degree of a step is taken for: see docs/limits.md."""
-    return 64
+def _with_line(error: NotDecidedError) -> str:
+    """Return what has no rule, and the user's line that asks for it, where it is."""
+    at = user_place(error.__traceback__)
+    return f"{at}: no rule for {error}" if at else f"no rule for {error}"
+
+
+def check_program_for_all_inputs(directory: Path, *, draws: int = DRAWS) -> AllInputs:
+    """Compare a program that was compiled from a file; see `check_all_inputs`.
+
+    Raises:
+        GemscError: it was not compiled from a file, or has no loss.
+    """
+    plan = Plan.read(directory / "plan.toml")
+    check_program(directory, plan.ranks)
+    user = user_model_of(directory, plan)
+    inputs = user.make_inputs()
+    batch = repeated((inputs, user.make_target(inputs)), plan)
+    model = initial_model(user, directory)
+    return check_all_inputs(directory, model, user.make_loss(), *batch, draws=draws)
 
 
 def _once(
@@ -119,7 +140,10 @@ def _once(
         plan = Plan.read(folder / "plan.toml")
         whole = _drawn_model(model, drawn)
         _draw_weights(folder / plan.weights, whole)
-        given = _drawn_batch(inputs, drawn, "input"), _drawn_batch(target, drawn, "target")
+        given = (
+            _drawn_batch(inputs, drawn, "input"),
+            _drawn_batch(target, drawn, "target"),
+        )
         count = plan.data * plan.micro_batches
         with preserve_rng(), default_dtype(DTYPE), _tables_apart():
             with _over(drawn) as mode:
@@ -128,7 +152,7 @@ def _once(
                 )
             zeros = mode.zeros
             actual, more = _ranks(folder, plan, given, drawn)
-        return _compared(actual, expected, drawn), zeros + more
+        return _compared(actual, expected, drawn, count), zeros + more
 
 
 @contextmanager
@@ -161,7 +185,9 @@ class _Still(torch.optim.SGD):
 def _loss_of(loss: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(loss, nn.Module):
         return loss
-    return lambda output, target: loss(output) if target is None else loss(output, target)
+    return lambda output, target: (
+        loss(output) if target is None else loss(output, target)
+    )
 
 
 def _ranks(
@@ -172,7 +198,11 @@ def _ranks(
     def step(transport: Transport) -> int:
         with _over(drawn) as mode:
             trainer = Trainer(
-                folder, transport, dtype=DTYPE, device=cpu, on_nonfinite="warn",
+                folder,
+                transport,
+                dtype=DTYPE,
+                device=cpu,
+                on_nonfinite="warn",
                 optimizer=_Still,
             )
             recorded(trainer, folder, [batch], measure=False)
@@ -190,8 +220,6 @@ def _random(name: str, shape: Any, drawn: Field) -> Tensor:
 
 
 def _drawn_model(model: nn.Module, drawn: Field) -> nn.Module:
-    import copy
-
     model = copy.deepcopy(model)
     named = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
@@ -230,27 +258,46 @@ def _drawn_batch(value: Any, drawn: Field, name: str) -> Any:
     return pytree.tree_map(draw, value)
 
 
-def _compared(actual: StepRecord, expected: StepRecord, drawn: Field) -> AllInputs:
+def _compared(
+    actual: StepRecord, expected: StepRecord, drawn: Field, count: int
+) -> AllInputs:
     wrong = []
-    if actual.losses != expected.losses:
+    (mine,), (theirs,) = (
+        [round(loss * count) % drawn.p for loss in record.losses]
+        for record in (actual, expected)
+    )
+    if mine != theirs:
         wrong.append("the loss")
     groups: tuple[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]], ...] = (
         ("the gradient of ", actual.gradients, expected.gradients),
         ("buffer ", actual.state, _buffers(expected)),
     )
-    for kind, mine, theirs in groups:
-        for name, tensor in theirs.items():
-            if name not in mine:
+    for kind, held, wanted in groups:
+        for name, tensor in wanted.items():
+            if name not in held:
                 wrong.append(f"{kind}{name} is missing")
-            elif mine[name].shape != tensor.shape or not torch.equal(
-                drawn.of(mine[name].clone()), drawn.of(tensor.clone())
+            elif held[name].shape != tensor.shape or not torch.equal(
+                drawn.of(held[name].clone()), drawn.of(tensor.clone())
             ):
                 wrong.append(f"{kind}{name}")
     wrong += [f"the copies of {name}" for name in sorted(actual.unequal)]
     counts = len(expected.gradients), len(_buffers(expected))
     if wrong:
-        return AllInputs("not equal", wrong[0], *counts, wrong=tuple(wrong))
+        return AllInputs("not equal", _first_of(wrong), *counts, wrong=tuple(wrong))
     return AllInputs("proved", "", *counts)
+
+
+def _first_of(wrong: list[str]) -> str:
+    """Return what is wrong first, as far as parameters and buffers say.
+
+    They stand in the order of forward. Where the loss is right, backward goes wrong:
+    first nearest to the loss.
+    """
+    if wrong[0] != "the loss":
+        gradients = [each for each in wrong if each.startswith("the gradient of ")]
+        return gradients[-1] if gradients else wrong[0]
+    buffers = [each for each in wrong if each.startswith("buffer ")]
+    return f"the loss, first {buffers[0]}" if buffers else wrong[0]
 
 
 def _buffers(record: StepRecord) -> dict[str, Tensor]:

@@ -33,13 +33,14 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.field = field
         self.zeros = 0
         self._exps: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
+        self._logs: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Let no call load torch._dynamo."""
         return False
 
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # noqa: C901
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         from gemsc.verify.field.rules import DRAWS, MOVES, OWN_DTYPE, PLAIN, RULES
@@ -54,6 +55,8 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if name in DRAWS:
             return self._constants(func(*args, **kwargs))
+        if name == "_local_scalar_dense" and _is_real(args[0]):
+            return float(self.of(args[0]).item())
         if name in PLAIN or func.is_view or name in MOVES:
             return func(*args, **kwargs)
         if not _has_numbers((args, kwargs)):
@@ -91,9 +94,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         if dtype is not torch.float32:
             raise NotDecidedError(f"numbers in {dtype}")
-        return pytree.tree_map(
-            lambda t: t.to(dtype) if _is_real(t) else t, result
-        )
+        return pytree.tree_map(lambda t: t.to(dtype) if _is_real(t) else t, result)
 
     def _constants(self, result: Any) -> Any:
         def change(leaf: Any) -> Any:
@@ -158,9 +159,11 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return exp of a tensor, which may be known as a quotient or an argument."""
         known = self._exps.get(given.untyped_storage()._cdata)
         if known is not None and not known[0].expired() and known[1] == given._version:
-            return known[2].as_strided(
-                given.size(), given.stride(), given.storage_offset()
-            ).clone()
+            return (
+                known[2]
+                .as_strided(given.size(), given.stride(), given.storage_offset())
+                .clone()
+            )
         return self.field.apply("exp", self.of(given))
 
     def has_exp(self, t: Any) -> bool:
@@ -170,7 +173,11 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._exps.get(t.untyped_storage()._cdata)
         return known is not None and not known[0].expired() and known[1] == t._version
 
-    def remember(self, t: Tensor, exp: Tensor) -> Tensor:
+    def is_log(self, t: Any) -> bool:
+        """Whether a tensor is the logarithm of something."""
+        return self.has_exp(t) and t.untyped_storage()._cdata in self._logs
+
+    def remember(self, t: Tensor, exp: Tensor, *, is_log: bool = False) -> Tensor:
         """Say what exp of a tensor is; `t` has a memory of its own."""
         if len(self._exps) > 64:
             gone = [k for k, (ref, *_) in self._exps.items() if ref.expired()]
@@ -180,6 +187,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole.copy_(exp)
         storage = t.untyped_storage()
         self._exps[storage._cdata] = StorageWeakRef(storage), t._version, whole
+        (self._logs.add if is_log else self._logs.discard)(storage._cdata)
         return t
 
     def forget(self, t: Tensor) -> None:

@@ -24,6 +24,7 @@ PRIMES = (131071, 131063, 131059)  # the largest below 2^17
 LONGEST = 2**18  # products that may be added up before they are reduced
 _LARGEST = 2.0**50
 _DENOMINATORS = 2**15
+_INVERSES = {"back": "order", "log": "exp"}  # of one another
 
 
 class NotDecidedError(Exception):
@@ -146,14 +147,14 @@ def _table(p: int, key: int, name: str) -> Tensor:
         result[:] = inverses[(np.arange(p) - half) % p]
         result = np.where(result > half, result - p, result)
         return torch.from_numpy(result.astype(np.float64))
-    if name == "back":
-        order = _table(p, key, "order").long() + half
+    if name in _INVERSES:
+        order = _table(p, key, _INVERSES[name]).long() + half
         back = torch.empty(p, dtype=torch.float64)
         back[order] = torch.arange(p, dtype=torch.float64) - half
         return back
     digest = hashlib.sha256(f"{p} {key} {name}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
-    if name == "order":
+    if name in _INVERSES.values():
         drawn = generator.permutation(p) - half
     else:  # never 0: what is divided by, or a scale, is none
         drawn = generator.integers(1, p, p) - half
@@ -196,7 +197,9 @@ def _fractions(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _mixed(bits: np.ndarray, key: int) -> np.ndarray:
     """Return numbers drawn for bits (splitmix64)."""
     with np.errstate(over="ignore"):
-        z = bits.astype(np.uint64) + np.uint64((key * 2 + 1) * 0x9E3779B97F4A7C15 % 2**64)
+        z = bits.astype(np.uint64) + np.uint64(
+            (key * 2 + 1) * 0x9E3779B97F4A7C15 % 2**64
+        )
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((z ^ (z >> np.uint64(31))) >> np.uint64(2)).astype(np.int64)

@@ -21,34 +21,129 @@ Rule = Callable[..., Any]
 
 # random numbers: constants, the same on both sides
 DRAWS = frozenset(
-    "rand rand_like randn randn_like randint randint_like randperm bernoulli_ uniform_ "
-    "normal_ exponential_ random_ normal".split()
+    [
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "randperm",
+        "bernoulli_",
+        "uniform_",
+        "normal_",
+        "exponential_",
+        "random_",
+        "normal",
+    ]
 )
 # what looks at numbers without changing them, or makes none
 PLAIN = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided _local_scalar_dense "
-    "isfinite isinf isnan is_same_size resize_ set_ size stride is_nonzero "
-    "record_stream _has_compatible_shallow_copy_type is_pinned _pin_memory "
-    "equal nonzero _amp_foreach_non_finite_check_and_unscale_ _foreach_copy_ "
-    "_foreach_zero_ _assert_async".split()
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_local_scalar_dense",
+        "isfinite",
+        "isinf",
+        "isnan",
+        "is_same_size",
+        "resize_",
+        "set_",
+        "size",
+        "stride",
+        "is_nonzero",
+        "record_stream",
+        "_has_compatible_shallow_copy_type",
+        "is_pinned",
+        "_pin_memory",
+        "equal",
+        "nonzero",
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+        "_assert_async",
+    ]
 )
 # what only moves numbers
 MOVES = frozenset(
-    "clone cat stack index index_select gather flip roll repeat constant zero_ "
-    "zeros_like ones_like new_zeros new_ones zeros ones select_backward slice_backward "
-    "slice_scatter select_scatter masked_select as_strided_scatter diagonal_scatter "
-    "unfold replication_pad1d replication_pad2d replication_pad3d reflection_pad1d "
-    "reflection_pad2d reflection_pad3d tril triu tril_ triu_ upsample_nearest1d "
-    "upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d unbind_copy "
-    "max_unpool2d im2col pixel_shuffle pixel_unshuffle channel_shuffle embedding "
-    "repeat_interleave split_with_sizes_copy narrow_copy diag_embed take take_along_dim "
-    "rot90 masked_scatter masked_scatter_ _unsafe_index block_diag swapaxes "
-    "expand_copy view_copy slice_copy _reshape_alias unsafe_split native_channel_shuffle "
-    "unsafe_chunk unsafe_split_with_sizes index_copy index_copy_ scatter_src".split()
+    [
+        "clone",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+        "flip",
+        "roll",
+        "repeat",
+        "constant",
+        "zero_",
+        "zeros_like",
+        "ones_like",
+        "new_zeros",
+        "new_ones",
+        "zeros",
+        "ones",
+        "select_backward",
+        "slice_backward",
+        "slice_scatter",
+        "select_scatter",
+        "masked_select",
+        "as_strided_scatter",
+        "diagonal_scatter",
+        "unfold",
+        "replication_pad1d",
+        "replication_pad2d",
+        "replication_pad3d",
+        "reflection_pad1d",
+        "reflection_pad2d",
+        "reflection_pad3d",
+        "tril",
+        "triu",
+        "tril_",
+        "triu_",
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "_upsample_nearest_exact2d",
+        "unbind_copy",
+        "max_unpool2d",
+        "im2col",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "channel_shuffle",
+        "embedding",
+        "repeat_interleave",
+        "split_with_sizes_copy",
+        "narrow_copy",
+        "diag_embed",
+        "take",
+        "take_along_dim",
+        "rot90",
+        "masked_scatter",
+        "masked_scatter_",
+        "_unsafe_index",
+        "block_diag",
+        "swapaxes",
+        "expand_copy",
+        "view_copy",
+        "slice_copy",
+        "_reshape_alias",
+        "unsafe_split",
+        "native_channel_shuffle",
+        "unsafe_chunk",
+        "unsafe_split_with_sizes",
+        "index_copy",
+        "index_copy_",
+        "scatter_src",
+    ]
 )
 
 # what says itself in which dtype its result is
-OWN_DTYPE = frozenset("_to_copy full_like new_full".split())
+OWN_DTYPE = frozenset(["_to_copy", "full_like", "new_full"])
 
 RULES: dict[str, Rule] = {}
 
@@ -129,7 +224,9 @@ def _where(mode: OverField, mask: Tensor, a: Any, b: Any) -> Tensor:
 
 
 @rule("scatter")
-def _scatter(mode: OverField, t: Tensor, dim: int, index: Tensor, value: Any, **how: Any) -> Tensor:
+def _scatter(
+    mode: OverField, t: Tensor, dim: int, index: Tensor, value: Any, **how: Any
+) -> Tensor:
     if how:
         raise NotDecidedError("scatter with reduce")
     return aten.scatter(mode.of(t), dim, index, mode.of(value))
@@ -168,6 +265,9 @@ def _sum_of_two(mode: OverField, a: Any, b: Any, factor: float) -> Tensor:
         total = x + mode.mul(y, factor)
     result: Tensor = _finite_reduced(mode, total)
     shapes = [t.shape for t in (a, b) if isinstance(t, Tensor)]
+    if factor == 1.0 and (mode.is_log(a) or mode.is_log(b)):
+        exps = mode.mul(_exp_of(mode, a), _exp_of(mode, b))
+        return mode.remember(mode.field.apply("log", exps), exps, is_log=True)
     wants = factor in (1.0, -1.0) and (
         mode.has_exp(a)
         or mode.has_exp(b)
@@ -227,6 +327,8 @@ def _square(mode: OverField, a: Tensor) -> Tensor:
 
 @rule("pow")
 def _pow(mode: OverField, a: Any, b: Any) -> Tensor:
+    if isinstance(b, Tensor) and b.dim() == 0 and isinstance(a, Tensor):
+        b = float(b)
     if isinstance(b, Tensor) or not isinstance(a, Tensor):
         raise NotDecidedError("a power with a tensor as its exponent")
     return power(mode, mode.of(a), b)
@@ -248,13 +350,17 @@ def power(mode: OverField, x: Tensor, n: float) -> Tensor:
 
 
 @rule("addcmul")
-def _addcmul(mode: OverField, t: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
+def _addcmul(
+    mode: OverField, t: Tensor, a: Tensor, b: Tensor, value: Any = 1
+) -> Tensor:
     product = mode.mul(mode.mul(mode.of(a), mode.of(b)), mode.of(value))
     return mode.add(mode.of(t), product)
 
 
 @rule("addcdiv")
-def _addcdiv(mode: OverField, t: Tensor, a: Tensor, b: Tensor, value: Any = 1) -> Tensor:
+def _addcdiv(
+    mode: OverField, t: Tensor, a: Tensor, b: Tensor, value: Any = 1
+) -> Tensor:
     product = mode.mul(mode.of(a), mode.inverse(mode.of(b)))
     return mode.add(mode.of(t), mode.mul(product, mode.of(value)))
 
@@ -266,18 +372,24 @@ def _lerp(mode: OverField, a: Tensor, b: Tensor, weight: Any) -> Tensor:
 
 
 @rule("sum")
-def _sum(mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False, **how: Any) -> Tensor:
+def _sum(
+    mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False, **how: Any
+) -> Tensor:
     return mode.sum(mode.of(t), dims, keepdim)
 
 
 @rule("mean")
-def _mean(mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False, **how: Any) -> Tensor:
+def _mean(
+    mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False, **how: Any
+) -> Tensor:
     return mean(mode, mode.of(t), dims, keepdim)
 
 
 def mean(mode: OverField, t: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
     total = mode.sum(t, dims, keepdim)
-    return mode.mul(total, mode.inverse(mode.field.number(t.numel() // max(total.numel(), 1))))
+    return mode.mul(
+        total, mode.inverse(mode.field.number(t.numel() // max(total.numel(), 1)))
+    )
 
 
 @rule("cumsum")
@@ -294,19 +406,25 @@ def _mm(mode: OverField, a: Tensor, b: Tensor) -> Tensor:
 
 
 @rule("addmm", "baddbmm", "addmv")
-def _addmm(mode: OverField, t: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1) -> Tensor:
+def _addmm(
+    mode: OverField, t: Tensor, a: Tensor, b: Tensor, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
     product = mode.mul(_mm(mode, a, b), mode.of(alpha))
     return mode.add(mode.mul(mode.of(t), mode.of(beta)), product)
 
 
 @rule("linear")
-def _linear(mode: OverField, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(
+    mode: OverField, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     result = mode.matmul(mode.of(x), mode.of(weight).t())
     return result if bias is None else mode.add(result, mode.of(bias))
 
 
 @rule("convolution", "convolution_overrideable", "_convolution")
-def _convolution(mode: OverField, x: Tensor, weight: Tensor, bias: Any, *how: Any) -> Tensor:
+def _convolution(
+    mode: OverField, x: Tensor, weight: Tensor, bias: Any, *how: Any
+) -> Tensor:
     terms = weight[0].numel() if not how[3] else weight.numel() // weight.shape[1]
     if terms > LONGEST:
         raise NotDecidedError(f"a sum of {terms} products")
@@ -329,7 +447,9 @@ def _convolution_backward(
         raise NotDecidedError(f"a sum of {spatial} products")
     mine = of_weight = of_bias = None
     if mask[0]:
-        mine = aten.convolution_backward(g, x, weight, None, *shape, [True, False, False])[0]
+        mine = aten.convolution_backward(
+            g, x, weight, None, *shape, [True, False, False]
+        )[0]
         mode.field.reduced(mine)
     if mask[1]:
         for gs, xs in zip(g.split(step), x.split(step), strict=True):
@@ -343,16 +463,33 @@ def _convolution_backward(
     return mine, of_weight, of_bias
 
 
-@rule("index_add", "scatter_add", "index_put", "_index_put_impl", "_unsafe_index_put",
-      "embedding_dense_backward", "upsample_nearest1d_backward",
-      "upsample_nearest2d_backward", "upsample_nearest3d_backward",
-      "_upsample_nearest_exact2d_backward", "unfold_backward", "col2im",
-      "replication_pad1d_backward", "replication_pad2d_backward",
-      "replication_pad3d_backward", "reflection_pad1d_backward",
-      "reflection_pad2d_backward", "reflection_pad3d_backward",
-      "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
-      "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward",
-      "index_select_backward", "trace", "value_selecting_reduction_backward")
+@rule(
+    "index_add",
+    "scatter_add",
+    "index_put",
+    "_index_put_impl",
+    "_unsafe_index_put",
+    "embedding_dense_backward",
+    "upsample_nearest1d_backward",
+    "upsample_nearest2d_backward",
+    "upsample_nearest3d_backward",
+    "_upsample_nearest_exact2d_backward",
+    "unfold_backward",
+    "col2im",
+    "replication_pad1d_backward",
+    "replication_pad2d_backward",
+    "replication_pad3d_backward",
+    "reflection_pad1d_backward",
+    "reflection_pad2d_backward",
+    "reflection_pad3d_backward",
+    "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices_backward",
+    "adaptive_max_pool2d_backward",
+    "adaptive_max_pool3d_backward",
+    "index_select_backward",
+    "trace",
+    "value_selecting_reduction_backward",
+)
 def _unused(mode: OverField, *args: Any, **kwargs: Any) -> Any:
     raise AssertionError
 
@@ -380,18 +517,74 @@ for _name, _rule in list(RULES.items()):
 
 # -------------------------------------------------------------- functions of numbers
 
-FUNCTIONS = (
-    "relu gelu silu sigmoid tanh softplus elu leaky_relu hardtanh hardswish "
-    "hardsigmoid mish erf erfc sin cos tan atan asin acos sinh cosh log1p log2 log10 "
-    "expm1 exp2 sqrt rsqrt abs sign sgn selu celu relu6 log_sigmoid_forward softshrink "
-    "hardshrink threshold round floor ceil trunc logit sinc erfinv lgamma digamma"
-).split()
-BACKWARDS = (
-    "threshold_backward gelu_backward silu_backward sigmoid_backward tanh_backward "
-    "softplus_backward elu_backward leaky_relu_backward hardtanh_backward "
-    "hardswish_backward hardsigmoid_backward mish_backward log_sigmoid_backward "
-    "softshrink_backward hardshrink_backward logit_backward"
-).split()
+FUNCTIONS = [
+    "relu",
+    "gelu",
+    "silu",
+    "sigmoid",
+    "tanh",
+    "softplus",
+    "elu",
+    "leaky_relu",
+    "hardtanh",
+    "hardswish",
+    "hardsigmoid",
+    "mish",
+    "erf",
+    "erfc",
+    "sin",
+    "cos",
+    "tan",
+    "atan",
+    "asin",
+    "acos",
+    "sinh",
+    "cosh",
+    "log1p",
+    "log2",
+    "log10",
+    "expm1",
+    "exp2",
+    "sqrt",
+    "rsqrt",
+    "abs",
+    "sign",
+    "sgn",
+    "selu",
+    "celu",
+    "relu6",
+    "log_sigmoid_forward",
+    "softshrink",
+    "hardshrink",
+    "threshold",
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "logit",
+    "sinc",
+    "erfinv",
+    "lgamma",
+    "digamma",
+]
+BACKWARDS = [
+    "threshold_backward",
+    "gelu_backward",
+    "silu_backward",
+    "sigmoid_backward",
+    "tanh_backward",
+    "softplus_backward",
+    "elu_backward",
+    "leaky_relu_backward",
+    "hardtanh_backward",
+    "hardswish_backward",
+    "hardsigmoid_backward",
+    "mish_backward",
+    "log_sigmoid_backward",
+    "softshrink_backward",
+    "hardshrink_backward",
+    "logit_backward",
+]
 
 
 def _function(name: str) -> Rule:
@@ -447,7 +640,7 @@ def _exp(mode: OverField, t: Tensor) -> Tensor:
 @rule("log")
 def _log(mode: OverField, t: Tensor) -> Tensor:
     x = mode.of(t)
-    return mode.remember(mode.field.apply("log", x), x)
+    return mode.remember(mode.field.apply("log", x), x, is_log=True)
 
 
 # -------------------------------------------------------------------- a random order
@@ -498,14 +691,34 @@ _BOUNDED = ("clamp", "clamp_min", "clamp_max")
 for _name in (
     *_TWO,
     *_BOUNDED,
-    *"amax amin max min argmax argmin sort topk argsort max_pool2d_with_indices "
-    "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d kthvalue aminmax "
-    "median cummax cummin mode".split(),
+    *[
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "sort",
+        "topk",
+        "argsort",
+        "max_pool2d_with_indices",
+        "max_pool3d_with_indices",
+        "adaptive_max_pool2d",
+        "adaptive_max_pool3d",
+        "kthvalue",
+        "aminmax",
+        "median",
+        "cummax",
+        "cummin",
+        "mode",
+    ],
 ):
     RULES[_name] = _ordered(_name)
 
 
-@rule("eq", "ne", "logical_and", "logical_or", "logical_not", "logical_xor", "any", "all")
+@rule(
+    "eq", "ne", "logical_and", "logical_or", "logical_not", "logical_xor", "any", "all"
+)
 def _never(mode: OverField, *args: Any, **how: Any) -> Any:
     raise AssertionError
 
@@ -545,8 +758,15 @@ def _eps(mode: OverField, variance: Tensor, eps: float) -> Tensor:
 
 @rule("native_batch_norm")
 def _batch_norm(
-    mode: OverField, x: Tensor, weight: Any, bias: Any, running_mean: Any,
-    running_var: Any, training: bool, momentum: float, eps: float,
+    mode: OverField,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> Any:
     x = mode.of(x)
     dims = [0, *range(2, x.dim())]
@@ -564,7 +784,10 @@ def _batch_norm(
                 was = mode.of(old)
                 old.copy_(mode.add(was, mode.mul(mode.add(new, -was), share)))
     else:
-        middle, variance = mode.of(running_mean).view(shape), mode.of(running_var).view(shape)
+        middle, variance = (
+            mode.of(running_mean).view(shape),
+            mode.of(running_var).view(shape),
+        )
     rstd = _eps(mode, variance, eps)
     result = mode.mul(mode.add(x, -middle), rstd)
     result = _affine(mode, result, weight, bias, shape)
@@ -581,8 +804,15 @@ def _affine(mode: OverField, x: Tensor, weight: Any, bias: Any, shape: Any) -> T
 
 
 def _normalized_backward(
-    mode: OverField, g: Tensor, x: Tensor, middle: Tensor, rstd: Tensor,
-    weight: Tensor | None, dims: list[int], over: list[int], fixed: bool = False,
+    mode: OverField,
+    g: Tensor,
+    x: Tensor,
+    middle: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dims: list[int],
+    over: list[int],
+    fixed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the value, of the weight and of the bias.
 
@@ -602,8 +832,16 @@ def _normalized_backward(
 
 @rule("native_batch_norm_backward")
 def _batch_norm_backward(
-    mode: OverField, g: Tensor, x: Tensor, weight: Any, running_mean: Any,
-    running_var: Any, save_mean: Any, save_invstd: Any, training: bool, eps: float,
+    mode: OverField,
+    g: Tensor,
+    x: Tensor,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    training: bool,
+    eps: float,
     mask: Any,
 ) -> Any:
     g, x = mode.of(g), mode.of(x)
@@ -627,8 +865,15 @@ def _masked(mask: Any, *values: Any) -> Any:
 
 @rule("native_group_norm")
 def _group_norm(
-    mode: OverField, x: Tensor, weight: Any, bias: Any, n: int, c: int, size: int,
-    groups: int, eps: float,
+    mode: OverField,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    n: int,
+    c: int,
+    size: int,
+    groups: int,
+    eps: float,
 ) -> Any:
     given, x = x.shape, mode.of(x).reshape(n, groups, c // groups, size)
     middle, variance = moments(mode, x, [2, 3])
@@ -640,17 +885,34 @@ def _group_norm(
 
 @rule("native_group_norm_backward")
 def _group_norm_backward(
-    mode: OverField, g: Tensor, x: Tensor, middle: Tensor, rstd: Tensor, weight: Any,
-    n: int, c: int, size: int, groups: int, mask: Any,
+    mode: OverField,
+    g: Tensor,
+    x: Tensor,
+    middle: Tensor,
+    rstd: Tensor,
+    weight: Any,
+    n: int,
+    c: int,
+    size: int,
+    groups: int,
+    mask: Any,
 ) -> Any:
     given, shape = x.shape, (n, groups, c // groups, size)
     g, x = mode.of(g).reshape(shape), mode.of(x).reshape(shape)
     w = None if weight is None else mode.of(weight).view(1, groups, c // groups, 1)
     found = _normalized_backward(
-        mode, g, x, mode.of(middle).view(n, groups, 1, 1),
-        mode.of(rstd).view(n, groups, 1, 1), w, [2, 3], [0, 3],
+        mode,
+        g,
+        x,
+        mode.of(middle).view(n, groups, 1, 1),
+        mode.of(rstd).view(n, groups, 1, 1),
+        w,
+        [2, 3],
+        [0, 3],
     )
-    return _masked(mask, found[0].reshape(given), found[1].reshape(-1), found[2].reshape(-1))
+    return _masked(
+        mask, found[0].reshape(given), found[1].reshape(-1), found[2].reshape(-1)
+    )
 
 
 @rule("native_layer_norm")
@@ -667,27 +929,40 @@ def _layer_norm(
 
 @rule("native_layer_norm_backward")
 def _layer_norm_backward(
-    mode: OverField, g: Tensor, x: Tensor, shape: Any, middle: Tensor, rstd: Tensor,
-    weight: Any, bias: Any, mask: Any,
+    mode: OverField,
+    g: Tensor,
+    x: Tensor,
+    shape: Any,
+    middle: Tensor,
+    rstd: Tensor,
+    weight: Any,
+    bias: Any,
+    mask: Any,
 ) -> Any:
     g, x = mode.of(g), mode.of(x)
     dims = list(range(x.dim() - len(shape), x.dim()))
     over = list(range(x.dim() - len(shape)))
     w = None if weight is None else mode.of(weight)
-    found = _normalized_backward(
-        mode, g, x, mode.of(middle), mode.of(rstd), w, dims, over
-    ) if over else None
+    found = (
+        _normalized_backward(mode, g, x, mode.of(middle), mode.of(rstd), w, dims, over)
+        if over
+        else None
+    )
     if found is None:
         raise NotDecidedError("a layer norm without a batch")
     return _masked(mask, found[0], found[1].reshape(shape), found[2].reshape(shape))
 
 
-def variance_of(mode: OverField, x: Tensor, dims: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
+def variance_of(
+    mode: OverField, x: Tensor, dims: Any, correction: Any, keepdim: bool
+) -> tuple[Tensor, Tensor]:
     dims = list(range(x.dim())) if dims is None or not dims else list(dims)
     middle, biased = moments(mode, x, dims)
     count = x.numel() // max(middle.numel(), 1)
     correction = 1 if correction is None else correction
-    factor = mode.mul(mode.inverse(mode.field.number(count - correction)), mode.field.number(count))
+    factor = mode.mul(
+        mode.inverse(mode.field.number(count - correction)), mode.field.number(count)
+    )
     found = mode.mul(biased, factor)
     if not keepdim:
         middle, found = middle.squeeze(tuple(dims)), found.squeeze(tuple(dims))
@@ -724,10 +999,19 @@ def _var_mean(mode: OverField, t: Tensor, *args: Any, **how: Any) -> Any:
 
 
 @rule("linalg_vector_norm", "norm")
-def _norm(mode: OverField, t: Tensor, p: Any = 2, dims: Any = None, keepdim: bool = False, **how: Any) -> Tensor:
+def _norm(
+    mode: OverField,
+    t: Tensor,
+    p: Any = 2,
+    dims: Any = None,
+    keepdim: bool = False,
+    **how: Any,
+) -> Tensor:
     x = mode.of(t)
     if p in (2, 2.0, None):
-        return mode.field.apply("('sqrt', (), [])", mode.sum(mode.mul(x, x), dims, keepdim))
+        return mode.field.apply(
+            "('sqrt', (), [])", mode.sum(mode.mul(x, x), dims, keepdim)
+        )
     if p in (1, 1.0):
         return mode.sum(mode.field.apply("('abs', (), [])", x), dims, keepdim)
     raise NotDecidedError(f"a norm of order {p}")
@@ -752,21 +1036,18 @@ def _softmax(mode: OverField, t: Tensor, dim: int, *rest: Any, **how: Any) -> Te
 
 
 @rule("_softmax_backward_data")
-def _softmax_backward(mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any) -> Tensor:
+def _softmax_backward(
+    mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any
+) -> Tensor:
     g, y = mode.of(g), mode.of(y)
     part = mode.mul(g, y)
     return mode.add(part, -mode.mul(y, mode.sum(part, [dim], True)))
 
 
 def logsumexp(mode: OverField, t: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the log of the sum of exps, as programs compute it, and its exp."""
-    x = mode.of(t)
-    largest = mode.field.from_order(mode.field.ordered(x).amax(dims, keepdim=True))
-    exps = mode.exp(t)
-    by = mode.field.apply("exp", largest)
-    total = mode.sum(exps, dims, True)
-    log = mode.field.apply("log", mode.mul(total, mode.inverse(by)))
-    return mode.add(log, largest), total
+    """Return the log of the sum of exps, and that sum."""
+    total = mode.sum(mode.exp(t), dims, True)
+    return mode.field.apply("log", total), total
 
 
 @rule("_log_softmax")
@@ -777,7 +1058,9 @@ def _log_softmax(mode: OverField, t: Tensor, dim: int, *rest: Any) -> Tensor:
 
 
 @rule("_log_softmax_backward_data")
-def _log_softmax_backward(mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any) -> Tensor:
+def _log_softmax_backward(
+    mode: OverField, g: Tensor, y: Tensor, dim: int, *rest: Any
+) -> Tensor:
     exps, g = mode.exp(y), mode.of(g)
     return mode.add(g, -mode.mul(exps, mode.sum(g, [dim], True)))
 
@@ -791,7 +1074,9 @@ def _logsumexp(mode: OverField, t: Tensor, dims: Any, keepdim: bool = False) -> 
     return mode.remember(log, total)
 
 
-def _scores(mode: OverField, q: Tensor, k: Tensor, causal: bool, mask: Any, scale: Any) -> tuple[Tensor, float]:
+def _scores(
+    mode: OverField, q: Tensor, k: Tensor, causal: bool, mask: Any, scale: Any
+) -> tuple[Tensor, float]:
     factor = mode.of(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     scores = mode.mul(mode.matmul(q, k.transpose(-2, -1)), factor)
     if causal:
@@ -806,10 +1091,18 @@ def _scores(mode: OverField, q: Tensor, k: Tensor, causal: bool, mask: Any, scal
 
 @rule("_scaled_dot_product_flash_attention_for_cpu")
 def _attention(
-    mode: OverField, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
-    is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None,
+    mode: OverField,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: Any = None,
 ) -> Any:
     q, k, v = mode.of(q), mode.of(k), mode.of(v)
+    k, v = (_for_each_head(q, t) for t in (k, v))
     scores, _ = _scores(mode, q, k, is_causal, attn_mask, scale)
     weights = _softmax(mode, scores, -1)
     # as the kernel leaves it in memory: batch x queries x heads x size
@@ -819,34 +1112,55 @@ def _attention(
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward")
 def _attention_backward(
-    mode: OverField, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-    lse: Tensor, dropout_p: float, is_causal: bool, *, attn_mask: Any = None,
+    mode: OverField,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
     scale: Any = None,
 ) -> Any:
     g, q, k, v = mode.of(g), mode.of(q), mode.of(k), mode.of(v)
+    heads = k.shape[1]
+    k, v = (_for_each_head(q, t) for t in (k, v))
     scores, factor = _scores(mode, q, k, is_causal, attn_mask, scale)
     weights = _softmax(mode, scores, -1)
     of_v = mode.matmul(weights.transpose(-2, -1), g)
     of_weights = mode.matmul(g, v.transpose(-2, -1))
     of_scores = mode.mul(_softmax_backward(mode, of_weights, weights, -1), factor)
-    return mode.matmul(of_scores, k), mode.matmul(of_scores.transpose(-2, -1), q), of_v
+    of_k = mode.matmul(of_scores.transpose(-2, -1), q)
+    of_k, of_v = (mode.sum(t.unflatten(1, (heads, -1)), [2]) for t in (of_k, of_v))
+    return mode.matmul(of_scores, k), of_k, of_v
+
+
+def _for_each_head(q: Tensor, t: Tensor) -> Tensor:
+    """Return keys or values, of which some heads of queries may share one."""
+    count = q.shape[1] // t.shape[1]
+    return t if count == 1 else t.repeat_interleave(count, 1)
 
 
 # ---------------------------------------------------------------- pooling, resizing
 
 
 def _pool_factors(name: str, x: Tensor, args: Any) -> Tensor:
-    ones = torch.ones((1, 1, *x.shape[-(x.dim() - 2):]), dtype=torch.float64)
+    ones = torch.ones((1, 1, *x.shape[-(x.dim() - 2) :]), dtype=torch.float64)
     args = list(args)
     sums = getattr(aten, name)(ones, *_pool_args(args, 1))
-    means = getattr(aten, name)(ones, *_pool_args(args, args[5] if len(args) > 5 else None))
+    means = getattr(aten, name)(
+        ones, *_pool_args(args, args[5] if len(args) > 5 else None)
+    )
     return (sums / means).round()
 
 
 def _pool_args(args: list[Any], divisor: Any) -> list[Any]:
     kernel, *rest = args
     defaults = [[], 0, False, True]
-    rest = [*rest[:4], *defaults[len(rest[:4]):]]
+    rest = [*rest[:4], *defaults[len(rest[:4]) :]]
     return [kernel, *rest, divisor]
 
 
@@ -864,7 +1178,9 @@ def _average(name: str) -> Rule:
 def _average_backward(name: str) -> Rule:
     def run(mode: OverField, g: Tensor, x: Tensor, *args: Any) -> Tensor:
         g = mode.mul(mode.of(g), mode.inverse(_pool_factors(name, x, args)))
-        found = getattr(aten, f"{name}_backward")(g, mode.of(x), *_pool_args(list(args), 1))
+        found = getattr(aten, f"{name}_backward")(
+            g, mode.of(x), *_pool_args(list(args), 1)
+        )
         return mode.field.reduced(found)
 
     return run
@@ -875,7 +1191,9 @@ for _name in ("avg_pool2d", "avg_pool3d"):
     RULES[f"{_name}_backward"] = _average_backward(_name)
 
 
-def _matrices(mode: OverField, call: Callable[[Tensor], Tensor], size: tuple[int, ...]) -> list[Tensor]:
+def _matrices(
+    mode: OverField, call: Callable[[Tensor], Tensor], size: tuple[int, ...]
+) -> list[Tensor]:
     """Return the matrices (outputs x inputs) of an operation linear along each axis."""
     found = []
     for axis, length in enumerate(size):
@@ -905,11 +1223,16 @@ def _along(mode: OverField, x: Tensor, matrices: list[Tensor]) -> Tensor:
     return x.contiguous()
 
 
-RESIZES = (
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d upsample_linear1d upsample_bilinear2d "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa "
-    "_upsample_bicubic2d_aa"
-).split()
+RESIZES = [
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+]
 
 
 def _resize(name: str) -> Rule:
@@ -926,12 +1249,14 @@ def _resize_backward(name: str) -> Rule:
     def run(mode: OverField, g: Tensor, *args: Any, **how: Any) -> Tensor:
         op = getattr(aten, name)
         if name.startswith("_adaptive"):
-            x, = args
+            (x,) = args
             output = list(g.shape[2:])
             matrices = _matrices(mode, lambda t: op(t, output), tuple(x.shape[2:]))
         else:
             output, size, *rest = args
-            matrices = _matrices(mode, lambda t: op(t, output, *rest, **how), tuple(size[2:]))
+            matrices = _matrices(
+                mode, lambda t: op(t, output, *rest, **how), tuple(size[2:])
+            )
         return _along(mode, mode.of(g), [m.t() for m in matrices])
 
     return run
@@ -949,11 +1274,15 @@ for _name in RESIZES:
 def _mse(mode: OverField, a: Tensor, b: Tensor, reduction: int = 1) -> Tensor:
     off = mode.add(mode.of(a), -mode.of(b))
     found = mode.mul(off, off)
-    return (lambda t: t, lambda t: mean(mode, t), lambda t: mode.sum(t))[reduction](found)
+    return (lambda t: t, lambda t: mean(mode, t), lambda t: mode.sum(t))[reduction](
+        found
+    )
 
 
 @rule("mse_loss_backward")
-def _mse_backward(mode: OverField, g: Tensor, a: Tensor, b: Tensor, reduction: int) -> Tensor:
+def _mse_backward(
+    mode: OverField, g: Tensor, a: Tensor, b: Tensor, reduction: int
+) -> Tensor:
     off = mode.mul(mode.add(mode.of(a), -mode.of(b)), 2.0)
     if reduction == 1:
         off = mode.mul(off, mode.inverse(mode.field.number(a.numel())))
