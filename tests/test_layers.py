@@ -118,6 +118,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         ),  # one step runs before a program is given out
         *("runtime.transport", "runtime.process", "runtime.data", "runtime.training"),
     ),
+    "verify.field": (
+        *("errors", "base", "weights", "plan", "verify", "runtime.tiles"),
+        *("runtime.transport", "runtime.data", "runtime.training"),
+    ),
     "compiler": (
         *(*PLANNER, "compilation", "frontend", "passes", "passes.branches"),
         *("search", "codegen", "compiled", "lowering", "verify"),

@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gemsc.base.boxes import Box, Interval, shape_of
-from gemsc.base.rounding import not_negative
 from gemsc.nn.batchnorm import BiasedBatchNorm
 from gemsc.runtime.tiles.collectives import TileGrid, rows
+from gemsc.runtime.tiles.rounding import not_negative
 
 __all__ = [
     "batch_norm",

@@ -20,15 +20,16 @@ from torch.utils import _pytree as pytree
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.rng import preserve_rng
-from gemsc.base.rounding import nothing_rounds
 from gemsc.base.user_place import user_place
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
+from gemsc.runtime.tiles.rounding import nothing_rounds
 from gemsc.runtime.tiles.windows import taps
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
+from gemsc.verify.field import rules
 from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
 from gemsc.verify.on_threads import on_threads
@@ -167,7 +168,7 @@ def _tables_apart() -> Iterator[None]:
 
 @contextmanager
 def _over(drawn: Field) -> Iterator[OverField]:
-    mode = OverField(drawn)
+    mode = OverField(drawn, rules)
     with nothing_rounds(), mode, same_draws():
         yield mode
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +26,10 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `zeros` counts the divisions by 0: where there are any, nothing follows.
     """
 
-    def __init__(self, field: Field) -> None:
+    def __init__(self, field: Field, rules: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.field = field
+        self.rules = rules  # the module of that name
         self.zeros = 0
         self._exps: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
         self._logs: set[int] = set()
@@ -43,7 +42,6 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(  # noqa: C901
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        from gemsc.verify.field.rules import DRAWS, MOVES, OWN_DTYPE, PLAIN, RULES
 
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
@@ -53,11 +51,11 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotDecidedError(func._schema.name)
         if any(map(_is_no_number, pytree.tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
-        if name in DRAWS:
+        if name in self.rules.DRAWS:
             return self._constants(func(*args, **kwargs))
         if name == "_local_scalar_dense" and _is_real(args[0]):
             return float(self.of(args[0]).item())
-        if name in PLAIN or func.is_view or name in MOVES:
+        if name in self.rules.PLAIN or func.is_view or name in self.rules.MOVES:
             return func(*args, **kwargs)
         if not _has_numbers((args, kwargs)):
             return self._constants(func(*args, **kwargs))
@@ -65,7 +63,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place:
             base = name[:-1]
-        rule = RULES.get(base)
+        rule = self.rules.RULES.get(base)
         if rule is not None:
             out = kwargs.pop("out", None) if "out" in kwargs else None
             result = rule(self, *args, **kwargs)
@@ -73,7 +71,11 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 target = args[0] if in_place else out
                 self.forget(target)
                 return target.copy_(result)
-            return result if base in OWN_DTYPE else self._like(result, args, kwargs)
+            return (
+                result
+                if base in self.rules.OWN_DTYPE
+                else self._like(result, args, kwargs)
+            )
         if func in decomposition_table:
             with self:
                 return decomposition_table[func](*args, **kwargs)
@@ -211,7 +213,3 @@ def _has_numbers(values: Any) -> bool:
 def is_infinite(t: Tensor) -> bool:
     """Whether a tensor has infinities."""
     return bool(t.isinf().any())
-
-
-INFINITY = math.inf
-_ = threading
