@@ -68,7 +68,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = kwargs.pop("out", None) if "out" in kwargs else None
             result = rule(self, *args, **kwargs)
             if in_place or out is not None:
-                target = args[0] if in_place else out
+                target: Any = args[0] if in_place else out
                 self.forget(target)
                 return target.copy_(result)
             return (
@@ -150,7 +150,9 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = a.shape[-1]
         if size <= LONGEST:
             return self.field.reduced(a @ b)
-        parts = zip(a.split(LONGEST, -1), b.split(LONGEST, -2), strict=True)
+        parts = zip(
+            torch.split(a, LONGEST, -1), torch.split(b, LONGEST, -2), strict=True
+        )
         total = sum(self.field.reduced(x @ y) for x, y in parts)
         assert isinstance(total, Tensor)
         return self.field.reduced(total)
@@ -159,36 +161,38 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def exp(self, given: Tensor) -> Tensor:
         """Return exp of a tensor, which may be known as a quotient or an argument."""
-        known = self._exps.get(given.untyped_storage()._cdata)
-        if known is not None and not known[0].expired() and known[1] == given._version:
-            return (
-                known[2]
-                .as_strided(given.size(), given.stride(), given.storage_offset())
-                .clone()
-            )
+        known = self._known(given)
+        if known is not None:
+            place = given.size(), given.stride(), given.storage_offset()
+            return known.as_strided(*place).clone()
         return self.field.apply("exp", self.of(given))
 
     def has_exp(self, t: Any) -> bool:
         """Whether exp of a tensor is known as something else."""
-        if not isinstance(t, Tensor):
-            return False
-        known = self._exps.get(t.untyped_storage()._cdata)
-        return known is not None and not known[0].expired() and known[1] == t._version
+        return isinstance(t, Tensor) and self._known(t) is not None
 
     def is_log(self, t: Any) -> bool:
         """Whether a tensor is the logarithm of something."""
         return self.has_exp(t) and t.untyped_storage()._cdata in self._logs
 
+    def _known(self, t: Tensor) -> Tensor | None:
+        """Return exp of all that lies in a tensor's memory, if that is known."""
+        known = self._exps.get(t.untyped_storage()._cdata)
+        if known is None or known[1] != t._version or _is_gone(known[0]):
+            return None
+        return known[2]
+
     def remember(self, t: Tensor, exp: Tensor, *, is_log: bool = False) -> Tensor:
         """Say what exp of a tensor is; `t` has a memory of its own."""
         if len(self._exps) > 64:
-            gone = [k for k, (ref, *_) in self._exps.items() if ref.expired()]
+            gone = [k for k, (memory, *_) in self._exps.items() if _is_gone(memory)]
             for key in gone:
                 del self._exps[key]
         whole = torch.empty_strided(t.size(), t.stride(), dtype=torch.float64)
         whole.copy_(exp)
         storage = t.untyped_storage()
-        self._exps[storage._cdata] = StorageWeakRef(storage), t._version, whole
+        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._exps[storage._cdata] = memory, t._version, whole
         (self._logs.add if is_log else self._logs.discard)(storage._cdata)
         return t
 
@@ -208,6 +212,10 @@ def _is_no_number(leaf: Any) -> bool:
 
 def _has_numbers(values: Any) -> bool:
     return any(map(_is_real, pytree.tree_leaves(values)))
+
+
+def _is_gone(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]
 
 
 def is_infinite(t: Tensor) -> bool:

@@ -161,7 +161,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @rule("_to_copy")
-def _to_copy(mode: OverField, t: Tensor, **how: Any) -> Tensor:
+def _to_copy(mode: OverField, t: Tensor, **how: Any) -> Any:
     dtype = how.get("dtype") or t.dtype
     if dtype.is_floating_point or dtype is torch.bool or not t.is_floating_point():
         if dtype.is_floating_point and dtype not in (torch.float32, torch.float64):
@@ -173,7 +173,7 @@ def _to_copy(mode: OverField, t: Tensor, **how: Any) -> Tensor:
 
 
 @rule("copy")
-def _copy(mode: OverField, t: Tensor, other: Any, *_: Any) -> Tensor:
+def _copy(mode: OverField, t: Tensor, other: Any, *_: Any) -> Any:
     if not t.is_floating_point() and other.is_floating_point():
         raise NotDecidedError(f"a conversion of numbers to {t.dtype}")
     return mode.of(other) if t.is_floating_point() else other
@@ -197,7 +197,7 @@ def _scalar(mode: OverField, value: Any) -> float:
 
 
 @rule("full_like", "new_full")
-def _full_like(mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Tensor:
+def _full_like(mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
     dtype = how.get("dtype") or t.dtype
     if dtype.is_floating_point:
         *size, value = rest
@@ -214,7 +214,7 @@ def _masked_fill(mode: OverField, t: Tensor, mask: Tensor, value: Any) -> Tensor
 
 
 @rule("constant_pad_nd")
-def _pad(mode: OverField, t: Tensor, pad: Any, value: Any = 0) -> Tensor:
+def _pad(mode: OverField, t: Tensor, pad: Any, value: Any = 0) -> Any:
     return aten.constant_pad_nd(t, pad, _scalar(mode, value))
 
 
@@ -226,7 +226,7 @@ def _where(mode: OverField, mask: Tensor, a: Any, b: Any) -> Tensor:
 @rule("scatter")
 def _scatter(
     mode: OverField, t: Tensor, dim: int, index: Tensor, value: Any, **how: Any
-) -> Tensor:
+) -> Any:
     if how:
         raise NotDecidedError("scatter with reduce")
     return aten.scatter(mode.of(t), dim, index, mode.of(value))
@@ -300,7 +300,7 @@ def _mul(mode: OverField, a: Any, b: Any) -> Tensor:
 
 
 @rule("neg")
-def _neg(mode: OverField, a: Tensor) -> Tensor:
+def _neg(mode: OverField, a: Tensor) -> Any:
     result = -mode.of(a)
     if mode.has_exp(a):
         mode.remember(result, mode.inverse(mode.exp(a)))
@@ -315,7 +315,7 @@ def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Tensor:
 
 
 @rule("reciprocal")
-def _reciprocal(mode: OverField, a: Tensor) -> Tensor:
+def _reciprocal(mode: OverField, a: Tensor) -> Any:
     return mode.inverse(mode.of(a))
 
 
@@ -326,7 +326,7 @@ def _square(mode: OverField, a: Tensor) -> Tensor:
 
 
 @rule("pow")
-def _pow(mode: OverField, a: Any, b: Any) -> Tensor:
+def _pow(mode: OverField, a: Any, b: Any) -> Any:
     if isinstance(b, Tensor) and b.dim() == 0 and isinstance(a, Tensor):
         b = float(b)
     if isinstance(b, Tensor) or not isinstance(a, Tensor):
@@ -334,7 +334,7 @@ def _pow(mode: OverField, a: Any, b: Any) -> Tensor:
     return power(mode, mode.of(a), b)
 
 
-def power(mode: OverField, x: Tensor, n: float) -> Tensor:
+def power(mode: OverField, x: Tensor, n: float) -> Any:
     if n != int(n):
         if n == 0.5:
             return mode.field.apply("sqrt", x)
@@ -424,7 +424,7 @@ def _linear(
 @rule("convolution", "convolution_overrideable", "_convolution")
 def _convolution(
     mode: OverField, x: Tensor, weight: Tensor, bias: Any, *how: Any
-) -> Tensor:
+) -> Any:
     terms = weight[0].numel() if not how[3] else weight.numel() // weight.shape[1]
     if terms > LONGEST:
         raise NotDecidedError(f"a sum of {terms} products")
@@ -452,7 +452,7 @@ def _convolution_backward(
         )[0]
         mode.field.reduced(mine)
     if mask[1]:
-        for gs, xs in zip(g.split(step), x.split(step), strict=True):
+        for gs, xs in zip(torch.split(g, step), torch.split(x, step), strict=True):
             part = aten.convolution_backward(
                 gs, xs, weight, None, *shape, [False, True, False]
             )[1]
@@ -1134,7 +1134,9 @@ def _attention_backward(
     of_weights = mode.matmul(g, v.transpose(-2, -1))
     of_scores = mode.mul(_softmax_backward(mode, of_weights, weights, -1), factor)
     of_k = mode.matmul(of_scores.transpose(-2, -1), q)
-    of_k, of_v = (mode.sum(t.unflatten(1, (heads, -1)), [2]) for t in (of_k, of_v))
+    of_k, of_v = (
+        mode.sum(torch.unflatten(t, 1, (heads, -1)), [2]) for t in (of_k, of_v)
+    )
     return mode.matmul(of_scores, k), of_k, of_v
 
 
@@ -1147,7 +1149,7 @@ def _for_each_head(q: Tensor, t: Tensor) -> Tensor:
 # ---------------------------------------------------------------- pooling, resizing
 
 
-def _pool_factors(name: str, x: Tensor, args: Any) -> Tensor:
+def _pool_factors(name: str, x: Tensor, args: Any) -> Any:
     ones = torch.ones((1, 1, *x.shape[-(x.dim() - 2) :]), dtype=torch.float64)
     args = list(args)
     sums = getattr(aten, name)(ones, *_pool_args(args, 1))
