@@ -203,6 +203,15 @@ def test_a_plan_keeps_its_branches(plan: Plan, tmp_path: Path) -> None:
 B, C = (f'        "one.{name}",\n' for name in "bc")  # lines of ranks 0 and 1
 
 
+def test_a_fork_may_cost_a_little_that_others_save(plan: Plan, tmp_path: Path) -> None:
+    stage = next(stage for stage in plan.stages if stage.forks)
+    forks = [replace(fork, saved_seconds=-2e-6) for fork in stage.forks]
+    stages = [replace(s, forks=forks) if s is stage else s for s in plan.stages]
+    path = tmp_path / "plan.toml"
+    path.write_text(replace(plan, stages=stages).to_toml(tmp_path))
+    assert Plan.read(path).stages[stage.index].forks == forks
+
+
 def test_a_branch_is_moved_by_moving_its_line(plan: Plan, tmp_path: Path) -> None:
     twice = edited(plan, tmp_path, B, B + C)
     with pytest.raises(GemscError, match=r"'one\.c' of one is on several ranks"):
