@@ -153,7 +153,93 @@ def test_a_branch_that_computes_is_refused(forward: Callable[..., Tensor]) -> No
         record(Net(forward), (X,))
 
 
+class Strided(Net):
+    """Keeps whole numbers in buffers, as audio codecs do."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__(forward)
+        self.register_buffer("size", torch.tensor(3))
+        self.register_buffer("stride", torch.tensor(2), persistent=False)
+        self.register_buffer("scaled", torch.tensor([True]))
+
+
+def reads_numbers(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x) * int(self.size) * self.stride.item()
+    return self.d(self.b(h).tanh() * 2 if self.scaled else h)
+
+
+def pads(self: Any, x: Tensor) -> Tensor:
+    steps = torch.ceil((x.shape[-1] - self.size) / self.stride + 1).to(torch.int64) - 1
+    extra = steps * self.stride + self.size - x.shape[-1]
+    h = F.pad(self.a(x), (1, 2 + extra))
+    return self.d(self.b(h[..., 1 : h.shape[-1] - 2 - extra]).tanh())
+
+
+@pytest.mark.parametrize("forward", [reads_numbers, pads])
+def test_a_whole_number_in_a_buffer_is_known(
+    forward: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    assert against_one_process(tmp_path, Strided(forward)).worst < 1e-9
+
+
+def test_a_size_is_written_as_a_number() -> None:
+    found = [
+        n for n in record(Strided(pads), (X,)).module.graph.nodes if n.target is F.pad
+    ]
+    assert [type(size) for size in found[0].args[1]] == [int, int]
+
+
+@pytest.mark.parametrize("forward", [reads_numbers, pads])
+def test_other_weights_with_another_number_stop_the_run(
+    forward: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    written(tmp_path, Strided(forward), (X,), ranks=2, micro_batches=2)
+    batch = torch.cat([X, X])
+
+    def step(trainer: Any) -> None:
+        for name, tensor in trainer.state_dict().items():
+            if name.endswith("size"):
+                tensor.fill_(6)
+        trainer.step(batch, batch)
+
+    with pytest.raises(GemscError, match=r"other numbers .*: test_guards.py:\d+"):
+        on_ranks(tmp_path, 2, step)
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x) * int(self.size)
+    self.size += 1
+    return self.d(h)
+
+
+def counts_first(self: Any, x: Tensor) -> Tensor:
+    self.size.view(1)[0] = 4
+    return self.d(self.a(x) * int(self.size))
+
+
+def assigns(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x) * int(self.size)
+    self.size = self.size + 1
+    return self.d(h)
+
+
+def hides(self: Any, x: Tensor) -> Tensor:
+    return self.d(self.a(x) * F.one_hot(self.size).sum())
+
+
+@pytest.mark.parametrize("forward", [counts, counts_first, assigns, hides])
+def test_a_number_that_forward_changes_is_not_known(
+    forward: Callable[..., Tensor],
+) -> None:
+    with pytest.raises(GemscError, match="needs the value of a tensor"):
+        record(Strided(forward), (X,))
+
+
 def test_must_be() -> None:
+    must_be(True, torch.tensor(5.0), "x")
+    must_be(2, torch.tensor([2]), "x")
+    with pytest.raises(GemscError, match=r"\(3, not 2\).*: x"):
+        must_be(2, torch.tensor(3), "x")
     test = torch.tensor(True)
     assert must_be(True, test, "x") is not test
     for value, given in ((True, False), (False, True)):

@@ -76,7 +76,21 @@ def copy_on_fakes(
     if isinstance(loss, nn.Module):
         _name_modules(result, loss, loss_copy, LOSS)
     _name_constants(result, memo)
+    _give_numbers(model, copied, fake)
     return result
+
+
+def _give_numbers(real: nn.Module, copied: Any, fake: FakeTensorMode) -> None:
+    """Give buffers of one whole number its value, which forward may ask for.
+
+    PyTorch computes on with such values, and forgets them where one is written to.
+    """
+    buffers = dict(copied.named_buffers(remove_duplicate=False))
+    for name, tensor in real.named_buffers(remove_duplicate=False):
+        number, dtype = buffers[name], tensor.dtype
+        if tensor.numel() == 1 and not (dtype.is_floating_point or dtype.is_complex):
+            number.constant, number.of_buffer = tensor.detach().clone(), True
+            fake.fake_tensor_converter.add_constant_storage_mapping(number)
 
 
 def _in_dtype(

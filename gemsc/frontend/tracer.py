@@ -6,11 +6,12 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -38,6 +39,7 @@ __all__ = ["Tracer", "TracerFakeMode"]
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 _DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+_ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _LONGEST = 56  # letters of the user's line in an argument
 _TO_NUMPY = ".numpy() is not supported for tensor subclasses"
 
@@ -57,12 +59,23 @@ class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Compute on fakes; record if no recorded function is under way."""
-        compute = super().__torch_dispatch__
-        if self.tracer is None or self.tracer.paused:
-            return compute(func, types, args, kwargs or {})
+        if self.tracer is None:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        given = tensor_leaves((args, kwargs))
+        numbers = [tensor for _, tensor in given if hasattr(tensor, "of_buffer")]
+        for number in numbers:
+            if not _ASKS.isdisjoint(func.tags):
+                self.tracer.note_number(number, func)
+            elif func._schema.is_mutable and number.constant is not None:
+                # it differs from step to step: the second trace must not know it
+                self.fake_tensor_converter.invalidate_constant_aliases(number.constant)
+        record = not self.tracer.paused
         with self.tracer.pause():
-            result = compute(func, types, args, kwargs or {})
-        self.tracer.record_dispatch(func, args, kwargs or {}, result)
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        for _, tensor in tensor_leaves(result) if numbers else ():
+            vars(tensor)["of_buffer"] = True
+        if record:
+            self.tracer.record_dispatch(func, args, kwargs or {}, result)
         return result
 
 
@@ -90,6 +103,8 @@ class Tracer(TorchFunctionMode):
         self._copied = copied
         self._fake = fake
         self._error: GemscError | None = None
+        self._noted: dict[int, torch.Tensor] = {}
+        self._read: dict[int, float] = {}  # what a call asked for
         self._unseen: list[tuple[Any, SourceLocation | None]] = []
 
     def run(self, what: str, function: Callable[..., Any], args: Any) -> Any:
@@ -157,13 +172,33 @@ class Tracer(TorchFunctionMode):
         value = guarded(frame)
         if value is None:
             return None
+        self._must_be(value, test)
+        return value
+
+    def note_number(self, number: torch.Tensor, func: Any) -> None:
+        """Let the program check a number of a buffer that forward asks for."""
+        known: torch.Tensor | None = number.constant  # type: ignore[attr-defined]
+        if known is None:
+            return
+        if not self.writer.finds(number):  # made within a function of torch
+            raise DataDependentOutputException(func)
+        value = known.item()
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._read[id(number)] = value
+        if id(number) not in self._noted:
+            self._noted[id(number)] = number
+            self._must_be(value, number)
+
+    def _must_be(self, value: float, test: torch.Tensor) -> None:
+        before = self.writer.line
         with self._at_user_line() as line:
+            self.writer.line = replace(line, target=None) if line else None
             at = line.location if line else None
             text = f"{at.short}: {at.text}" if at else "a test of the data"
             text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
             given = value, test, text
             self._record(("call_function", must_be, given, {}), must_be, given, {})
-        return value
+        self.writer.line = before
 
     def call_module(
         self, original: Any, module: nn.Module, args: _Args, kwargs: _Kwargs
@@ -249,7 +284,10 @@ class Tracer(TorchFunctionMode):
                 (self.writer.node_of(tensor), tensor, _snapshot(tensor))
                 for _, tensor in (tensor_leaves(args[:2]) if changes else ())
             ]
+            outer, self._read = self._read, {}
             result = func(*args, **kwargs)
+            call = self._with_numbers(call)
+            self._read = outer
             results = {id(tensor) for _, tensor in tensor_leaves(result)}
             if results or (changes and result is None):
                 for node, tensor, before in old:
@@ -257,6 +295,21 @@ class Tracer(TorchFunctionMode):
                         self.writer.keep_value(node, before)
                 self.writer.call(call, result)
         return result
+
+    def _with_numbers(self, call: TargetCall) -> TargetCall:
+        """Write a number, as a size, where the call asked a buffer for it."""
+        if not self._read:
+            return call
+        op, target, args, kwargs = call
+
+        def number(value: Any) -> Any:
+            return self._read.get(id(value), value)
+
+        def plain(value: Any) -> Any:
+            return fx.node.map_aggregate(value, number)
+
+        args = tuple(plain(value) for value in args)
+        return op, target, args, {key: plain(value) for key, value in kwargs.items()}
 
     @contextmanager
     def _at_user_line(self) -> Iterator[UserLine | None]:

@@ -85,6 +85,7 @@ class GraphWriter:
         """Add `buffer.copy_(new)` for a buffer that forward replaced."""
         source = self.node_of(new)
         target = self._get_attr(name, old)
+        old.constant = None  # type: ignore[attr-defined]  # it differs at each step
         node = self.graph.call_method("copy_", (target, source))
         self._finish(node, old, replace(_region(), grad=False))
 
@@ -107,6 +108,10 @@ class GraphWriter:
     def knows(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has a node already."""
         return id(tensor) in self._nodes or id(tensor) in self._parts
+
+    def finds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is of the model, or was recorded."""
+        return self.knows(tensor) or id(tensor) in self._copied.tensors
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """Return the node whose value this tensor is; adds parameters and constants."""

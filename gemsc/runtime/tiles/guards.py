@@ -15,18 +15,26 @@ from gemsc.errors import GemscError
 __all__ = ["must_be"]
 
 
-def must_be(value: bool, test: Tensor, line: str) -> Tensor:
+def must_be(value: float, test: Tensor, line: str) -> Tensor:
     """Return a test that has the value with which a branch is not taken.
 
-    A program has no text for the branch, which raises or replaces bad numbers.
+    A program has no text for the branch, which raises or replaces bad numbers. A value
+    that is a number is one that a buffer had, and what was computed of it alone.
 
     Raises:
         GemscError: the test has another value; names the line.
     """
     is_fake = hasattr(test, "fake_mode")  # without numbers
-    if not is_fake and bool(test) is not value:
+    is_branch = isinstance(value, bool)
+    if is_fake or (bool(test) if is_branch else test.item()) == value:
+        return test.clone()
+    if not is_branch:
         raise GemscError(
-            f"the data take a branch that the program was compiled without: {line}",
-            help="mend the data, or compute it with torch.where",
+            f"a buffer is of other numbers ({test.item()}, not {value}) than the "
+            f"program was compiled with: {line}",
+            help="compile the model again, with these buffers",
         )
-    return test.clone()
+    raise GemscError(
+        f"the data take a branch that the program was compiled without: {line}",
+        help="mend the data, or compute it with torch.where",
+    )
