@@ -282,6 +282,45 @@ def test_what_cannot_be_traced_is_refused_with_its_line(
     assert caught.value.help or forward is misfits
 
 
+@pytest.mark.parametrize(
+    "draw", [lambda: random.uniform(0, 1), lambda: random.random()]
+)
+def test_a_draw_that_decides_nothing_is_left_out(draw: Any) -> None:
+    def drops(self: Any, x: Any) -> Any:
+        h = self.fc(x)
+        return h if draw() < self.layerdrop else self.fc2(h)
+
+    before, function = random.getstate(), random.random
+    program = record(Model(drops, layerdrop=0.0), (X,), loss=mean)
+    assert names(program).count("fc2") == 1
+    assert (random.getstate(), random.random) == (before, function)
+    assert "random" not in vars(function.__self__)
+    for layerdrop in (1e-12, 1 - 1e-12):
+        with pytest.raises(GemscError, match="it draws from Python's or NumPy's"):
+            record(Model(drops, layerdrop=layerdrop), (X,), loss=mean)
+
+
+@pytest.mark.parametrize(
+    "decides",
+    [
+        lambda: random.random() > random.random(),
+        lambda: random.random() < random.random(),
+        lambda: 0.4 < random.random() < 0.6,
+        lambda: random.randrange(10**9) == 0,
+        lambda: np.random.rand() < 0,
+        lambda: random.gauss(0, 1) < -99,
+    ],
+)
+def test_a_draw_that_may_decide_something_is_refused(decides: Any) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.fc(x)
+        return h * 2 if decides() else h
+
+    with pytest.raises(GemscError, match="not deterministic") as caught:
+        record(Model(forward), (X,), loss=mean)
+    assert "apply_spec_augment=False" in str(caught.value.help)
+
+
 def test_a_counter_that_the_graph_does_not_show_is_refused() -> None:
     def forward(self: Any, x: Any) -> Any:
         self.counter += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -361,10 +362,10 @@ def _reject_counters(model: nn.Module, runs: list[dict[str, object]]) -> None:
 
 @contextmanager
 def _no_random_numbers(request: _Request) -> Iterator[None]:
-    """Refuse a forward that draws from Python's or NumPy's generators."""
+    """Refuse a forward for which draws of Python or NumPy decide something."""
     before = _generators()
     yield
-    if _generators() == before:
+    if _generators() == before or _same_for_all_draws(request):
         return
     fake = TracerFakeMode()
     lines: list[SourceLocation] = []
@@ -380,8 +381,49 @@ def _no_random_numbers(request: _Request) -> Iterator[None]:
         "forward is not deterministic: it draws from Python's or NumPy's random "
         "numbers, on this line or before it",
         at=lines[0] if lines else None,
-        help="use torch's random functions, for example torch.rand or nn.Dropout",
+        help="use torch's random functions, for example torch.rand or nn.Dropout; "
+        "where a setting turns the draw off, set it (SpecAugment of transformers: "
+        "apply_spec_augment=False)",
     )
+
+
+def _same_for_all_draws(request: _Request) -> bool:
+    """Return whether the least and the greatest draws of Python's `random` agree.
+
+    What compares a draw with a number (`random.random() < self.layerdrop`, which is 0)
+    then does the same for all draws in between; what compares two draws sees each of
+    them greater. A draw made in another way moves a generator: what it decides is not
+    known. Nor is what asks for both of two bounds, but for the draw in the middle.
+    """
+    before = _generators()
+    low, middle, high = 0.0, 0.5, 1 - 2**-53
+    traces: list[_Trace] = []
+    try:
+        for numbers in ((low,), (high,), (low, high), (high, low), (middle,)):
+            fake = TracerFakeMode()
+            with _drawn(numbers):
+                traces.append(_trace(request, _copy(request, fake), fake))
+            if _generators() != before:
+                return False
+        for other in traces[1:]:
+            _compare(traces[0], other, request.training)
+    except GemscError:
+        return False
+    return True
+
+
+@contextmanager
+def _drawn(numbers: tuple[float, ...]) -> Iterator[None]:
+    """Let `random.random` and what Python computes of it draw these, in turn."""
+    turns = itertools.cycle(numbers)
+    before: Any = random.random
+    generator = before.__self__
+    random.random = generator.random = lambda: next(turns)
+    try:
+        yield
+    finally:
+        random.random = before
+        del generator.random
 
 
 def _generators() -> tuple[object, ...]:
