@@ -415,7 +415,8 @@ def _same_for_all_draws(request: _Request) -> bool:
 @contextmanager
 def _drawn(numbers: tuple[float, ...]) -> Iterator[None]:
     """Let `random.random` and what Python computes of it draw these, in turn."""
-    turns = itertools.cycle(numbers)
+    # an end: a loop may draw until it likes what it gets
+    turns = itertools.islice(itertools.cycle(numbers), 10_000)
     before: Any = random.random
     generator = before.__self__
     random.random = generator.random = lambda: next(turns)
