@@ -156,8 +156,7 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
     tile = ranks.index(rank) if len(ranks) > 1 else None
     own = compilation.tiles[tile or 0]
     program = own.program
-    all_transfers = (*(program.transfers or ()), *(own.evaluation.transfers or ()))
-    names = value_names(all_transfers, program, own.evaluation)
+    names = value_names(_transfers(own), _transfers(compilation.tiles[0]))
     runs = tuple(
         RunText(replica, _stage_text(compilation, own, stage.index, names, rank, tile))
         for replica in range(placement.num_replicas)
@@ -181,6 +180,11 @@ def rank_text(compilation: Compilation, rank: int) -> RankText:
         tile=tile,
         torch_compile=plan.torch_compile,
     )
+
+
+def _transfers(own: TileProgram) -> tuple[Transfer, ...]:
+    """Return the transfers of training and of evaluation."""
+    return *(own.program.transfers or ()), *(own.evaluation.transfers or ())
 
 
 def _reductions(compilation: Compilation, rank: int) -> dict[str, tuple[int, ...]]:

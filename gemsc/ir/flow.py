@@ -186,14 +186,27 @@ def segments_of(
 
 
 def value_names(
-    transfers: tuple[Transfer, ...], *programs: Program
+    transfers: Sequence[Transfer], first: Sequence[Transfer]
 ) -> dict[fx.Node, str]:
     """Return a name for each value that travels, the same on every rank.
 
     It is the user's variable where only one value has it; else as much of the path of
-    the module that computed it as tells it from the others.
+    the module that computed it as tells it from the others. `first` are the transfers
+    of the first rank of a grid: its names are those of all, since what FX numbers
+    differs between ranks that do not compute the same.
     """
-    values = list(dict.fromkeys(v for t in transfers for v in t.values))
+    names = _names(list(dict.fromkeys(v for t in first for v in t.values)))
+    found: dict[fx.Node, str] = {}
+    for own, other in zip(transfers, first, strict=True):
+        for value, like in zip(own.values, other.values, strict=True):
+            if (base_name(value), _parts(value)) != (base_name(like), _parts(like)):
+                text = f"ranks send {value.name} and {like.name} in the same place"
+                raise InternalError(f"transfer {own.index}: {text}")
+            found[value] = names[like]
+    return found
+
+
+def _names(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
     count = Counter(base_name(value) for value in values)
     heads = Counter(head for value in values for head in _heads(value))
     names: dict[fx.Node, str] = {}
