@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -388,18 +389,17 @@ def _no_random_numbers(request: _Request) -> Iterator[None]:
 
 
 def _same_for_all_draws(request: _Request) -> bool:
-    """Return whether the least and the greatest draws of Python's `random` agree.
+    """Return whether no draw of Python's `random` decides anything.
 
-    What compares a draw with a number (`random.random() < self.layerdrop`, which is 0)
-    then does the same for all draws in between; what compares two draws sees each of
-    them greater. A draw made in another way moves a generator: what it decides is not
-    known. Nor is what asks for both of two bounds, but for the draw in the middle.
+    Each comparison of a draw (`random.random() < self.layerdrop`, which is 0) must come
+    out alike for all that may be drawn: see `_Draw`. What takes its value gives another
+    graph for another draw. A draw made in another way moves a generator: what it
+    decides is not known.
     """
     before = _generators()
-    low, middle, high = 0.0, 0.5, 1 - 2**-53
     traces: list[_Trace] = []
     try:
-        for numbers in ((low,), (high,), (low, high), (high, low), (middle,)):
+        for numbers in ((_Draw.LOW,), (_Draw.HIGH,), (_Draw.LOW, _Draw.HIGH)):
             fake = TracerFakeMode()
             with _drawn(numbers):
                 traces.append(_trace(request, _copy(request, fake), fake))
@@ -412,6 +412,100 @@ def _same_for_all_draws(request: _Request) -> bool:
     return True
 
 
+class _Draw(float):
+    """One number of those that may be drawn, from `low` to `high`, both of them too.
+
+    Sums and products with numbers (`random.uniform`) are such numbers again.
+    """
+
+    LOW, HIGH = 0.0, 1 - 2**-53  # of random.random
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, value: float, *ends: float) -> _Draw:
+        """Return a number that may be anything between these ends."""
+        made = cls(value)
+        made.low, made.high = min(ends), max(ends)
+        return made
+
+    def _with(self, other: Any, operation: Callable[[float, float], float]) -> Any:
+        if isinstance(other, _Draw) or not isinstance(other, int | float):
+            return NotImplemented
+        ends = (operation(self.low, other), operation(self.high, other))
+        return self.of(operation(float(self), other), *ends)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(other, operator.add)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(other, operator.sub)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(other, operator.mul)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(other, operator.truediv)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> Any:
+        return self * -1
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def _decides(self, *_: Any) -> Any:
+        raise GemscError("a draw decides something")
+
+    __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _decides
+    __pow__ = __rpow__ = __mod__ = __rmod__ = __abs__ = __rtruediv__ = _decides
+    __floordiv__ = __rfloordiv__ = __divmod__ = __rdivmod__ = _decides
+
+    def _asks(self, is_so: bool, is_never_so: bool) -> bool:
+        if not is_so and not is_never_so:
+            raise GemscError("a draw decides something")
+        return is_so
+
+    def __lt__(self, other: float) -> bool:
+        low, high = _ends(other)
+        return self._asks(self.high < low, self.low >= high)
+
+    def __le__(self, other: float) -> bool:
+        low, high = _ends(other)
+        return self._asks(self.high <= low, self.low > high)
+
+    def __gt__(self, other: float) -> bool:
+        low, high = _ends(other)
+        return self._asks(self.low > high, self.high <= low)
+
+    def __ge__(self, other: float) -> bool:
+        low, high = _ends(other)
+        return self._asks(self.low >= high, self.high < low)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, int | float):
+            return False
+        low, high = _ends(other)
+        return self._asks(False, self.high < low or self.low > high)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __bool__(self) -> bool:
+        return self != 0.0
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
+def _ends(number: float) -> tuple[float, float]:
+    if isinstance(number, _Draw):
+        return number.low, number.high
+    return number, number
+
+
 @contextmanager
 def _drawn(numbers: tuple[float, ...]) -> Iterator[None]:
     """Let `random.random` and what Python computes of it draw these, in turn."""
@@ -419,7 +513,8 @@ def _drawn(numbers: tuple[float, ...]) -> Iterator[None]:
     turns = itertools.islice(itertools.cycle(numbers), 10_000)
     before: Any = random.random
     generator = before.__self__
-    random.random = generator.random = lambda: next(turns)
+    ends = _Draw.LOW, _Draw.HIGH
+    random.random = generator.random = lambda: _Draw.of(next(turns), *ends)
     try:
         yield
     finally:
