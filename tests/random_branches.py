@@ -10,6 +10,7 @@ from operator import mul
 
 import torch
 import torch.nn.functional as F
+from random_forms import beside, written
 from random_shards import ACTIVATIONS, BARRIERS, Attention, Convolutions, Mlp, Rms
 from torch import Tensor, nn
 
@@ -104,6 +105,7 @@ class Series(nn.Module):
     def __init__(self, layers: Layers, depth: int, *, length: int) -> None:
         super().__init__()
         self.parts = nn.ModuleList()
+        own, width = beside(layers.rng), layers.width
         for index in range(length):
             chance = layers.rng.random()
             if depth and chance < 0.4:
@@ -113,6 +115,9 @@ class Series(nn.Module):
             else:
                 part = layers.layer()
             self.parts.append(part)
+            if own.random() < 0.2:
+                norms = [nn.LayerNorm(width), Rms(width)]
+                self.parts.append(written(own, (1, 1, width), 2, norms))
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         last = before

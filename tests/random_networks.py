@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from nightly import at_night
+from random_forms import beside, written
 from torch import Tensor, nn
 
-__all__ = ["RandomNetwork", "random_case", "seeds"]
+__all__ = ["RandomNetwork", "is_fixed", "random_case", "seeds"]
 
 Shape = tuple[int, ...]
 MODES = {
@@ -143,9 +146,17 @@ class RandomNetwork(nn.Sequential):
         super().__init__()
         self.rng = rng
         self.rank = len(shape) - 2
+        own = beside(rng)
         for step in range(steps):
             layer, shape = self.step(shape)
             self.add_module(f"s{step}", layer)
+            if own.random() < 0.35:
+                norms = [
+                    self.layer("BatchNorm")(shape[1]),
+                    nn.GroupNorm(1, shape[1]),
+                    nn.LayerNorm(shape[1:]),
+                ]
+                self.add_module(f"w{step}", written(own, shape, 1, norms))
         self.out_shape = shape
         del self.rng
 
@@ -407,8 +418,18 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def seeds(now: int, nightly: int, size: int) -> list[Any]:
-    """Return the first seed of each test; those from `now` on are for nights."""
-    return [*range(0, now, size), *at_night(*range(now, nightly, size))]
+    """Return the first seed of each test; those of a night are new ones every day.
+
+    They begin with the date. GEMSC_TEST_DAY=20261231 gives those of another day.
+    """
+    day = int(os.environ.get("GEMSC_TEST_DAY") or f"{date.today():%Y%m%d}")
+    fresh = range(1000 * day, 1000 * day + nightly - now, size)
+    return [*range(0, now, size), *at_night(*fresh)]
+
+
+def is_fixed(seed: int) -> bool:
+    """Whether a seed is the same every day: it is known what its network has."""
+    return seed < 1000
 
 
 def random_case(

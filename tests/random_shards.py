@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from random_forms import beside, written
 from torch import Tensor, nn
 
 __all__ = ["ShardCase", "random_shards"]
@@ -215,9 +216,14 @@ class Block(nn.Module):
         weights = (3, 3, 1)
         self.first = rng.choices(kinds, weights)[0]()
         self.second = rng.choices(kinds, weights)[0]()
+        own = beside(rng)
+        norms = [nn.LayerNorm(width), Rms(width)]
+        self.written = nn.Identity()
+        if own.random() < 0.5:
+            self.written = written(own, (1, 1, width), 2, norms)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
+        y = self.written(self.norm(x))
         if self.how == "added":
             y = self.first(y) + self.second(y)
         elif self.how == "twice":

@@ -135,22 +135,20 @@ class Lowering:
 
     def lower(self, node: fx.Node, rule: Rule) -> Local | None:
         """Lower a node by a rule, or of whole inputs where that refuses."""
-        before = len(self._made)
-        num_barriers = len(self.barriers)
+        before = self._made_so_far()
         try:
             return rule(self, node)
         except Refused as refused:
-            self._take_back(before)
+            self._take_back(*before)
             self._flattened.pop(node, None)
-            del self.barriers[num_barriers:]
             return self.barrier(node, str(refused))
         finally:  # what it takes of other values, it takes here
-            for made in self._made[before:]:
+            for made in self._made[before[0] :]:
                 meta.set_traced_place(made, meta.traced_place(node))
 
     def _lower_run(self, run: tuple[fx.Node, ...]) -> None:
         """Lower nodes that share memory: the tile's own part, or all of it whole."""
-        before, num_barriers = len(self._made), len(self.barriers)
+        before = self._made_so_far()
         for node in run:
             local = self.lower(node, self._rule)
             assert local is not None
@@ -159,8 +157,7 @@ class Lowering:
                 break
         else:
             return
-        self._take_back(before)
-        del self.barriers[num_barriers:]
+        self._take_back(*before)
         for node in run:
             self._flattened.pop(node, None)
             reason = "it shares memory that is changed in place"
@@ -179,15 +176,21 @@ class Lowering:
             and given.issubset(local.node.all_input_nodes)
         )
 
-    def _take_back(self, count: int) -> None:
-        """Erase the nodes that a rule made before it refused."""
-        for node in reversed(self._made[count:]):
+    def _made_so_far(self) -> tuple[int, int, int]:
+        """Return how many nodes of the block, barriers and other layers there are."""
+        return len(self._made), len(self.barriers), self.layers.num_replaced
+
+    def _take_back(self, nodes: int, barriers: int, layers: int) -> None:
+        """Erase what a rule made before it refused: all but the first ones."""
+        for node in reversed(self._made[nodes:]):
             self._parts = {k: v for k, v in self._parts.items() if v is not node}
             self._crossed = {
                 k: v for k, v in self._crossed.items() if v.node is not node
             }
             self.graph.erase_node(node)
-        del self._made[count:]
+        del self._made[nodes:]
+        del self.barriers[barriers:]
+        self.layers.take_back(layers)
 
     def _result(self, node: fx.Node) -> fx.Node:
         """Return an output of the model where it was computed."""
@@ -243,11 +246,12 @@ class Lowering:
         """
         before, self._halos = self._halos, Halos({node.name: boxes})
         self._made, self._needs = [], []
+        made = self._made_so_far()
         try:
             self._rule(self, node)
         except Refused:
             self._needs = []
-        self._take_back(0)
+        self._take_back(*made)
         self._halos = before
         return tuple(self._needs)
 

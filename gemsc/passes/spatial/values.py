@@ -151,6 +151,7 @@ class Layers:
     def __init__(self, program: Program, lowered: nn.Module) -> None:
         self._old = program.module
         self._new = lowered
+        self._replaced: list[tuple[str, nn.Module]] = []  # what was there before
         self._calls = Counter(
             str(n.target) for n in program.graph.nodes if n.op == "call_module"
         )
@@ -161,7 +162,18 @@ class Layers:
 
     def replace(self, path: str, layer: nn.Module) -> None:
         """Put a layer in the place of the user's, whose module stays as it is."""
+        self._replaced.append((path, self._new.get_submodule(path)))
         put_layer(self._new, path, layer)
+
+    @property
+    def num_replaced(self) -> int:
+        """How many layers were put in the place of others."""
+        return len(self._replaced)
+
+    def take_back(self, count: int) -> None:
+        """Put back what was in the place of all but the first `count` layers."""
+        while len(self._replaced) > count:
+            put_layer(self._new, *self._replaced.pop())
 
     def changed(self, node: fx.Node, changes: dict[str, Any]) -> nn.Module:
         """Return a copy of a node's layer with other settings; the same parameters.
