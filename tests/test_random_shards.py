@@ -32,7 +32,7 @@ def step_of(case: ShardCase, whole: tuple[str, ...]) -> Step:
             advice = re.search(r"--whole (\S+)", str(error))
             if advice is None or advice[1] in whole:
                 raise
-            whole += (advice[1],)
+            whole += tuple(advice[1].split(","))
 
 
 def check(seed: int) -> int:
