@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from field_mutants import MUTANTS, PROGRAMS, Mutant
 from parity_support import NETWORKS, lowered, options
+from torch import Tensor
 
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
+from gemsc.runtime.transport.local import LocalGroup
+from gemsc.runtime.transport.transport import Request
+from gemsc.runtime.worker.deferral import Deferred
 from gemsc.verify.field.check import AllInputs, check_all_inputs
 
 TILES = options(ranks=2, tiles="2x1", micro_batches=2)
@@ -36,30 +42,93 @@ def test_a_right_program_is_proved(
     assert result.num_gradients
 
 
-# what is changed on both ranks
-MUTANTS = {
-    "a mean over another number": ("keepdim=True) * 0.5", "keepdim=True) * 0.25"),
-    "a sum is missing": ("tiles.all_reduce(self.grid, x.mean", "(x.mean"),
-    "an extreme of the tile alone": ("tiles.amax(self.grid, x,", "torch.amax(x,"),
-    "a halo of zeros": ("    wraps=True,\n", ""),
-    "no scale": ("None, worker.loss_gradient)", "None, 2 * worker.loss_gradient)"),
-    "another slice of a weight": (
-        "box=((0, 4), (0, 4), (0, 8))",
-        "box=((0, 4), (4, 8), (0, 8))",
+BY_DAY = (
+    "a gradient is left out",
+    "the inputs of another micro-batch",
+    "no sum over replicas",
+    "a halo off by one row at one tile",
+    "another slice of a weight",
+    "the words of the other shard",
+)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(
+            mutant,
+            id=mutant.name,
+            marks=() if mutant.name in BY_DAY else pytest.mark.nightly,
+        )
+        for mutant in MUTANTS
+    ],
+)
+def test_a_changed_program_is_refused(mutant: Mutant, tmp_path: Path) -> None:
+    name, how = PROGRAMS[mutant.program]
+    directory = tmp_path / "program"
+    write_directory(lowered(name, how).compilation, directory)
+    assert mutant.change(directory)
+    if mutant.error:
+        with pytest.raises(Exception, match=mutant.error):
+            found(name, how, directory)
+    else:
+        assert found(name, how, directory).verdict == "not equal"
+
+
+def _lose_a_call(patch: pytest.MonkeyPatch) -> None:
+    compute = Deferred.compute
+
+    def changed(self: Deferred) -> None:
+        self._waiting[-1:] = []
+        compute(self)
+
+    patch.setattr(Deferred, "compute", changed)
+
+
+def _sum_with(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        start = LocalGroup.all_reduce
+
+        def changed(self: LocalGroup, tensor: Tensor) -> Request:
+            if self._transport.rank == self.ranks[0]:
+                tensor.mul_(factor)
+            return start(self, tensor)
+
+        patch.setattr(LocalGroup, "all_reduce", changed)
+
+    return change
+
+
+# of the runtime: what is changed, and programs that it makes wrong
+CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]] = {
+    "a deferred gradient is lost": (_lose_a_call, ("split backward",)),
+    "one rank is added twice": (
+        _sum_with(2.0),
+        ("mirror", "replicas", "tiles", "shards", "branches"),
     ),
-    "no sum of gradients": ('    worker.start_reduction("stage0")\n', ""),
+    "one rank is not added": (
+        _sum_with(0.0),
+        ("mirror", "replicas", "tiles", "shards", "branches"),
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", MUTANTS)
-def test_a_changed_program_is_refused(kind: str, tmp_path: Path) -> None:
-    old, new = MUTANTS[kind]
-    directory = tmp_path / "program"
-    write_directory(lowered("tiled", TILES).compilation, directory)
-    is_changed = False
-    for path in directory.glob("rank*.py"):
-        text = path.read_text()
-        is_changed |= old in text
-        path.write_text(text.replace(old, new))
-    assert is_changed
-    assert found("tiled", TILES, directory).verdict == "not equal"
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize(
+    ("change", "program"),
+    [
+        pytest.param(change, program, id=f"{name}: {program}")
+        for name, (change, programs) in CHANGES.items()
+        for program in programs
+    ],
+)
+def test_a_changed_runtime_is_refused(
+    change: Callable[[pytest.MonkeyPatch], None],
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, how = PROGRAMS[program]
+    write_directory(lowered(name, how).compilation, tmp_path / "program")
+    change(monkeypatch)
+    assert found(name, how, tmp_path / "program").verdict == "not equal"
