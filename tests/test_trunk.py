@@ -55,6 +55,9 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_support, "run_nodes", run)
 
 
+IN_PLACE = "it shares memory that is changed in place"
+
+
 @pytest.mark.by_day(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_networks_on_samples(
@@ -75,7 +78,8 @@ def test_random_networks_on_samples(
         pytest.skip("a variance of one element")
     step = on_tiles(model, (x,), loss, target, (rng.choice([2, 3]),))
     assert_same(step, expected)
-    assert not step.barriers
+    # what writes into views may need all of a value
+    assert {b.reason for b in step.barriers} <= {IN_PLACE}
 
 
 class Attention(nn.Module):
