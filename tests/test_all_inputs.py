@@ -72,7 +72,8 @@ def test_a_changed_program_is_refused(mutant: Mutant, tmp_path: Path) -> None:
         with pytest.raises(Exception, match=mutant.error):
             found(name, how, directory)
     else:
-        assert found(name, how, directory).verdict == "not equal"
+        # a wrong program may divide by 0 wherever it is asked
+        assert found(name, how, directory).verdict in ("not equal", "not decided")
 
 
 def _lose_a_call(patch: pytest.MonkeyPatch) -> None:
