@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,3 +134,25 @@ def test_a_changed_runtime_is_refused(
     write_directory(lowered(name, how).compilation, tmp_path / "program")
     change(monkeypatch)
     assert found(name, how, tmp_path / "program").verdict == "not equal"
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "place"),
+    [
+        ("pipeline", "a layer is skipped", r"hidden of rank 0 \(rank0.py:\d+, mlp.py:"),
+        ("tiles", "an extreme of the tile alone", r"x of rank 1 \(rank1.py:\d+, net"),
+        (
+            "tiles",
+            "gradients of tiles are not summed",
+            r"backward: fc\.\w+ \(rank1.py:",
+        ),
+    ],
+)
+def test_the_first_wrong_value_is_named(
+    program: str, name: str, place: str, tmp_path: Path
+) -> None:
+    network, how = PROGRAMS[program]
+    mutant = next(m for m in MUTANTS if (m.program, m.name) == (program, name))
+    write_directory(lowered(network, how).compilation, tmp_path / "program")
+    assert mutant.change(tmp_path / "program")
+    assert re.search(place, found(network, how, tmp_path / "program").why)

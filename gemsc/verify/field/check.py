@@ -7,8 +7,9 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +31,11 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.field import rules
+from gemsc.verify.field.locate import (
+    Recording,
+    first_wrong_gradient,
+    first_wrong_value,
+)
 from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
 from gemsc.verify.on_threads import on_threads
@@ -40,6 +46,7 @@ from gemsc.weights.write import write_tensors
 
 __all__ = ["AllInputs", "check_all_inputs", "check_program_for_all_inputs"]
 
+Watched = Callable[[int], AbstractContextManager[None]]
 DTYPE = torch.float64
 DRAWS = 3
 DEGREE = 64  # of terms between two nonlinear functions, at most: an assumption
@@ -99,11 +106,39 @@ def check_all_inputs(
         if found.verdict != "proved":
             if zeros:
                 return AllInputs("not decided", "every draw divides by 0")
-            return _but_for_offload(found, directory)
+            found = _but_for_offload(found, directory)
+            return _located(found, directory, model, loss, inputs, target)
         bound *= DEGREE / p
     seconds = time.perf_counter() - start
     counts = found.num_gradients, found.num_buffers
     return AllInputs("proved", "", *counts, bound, seconds)
+
+
+def _located(
+    found: AllInputs,
+    directory: Path,
+    model: nn.Module,
+    loss: Callable[..., Any],
+    inputs: Any,
+    target: Any,
+) -> AllInputs:
+    """Return what was found wrong with the place of the first wrong value."""
+    if found.verdict != "not equal":
+        return found
+    one, two = Recording(), Recording()
+    try:
+        for key, recording in enumerate((one, two), 500):
+            given = model, loss, inputs, target, Field(PRIMES[0], key)
+            _once(directory, *given, recording)
+    except NotDecidedError:
+        return found
+    place = first_wrong_value(one, two)
+    if not place:
+        prefix = "the gradient of "
+        names = [n.removeprefix(prefix) for n in found.wrong if n.startswith(prefix)]
+        last = first_wrong_gradient(directory, names)
+        place = f"the forward is right; first in the backward: {last}" if last else ""
+    return replace(found, why=f"{found.why}; {place}") if place else found
 
 
 def _but_for_offload(found: AllInputs, directory: Path) -> AllInputs:
@@ -145,6 +180,7 @@ def _once(
     inputs: Any,
     target: Any,
     drawn: Field,
+    recording: Recording | None = None,
 ) -> tuple[AllInputs, int]:
     with TemporaryDirectory(prefix="gemsc-field-") as name:
         folder = Path(name) / "program"
@@ -158,12 +194,19 @@ def _once(
         )
         count = plan.data * plan.micro_batches
         with preserve_rng(), default_dtype(DTYPE), _tables_apart():
-            with _over(drawn) as mode:
+            see = None
+            if recording is not None:
+                see = recording.see
+                see([*whole.parameters(), *whole.buffers(), given])
+            with _over(drawn, see) as mode:
                 expected = reference_steps(
                     whole, _loss_of(loss), [given], count, DTYPE, _Still
                 )
             zeros = mode.zeros
-            actual, more = _ranks(folder, plan, given, drawn)
+            watch: Watched = _not_watched
+            if recording is not None:
+                watch = partial(recording.rank, folder, directory)
+            actual, more = _ranks(folder, plan, given, drawn, watch)
         return _compared(actual, expected, drawn, count), zeros + more
 
 
@@ -178,8 +221,10 @@ def _tables_apart() -> Iterator[None]:
 
 
 @contextmanager
-def _over(drawn: Field) -> Iterator[OverField]:
-    mode = OverField(drawn, rules)
+def _over(
+    drawn: Field, see: Callable[[Any], None] | None = None
+) -> Iterator[OverField]:
+    mode = OverField(drawn, rules, see)
     with nothing_rounds(), mode, same_draws():
         yield mode
 
@@ -202,23 +247,32 @@ def _loss_of(loss: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def _not_watched(rank: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def _ranks(
-    folder: Path, plan: Plan, batch: tuple[Any, Any], drawn: Field
+    folder: Path,
+    plan: Plan,
+    batch: tuple[Any, Any],
+    drawn: Field,
+    watch: Watched,
 ) -> tuple[StepRecord, int]:
     cpu = torch.device("cpu")
 
     def step(transport: Transport) -> int:
-        with _over(drawn) as mode:
-            trainer = Trainer(
-                folder,
-                transport,
-                dtype=DTYPE,
-                device=cpu,
-                on_nonfinite="warn",
-                optimizer=_Still,
-            )
+        # it tries its optimizer, in floats
+        trainer = Trainer(
+            folder,
+            transport,
+            dtype=DTYPE,
+            device=cpu,
+            on_nonfinite="warn",
+            optimizer=_Still,
+        )
+        with _over(drawn) as mode, watch(transport.rank % plan.copy_ranks):
             recorded(trainer, folder, [batch], measure=False)
-            return mode.zeros
+        return mode.zeros
 
     zeros = on_threads(plan.ranks, step, DTYPE)
     return read_record(folder, plan.ranks), sum(zeros)

@@ -23,11 +23,15 @@ Rule = Callable[..., Any]
 class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes what torch is asked for in numbers of a field.
 
-    `zeros` counts the divisions by 0: where there are any, nothing follows.
+    `zeros` counts the divisions by 0: where there are any, nothing follows. `see` is
+    told of each result.
     """
 
-    def __init__(self, field: Field, rules: Any) -> None:
+    def __init__(
+        self, field: Field, rules: Any, see: Callable[[Any], None] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.see = see
         self.field = field
         self.rules = rules  # the module of that name
         self.zeros = 0
@@ -39,11 +43,18 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let no call load torch._dynamo."""
         return False
 
-    def __torch_dispatch__(  # noqa: C901
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Compute, and tell of the result."""
+        result = self._computed(func, args, kwargs or {})
+        if self.see is not None:
+            self.see(result)
+        return result
 
-        kwargs = kwargs or {}
+    def _computed(  # noqa: C901
+        self, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if func.namespace in ("profiler", "prims") and not _has_numbers(args):
             return func(*args, **kwargs)
