@@ -250,9 +250,9 @@ def _evaluated(
     outputs = []
     cpu = torch.device("cpu")
     with torch.no_grad(), plain_forward(), default_dtype(dtype):
-        count = plan.data * plan.micro_batches
+        count, inputs = plan.data * plan.micro_batches, cast(inputs, dtype)
         for m in range(count):
-            part = micro_batch_of(cast(inputs, dtype), m, count, plan.batch_size)
+            part = micro_batch_of(inputs, m, count, plan.batch_size)
             with precision.autocast(cpu):
                 by_name = isinstance(part, Mapping)
                 outputs.append(model(**part) if by_name else model(*part))
@@ -318,7 +318,5 @@ def _with_roundings(
         if found.judge(dtype)[0] != "wrong":
             break
         other = _model(plan, nudged(model, number, dtype, lower), loss, *batch, dtype)
-        errors, known = compare(other, expected).errors, found.rounding
-        rounding = {n: max(e, known.get(n, 0.0)) for n, e in errors.items()}
-        found = replace(found, rounding=rounding)
+        found = found.with_rounding(compare(other, expected).errors)
     return found

@@ -120,6 +120,12 @@ class Comparison:
                 return kind, found[kind]
         return "exact", max(self.errors, key=lambda name: self.errors[name])
 
+    def with_rounding(self, errors: Mapping[str, float]) -> Comparison:
+        """Return the comparison with what one more rounding of one process changes."""
+        known = self.rounding
+        rounding = {n: max(e, known.get(n, 0.0)) for n, e in errors.items()}
+        return replace(self, rounding=rounding)
+
     @property
     def worst(self) -> float:
         """The worst of all."""
@@ -374,10 +380,8 @@ def _verify(
         last_bit = max(found.last_bit, inside.last_bit)
         found = replace(found, last_bit=last_bit, inside=inside)
     for other in _other_roundings(user, model, batches, plan, dtype, device, inside):
-        once = compare(other, expected, may_overflow=overflow).errors
-        known = found.rounding
-        rounding = {n: max(e, known.get(n, 0.0)) for n, e in once.items()}
-        found = replace(found, rounding=rounding)
+        once = compare(other, expected, may_overflow=overflow)
+        found = found.with_rounding(once.errors)
         if found.judge(dtype)[0] == "exact":
             return found
     if plan.torch_compile and dtype is torch.float32 and not plan.only_dtype:
