@@ -24,6 +24,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.verify import first_step
 from gemsc.verify.record import read_record
+from gemsc.verify.steps import Comparison
 from gemsc.weights.write import write_tensors
 
 
@@ -195,6 +196,18 @@ def test_what_is_computed_in_float32_inside_is_judged_by_float32(
     changed("square().mean() * 0.5", "square().mean() * 0.50001", 0)
     with pytest.raises(InternalError, match=r"wrong program: (loss|gradient)"):
         compiled(Norm(), **TILES)
+
+
+def test_what_rounding_alone_changes_too_much_is_not_called_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Comparison, "judge", lambda self, dtype: ("undecided", "loss"))
+    compare = first_step.compare
+    monkeypatch.setattr(
+        first_step, "compare", lambda *both: compare(*both).with_rounding({"loss": 0.5})
+    )
+    plan = compiled(**STAGES).plan
+    assert plan.unchecked == "rounding alone changes loss by 5e-01"
 
 
 def test_run_says_so_until_verify_has_found_it_exact(
