@@ -1,4 +1,4 @@
-"""Networks with branches that are another graph in evaluation."""
+"""Networks with branches: another graph in evaluation, another dtype."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from program_support import on_ranks, written
 from torch import Tensor, nn
 
+from gemsc.compiler import compile
 from gemsc.errors import GemscError
 
 pytestmark = pytest.mark.usefixtures("in_double")
@@ -79,3 +80,38 @@ def test_a_layer_that_is_in_no_branch_then_is_refused(tmp_path: Path) -> None:
     assert "'one.0'" in error.value.message
     assert error.value.help == "keep it whole: --whole one.0"
     written(tmp_path, OneBranch(), (X,), loss, TARGET, whole=("one",), **OPTIONS)
+
+
+class Masked(nn.Module):
+    """Three branches of a sum: what comes first in them is no number of the model."""
+
+    def __init__(self, *, casts: bool = False) -> None:
+        super().__init__()
+        self.stem, self.layers = linear(), nn.ModuleList(linear() for _ in range(3))
+        self.casts = casts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.stem(x)
+        mask = x > 0
+        each = [layer(torch.where(mask, 0.5, x)) for layer in self.layers]
+        if self.casts:  # one travels in float32 whatever the model is in
+            return (torch.stack([each[0].float(), each[1], each[2].float()]).sum(0),)
+        return (each[0] + each[1] + each[2],)
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_what_a_rank_without_a_branch_gives_follows_the_dtype_of_the_model(
+    *, casts: bool
+) -> None:
+    torch.set_default_dtype(torch.float32)  # and the first step runs in float64
+    options = {**OPTIONS, "ranks": 4, "branches": ("4",)}
+    compiled = compile(
+        Masked(casts=casts),
+        (X.float(),),
+        loss=loss,
+        example_target=TARGET.float(),
+        **options,
+    )
+    assert not compiled.plan.unchecked
+    (shards,) = compiled.compilation.whole.program.shards.values()
+    assert not any(fork.reason for fork in shards.forks)

@@ -162,18 +162,22 @@ class _At:
             for source in node.all_input_nodes
             if isinstance(meta.value(source), Tensor) and not low.is_in_branch(source)
         )
-        source = next(sources, None)
-        if source is None:
+        found = sorted(sources, key=lambda source: _dtypes(source) != _dtypes(like))
+        if not found:
             raise InternalError(f"the branches before {self.fork.join} take nothing")
+        source = found[0]
         is_given = source.op == "get_attr"
         of = low.get(source).node if is_given else self._entering(source)
         settings: dict[str, Any] = {}
-        if meta.spec(like).dtype != meta.spec(source).dtype:
+        if _dtypes(like) != _dtypes(source):
             settings["dtype"] = meta.spec(like).dtype
         if not _learns(like):
             settings["learns"] = False
         args = of, shape
-        return low.add(like, tiles.nothing, args, shape, name=self.name, **settings)
+        node = low.add(like, tiles.nothing, args, shape, name=self.name, **settings)
+        stays = meta.dtypes(like).value
+        meta.set_dtypes(node, meta.Dtypes(stays, constants=stays))
+        return node
 
     def _tied(self, value: fx.Node, like: fx.Node) -> fx.Node:
         """Return a value whose backward is that of what arrived in vain, too."""
@@ -199,8 +203,7 @@ class _At:
 
     def _form(self, value: fx.Node) -> tuple[object, ...]:
         """Return what values have in common that travel together."""
-        dtype, learns = str(meta.spec(value).dtype), _learns(value)
-        return learns, dtype, self._kept(value), str(self._axes(value))
+        return _learns(value), _dtypes(value), self._kept(value), str(self._axes(value))
 
     def _axes(self, value: fx.Node) -> Axes | None:
         """Return how the join takes a value: split as the trunk is, or whole."""
@@ -327,6 +330,11 @@ def _box(shape: tuple[int, ...], is_held: bool) -> Box:
 def _gives_gradient(user: fx.Node, source: fx.Node) -> bool:
     """Whether a gradient flows back to a value: `type_as` reads its dtype alone."""
     return _learns(user) and source in elements(user)
+
+
+def _dtypes(node: fx.Node) -> tuple[str, bool]:
+    """Return a value's dtype, and whether a model in another dtype has it, too."""
+    return str(meta.spec(node).dtype), meta.dtypes(node).value
 
 
 def _learns(node: fx.Node) -> bool:
