@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,29 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize("options", [TILES, STAGES, {**STAGES, "data": 2}])
 def test_a_right_program_is_not_refused(options: dict[str, Any]) -> None:
     assert compiled(**options).plan.unchecked == ""
+
+
+@dataclass
+class Result:
+    picture: Tensor
+    name: str = "result"
+
+
+class GivesResult(Picture):
+    def forward(self, x: Tensor) -> Result:
+        return Result(super().forward(x))
+
+
+def test_what_a_dataclass_holds_is_compared_too(changed: Callable[..., None]) -> None:
+    def loss(result: Result) -> Tensor:
+        return squares(result.picture)
+
+    given = GivesResult(), (X,)
+    options = {**STAGES, "micro_batches": 2}
+    assert not compile(*given, loss=loss, **options).plan.unchecked
+    changed("x * 0.5", "x * 0.25", rank_with("x * 0.5", STAGES))
+    with pytest.raises(InternalError, match=r"wrong program: .*output picture"):
+        compile(*given, loss=loss, **options)
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def _evaluated(
             with precision.autocast(cpu):
                 by_name = isinstance(part, Mapping)
                 outputs.append(model(**part) if by_name else model(*part))
-    return _named(concatenated(outputs))
+    return concatenated([_named(output) for output in outputs])
 
 
 def _named(output: Any) -> dict[str, Tensor]:
