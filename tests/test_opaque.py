@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,54 @@ class Loss(nn.Module):
 def test_a_loss_may_depend_on_data(tmp_path: Path) -> None:
     model = Around(made(Expert))
     assert worst(tmp_path / "program", model, loss=Loss()) <= EXACT
+
+
+@dataclass
+class Result:
+    picture: Tensor
+
+
+class Output(dict[str, Tensor]):
+    """As that of transformers: a dict with attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Gives(Around):
+    kind: type = Result
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind(picture=super().forward(x))
+
+
+class LossOfResult(Loss):
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        return super().forward(output.picture, target)
+
+
+class LossOfTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Loss()
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        result: Tensor = self.inner(output.picture, target)
+        return result
+
+
+@pytest.mark.parametrize("kind", [Result, Output])
+def test_a_loss_that_takes_an_object_gives_its_tensors_to_what_needs_data(
+    kind: type, tmp_path: Path
+) -> None:
+    model = Gives(made(Expert))
+    model.kind = kind
+    options = {"ranks": 2, "example_target": X, "micro_batches": 2}
+    with pytest.raises(GemscError, match="submodule, which then stays") as caught:
+        compile(model, (X,), loss=LossOfResult(), **options)
+    assert caught.value.at is not None
+    assert f"takes a value of type {kind.__name__}: let a submod" in str(caught.value)
+    compiled = compile(model, (X,), loss=LossOfTensor(), **options)
+    assert not compiled.plan.unchecked
 
 
 class Sometimes(nn.Module):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class Watch:
     def _measure(
         self, takes: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpaqueCall:
+        _check_taken((*args, *kwargs.values()))
         args, kwargs = detached(args), detached(kwargs)
         inputs = [tensor for _, tensor in tensor_leaves((args, kwargs))]
         versions = [tensor._version for tensor in inputs]
@@ -206,6 +208,22 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _check_taken(value: Any) -> None:
+    """Raise an error if a call in a graph could not give a module what it takes.
+
+    Raises:
+        _UnfitError: it would get a dict instead, without attributes.
+    """
+    if isinstance(value, (tuple, list)) or type(value) in (dict, OrderedDict):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_taken(item)
+    elif isinstance(value, dict) or is_dataclass(value):
+        raise _UnfitError(
+            f"it takes a value of type {type(value).__name__}: let a submodule take "
+            "the tensors in it"
+        )
 
 
 def _structure(value: Any, learns: bool) -> Any:

@@ -371,7 +371,8 @@ def _data_error(
             "the size of this tensor depends on the data",
             path=path,
             at=at,
-            help="keep the size fixed: multiply by the mask, or use torch.where",
+            help="keep the size fixed: multiply by the mask, use torch.where, or "
+            "move it into a submodule, which then stays whole on one rank",
         )
     return DependsOnDataError(
         "forward needs the value of a tensor, which differs from step to step",

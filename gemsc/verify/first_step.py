@@ -258,7 +258,8 @@ def _evaluated(
             with precision.autocast(cpu):
                 by_name = isinstance(part, Mapping)
                 outputs.append(model(**part) if by_name else model(*part))
-    return concatenated([_named(output) for output in outputs])
+    found: dict[str, Tensor] = concatenated([_named(output) for output in outputs])
+    return found
 
 
 def _named(output: Any) -> dict[str, Tensor]:
