@@ -115,3 +115,26 @@ def test_what_a_rank_without_a_branch_gives_follows_the_dtype_of_the_model(
     assert not compiled.plan.unchecked
     (shards,) = compiled.compilation.whole.program.shards.values()
     assert not any(fork.reason for fork in shards.forks)
+
+
+class OfParameters(nn.Module):
+    """Two branches take parameters alone, each of which one rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = linear()
+        self.a, self.b = (nn.Parameter(torch.randn(8, 8192)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows = [row @ row.T / 8192 for row in (self.a, self.b)]
+        return (self.stem(x) @ torch.maximum(rows[0].tanh(), rows[1].tanh()),)
+
+
+def test_a_rank_without_a_branch_has_not_its_parameters() -> None:
+    options = {**OPTIONS, "ranks": 3, "branches": ("3",)}
+    compiled = compile(
+        OfParameters(), (X,), loss=loss, example_target=TARGET, **options
+    )
+    assert not compiled.plan.unchecked
+    (shards,) = compiled.compilation.whole.program.shards.values()
+    assert {rank for _, rank in shards.placed} == {0, 1}

@@ -15,7 +15,7 @@ well, since what it gives needs a gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, groupby, pairwise
@@ -156,18 +156,7 @@ class _At:
     def _nothing(self, like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         """Return the node of no elements, of the dtype of a value."""
         low = self.low
-        sources = (
-            source
-            for node in self.nodes
-            for source in node.all_input_nodes
-            if isinstance(meta.value(source), Tensor) and not low.is_in_branch(source)
-        )
-        found = sorted(sources, key=lambda source: _dtypes(source) != _dtypes(like))
-        if not found:
-            raise InternalError(f"the branches before {self.fork.join} take nothing")
-        source = found[0]
-        is_given = source.op == "get_attr"
-        of = low.get(source).node if is_given else self._entering(source)
+        source, of = self._present(like)
         settings: dict[str, Any] = {}
         if _dtypes(like) != _dtypes(source):
             settings["dtype"] = meta.spec(like).dtype
@@ -178,6 +167,33 @@ class _At:
         stays = meta.dtypes(like).value
         meta.set_dtypes(node, meta.Dtypes(stays, constants=stays))
         return node
+
+    def _present(self, like: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Return a tensor that there is on this rank before the join, and its node.
+
+        It is of the dtype of `like` if the branches take one of it. A parameter of
+        theirs may be on the rank of one of them alone.
+        """
+        low = self.low
+        taken = [s for s in self._taken(self.nodes) if s.op != "get_attr"]
+        if taken:
+            best = min(taken, key=lambda source: _dtypes(source) != _dtypes(like))
+            return best, self._entering(best)
+        nodes = low.stage.nodes
+        before = nodes[: [node.name for node in nodes].index(self.fork.join)]
+        assert low.shards is not None
+        elsewhere = {n for n, rank in low.shards.placed if rank != low.place}
+        for source in sorted(self._taken(before), key=lambda s: s.op == "get_attr"):
+            if source.op != "get_attr" or str(source.target) not in elsewhere:
+                return source, low.local(source).node
+        raise InternalError(f"there is nothing before {self.fork.join}")
+
+    def _taken(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """Yield the tensors from outside of branches that some nodes take."""
+        for source in (source for node in nodes for source in node.all_input_nodes):
+            is_tensor = isinstance(meta.value(source), Tensor)
+            if is_tensor and not self.low.is_in_branch(source):
+                yield source
 
     def _tied(self, value: fx.Node, like: fx.Node) -> fx.Node:
         """Return a value whose backward is that of what arrived in vain, too."""
