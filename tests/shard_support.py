@@ -17,6 +17,7 @@ from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.manager import run_passes
+from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.split_tiles import SplitTiles
 
 __all__ = ["FREE", "on_branches", "on_shards", "sharded"]
@@ -47,7 +48,8 @@ def _lowered(
     keep_whole: tuple[str, ...] = (),
 ) -> tuple[Program, list[Program]]:
     grids = (grid,)
-    whole = one_stage(run_passes(traced, (Canonicalize(),)))
+    traced = run_passes(traced, (Canonicalize(), Annotate(), SeparateTowers()))
+    whole = one_stage(traced)
     choose = ChooseShards(grids, link, trunk, keep_whole)
     whole = run_passes(whole, (Annotate(), choose, FindHalos(grids)))
     ranks = range(grid.size)
