@@ -223,6 +223,81 @@ def test_a_module_may_return_a_class_that_can_be_taken_apart(tmp_path: Path) -> 
     assert [*opaques(record(Around(Takes()), (X,)).module)] == ["inner.gives"]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """What checks itself is made once only, by the module."""
+
+    first: Tensor
+    none: Tensor | None
+    others: dict[str, list[Tensor]]
+
+    def __post_init__(self) -> None:
+        assert type(self.first) in (Tensor, nn.Parameter), "made of something else"
+
+    @property
+    def both(self) -> Tensor:
+        return self.first * self.others["second"][0]
+
+
+class Scoring(Gate):
+    def forward(self, x: Tensor) -> Any:
+        return Scores(super().forward(x), None, {"second": [x.cos(), x.sin()]})
+
+
+class UsesScores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scoring, self.last = Scoring(), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.scoring(x)
+        if found.none is not None:
+            return x
+        out: Tensor = self.last(found.both - found.others["second"][1])
+        return out + found.first
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": ("all",)}, {"data": 2}])
+def test_a_module_may_return_a_dataclass(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = Around(made(UsesScores))
+    assert worst(tmp_path / "program", model, **options) <= EXACT
+    text = "".join(file.read_text() for file in tmp_path.glob("program/rank*.py"))
+    assert "first = found.first" in text
+
+
+@dataclasses.dataclass
+class Derived:
+    first: Tensor
+
+    def __post_init__(self) -> None:
+        self.half = self.first / 2  # no field: nobody would compute it anew
+
+
+class Deriving(Gate):
+    def forward(self, x: Tensor) -> Any:
+        return Derived(super().forward(x))
+
+
+class UsesDerived(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deriving = Deriving()
+
+    def forward(self, x: Tensor) -> Tensor:
+        half: Tensor = self.deriving(x).half
+        return half
+
+
+def test_a_dataclass_with_more_than_its_fields_stays_inside() -> None:
+    assert [*opaques(record(Around(UsesDerived()), (X,)).module)] == ["inner"]
+    says = "returns a value of type Derived, which holds 'half' beside its fields"
+    with pytest.raises(GemscError) as caught:
+        record(UsesDerived(), (X,))
+    assert says in str(caught.value.notes_at)
+
+
 def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> None:
     model = Around(Growing())
     assert compiled(model).plan.ranks == 2

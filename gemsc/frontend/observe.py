@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
@@ -247,10 +248,43 @@ def _structure(value: Any, learns: bool) -> Any:
         return [_structure(item, learns) for item in value]
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return named_tuple(value, [_structure(item, learns) for item in value])
+    if dataclasses.is_dataclass(value):
+        _register(value)
+        return pytree.tree_map(lambda item: _structure(item, learns), value)
     raise _UnfitError(
         f"it returns a value of type {type(value).__name__}, which may differ from "
-        "step to step: return tensors, in tuples, lists or dicts"
+        "step to step: return tensors, in tuples, lists, dicts or dataclasses"
     )
+
+
+def _register(value: Any) -> None:
+    """Let torch take values of a dataclass apart, and put them together as they were.
+
+    Neither runs code of the class: `__init__` may compute, which the real run did.
+
+    Raises:
+        _UnfitError: it holds more than its fields, which nothing would compute anew.
+    """
+    cls = type(value)
+    names = [field.name for field in dataclasses.fields(cls)]
+    for other in vars(value).keys() - names if hasattr(value, "__dict__") else ():
+        raise _UnfitError(
+            f"it returns a value of type {cls.__name__}, which holds '{other}' beside "
+            "its fields: make that a field, or a property"
+        )
+    if cls in pytree.SUPPORTED_NODES:
+        return
+
+    def together(values: Iterable[Any], context: Any) -> Any:
+        made = object.__new__(cls)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)  # it may be frozen
+        return made
+
+    def apart(value: Any) -> tuple[list[Any], None]:
+        return [getattr(value, name) for name in names], None
+
+    pytree.register_pytree_node(cls, apart, together)
 
 
 def _negated(value: Any) -> Any:

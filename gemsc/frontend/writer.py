@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -148,26 +149,28 @@ class GraphWriter:
         node, path, target = self._parts.pop(id(tensor))
         value = meta.value(node)
         for key in path:
-            value = value[key]
+            take = operator.getitem
+            if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+                take = getattr
+            value = take(value, key)
             target = _part_name(target, key)
-            node = self._getitem(node, key, value, target)
+            node = self._taken(node, take, key, value, target)
         self._nodes[id(tensor)] = node
         return node
 
-    def _getitem(self, node: fx.Node, key: Any, value: Any, target: object) -> fx.Node:
+    def _taken(
+        self, node: fx.Node, take: Any, key: Any, value: Any, target: object
+    ) -> fx.Node:
         made = [
-            user
-            for user in node.users
-            if user.target is operator.getitem and user.args[0] is node
+            user for user in node.users if user.target is take and user.args[0] is node
         ]
         for user in made:
             if user.args[1] == key:
                 return user
         name = target if isinstance(target, str) else None
+        name = key if name is None and take is getattr else name
         with self.graph.inserting_after(made[-1] if made else node):
-            item = self.graph.create_node(
-                "call_function", operator.getitem, (node, key), name=name
-            )
+            item = self.graph.create_node("call_function", take, (node, key), name=name)
         meta.copy_meta(node, item)
         meta.set_value(item, value)
         return item
