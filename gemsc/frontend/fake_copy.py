@@ -26,6 +26,7 @@ __all__ = [
     "reject_unsupported",
 ]
 
+_MOST_NUMBERS = 64  # of a buffer that forward may ask for them
 LOSS = "_loss"  # the path of a loss that is a module
 
 
@@ -81,14 +82,15 @@ def copy_on_fakes(
 
 
 def _give_numbers(real: nn.Module, copied: Any, fake: FakeTensorMode) -> None:
-    """Give buffers of one whole number its value, which forward may ask for.
+    """Give small buffers of whole numbers their values, which forward may ask for.
 
     PyTorch computes on with such values, and forgets them where one is written to.
     """
     buffers = dict(copied.named_buffers(remove_duplicate=False))
     for name, tensor in real.named_buffers(remove_duplicate=False):
         number, dtype = buffers[name], tensor.dtype
-        if tensor.numel() == 1 and not (dtype.is_floating_point or dtype.is_complex):
+        is_small = 0 < tensor.numel() <= _MOST_NUMBERS
+        if is_small and not (dtype.is_floating_point or dtype.is_complex):
             number.constant, number.of_buffer = tensor.detach().clone(), True
             fake.fake_tensor_converter.add_constant_storage_mapping(number)
 

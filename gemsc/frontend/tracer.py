@@ -63,14 +63,15 @@ class TracerFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         given = tensor_leaves((args, kwargs))
         numbers = [tensor for _, tensor in given if hasattr(tensor, "of_buffer")]
+        asks = not _ASKS.isdisjoint(func.tags)
         for number in numbers:
-            if not _ASKS.isdisjoint(func.tags):
+            if asks:
                 self.tracer.note_number(number, func)
             elif func._schema.is_mutable and number.constant is not None:
                 # it differs from step to step: the second trace must not know it
                 self.fake_tensor_converter.invalidate_constant_aliases(number.constant)
         record = not self.tracer.paused
-        with self.tracer.pause():
+        with self.tracer.pause(), _unknown(numbers if asks else []):
             result = super().__torch_dispatch__(func, types, args, kwargs or {})
         for _, tensor in tensor_leaves(result) if numbers else ():
             vars(tensor)["of_buffer"] = True
@@ -178,7 +179,7 @@ class Tracer(TorchFunctionMode):
     def note_number(self, number: torch.Tensor, func: Any) -> None:
         """Let the program check a number of a buffer that forward asks for."""
         known: torch.Tensor | None = number.constant  # type: ignore[attr-defined]
-        if known is None:
+        if known is None or known.numel() > 1:
             return
         if not self.writer.finds(number):  # made within a function of torch
             raise DataDependentOutputException(func)
@@ -349,6 +350,23 @@ class Tracer(TorchFunctionMode):
             at=at,
             help="move it into a submodule, which then stays whole on one rank",
         )
+
+
+@contextmanager
+def _unknown(numbers: list[Any]) -> Iterator[None]:
+    """Do as if several numbers at once were not known: no guard asks for them all."""
+    several = [
+        (number, number.constant)
+        for number in numbers
+        if number.constant is not None and number.constant.numel() > 1
+    ]
+    for number, _ in several:
+        number.constant = None
+    try:
+        yield
+    finally:
+        for number, known in several:
+            number.constant = known
 
 
 def _snapshot(tensor: torch.Tensor) -> torch.Tensor:

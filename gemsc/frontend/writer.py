@@ -149,7 +149,7 @@ class GraphWriter:
         node, path, target = self._parts.pop(id(tensor))
         value = meta.value(node)
         for key in path:
-            take = operator.getitem
+            take: Any = operator.getitem
             if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
                 take = getattr
             value = take(value, key)
