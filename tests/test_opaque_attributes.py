@@ -26,6 +26,7 @@ from opaque_support import (
     worst,
 )
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import register_pytree_node
 
 from gemsc.errors import GemscError
@@ -310,6 +311,52 @@ def test_a_module_that_changes_its_buffers_is_refused_where_copies_would() -> No
 
 def test_a_buffer_that_forward_changes_is_exact_on_one_rank(tmp_path: Path) -> None:
     assert worst(tmp_path / "program", Around(made(Growing))) <= EXACT
+
+
+# ------------------------------------------- layers with other parameters
+
+
+class Lends(nn.Module):
+    """Calls a layer twice: once with parameters that get no gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        lent = {name: p.detach() * 2 for name, p in layer.named_parameters()}
+        out: Any = functional_call(layer, lent, (self.last(x),))
+        found = self.layer(x)
+        if isinstance(found, tuple):  # of a recurrent layer
+            out, found = out[0], found[0]
+        total: Tensor = found + out
+        return total
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Linear(D, D),
+        lambda: nn.LayerNorm(D),
+        lambda: nn.GRU(D, D),
+        Gate,  # stays whole, with all that is around the call
+    ],
+)
+def test_a_layer_may_be_called_with_other_parameters(
+    layer: Any, tmp_path: Path
+) -> None:
+    model = Around(made(lambda: Lends(layer())))
+    assert worst(tmp_path / "program", model) <= EXACT
+
+
+def test_at_the_top_what_stays_whole_has_its_own_parameters() -> None:
+    says = "'layer' stays whole on one rank, and is called here with other parameters"
+    with pytest.raises(GemscError, match=says) as caught:
+        record(Lends(Gate()), (X,))
+    assert caught.value.at is not None
+    assert "functional_call" in str(caught.value)
+    record(nn.Sequential(Lends(Gate())), (X,))  # as the help says
 
 
 # ---------------------------------------------------- which module it is

@@ -45,6 +45,14 @@ class FakeCopy:
     leaves: dict[int, str] = field(default_factory=dict)
     constants: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
     kept: list[object] = field(default_factory=list)
+    own: dict[int, list[int]] = field(default_factory=dict)
+
+    def holds_its_own(self, module: nn.Module) -> bool:
+        """Whether a module holds the parameters and buffers with which it was copied.
+
+        `torch.func.functional_call` lends it others, and so may forward.
+        """
+        return self.own[id(module)] == _held(module)
 
 
 def copy_on_fakes(
@@ -120,9 +128,14 @@ def _name_modules(
         names = result.leaves if is_leaf else result.modules
         for each in (module, copies[path]):
             names.setdefault(id(each), path)
+            result.own.setdefault(id(each), _held(each))
     for owner in (real, copied):
         for name, tensor in _named_tensors(owner, prefix):
             result.tensors.setdefault(id(tensor), name)
+
+
+def _held(module: nn.Module) -> list[int]:
+    return [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _named_tensors(

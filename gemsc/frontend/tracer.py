@@ -209,7 +209,7 @@ class Tracer(TorchFunctionMode):
         path = self._copied.modules.get(id(module))
         if self.paused or (leaf is None and path is None):
             return original(module, *args, **kwargs)
-        if leaf is not None:
+        if leaf is not None and self._copied.holds_its_own(module):
             self.called.append((leaf, module))
             call = ("call_module", leaf, args, kwargs)
             with self._at_user_line():
@@ -229,6 +229,15 @@ class Tracer(TorchFunctionMode):
         self, path: str, module: nn.Module, args: _Args, kwargs: _Kwargs
     ) -> Any:
         """Record a module that depends on data: one node with known shapes."""
+        if not self._copied.holds_its_own(module):
+            line = user_line(Tracer.run.__code__)
+            raise DependsOnDataError(
+                f"'{path}' stays whole on one rank, and is called here with other "
+                "parameters or buffers than its own",
+                path=self.writer.module_path,
+                at=line.location if line else None,
+                help="move it and this call into a submodule, which then stays whole",
+            )
         self.called.append((path, module))
         parameters = list(module.parameters())
 
