@@ -543,3 +543,30 @@ def test_the_note_names_all_stages_that_call_one(
     outcome = gemsc("compile", "model.py", "--cuts", "last", "-o", "program")
     assert outcome.code == 0, outcome.err
     assert "'gate' stays whole on stages 0, 1: " in " ".join(outcome.out.split())
+
+
+class OnlyTrains(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            raise ValueError("I have not been prepared")
+        return super().forward(x)
+
+
+class Prepares(nn.Module):
+    """Fails in evaluation, though not without numbers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.gate = inner, Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.gate(x))
+        return out
+
+
+@pytest.mark.parametrize("inner", [OnlyTrains(), Prepares(OnlyTrains())])
+def test_a_model_that_fails_in_evaluation_is_said_to(inner: nn.Module) -> None:
+    says = r"the model fails .*in evaluation mode.*: ValueError: I have not been"
+    with pytest.raises(GemscError, match=says) as caught:
+        compiled(Around(inner))
+    assert caught.value.at is not None

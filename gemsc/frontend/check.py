@@ -18,7 +18,7 @@ from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, InternalError, SourceLocation
 from gemsc.frontend.difference import ValuesByLine, first_difference
-from gemsc.frontend.eager import failures, set_training
+from gemsc.frontend.eager import failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import Gradients, chunks_of
 from gemsc.frontend.values import returned
@@ -98,7 +98,7 @@ def check_against_eager(
     eager_model, eager_loss, graph_module = copies()
     with preserve_rng(), torch.enable_grad(), plain_forward():
         code = check_against_eager.__code__
-        with failures("the model fails in eager mode", code):
+        with failures(f"the model fails {in_mode(training)}", code):
             fed = _copied(inputs), _copied(target)
             autocast = program.autocast
             expected = _run_eager(eager_model, fed[0], eager_loss, fed[1], autocast)

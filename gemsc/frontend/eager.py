@@ -12,7 +12,12 @@ from torch import nn
 from gemsc.errors import GemscError
 from gemsc.frontend.user_code import failing_line
 
-__all__ = ["failures", "set_training"]
+__all__ = ["failures", "in_mode", "set_training"]
+
+
+def in_mode(training: bool) -> str:
+    """Return how the model runs, in words: many fail in evaluation only."""
+    return "in eager mode" if training else "in evaluation mode (model.eval())"
 
 
 def set_training(model: nn.Module, loss: Any, training: bool) -> None:

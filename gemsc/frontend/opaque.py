@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gemsc.base.dtypes import cast, cast_module, default_dtype
 from gemsc.base.nests import Inputs
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.eager import failures, set_training
+from gemsc.frontend.eager import failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.observe import Watch, detached
 from gemsc.ir.opaque import Opaque
@@ -148,7 +148,9 @@ class Leaves:
             module.forward = watch
         torch.manual_seed(0)
         with (
-            failures("the model fails in eager mode", Leaves._watched.__code__),
+            failures(
+                f"the model fails {in_mode(self.training)}", Leaves._watched.__code__
+            ),
             default_dtype(self.dtype or torch.get_default_dtype()),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_drop, _never),

@@ -26,6 +26,7 @@ from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.dtypes import mark_dtypes
+from gemsc.frontend.eager import in_mode
 from gemsc.frontend.fake_copy import (
     FakeCopy,
     copy_on_fakes,
@@ -165,7 +166,9 @@ def _trace(
     target = _placeholders(request, trace, fake, "target", request.target)
 
     buffers = dict(copied.model.named_buffers())
-    output = tracer.run("the model fails on example_inputs", copied.model, inputs)
+    mode = "" if request.training else f" {in_mode(training=False)}"
+    what = f"the model fails on example_inputs{mode}"
+    output = tracer.run(what, copied.model, inputs)
     trace.returned = returned(output)
     with tracer.pause():
         _record_assignments(writer, copied.model, buffers)
