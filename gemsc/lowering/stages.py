@@ -89,7 +89,13 @@ def schedule_stages(
     if any(grid.beside > 1 for grid in chosen.grids):
         link, row = hardware.network.link(0, 1), chosen.rows[0]
         choose_shards = ChooseShards(
-            chosen.grids, link, options.trunk, options.whole, row, placed
+            chosen.grids,
+            link,
+            options.trunk,
+            options.whole,
+            row,
+            placed,
+            None if traced.twins is not None else traced.evaluation,
         )
         cut = run(cut, choose_shards)
     program = run(cut, place, CheckTiles(), InsertComms())

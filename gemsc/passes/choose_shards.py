@@ -21,8 +21,9 @@ from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Placed, StageShards
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.choice import choose_forks, placed_tensors
+from gemsc.passes.follow_stages import FollowStages
 from gemsc.passes.shards.analysis import Analysis, analysis_of
-from gemsc.passes.shards.choice import choose_cuts, saved_by_cuts
+from gemsc.passes.shards.choice import choose_cuts, not_cut_alike, saved_by_cuts
 from gemsc.passes.shards.trunk import choose_trunk
 
 __all__ = ["ChooseShards"]
@@ -36,7 +37,8 @@ class ChooseShards(Pass):
     how values outside of the regions are held, `keep_whole` what is not cut. A tied
     parameter is cut where all stages that hold it cut it alike. `row` has the group of
     ranks of each stage, by default one each. `placed` are the branches of each rank, by
-    the joins of their forks, where they are not to be chosen.
+    the joins of their forks, where they are not to be chosen. `evaluation` is the graph
+    of evaluation where that computes something else: what it cannot cut stays whole.
     """
 
     name: ClassVar[str] = "choose-shards"
@@ -48,6 +50,7 @@ class ChooseShards(Pass):
     keep_whole: tuple[str, ...] = ()
     row: tuple[int, ...] = ()
     placed: Placed | None = field(default=None, hash=False)
+    evaluation: Program | None = field(default=None, compare=False, repr=False)
 
     def apply(self, program: Program) -> Program:
         """Return the program with its shards.
@@ -57,16 +60,25 @@ class ChooseShards(Pass):
                 optimizer does not update what is cut element by element.
         """
         whole = dict.fromkeys(self.keep_whole, "--whole")
+        evaluation = None
+        if self.evaluation is not None:
+            follow = FollowStages(program, owned_tensors(program))
+            evaluation = follow.apply(self.evaluation)
         while True:
             shards = {
                 stage.index: self._choose(program, stage, whole)
                 for stage in program.require_stages()
                 if self.grids[stage.index].beside > 1
             }
-            unlike = _unlike(program, shards)
+            unlike = dict.fromkeys(
+                _unlike(program, shards), "another stage cuts it otherwise"
+            )
+            if evaluation is not None:
+                names = _whole_in(evaluation, shards)
+                unlike |= dict.fromkeys(names, "evaluation uses it as a whole")
             if not unlike:
                 break
-            whole |= dict.fromkeys(unlike, "another stage cuts it otherwise")
+            whole |= unlike
         names = [each.name for stage in shards.values() for each in stage.cut]
         if names:
             check_elementwise(program.updated_whole(), names)
@@ -160,6 +172,16 @@ def _elsewhere(program: Program, stage: Stage) -> set[str]:
     """Return the parameters and buffers that other stages use."""
     names = enumerate(owned_tensors(program))
     return {n for index, own in names for n in own if index != stage.index}
+
+
+def _whole_in(evaluation: Program, shards: Mapping[int, StageShards]) -> list[str]:
+    """Return parameters that an evaluation graph does not cut as training does."""
+    stages = evaluation.require_stages()
+    return [
+        name
+        for index, own in shards.items()
+        for name in not_cut_alike(analysis_of(evaluation, stages[index]), own)
+    ]
 
 
 def _unlike(program: Program, shards: dict[int, StageShards]) -> set[str]:

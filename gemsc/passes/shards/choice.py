@@ -8,13 +8,13 @@ are its heads, its hidden features and its words, and none of them meet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from gemsc.costs.hardware import LinkSpeed
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.passes.shards.analysis import Analysis, cut_parts
@@ -22,7 +22,13 @@ from gemsc.passes.shards.factors import Factor, leaves
 from gemsc.passes.shards.rules import reason_at
 from gemsc.passes.spatial.cuts import cut
 
-__all__ = ["choose_cuts", "chosen_factors", "kept_whole", "saved_by_cuts"]
+__all__ = [
+    "choose_cuts",
+    "chosen_factors",
+    "kept_whole",
+    "not_cut_alike",
+    "saved_by_cuts",
+]
 
 NOUNS = {"attention": "head", "embedding": "word", "conv": "channel"}
 MUCH = 0.05  # of what the heaviest factor weighs: to leave that whole is refused
@@ -83,32 +89,53 @@ def chosen_factors(analysis: Analysis, shards: StageShards) -> dict[Factor, str]
     """Return the factors that are cut, and what a unit of each is called.
 
     Raises:
-        GemscError: in this graph, that of evaluation, they cannot be.
+        InternalError: this graph, that of evaluation, does not have them.
     """
     if analysis.chosen is None or analysis.chosen[0] is not shards:
-        analysis.chosen = shards, _factors_of(analysis, shards)
+        found: dict[Factor, str] = {}
+        for each, factor in _factors_of(analysis, shards):
+            if factor is None:
+                raise InternalError(f"'{each.name}' is cut in training alone")
+            found.setdefault(factor, each.noun)
+        analysis.chosen = shards, found
     return analysis.chosen[1]
 
 
-def _factors_of(analysis: Analysis, shards: StageShards) -> dict[Factor, str]:
-    found: dict[Factor, str] = {}
+def not_cut_alike(analysis: Analysis, shards: StageShards) -> list[str]:
+    """Return what is cut that another graph, that of evaluation, cannot cut so.
+
+    There two dimensions that are cut may meet, or one may be used as a whole.
+    """
+    found: dict[Factor, list[str]] = {}
+    names = []
+    for each, factor in _factors_of(analysis, shards):
+        if factor is None:
+            names.append(each.name)
+        else:
+            found.setdefault(factor, []).append(each.name)
+    for node in analysis.stage.nodes:
+        known = analysis.roots(node)
+        met = [factor for factor in found if factor in known]
+        twice = [factor for factor in met[:1] if len(known[factor]) > 1]
+        names += [name for factor in (*twice, *met[1:]) for name in found[factor]]
+    return names
+
+
+def _factors_of(
+    analysis: Analysis, shards: StageShards
+) -> Iterator[tuple[CutTensor, Factor | None]]:
+    """Yield what is cut with its factor in this graph, None where it has none such."""
     for each in shards.cut:
         if each.name not in analysis.parameters:  # of a layer that only training has
             continue
-        part = each.parts[0]
-        outer = 1
-        for factor in leaves(analysis.dims(each.name)[part.dim]):
+        dims, part = analysis.dims(each.name), each.parts[0]
+        outer, found = 1, None
+        for factor in leaves(dims[part.dim]):
             if (outer, factor.size) == (part.outer, part.units) and not factor.frozen:
-                found.setdefault(factor, each.noun)
-                break
+                found = factor
             outer *= factor.size
-        else:
-            raise GemscError(
-                f"'{each.name}' is cut in training and cannot be in evaluation, which "
-                "computes something else",
-                help=f"keep it whole: --whole {each.name}",
-            )
-    return found
+        every = [factor for dim in dims for factor in leaves(dim)]
+        yield each, found if every.count(found) == 1 else None
 
 
 def _too_few(candidate: _Candidate, count: int) -> str:
