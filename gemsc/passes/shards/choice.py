@@ -129,13 +129,14 @@ def _factors_of(
         if each.name not in analysis.parameters:  # of a layer that only training has
             continue
         dims, part = analysis.dims(each.name), each.parts[0]
-        outer, found = 1, None
+        outer = 1
+        found: Factor | None = None
         for factor in leaves(dims[part.dim]):
             if (outer, factor.size) == (part.outer, part.units) and not factor.frozen:
                 found = factor
             outer *= factor.size
-        every = [factor for dim in dims for factor in leaves(dim)]
-        yield each, found if every.count(found) == 1 else None
+        places = [factor is found for dim in dims for factor in leaves(dim)]
+        yield each, found if sum(places) == 1 else None
 
 
 def _too_few(candidate: _Candidate, count: int) -> str:
