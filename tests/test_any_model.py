@@ -179,6 +179,15 @@ def sparse(self: Any, x: Tensor) -> Tensor:
     return self.b((h * (h > 0)).to_sparse().to_dense())
 
 
+def sparse_product(self: Any, x: Tensor) -> Tensor:
+    return self.b(torch.sparse.mm(self.rows.to_sparse(), self.a(x)))
+
+
+def identity_of_several(self: Any, x: Tensor) -> Tensor:
+    first, second = self.same((self.a(x), self.b(x)))
+    return first * second + self.same({"c": self.c(x)})["c"]
+
+
 def no_grad(self: Any, x: Tensor) -> Tensor:
     h = self.a(x)
     with torch.no_grad():
@@ -211,6 +220,25 @@ def test_the_files_compute_what_the_user_wrote(name: str, tmp_path: Path) -> Non
 
 def test_values_may_be_sparse_within_a_stage(tmp_path: Path) -> None:
     assert against_one_process(tmp_path, Net(sparse)).worst <= EXACT
+
+
+def test_a_sparse_buffer_is_refused_and_made_sparse_in_forward(tmp_path: Path) -> None:
+    rows = nn.Module()
+    rows.register_buffer("rows", torch.eye(2).to_sparse())
+    with pytest.raises(GemscError, match="rows has a sparse parameter or buffer") as e:
+        compile(Net(sparse_product, rows=rows), (X,), loss=mse, example_target=X)
+    assert (
+        e.value.help
+        == "keep a dense one and make it sparse in forward, with to_sparse()"
+    )
+    model = Net(sparse_product)
+    model.register_buffer("rows", torch.eye(2))
+    assert against_one_process(tmp_path, model).worst <= EXACT
+
+
+def test_an_identity_of_several_values_gives_all_of_them(tmp_path: Path) -> None:
+    model = Net(identity_of_several, same=nn.Identity())
+    assert against_one_process(tmp_path, model).worst <= EXACT
 
 
 ODD = [

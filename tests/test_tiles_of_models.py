@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MODELS, AmoebaNet, ResNetV2
-from tile_support import assert_same, eager, on_tiles
+from tile_support import Function, assert_same, eager, on_tiles
 from torch import Tensor, nn
 
 from gemsc.base.boxes import everything
@@ -247,6 +247,27 @@ def test_an_unknown_operation_is_gathered_and_reported() -> None:
     step = check(net, torch.randn(2, 3, 9, 10), (2, 2))
     assert [barrier.num_bytes for barrier in step.barriers] == [4320] * 2
     assert "cut" in step.barriers[0].reason
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.as_strided(x, x.shape, (192, 64, 1, 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        strided,
+        lambda x: x.narrow(2, torch.tensor(1), 4).repeat(1, 1, 2, 1),
+        lambda x: torch.block_diag(*x[0, 0].chunk(2)),
+        lambda x: torch.frexp(x)[0],
+    ],
+    ids=["as_strided", "narrow from a tensor", "rows of 2-d", "frexp"],
+)
+@pytest.mark.parametrize("grid", [(2, 1), (2, 2)])
+def test_what_counts_all_of_the_memory_or_gives_several_values_is_gathered(
+    function: Callable[[Tensor], Tensor], grid: tuple[int, ...]
+) -> None:
+    assert check(Function(function), torch.randn(2, 3, 8, 8), grid).barriers
 
 
 @pytest.mark.parametrize(

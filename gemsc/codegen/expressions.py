@@ -73,6 +73,7 @@ NAMESPACES: tuple[tuple[str, Any], ...] = (
     ("torch.linalg", torch.linalg),
     ("torch.special", torch.special),
     ("torch.fft", torch.fft),
+    ("torch.sparse", torch.sparse),
     ("torch._C._nn", torch._C._nn),
     ("torch._VF", torch._VF),
     ("operator", operator),
@@ -186,8 +187,9 @@ def _public_name(node: fx.Node) -> str:
         return f"torch.ops.{target}"
     name = getattr(target, "__name__", "")
     for space, module in NAMESPACES:
-        short = name.removeprefix(space.rpartition(".")[2] + "_")
-        for public in (name, short):  # torch.fft.rfft calls itself fft_rfft
+        # torch.fft.rfft calls itself fft_rfft, torch.sparse.mm _sparse_mm
+        short = name.removeprefix("_").removeprefix(space.rpartition(".")[2] + "_")
+        for public in (name, short):
             if public and getattr(module, public, None) is target:
                 return f"{space}.{public}"
     if name and getattr(torch.Tensor, name, None) is target:

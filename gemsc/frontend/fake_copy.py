@@ -220,7 +220,17 @@ _REFUSED: tuple[tuple[_Test, str, str], ...] = (
         "has a backward hook, which gemsc does not support",
         "change gradients in a torch.autograd.Function",
     ),
+    (
+        lambda m: any(t.layout is not torch.strided for t in _own_tensors(m)),
+        "has a sparse parameter or buffer",
+        "keep a dense one and make it sparse in forward, with to_sparse()",
+    ),
 )
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:

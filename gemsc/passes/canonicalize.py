@@ -105,8 +105,10 @@ def _remove_identities(module: fx.GraphModule) -> None:
         if node.op != "call_module":
             continue
         if type(module.get_submodule(str(node.target))) is nn.Identity:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            module.graph.erase_node(node)
+            given = [*node.args, *node.kwargs.values()][0]
+            if isinstance(given, fx.Node):  # and no tuple
+                node.replace_all_uses_with(given)
+                module.graph.erase_node(node)
 
 
 def _write_sizes(graph: fx.Graph) -> None:

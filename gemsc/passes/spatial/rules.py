@@ -122,7 +122,7 @@ def _has_tensor_input(call: Call) -> bool:
 
 def _by_operators(low: Lowering, node: fx.Node) -> Local:
     """Lower what PyTorch itself tells to be elementwise, or a view."""
-    if low.probe.is_pointwise(node):
+    if low.probe.is_pointwise(node) and isinstance(meta.value(node), Tensor):
         return shapes.elementwise(low, node)
     local = shapes.view(low, node)
     if local is None:

@@ -141,7 +141,7 @@ def _same_rows(
     """Return a view that joins or splits samples, if each tile keeps its memory."""
     shape, result = low.shape(source), low.shape(node)
     cut = (axes[0], *(None,) * (len(result) - 1))
-    if not (are_samples(axes) and fits(result, cut, low.grid)):
+    if not (result and are_samples(axes) and fits(result, cut, low.grid)):
         return None
     if low.flattened(source) is not None or not low.probe.is_reshape(node):
         return None
@@ -240,7 +240,9 @@ def narrow(low: Lowering, call: Call) -> Local:
     axes = low.axes(source)
     if axes is None or axes[dim] is None:
         return low.copy(call.node, axes)
-    start = int(call["start"]) % max(low.shape(source)[dim], 1)
+    if not isinstance(call["start"], int):
+        raise Refused("the row that it starts at is no number")
+    start = call["start"] % max(low.shape(source)[dim], 1)
     entries: list[Any] = [slice(None)] * dims
     entries[dim] = slice(start, start + int(call["length"]))
     return _slice(low, call.node, source, entries)
