@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from field_mutants import MUTANTS, PROGRAMS, Mutant
 from parity_support import NETWORKS, lowered, options
 from torch import Tensor
 
 from gemsc.codegen.package import write_directory
 from gemsc.options import CompileOptions
+from gemsc.runtime.memory import recomputation
+from gemsc.runtime.memory.offload import FileStore
+from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
+from gemsc.runtime.worker.reduction import RunningStatistics
 from gemsc.verify.field.check import AllInputs, check_all_inputs
 
 TILES = options(ranks=2, tiles="2x1", micro_batches=2)
 PROVED = (
+    ("densecnn", PROGRAMS["norms"][1]),
+    ("gpt dropout", PROGRAMS["offloaded weights"][1]),
     ("mlp", options(ranks=2, micro_batches=2)),
     ("tiled", TILES),
     ("words smoothed", options(ranks=2, shards=2)),
@@ -101,6 +110,75 @@ def _sum_with(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
     return change
 
 
+def _without_statistics(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def change(patch: pytest.MonkeyPatch) -> None:
+        start = RunningStatistics.start
+
+        def changed(
+            self: RunningStatistics, transport: DeviceTransport, *how: Any
+        ) -> tuple[Request, ...]:
+            self._counts = transport.host.rank != rank
+            return start(self, transport, *how)
+
+        patch.setattr(RunningStatistics, "start", changed)
+
+    return change
+
+
+def _another_decay(patch: pytest.MonkeyPatch) -> None:
+    start = RunningStatistics.start
+
+    def changed(
+        self: RunningStatistics, transport: DeviceTransport, group: Any, runs: float
+    ) -> tuple[Request, ...]:
+        return start(self, transport, group, runs + 1)
+
+    patch.setattr(RunningStatistics, "start", changed)
+
+
+def _one_update_more(patch: pytest.MonkeyPatch) -> None:
+    finish = RunningStatistics.finish
+
+    def changed(self: RunningStatistics) -> None:
+        self._sum[-1] += 1  # of the last layer
+        finish(self)
+
+    patch.setattr(RunningStatistics, "finish", changed)
+
+
+def _statistics_advance_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recomputation, "_copied_statistics", lambda layers: nullcontext([]))
+
+
+def _restored_to(other: Callable[[int], int]) -> Callable[[Any], None]:
+    """Bring back what was put away as another one of its size, by its number."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        put = FileStore.put
+        kinds: dict[tuple[int, bool], list[Tensor]] = {}
+
+        def changed(self: FileStore, data: Tensor) -> Any:
+            is_index = data.nbytes % 8 > 0 or bool(data.view(torch.int64).max() < 2**20)
+            same = kinds.setdefault((data.nbytes, is_index), [])
+            same.append(data.clone())
+            return put(self, same[other(len(same) - 1)])
+
+        patch.setattr(FileStore, "put", changed)
+
+    return change
+
+
+def _recomputed_from_another(patch: pytest.MonkeyPatch) -> None:
+    again = recomputation._Run.again
+    first: dict[str, tuple[Tensor, ...]] = {}
+
+    def changed(self: Any) -> None:
+        self._inputs = first.setdefault(self._block.__name__, self._inputs)
+        again(self)
+
+    patch.setattr(recomputation._Run, "again", changed)
+
+
 # of the runtime: what is changed, and programs that it makes wrong
 CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]] = {
     "a deferred gradient is lost": (_lose_a_call, ("split backward",)),
@@ -111,6 +189,32 @@ CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]]
     "one rank is not added": (
         _sum_with(0.0),
         ("mirror", "replicas", "tiles", "shards", "branches"),
+    ),
+    "statistics of the first replica are left out": (
+        _without_statistics(0),
+        ("norms", "mirrored norms"),
+    ),
+    "statistics of the last replica are left out": (
+        _without_statistics(1),
+        ("norms", "mirrored norms"),
+    ),
+    "statistics decay otherwise": (_another_decay, ("norms", "mirrored norms")),
+    "statistics of one update more": (_one_update_more, ("norms", "mirrored norms")),
+    "what comes back is the first of its size": (
+        _restored_to(lambda number: 0),
+        ("offload", "offloaded weights"),
+    ),
+    "what comes back is the one before": (
+        _restored_to(lambda number: max(number - 1, 0)),
+        ("offload", "offloaded weights"),
+    ),
+    "a block runs again on another micro-batch": (
+        _recomputed_from_another,
+        ("recompute",),
+    ),
+    "statistics advance as a block runs again": (
+        _statistics_advance_twice,
+        ("recompute",),
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import default_dtype
 from gemsc.base.rng import preserve_rng
-from gemsc.base.user_place import user_place
+from gemsc.base.user_place import is_users
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.tiles.rounding import nothing_rounds
@@ -35,8 +36,9 @@ from gemsc.verify.field.locate import (
     Recording,
     first_wrong_gradient,
     first_wrong_value,
+    users_line,
 )
-from gemsc.verify.field.mode import OverField
+from gemsc.verify.field.mode import Exps, OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
 from gemsc.verify.on_threads import on_threads
 from gemsc.verify.record import StepRecord, read_record
@@ -97,16 +99,12 @@ def check_all_inputs(
         for again in range(_AGAIN):
             p = PRIMES[number % len(PRIMES)]
             drawn = Field(p, 1000 * number + again)
-            try:
-                found, zeros = _once(directory, model, loss, inputs, target, drawn)
-            except NotDecidedError as error:
-                return AllInputs("not decided", _with_line(error))
+            found, zeros = _once(directory, model, loss, inputs, target, drawn)
             if found.verdict == "proved" or not zeros:
                 break
         if found.verdict != "proved":
             if zeros:
                 return AllInputs("not decided", "every draw divides by 0")
-            found = _but_for_offload(found, directory)
             return _located(found, directory, model, loss, inputs, target)
         bound *= DEGREE / p
     seconds = time.perf_counter() - start
@@ -126,12 +124,10 @@ def _located(
     if found.verdict != "not equal":
         return found
     one, two = Recording(), Recording()
-    try:
-        for key, recording in enumerate((one, two), 500):
-            given = model, loss, inputs, target, Field(PRIMES[0], key)
-            _once(directory, *given, recording)
-    except NotDecidedError:
-        return found
+    for key, recording in enumerate((one, two), 500):
+        given = model, loss, inputs, target, Field(PRIMES[0], key)
+        if _once(directory, *given, recording)[0].verdict == "not decided":
+            return found
     place = first_wrong_value(one, two)
     if not place:
         prefix = "the gradient of "
@@ -141,21 +137,19 @@ def _located(
     return replace(found, why=f"{found.why}; {place}") if place else found
 
 
-def _but_for_offload(found: AllInputs, directory: Path) -> AllInputs:
-    """Return what was found wrong, unless it may be right.
+def _with_line(error: NotDecidedError, copied: Path, directory: Path) -> str:
+    """Return what has no rule, and the line that asks for it, where it is.
 
-    Of what comes back from host memory it is not known that it was a difference.
+    That of a rank's file is named as the user knows it, with the user's line above it.
     """
-    plan = Plan.read(directory / "plan.toml")
-    if any(stage.offload for stage in plan.stages):
-        return AllInputs("not decided", "exp of activations that were offloaded")
-    return found
-
-
-def _with_line(error: NotDecidedError) -> str:
-    """Return what has no rule, and the user's line that asks for it, where it is."""
-    at = user_place(error.__traceback__)
-    return f"{at}: no rule for {error}" if at else f"no rule for {error}"
+    text = f"no rule for {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path, line = Path(frame.filename), frame.lineno or 0
+        if path.parent == copied:
+            return f"{directory / path.name}:{line}{users_line(path, line)}: {text}"
+        if is_users(path):
+            return f"{path}:{line}: {text}"
+    return text
 
 
 def check_program_for_all_inputs(directory: Path, *, draws: int = DRAWS) -> AllInputs:
@@ -193,21 +187,20 @@ def _once(
             _drawn_batch(target, drawn, "target"),
         )
         count = plan.data * plan.micro_batches
-        with preserve_rng(), default_dtype(DTYPE), _tables_apart():
-            see = None
-            if recording is not None:
-                see = recording.see
-                see([*whole.parameters(), *whole.buffers(), given])
-            with _over(drawn, see) as mode:
-                expected = reference_steps(
-                    whole, _loss_of(loss), [given], count, DTYPE, _Still
-                )
-            zeros = mode.zeros
-            watch: Watched = _not_watched
-            if recording is not None:
-                watch = partial(recording.rank, folder, directory)
-            actual, more = _ranks(folder, plan, given, drawn, watch)
-        return _compared(actual, expected, drawn, count), zeros + more
+        see, watch = None, _not_watched
+        if recording is not None:
+            see, watch = recording.see, partial(recording.rank, folder, directory)
+            see([*whole.parameters(), *whole.buffers(), given])
+        try:
+            with preserve_rng(), default_dtype(DTYPE), _tables_apart():
+                with _over(drawn, see) as mode:
+                    expected = reference_steps(
+                        whole, _loss_of(loss), [given], count, DTYPE, _Still
+                    )
+                actual, zeros = _ranks(folder, plan, given, drawn, watch)
+        except NotDecidedError as error:
+            return AllInputs("not decided", _with_line(error, folder, directory)), 0
+        return _compared(actual, expected, drawn, count), zeros + mode.zeros
 
 
 @contextmanager
@@ -222,9 +215,11 @@ def _tables_apart() -> Iterator[None]:
 
 @contextmanager
 def _over(
-    drawn: Field, see: Callable[[Any], None] | None = None
+    drawn: Field,
+    see: Callable[[Any], None] | None = None,
+    exps: Exps | None = None,
 ) -> Iterator[OverField]:
-    mode = OverField(drawn, rules, see)
+    mode = OverField(drawn, rules, see, exps)
     with nothing_rounds(), mode, same_draws():
         yield mode
 
@@ -259,6 +254,7 @@ def _ranks(
     watch: Watched,
 ) -> tuple[StepRecord, int]:
     cpu = torch.device("cpu")
+    exps = Exps()  # messages are copies, too
 
     def step(transport: Transport) -> int:
         # it tries its optimizer, in floats
@@ -270,7 +266,7 @@ def _ranks(
             on_nonfinite="warn",
             optimizer=_Still,
         )
-        with _over(drawn) as mode, watch(transport.rank % plan.copy_ranks):
+        with _over(drawn, exps=exps) as mode, watch(transport.rank % plan.copy_ranks):
             recorded(trainer, folder, [batch], measure=False)
         return mode.zeros
 

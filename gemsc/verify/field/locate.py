@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemsc.verify.field.numbers import PRIMES
 
-__all__ = ["Recording", "first_wrong_gradient", "first_wrong_value"]
+__all__ = ["Recording", "first_wrong_gradient", "first_wrong_value", "users_line"]
 
 MOST = 2**26  # elements of the model that are kept of one draw
 _MOST_OF_RANKS = 4096  # values
@@ -120,7 +120,7 @@ def first_wrong_value(one: Recording, two: Recording) -> str:
         if bool(wrong.any()) and not _is_partial(seen):
             return (
                 f"first wrong value: {seen.name} of rank {seen.rank} "
-                f"({seen.file.name}:{seen.line}{_users_line(seen.file, seen.line)}), "
+                f"({seen.file.name}:{seen.line}{users_line(seen.file, seen.line)}), "
                 f"{int(wrong.sum())} of {wrong.numel()} elements"
             )
     return ""
@@ -146,7 +146,7 @@ def _is_partial(seen: _Seen) -> bool:
     return any(re.search(rf"\b{name}\b", following) for name in sums)
 
 
-def _users_line(file: Path, line: int) -> str:
+def users_line(file: Path, line: int) -> str:
     """Return where the user's code is, as the comment above a line says."""
     for text in reversed(file.read_text().splitlines()[:line]):
         if found := USERS_LINE.search(text):
@@ -171,6 +171,6 @@ def first_wrong_gradient(directory: Path, names: list[str]) -> str:
             )
             for number, line in enumerate(plain, 1):
                 if starts and number > starts[0] and used.search(line):
-                    where = f"{file.name}:{number}{_users_line(file, number)}"
+                    where = f"{file.name}:{number}{users_line(file, number)}"
                     order.append((rank, number, f"{name} ({where})"))
     return max(order, default=(0, 0, ""))[2]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +16,58 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemsc.verify.field.numbers import LONGEST, Field, NotDecidedError
+from gemsc.verify.field.numbers import LONGEST, SMALL, Field, NotDecidedError
 
 __all__ = ["OverField"]
 
 Rule = Callable[..., Any]
+_unwritten = itertools.count(1)  # what is in new memory: never twice the same
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What exp of all that lies in some memory is."""
+
+    memory: StorageWeakRef
+    exp: Tensor
+    is_log: bool
+
+
+class Exps:
+    """What exp of some tensors is, by their memory; ranks that are threads share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+        self._bytes: dict[bytes, _Known] = {}  # by what was copied
+
+    def of(self, t: Tensor) -> _Known | None:
+        """Return what is known of all that lies in a tensor's memory."""
+        known = self._known.get(t.untyped_storage()._cdata)
+        return None if known is None or _is_gone(known) else known
+
+    def enter(self, t: Tensor, exp: Tensor, *, is_log: bool) -> None:
+        """Say what exp of all that lies in a tensor's memory is."""
+        if len(self._known) > 64:
+            for key, known in list(self._known.items()):
+                if _is_gone(known):
+                    self._known.pop(key, None)
+        storage = t.untyped_storage()
+        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._known[storage._cdata] = _Known(memory, exp, is_log)
+
+    def forget(self, t: Tensor) -> None:
+        """Drop what is known of a tensor that is written to."""
+        self._known.pop(t.untyped_storage()._cdata, None)
+
+    def follow(self, target: Tensor, source: Tensor) -> None:
+        """Know the same of a copy of bytes: of all of a memory, to wait, or back."""
+        known = self.of(source)
+        if known is not None and _is_whole(source):
+            self._bytes[_digest(source)] = known
+        elif self._bytes and _is_whole(target):
+            known = self._bytes.get(_digest(source))
+            if known is not None:
+                self.enter(target, known.exp, is_log=known.is_log)
 
 
 class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,15 +78,18 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, field: Field, rules: Any, see: Callable[[Any], None] | None = None
+        self,
+        field: Field,
+        rules: Any,
+        see: Callable[[Any], None] | None = None,
+        exps: Exps | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.see = see
         self.field = field
         self.rules = rules  # the module of that name
         self.zeros = 0
-        self._exps: dict[int, tuple[StorageWeakRef, int, Tensor]] = {}
-        self._logs: set[int] = set()
+        self._exps = Exps() if exps is None else exps
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -62,12 +115,22 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotDecidedError(func._schema.name)
         if any(map(_is_no_number, pytree.tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
+        if name in self.rules.UNWRITTEN:
+            return self._filled(func(*args, **kwargs))
         if name in self.rules.DRAWS:
-            return self._constants(func(*args, **kwargs))
+            return self._constants(self._plain(func, args, kwargs))
         if name == "_local_scalar_dense" and _is_real(args[0]):
             return float(self.of(args[0]).item())
-        if name in self.rules.PLAIN or func.is_view or name in self.rules.MOVES:
+        if name in self.rules.MOVES:
+            return self._moved(func, args, kwargs)
+        if func.is_view or torch.Tag.inplace_view in func.tags or name == "set_":
             return func(*args, **kwargs)
+        if name in self.rules.PLAIN:
+            return self._plain(func, args, kwargs)
+        if name == "copy_" and args[0].dtype is args[1].dtype is torch.uint8:
+            self._plain(func, args, kwargs)
+            self._exps.follow(*args[:2])
+            return args[0]
         if not _has_numbers((args, kwargs)):
             return self._constants(func(*args, **kwargs))
         base = name
@@ -79,9 +142,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = kwargs.pop("out", None) if "out" in kwargs else None
             result = rule(self, *args, **kwargs)
             if in_place or out is not None:
-                target: Any = args[0] if in_place else out
-                self.forget(target)
-                return target.copy_(result)
+                return self._write(args[0] if in_place else out, result)
             return (
                 result
                 if base in self.rules.OWN_DTYPE
@@ -107,7 +168,16 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         if dtype is not torch.float32:
             raise NotDecidedError(f"numbers in {dtype}")
-        return pytree.tree_map(lambda t: t.to(dtype) if _is_real(t) else t, result)
+        return pytree.tree_map(
+            lambda t: self.carry(t, t.to(dtype)) if _is_real(t) else t, result
+        )
+
+    def _filled(self, result: Any) -> Any:
+        """Return new memory: what reads it before it is written computes nothing."""
+        if _is_real(result):
+            number = self.field.apply("new", torch.tensor(next(_unwritten) % SMALL))
+            result.fill_(number)
+        return result
 
     def _constants(self, result: Any) -> Any:
         def change(leaf: Any) -> Any:
@@ -172,44 +242,60 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def exp(self, given: Tensor) -> Tensor:
         """Return exp of a tensor, which may be known as a quotient or an argument."""
-        known = self._known(given)
+        known = self._exps.of(given)
         if known is not None:
             place = given.size(), given.stride(), given.storage_offset()
-            return known.as_strided(*place).clone()
+            return known.exp.as_strided(*place).clone()
         return self.field.apply("exp", self.of(given))
 
     def has_exp(self, t: Any) -> bool:
         """Whether exp of a tensor is known as something else."""
-        return isinstance(t, Tensor) and self._known(t) is not None
+        return isinstance(t, Tensor) and self._exps.of(t) is not None
 
     def is_log(self, t: Any) -> bool:
         """Whether a tensor is the logarithm of something."""
-        return self.has_exp(t) and t.untyped_storage()._cdata in self._logs
-
-    def _known(self, t: Tensor) -> Tensor | None:
-        """Return exp of all that lies in a tensor's memory, if that is known."""
-        known = self._exps.get(t.untyped_storage()._cdata)
-        if known is None or known[1] != t._version or _is_gone(known[0]):
-            return None
-        return known[2]
+        known = self._exps.of(t) if isinstance(t, Tensor) else None
+        return known is not None and known.is_log
 
     def remember(self, t: Tensor, exp: Tensor, *, is_log: bool = False) -> Tensor:
         """Say what exp of a tensor is; `t` has a memory of its own."""
-        if len(self._exps) > 64:
-            gone = [k for k, (memory, *_) in self._exps.items() if _is_gone(memory)]
-            for key in gone:
-                del self._exps[key]
         whole = torch.empty_strided(t.size(), t.stride(), dtype=torch.float64)
-        whole.copy_(exp)
-        storage = t.untyped_storage()
-        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._exps[storage._cdata] = memory, t._version, whole
-        (self._logs.add if is_log else self._logs.discard)(storage._cdata)
+        self._exps.enter(t, whole.copy_(exp), is_log=is_log)
         return t
 
-    def forget(self, t: Tensor) -> None:
-        """Drop what is known of a tensor that is written to."""
-        self._exps.pop(t.untyped_storage()._cdata, None)
+    def carry(self, source: Tensor, result: Tensor) -> Tensor:
+        """Return a copy of a tensor, of which the same is known."""
+        if result is not source and self.has_exp(source):
+            self.remember(result, self.exp(source), is_log=self.is_log(source))
+        return result
+
+    def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Move numbers, and what exp of them is."""
+        result = self._plain(func, args, kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        moved = [t for t in pytree.tree_leaves((args, kwargs)) if _is_real(t)]
+        if name in self.rules.CARRIES and any(map(self.has_exp, moved)):
+            exps = pytree.tree_map(lambda t: self.exp(t) if _is_real(t) else t, args)
+            is_log = all(map(self.is_log, moved))
+            self.remember(result, func(*exps, **kwargs), is_log=is_log)
+        return result
+
+    def _write(self, target: Tensor, result: Tensor) -> Tensor:
+        """Put a result where it belongs, with what exp of it is if it fills that."""
+        target.copy_(result)
+        self._exps.forget(target)
+        if _is_whole(target) and target.shape == result.shape:
+            return self.carry(result, target)
+        return target
+
+    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Let torch compute; forget what was known of what it writes to."""
+        result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                for t in pytree.tree_leaves(value) if argument.is_write else ():
+                    self._exps.forget(t)
+        return result
 
 
 def _is_real(leaf: Any) -> bool:
@@ -225,10 +311,14 @@ def _has_numbers(values: Any) -> bool:
     return any(map(_is_real, pytree.tree_leaves(values)))
 
 
-def _is_gone(memory: StorageWeakRef) -> bool:
-    return bool(memory.expired())  # type: ignore[no-untyped-call]
+def _is_gone(known: _Known) -> bool:
+    return bool(known.memory.expired())  # type: ignore[no-untyped-call]
 
 
-def is_infinite(t: Tensor) -> bool:
-    """Whether a tensor has infinities."""
-    return bool(t.isinf().any())
+def _is_whole(t: Tensor) -> bool:
+    """Whether a tensor is all that lies in its memory."""
+    return t.nbytes == t.untyped_storage().nbytes()
+
+
+def _digest(t: Tensor) -> bytes:
+    return hashlib.blake2b(t.contiguous().numpy()).digest()

@@ -12,16 +12,19 @@ is none with a small one, for a number drawn for its bits.
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LONGEST", "PRIMES", "Field", "NotDecidedError"]
+__all__ = ["LONGEST", "PRIMES", "SMALL", "Field", "NotDecidedError"]
 
 PRIMES = (131071, 131063, 131059)  # the largest below 2^17
 LONGEST = 2**18  # products that may be added up before they are reduced
+SMALL = 2**10  # integers up to this are counts: as exponents, indices and in order
+_SMALL_DENOMINATORS = 10
 _LARGEST = 2.0**50
 _DENOMINATORS = 2**15
 _INVERSES = {"back": "order", "log": "exp"}  # of one another
@@ -100,27 +103,33 @@ class Field:
 
     def apply(self, name: object, t: Tensor) -> Tensor:
         """Return a function that is drawn for its name, of each number."""
-        infinite = t.isinf()
+        given, infinite = t, t.isinf()
         if bool(infinite.any()):
             t = t.masked_fill(infinite, 0.0)
         places = t.long().add_(self.half)
         result = self.table(name).take(places)
         if bool(infinite.any()):
-            result = result.masked_fill(infinite, self.number_of(name))
+            for end in (math.inf, -math.inf):
+                result = result.masked_fill(given == end, self.number_of(name, end))
         return result
 
-    def number_of(self, name: object) -> float:
+    def number_of(self, name: object, end: float) -> float:
         """Return what a function is at an infinity."""
-        if str(name) in ("exp", "inverse"):
+        if str(name) == "inverse" or (str(name) == "exp" and end < 0):
             return 0.0
-        return float(self.table(f"{name} at infinity")[0])
+        if str(name) == "exp":
+            return end
+        return float(self.table(f"{name} at {end}")[0])
 
     def inverse(self, t: Tensor) -> Tensor:
         """Return 1 / t; that of 0 is 0."""
         return self.apply("inverse", t)
 
     def ordered(self, t: Tensor) -> Tensor:
-        """Return the place of each number in a random order."""
+        """Return the place of each number in an order.
+
+        It is random, but that counts and simple fractions, as 0.5, stand as they do.
+        """
         return self._through("order", t)
 
     def from_order(self, t: Tensor) -> Tensor:
@@ -156,11 +165,24 @@ def _table(p: int, key: int, name: str) -> Tensor:
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     if name in _INVERSES.values():
         drawn = generator.permutation(p) - half
+        if name == "order":
+            known = _simple(p, _table(p, key, "inverse").long().numpy())
+            drawn[known] = np.sort(drawn[known])
     else:  # never 0: what is divided by, or a scale, is none
         drawn = generator.integers(1, p, p) - half
         drawn = np.where(drawn > half, drawn - p, drawn)
         drawn[drawn == 0] = half
     return torch.from_numpy(drawn.astype(np.float64))
+
+
+def _simple(p: int, inverse: np.ndarray) -> np.ndarray:
+    """Return where the numbers of simple fractions stand in a table, by their size."""
+    half, tops = p // 2, np.arange(-SMALL, SMALL + 1)
+    places: dict[float, int] = {}
+    for bottom in range(1, _SMALL_DENOMINATORS + 1):
+        found = (tops * inverse[bottom + half] + half) % p
+        places.update(zip((tops / bottom).tolist(), found.tolist(), strict=True))
+    return np.array([places[value] for value in sorted(places)])
 
 
 def _fractions(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,9 +206,8 @@ def _fractions(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         done |= (part < 1e-12) | (now[1] > _DENOMINATORS)
         if done.all():
             break
-        rest = np.where(done, 0.5, 1.0 / np.where(part == 0, 0.5, part))
-        whole = np.floor(rest).astype(np.int64)
-        whole = np.where(done | (whole > 2**31), 0, whole)
+        rest = 1.0 / np.where(done, 2.0, part)
+        whole = np.where(done | (rest > 2**31), 0, rest).astype(np.int64)
         now, before = (
             (whole * now[0] + before[0], np.maximum(whole * now[1] + before[1], 1)),
             now,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gemsc.verify.field.mode import OverField
-from gemsc.verify.field.numbers import LONGEST, NotDecidedError
+from gemsc.verify.field.numbers import LONGEST, SMALL, NotDecidedError
 
-__all__ = ["DRAWS", "MOVES", "OWN_DTYPE", "PLAIN", "RULES"]
+__all__ = ["CARRIES", "DRAWS", "MOVES", "OWN_DTYPE", "PLAIN", "RULES", "UNWRITTEN"]
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -37,21 +37,18 @@ DRAWS = frozenset(
         "normal",
     ]
 )
+# new memory
+UNWRITTEN = frozenset(
+    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"]
+)
 # what looks at numbers without changing them, or makes none
 PLAIN = frozenset(
     [
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
         "_local_scalar_dense",
         "isfinite",
         "isinf",
         "isnan",
         "is_same_size",
-        "resize_",
-        "set_",
         "size",
         "stride",
         "is_nonzero",
@@ -142,6 +139,28 @@ MOVES = frozenset(
     ]
 )
 
+# of these, what gives a memory of its own to nothing but what it is given
+CARRIES = frozenset(
+    [
+        "clone",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+        "flip",
+        "roll",
+        "repeat",
+        "repeat_interleave",
+        "masked_select",
+        "take",
+        "take_along_dim",
+        "expand_copy",
+        "view_copy",
+        "slice_copy",
+    ]
+)
+
 # what says itself in which dtype its result is
 OWN_DTYPE = frozenset(["_to_copy", "full_like", "new_full"])
 
@@ -163,20 +182,41 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 @rule("_to_copy")
 def _to_copy(mode: OverField, t: Tensor, **how: Any) -> Any:
     dtype = how.get("dtype") or t.dtype
-    if dtype.is_floating_point or dtype is torch.bool or not t.is_floating_point():
-        if dtype.is_floating_point and dtype not in (torch.float32, torch.float64):
+    if dtype.is_floating_point:
+        if dtype not in (torch.float32, torch.float64):
             raise NotDecidedError(f"numbers in {dtype}")
-        if dtype.is_floating_point:
-            return aten._to_copy(mode.of(t), **{**how, "dtype": dtype})
+        return mode.carry(t, aten._to_copy(mode.of(t), **{**how, "dtype": dtype}))
+    if not t.is_floating_point():
         return aten._to_copy(t, **how)
-    raise NotDecidedError(f"a conversion of numbers to {dtype}")
+    return aten._to_copy(_as_plain(mode, t, dtype), **how)
+
+
+def _as_plain(mode: OverField, t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what becomes integers or booleans: of numbers only those that count."""
+    if dtype is torch.bool:
+        return mode.of(t) != 0
+    counts = counted(mode, t)
+    if counts is None or dtype.is_complex:
+        raise NotDecidedError(f"a conversion of numbers to {dtype}")
+    return counts.to(dtype)
+
+
+def counted(mode: OverField, value: Any) -> Tensor | None:
+    """Return what counts something as float64: it has small integers alone.
+
+    Drawn numbers are none, but by chance.
+    """
+    numbers = mode.of(value)
+    if not isinstance(numbers, Tensor):
+        numbers = torch.tensor(numbers, dtype=torch.float64)
+    return numbers if bool((numbers.abs() <= SMALL).all()) else None
 
 
 @rule("copy")
-def _copy(mode: OverField, t: Tensor, other: Any, *_: Any) -> Any:
-    if not t.is_floating_point() and other.is_floating_point():
-        raise NotDecidedError(f"a conversion of numbers to {t.dtype}")
-    return mode.of(other) if t.is_floating_point() else other
+def _copy(mode: OverField, t: Tensor, other: Tensor, *_: Any) -> Any:
+    if t.is_floating_point():
+        return mode.of(other)
+    return _as_plain(mode, other, t.dtype) if other.is_floating_point() else other
 
 
 @rule("fill")
@@ -326,26 +366,35 @@ def _square(mode: OverField, a: Tensor) -> Tensor:
 
 
 @rule("pow")
-def _pow(mode: OverField, a: Any, b: Any) -> Any:
-    if isinstance(b, Tensor) and b.dim() == 0 and isinstance(a, Tensor):
-        b = float(b)
-    if isinstance(b, Tensor) or not isinstance(a, Tensor):
-        raise NotDecidedError("a power with a tensor as its exponent")
-    return power(mode, mode.of(a), b)
+def _pow(mode: OverField, a: Any, b: Any) -> Tensor:
+    if not isinstance(b, Tensor):
+        return power(mode, mode.of(a), b)
+    x, exponents = (
+        t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
+        for t in (mode.of(a), mode.of(b))
+    )
+    x, exponents = torch.broadcast_tensors(x, exponents)
+    # any function of both, that is the product where the exponent counts
+    both = mode.add(x, mode.field.apply("exponent", exponents))
+    result = mode.field.apply("power", both)
+    is_count = exponents.abs() <= SMALL
+    for n in exponents[is_count].unique().tolist():
+        here = exponents == n
+        result[here] = power(mode, x[here], n)
+    return result
 
 
 def power(mode: OverField, x: Tensor, n: float) -> Any:
     if n != int(n):
-        if n == 0.5:
-            return mode.field.apply("sqrt", x)
-        if n == -0.5:
-            return mode.field.apply("rsqrt", x)
-        return mode.field.apply(("pow", n), x)
+        name = {0.5: "sqrt", -0.5: "rsqrt"}.get(n)
+        return mode.field.apply(of_one(name) if name else ("pow", n), x)
     if n < 0:
         return mode.inverse(power(mode, x, -n))
-    result = torch.ones_like(x)
-    for _ in range(int(n)):
-        result = mode.mul(result, x)
+    result, square, rest = torch.ones_like(x), x, int(n)
+    while rest:
+        if rest % 2:
+            result = mode.mul(result, square)
+        square, rest = mode.mul(square, square), rest // 2
     return result
 
 
@@ -587,6 +636,11 @@ BACKWARDS = [
 ]
 
 
+def of_one(name: str) -> str:
+    """Return the key of a function of one tensor and nothing else."""
+    return str((name, (), []))
+
+
 def _function(name: str) -> Rule:
     def run(mode: OverField, t: Tensor, *rest: Any, **how: Any) -> Any:
         if any(isinstance(each, Tensor) for each in rest):
@@ -753,7 +807,7 @@ def moments(mode: OverField, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor
 
 
 def _eps(mode: OverField, variance: Tensor, eps: float) -> Tensor:
-    return mode.field.apply("('rsqrt', (), [])", mode.add(variance, mode.of(eps)))
+    return mode.field.apply(of_one("rsqrt"), mode.add(variance, mode.of(eps)))
 
 
 @rule("native_batch_norm")
@@ -990,7 +1044,7 @@ def _var(mode: OverField, t: Tensor, *args: Any, **how: Any) -> Tensor:
 
 @rule("std")
 def _std(mode: OverField, t: Tensor, *args: Any, **how: Any) -> Tensor:
-    return mode.field.apply("('sqrt', (), [])", _var(mode, t, *args, **how))
+    return mode.field.apply(of_one("sqrt"), _var(mode, t, *args, **how))
 
 
 @rule("var_mean")
@@ -1009,11 +1063,9 @@ def _norm(
 ) -> Tensor:
     x = mode.of(t)
     if p in (2, 2.0, None):
-        return mode.field.apply(
-            "('sqrt', (), [])", mode.sum(mode.mul(x, x), dims, keepdim)
-        )
+        return mode.field.apply(of_one("sqrt"), mode.sum(mode.mul(x, x), dims, keepdim))
     if p in (1, 1.0):
-        return mode.sum(mode.field.apply("('abs', (), [])", x), dims, keepdim)
+        return mode.sum(mode.field.apply(of_one("abs"), x), dims, keepdim)
     raise NotDecidedError(f"a norm of order {p}")
 
 
