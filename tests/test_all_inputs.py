@@ -23,7 +23,9 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import RunningStatistics
-from gemsc.verify.field.check import AllInputs, check_all_inputs
+from gemsc.verify.field.check import AllInputs, _compared, check_all_inputs
+from gemsc.verify.field.numbers import PRIMES, Field
+from gemsc.verify.record import StepRecord
 
 TILES = options(ranks=2, tiles="2x1", micro_batches=2)
 PROVED = (
@@ -260,3 +262,21 @@ def test_the_first_wrong_value_is_named(
     write_directory(lowered(network, how).compilation, tmp_path / "program")
     assert mutant.change(tmp_path / "program")
     assert re.search(place, found(network, how, tmp_path / "program").why)
+
+
+def test_what_is_not_decided_names_the_files_that_the_user_has(tmp_path: Path) -> None:
+    name, how = PROGRAMS["pipeline"]
+    write_directory(lowered(name, how).compilation, tmp_path / "program")
+    narrow = "head = self.head(hidden.half().to(hidden.dtype))"
+    mutant = Mutant("", "pipeline", "head = self.head(hidden)", narrow)
+    assert mutant.change(tmp_path / "program")
+    place = rf"{tmp_path / 'program' / 'rank1.py'}:\d+, mlp.py:\d+: no rule for numbers"
+    assert re.match(place, found(name, how, tmp_path / "program").why)
+
+
+def test_a_gradient_that_the_model_has_not_is_wrong() -> None:
+    drawn, ones, none = Field(PRIMES[0], 0), torch.ones(2), torch.zeros(2)
+    expected = StepRecord([1.0], {"a": ones}, {"a": ones})
+    for more, verdict in ((ones, "not equal"), (none, "proved")):
+        actual = StepRecord([1.0], {"a": ones, "b": more}, {"a": ones})
+        assert _compared(actual, expected, drawn, 1).verdict == verdict

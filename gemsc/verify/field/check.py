@@ -342,6 +342,11 @@ def _compared(
                 drawn.of(held[name].clone()), drawn.of(tensor.clone())
             ):
                 wrong.append(f"{kind}{name}")
+    wrong += [
+        f"the gradient of {name}, which has none"
+        for name, tensor in actual.gradients.items()
+        if name not in expected.gradients and bool((drawn.of(tensor) != 0).any())
+    ]
     wrong += [f"the copies of {name}" for name in sorted(actual.unequal)]
     counts = len(expected.gradients), len(_buffers(expected))
     if wrong:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,6 @@ DRAWS = frozenset(
         "normal_",
         "exponential_",
         "random_",
-        "normal",
     ]
 )
 # new memory
@@ -58,7 +56,7 @@ PLAIN = frozenset(
         "_pin_memory",
         "equal",
         "nonzero",
-        "_amp_foreach_non_finite_check_and_unscale_",
+        "_amp_foreach_non_finite_check_and_unscale_",  # by 1: it looks for infinities
         "_foreach_copy_",
         "_foreach_zero_",
         "_assert_async",
@@ -76,7 +74,6 @@ MOVES = frozenset(
         "flip",
         "roll",
         "repeat",
-        "constant",
         "zero_",
         "zeros_like",
         "ones_like",
@@ -124,7 +121,6 @@ MOVES = frozenset(
         "masked_scatter_",
         "_unsafe_index",
         "block_diag",
-        "swapaxes",
         "expand_copy",
         "view_copy",
         "slice_copy",
@@ -135,7 +131,6 @@ MOVES = frozenset(
         "unsafe_split_with_sizes",
         "index_copy",
         "index_copy_",
-        "scatter_src",
     ]
 )
 
@@ -350,7 +345,10 @@ def _neg(mode: OverField, a: Tensor) -> Any:
 @rule("div", "divide", "true_divide")
 def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Tensor:
     if rounding_mode is not None:
-        raise NotDecidedError(f"a division rounded by {rounding_mode}")
+        counts = [counted(mode, value) for value in (a, b)]
+        if any(each is None for each in counts):
+            raise NotDecidedError(f"a division rounded by {rounding_mode}")
+        return aten.div(*counts, rounding_mode=rounding_mode)
     return mode.mul(mode.of(a), mode.inverse(mode.of(b)))
 
 
@@ -512,7 +510,8 @@ def _convolution_backward(
     return mine, of_weight, of_bias
 
 
-@rule(
+# what only adds numbers up
+SUMS = [
     "index_add",
     "scatter_add",
     "index_put",
@@ -538,30 +537,26 @@ def _convolution_backward(
     "index_select_backward",
     "trace",
     "value_selecting_reduction_backward",
-)
-def _unused(mode: OverField, *args: Any, **kwargs: Any) -> Any:
-    raise AssertionError
+]
 
 
-def _linear_rule(name: str) -> Rule:
-    """Return the rule of what only adds numbers up."""
-
+def _summing(name: str) -> Rule:
     def run(mode: OverField, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(
+        if kwargs.get("alpha", 1) != 1:
+            raise NotDecidedError(f"{name} with alpha")
+        if name == "embedding_dense_backward" and args[4]:
+            raise NotDecidedError("an embedding with scale_grad_by_freq")
+        values = (
             mode.of(a) if isinstance(a, Tensor) and a.is_floating_point() else a
             for a in args
         )
-        for key in ("alpha",):
-            if kwargs.get(key, 1) != 1:
-                raise NotDecidedError(f"{name} with {key}")
-        return mode.field.reduced(getattr(aten, name)(*args, **kwargs))
+        return _finite_reduced(mode, getattr(aten, name)(*values, **kwargs))
 
     return run
 
 
-for _name, _rule in list(RULES.items()):
-    if _rule is _unused:
-        RULES[_name] = _linear_rule(_name)
+for _name in SUMS:
+    RULES[_name] = _summing(_name)
 
 
 # -------------------------------------------------------------- functions of numbers
@@ -703,39 +698,31 @@ def _log(mode: OverField, t: Tensor) -> Tensor:
 def _ordered(name: str) -> Rule:
     """Return the rule of what chooses among numbers by their order."""
 
-    def run(mode: OverField, *args: Any, **how: Any) -> Any:
-        def there(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.dtype is not torch.bool:
-                return mode.field.ordered(mode.of(value))
-            if isinstance(value, float | int):
-                x = torch.tensor(_scalar(mode, value), dtype=torch.float64)
-                return mode.field.ordered(x)
-            return value
+    def run(mode: OverField, t: Any, *args: Any, **how: Any) -> Any:
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                value = torch.tensor(_scalar(mode, value), dtype=torch.float64)
+            return mode.field.ordered(mode.of(value))
 
-        if name in _TWO:
-            found = getattr(aten, name)(*map(there, args), **how)
-        elif name in _BOUNDED:
-            found = there(args[0])
-            bounds = [*args[1:], how.get("min"), how.get("max")]
-            low, high = {
-                "clamp": (
-                    (args[1] if len(args) > 1 else how.get("min")),
-                    (args[2] if len(args) > 2 else how.get("max")),
-                ),
-                "clamp_min": (bounds[0], None),
-                "clamp_max": (None, bounds[0]),
-            }[name]
-            if low is not None:
-                found = torch.maximum(found, there(low))
-            if high is not None:
-                found = torch.minimum(found, there(high))
+        def number(found: Any) -> Any:
+            is_place = isinstance(found, Tensor) and found.is_floating_point()
+            return mode.field.from_order(found) if is_place else found
+
+        if name in _BOUNDED:
+            names = {"clamp": ("min", "max")}.get(name, (name[-3:],))
+            bounds = dict(zip(names, args, strict=False)) | how
+            found = place(t)
+            if bounds.get("min") is not None:
+                found = torch.maximum(found, place(bounds["min"]))
+            if bounds.get("max") is not None:
+                found = torch.minimum(found, place(bounds["max"]))
+        elif name in _TWO:
+            found = getattr(aten, name)(place(t), place(*args), **how)
         else:
-            found = getattr(aten, name)(there(args[0]), *args[1:], **how)
+            found = getattr(aten, name)(place(t), *args, **how)
         if isinstance(found, tuple | list):
-            return tuple(
-                mode.field.from_order(t) if t.is_floating_point() else t for t in found
-            )
-        return mode.field.from_order(found) if found.is_floating_point() else found
+            return tuple(map(number, found))
+        return number(found)
 
     return run
 
@@ -770,18 +757,13 @@ for _name in (
     RULES[_name] = _ordered(_name)
 
 
-@rule(
-    "eq", "ne", "logical_and", "logical_or", "logical_not", "logical_xor", "any", "all"
-)
-def _never(mode: OverField, *args: Any, **how: Any) -> Any:
-    raise AssertionError
-
-
 def _same(name: str) -> Rule:
+    """Return the rule of what asks whether numbers are the same, or 0."""
+
     def run(mode: OverField, *args: Any, **how: Any) -> Any:
         def plain(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value if value.dtype is torch.bool else mode.of(value)
+                return mode.of(value)
             if type(value) in (int, float) and name in ("eq", "ne"):
                 return _scalar(mode, value)
             return value
@@ -791,9 +773,11 @@ def _same(name: str) -> Rule:
     return run
 
 
-for _name, _rule in list(RULES.items()):
-    if _rule is _never:
-        RULES[_name] = _same(_name)
+for _name in (
+    *("eq", "ne", "any", "all"),
+    *("logical_and", "logical_or", "logical_not", "logical_xor"),
+):
+    RULES[_name] = _same(_name)
 
 
 # ---------------------------------------------------------------------- normalization
@@ -1155,11 +1139,13 @@ def _attention(
 ) -> Any:
     q, k, v = mode.of(q), mode.of(k), mode.of(v)
     k, v = (_for_each_head(q, t) for t in (k, v))
+    if dropout_p:
+        raise NotDecidedError("attention that drops within its kernel")
     scores, _ = _scores(mode, q, k, is_causal, attn_mask, scale)
     weights = _softmax(mode, scores, -1)
     # as the kernel leaves it in memory: batch x queries x heads x size
     out = mode.matmul(weights, v).transpose(1, 2).contiguous().transpose(1, 2)
-    return out, q.new_zeros(q.shape[:-1])
+    return out, _logsumexp(mode, scores, [-1])
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu_backward")
@@ -1221,7 +1207,7 @@ def _pool_args(args: list[Any], divisor: Any) -> list[Any]:
 def _average(name: str) -> Rule:
     def run(mode: OverField, x: Tensor, *args: Any) -> Tensor:
         x = mode.of(x)
-        if x.dim() != int(name[-2]) + 2:
+        if x.dim() != _num_axes(name) + 2:
             raise NotDecidedError("a pool without a batch")
         found = mode.field.reduced(getattr(aten, name)(x, *_pool_args(list(args), 1)))
         return mode.mul(found, mode.inverse(_pool_factors(name, x, args)))
@@ -1248,23 +1234,17 @@ for _name in ("avg_pool2d", "avg_pool3d"):
 def _matrices(
     mode: OverField, call: Callable[[Tensor], Tensor], size: tuple[int, ...]
 ) -> list[Tensor]:
-    """Return the matrices (outputs x inputs) of an operation linear along each axis."""
+    """Return the matrices (outputs x inputs) of an operation linear along each axis.
+
+    What does not change along the other axes stays so.
+    """
     found = []
     for axis, length in enumerate(size):
-        rows = []
-        for other in (2,):
-            shape = [other] * len(size)
-            shape[axis] = length
-            basis = torch.eye(length, dtype=torch.float64)
-            view = [1] * len(size)
-            view[axis] = length
-            ones = [n if a != axis else 1 for a, n in enumerate(size)]
-            rows.append(call(basis.view(length, 1, *view).repeat(1, 1, *ones)))
-        full = rows[0]
-        for dim in range(len(size), 0, -1):
-            if dim - 1 != axis:
-                full = full.select(dim + 1, 0)
-        found.append(mode.of(full.reshape(length, -1).t().contiguous()))
+        view = [length if a == axis else 1 for a in range(len(size))]
+        basis = torch.eye(length, dtype=torch.float64).view(length, 1, *view)
+        full = call(basis.expand(length, 1, *size).contiguous()).movedim(axis + 2, 1)
+        rows = full.reshape(length, full.shape[1], -1)[..., 0]
+        found.append(mode.of(rows.t().contiguous()))
     return found
 
 
@@ -1290,9 +1270,11 @@ RESIZES = [
 
 
 def _resize(name: str) -> Rule:
+    axes = _num_axes(name)
+
     def run(mode: OverField, x: Tensor, *args: Any, **how: Any) -> Tensor:
-        size = tuple(x.shape[2:])
         op = getattr(aten, name)
+        size = tuple(x.shape[-axes:])
         matrices = _matrices(mode, lambda t: op(t, *args, **how), size)
         return _along(mode, mode.of(x), matrices)
 
@@ -1300,20 +1282,26 @@ def _resize(name: str) -> Rule:
 
 
 def _resize_backward(name: str) -> Rule:
+    axes = _num_axes(name)
+
     def run(mode: OverField, g: Tensor, *args: Any, **how: Any) -> Tensor:
         op = getattr(aten, name)
         if name.startswith("_adaptive"):
-            (x,) = args
-            output = list(g.shape[2:])
-            matrices = _matrices(mode, lambda t: op(t, output), tuple(x.shape[2:]))
+            rest, size = [list(g.shape[-axes:])], args[0].shape
         else:
             output, size, *rest = args
-            matrices = _matrices(
-                mode, lambda t: op(t, output, *rest, **how), tuple(size[2:])
-            )
+            rest = [output, *rest]
+        matrices = _matrices(mode, lambda t: op(t, *rest, **how), tuple(size[-axes:]))
         return _along(mode, mode.of(g), [m.t() for m in matrices])
 
     return run
+
+
+def _num_axes(name: str) -> int:
+    """Return along how many axes an operation works: 2 of `avg_pool2d`."""
+    found = re.search(r"(\d)d", name)
+    assert found is not None
+    return int(found[1])
 
 
 for _name in RESIZES:
@@ -1346,6 +1334,3 @@ def _mse_backward(
 @rule("native_dropout_backward")
 def _dropout_backward(mode: OverField, g: Tensor, mask: Tensor, scale: float) -> Tensor:
     return mode.mul(mode.mul(mode.of(g), mode.of(mask)), mode.of(scale))
-
-
-_ = functools, itertools
