@@ -216,6 +216,12 @@ MUTANTS = (
         "pairs[:, 0]",
         "pairs[:, 1]",
     ),
+    Mutant(
+        "another result in evaluation",
+        "pipeline",
+        "    worker.add_result(m, loss, head)\n",
+        "    worker.add_result(m, loss, head.relu())\n",
+    ),
     # ------------------------------------------------------ two backwards
     Mutant(
         "weight gradients twice",
@@ -451,6 +457,12 @@ MUTANTS = (
         "heads",
         "training=self.training,",
         "training=False,",
+    ),
+    Mutant(
+        "dropped in evaluation, too",
+        "heads",
+        "training=self.training,",
+        "training=True,",
     ),
     Mutant("another approximation", "heads", ', approximate="tanh"', ""),
     Mutant(

@@ -23,7 +23,7 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import RunningStatistics
-from gemsc.verify.field.check import AllInputs, _compared, check_all_inputs
+from gemsc.verify.field.check import AllInputs, _compared, _Evaluated, check_all_inputs
 from gemsc.verify.field.numbers import PRIMES, Field
 from gemsc.verify.record import StepRecord
 
@@ -61,6 +61,7 @@ BY_DAY = (
     "a halo off by one row at one tile",
     "another slice of a weight",
     "the words of the other shard",
+    "another result in evaluation",
 )
 
 
@@ -277,6 +278,7 @@ def test_what_is_not_decided_names_the_files_that_the_user_has(tmp_path: Path) -
 def test_a_gradient_that_the_model_has_not_is_wrong() -> None:
     drawn, ones, none = Field(PRIMES[0], 0), torch.ones(2), torch.zeros(2)
     expected = StepRecord([1.0], {"a": ones}, {"a": ones})
+    same = _Evaluated(), _Evaluated()
     for more, verdict in ((ones, "not equal"), (none, "proved")):
         actual = StepRecord([1.0], {"a": ones, "b": more}, {"a": ones})
-        assert _compared(actual, expected, drawn, 1).verdict == verdict
+        assert _compared((actual, expected), same, drawn, 1).verdict == verdict

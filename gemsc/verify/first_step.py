@@ -49,7 +49,15 @@ from gemsc.verify.steps import (
     reference_steps,
 )
 
-__all__ = ["MOST_BYTES", "MOST_SECONDS", "first_step", "too_much"]
+__all__ = [
+    "MOST_BYTES",
+    "MOST_SECONDS",
+    "different",
+    "evaluated",
+    "first_step",
+    "named_outputs",
+    "too_much",
+]
 
 MOST_SECONDS = 30.0  # of the ranks and the model, as predicted
 MOST_BYTES = 4 << 30  # of weights and activations
@@ -79,7 +87,7 @@ def first_step(
     plan = _with_few_copies(compilation.plan)
     given = normalize_inputs(example_inputs), example_target
     batch = repeated(given, plan)
-    reason = _compared(compilation, plan, model, loss, _different(batch, plan))
+    reason = _compared(compilation, plan, model, loss, different(batch, plan))
     # numbers that mean something to each other may be refused by the model
     return reason and _compared(compilation, plan, model, loss, batch)
 
@@ -173,7 +181,7 @@ def _with_few_copies(plan: Plan) -> Plan:
     return replace(plan, ranks=ranks, data=copies, options=options)
 
 
-def _different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
+def different(batch: tuple[Any, Any], plan: Plan) -> tuple[Any, Any]:
     """Return the batch with other inputs in each micro-batch: none stands for another.
 
     Numbers come a little nearer to 0, but for 0, 1 and infinity, which masks have.
@@ -217,8 +225,9 @@ def _model(
         if loss is not None:
             given = model, _Loss(loss), [(inputs, target)]
             record = reference_steps(*given, count, dtype, precision=precision)
-        outputs = _evaluated(model, record.state, inputs, plan, dtype, precision)
-    return replace(record, state=record.state | outputs)
+        outputs = evaluated(model, record.state, inputs, plan, dtype, precision)
+    found = concatenated([named_outputs(output) for output in outputs])
+    return replace(record, state=record.state | found)
 
 
 class _Loss(nn.Module):
@@ -233,15 +242,15 @@ class _Loss(nn.Module):
         return self.loss(output) if target is None else self.loss(output, target)
 
 
-def _evaluated(
+def evaluated(
     model: nn.Module,
     state: Mapping[str, Tensor],
     inputs: Any,
     plan: Plan,
     dtype: torch.dtype,
     precision: Precision,
-) -> dict[str, Tensor]:
-    """Return what a model gives in evaluation, from the state after a step."""
+) -> list[Any]:
+    """Return what a model gives for each micro-batch in evaluation, after a step."""
     model = copy.deepcopy(model)
     cast_module(model, dtype)
     own = dict([*model.named_parameters(), *model.named_buffers()])
@@ -258,11 +267,10 @@ def _evaluated(
             with precision.autocast(cpu):
                 by_name = isinstance(part, Mapping)
                 outputs.append(model(**part) if by_name else model(*part))
-    found: dict[str, Tensor] = concatenated([_named(output) for output in outputs])
-    return found
+    return outputs
 
 
-def _named(output: Any) -> dict[str, Tensor]:
+def named_outputs(output: Any) -> dict[str, Tensor]:
     """Return the tensors that evaluation gives, under names no buffer has."""
     return {
         f"output {'.'.join(map(str, path))}".strip(): tensor
@@ -295,7 +303,7 @@ def _ranks(
         failure.__cause__ = error
         return failure, _NOTHING
     # those of data-parallel copies, in order
-    found = _named(concatenated([each for each in outputs if each is not None]))
+    found = named_outputs(concatenated([each for each in outputs if each is not None]))
     trains = (directory / "losses0.json").exists()
     record = read_record(directory, plan.ranks) if trains else _NOTHING
     return None, replace(record, state=record.state | found)

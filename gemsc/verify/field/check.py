@@ -8,7 +8,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.draws import same_draws
-from gemsc.base.dtypes import default_dtype
+from gemsc.base.dtypes import cast_module, default_dtype
+from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.base.user_place import is_users
+from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.tiles.rounding import nothing_rounds
 from gemsc.runtime.tiles.windows import taps
 from gemsc.runtime.training.program_directory import check_program
-from gemsc.runtime.training.trainer import Trainer
+from gemsc.runtime.training.trainer import Evaluation, Trainer, concatenated
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.field import rules
@@ -40,9 +42,16 @@ from gemsc.verify.field.locate import (
 )
 from gemsc.verify.field.mode import Exps, OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError
+from gemsc.verify.first_step import different, evaluated, named_outputs
 from gemsc.verify.on_threads import on_threads
+from gemsc.verify.precision import FULL
 from gemsc.verify.record import StepRecord, read_record
-from gemsc.verify.steps import initial_model, reference_steps, user_model_of
+from gemsc.verify.steps import (
+    initial_model,
+    micro_batch_of,
+    reference_steps,
+    user_model_of,
+)
 from gemsc.weights.read import read_tensors
 from gemsc.weights.write import write_tensors
 
@@ -71,7 +80,7 @@ class AllInputs:
         if self.verdict == "proved":
             return (
                 f"all inputs: proved for forward, {self.num_gradients} gradients, "
-                f"{self.num_buffers} buffers; wrong with probability below "
+                f"{self.num_buffers} buffers, evaluation; wrong with probability below "
                 f"{self.bound:.0e} (degree {DEGREE}); {self.seconds:.0f} s"
             )
         words = {"not equal": "NOT EQUAL"}.get(self.verdict, self.verdict)
@@ -107,9 +116,7 @@ def check_all_inputs(
                 return AllInputs("not decided", "every draw divides by 0")
             return _located(found, directory, model, loss, inputs, target)
         bound *= DEGREE / p
-    seconds = time.perf_counter() - start
-    counts = found.num_gradients, found.num_buffers
-    return AllInputs("proved", "", *counts, bound, seconds)
+    return replace(found, bound=bound, seconds=time.perf_counter() - start)
 
 
 def _located(
@@ -163,8 +170,30 @@ def check_program_for_all_inputs(directory: Path, *, draws: int = DRAWS) -> AllI
     user = user_model_of(directory, plan)
     inputs = user.make_inputs()
     batch = repeated((inputs, user.make_target(inputs)), plan)
-    model = initial_model(user, directory)
-    return check_all_inputs(directory, model, user.make_loss(), *batch, draws=draws)
+    model, loss = initial_model(user, directory), user.make_loss()
+    # integers, which are not drawn, other ones in each micro-batch
+    others = [different((each, None), plan)[0] for each in batch]
+    with suppress(_ModelFailedError):  # where integers mean something to each other
+        found = check_all_inputs(directory, model, loss, *others, draws=draws)
+        if found.verdict != "not decided":
+            return found
+    return check_all_inputs(directory, model, loss, *batch, draws=draws)
+
+
+class _ModelFailedError(GemscError):
+    """The model itself does not run on a batch."""
+
+
+@contextmanager
+def _of_model() -> Iterator[None]:
+    try:
+        yield
+    except (NotDecidedError, GemscError):
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        message = f"the model does not run over a finite field: {text}"
+        raise _ModelFailedError(message) from error
 
 
 def _once(
@@ -193,14 +222,47 @@ def _once(
             see([*whole.parameters(), *whole.buffers(), given])
         try:
             with preserve_rng(), default_dtype(DTYPE), _tables_apart():
-                with _over(drawn, see) as mode:
+                with _over(drawn, see) as mode, _of_model():
                     expected = reference_steps(
                         whole, _loss_of(loss), [given], count, DTYPE, _Still
                     )
-                actual, zeros = _ranks(folder, plan, given, drawn, watch)
+                    held = _evaluated(
+                        whole, expected.state, _loss_of(loss), given, plan
+                    )
+                actual, found, zeros = _ranks(folder, plan, given, drawn, watch)
         except NotDecidedError as error:
             return AllInputs("not decided", _with_line(error, folder, directory)), 0
-        return _compared(actual, expected, drawn, count), zeros + mode.zeros
+        pairs = (actual, expected), (found, held)
+        return _compared(*pairs, drawn, count), zeros + mode.zeros
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """The mean loss and the outputs of an evaluation."""
+
+    loss: float = 0.0
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def _evaluated(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    loss: Callable[..., Any],
+    batch: tuple[Any, Any],
+    plan: Plan,
+) -> _Evaluated:
+    """Return what the model gives in evaluation after the step."""
+    outputs = evaluated(model, state, batch[0], plan, DTYPE, FULL)
+    loss = copy.deepcopy(loss)
+    if isinstance(loss, nn.Module):
+        cast_module(loss, DTYPE)
+        loss.eval()
+    total, count = 0.0, plan.data * plan.micro_batches
+    with torch.no_grad(), plain_forward():
+        for m, output in enumerate(outputs):
+            target = micro_batch_of(batch[1], m, count, plan.batch_size)
+            total += float(loss(output, target))
+    return _Evaluated(total / count, concatenated([named_outputs(each) for each in outputs]))
 
 
 @contextmanager
@@ -252,11 +314,12 @@ def _ranks(
     batch: tuple[Any, Any],
     drawn: Field,
     watch: Watched,
-) -> tuple[StepRecord, int]:
+) -> tuple[StepRecord, _Evaluated, int]:
+    """Return what a step and an evaluation give, and how often was divided by 0."""
     cpu = torch.device("cpu")
     exps = Exps()  # messages are copies, too
 
-    def step(transport: Transport) -> int:
+    def step(transport: Transport) -> tuple[Evaluation, int]:
         # it tries its optimizer, in floats
         trainer = Trainer(
             folder,
@@ -266,12 +329,17 @@ def _ranks(
             on_nonfinite="warn",
             optimizer=_Still,
         )
-        with _over(drawn, exps=exps) as mode, watch(transport.rank % plan.copy_ranks):
+        rank = transport.rank % plan.copy_ranks
+        with _over(drawn, exps=exps) as mode, watch(rank):
             recorded(trainer, folder, [batch], measure=False)
-        return mode.zeros
+            evaluation = trainer.evaluate(*batch)
+        return evaluation, mode.zeros
 
-    zeros = on_threads(plan.ranks, step, DTYPE)
-    return read_record(folder, plan.ranks), sum(zeros)
+    found, zeros = zip(*on_threads(plan.ranks, step, DTYPE), strict=True)
+    # those of data-parallel copies, in order
+    outputs = [each.output for each in found if each.output is not None]
+    of_all = _Evaluated(found[0].loss, named_outputs(concatenated(outputs)))
+    return read_record(folder, plan.ranks), of_all, sum(zeros)
 
 
 def _random(name: str, shape: Any, drawn: Field) -> Tensor:
@@ -321,18 +389,27 @@ def _drawn_batch(value: Any, drawn: Field, name: str) -> Any:
 
 
 def _compared(
-    actual: StepRecord, expected: StepRecord, drawn: Field, count: int
+    steps: tuple[StepRecord, StepRecord],
+    evaluations: tuple[_Evaluated, _Evaluated],
+    drawn: Field,
+    count: int,
 ) -> AllInputs:
-    wrong = []
-    (mine,), (theirs,) = (
-        [round(loss * count) % drawn.p for loss in record.losses]
-        for record in (actual, expected)
-    )
-    if mine != theirs:
-        wrong.append("the loss")
+    """Compare what a step and an evaluation of the ranks and of the model gave."""
+    actual, expected = steps
+    losses = {
+        "the loss": [step.losses[0] for step in steps],
+        "evaluation: the loss": [each.loss for each in evaluations],
+    }
+    wrong = [
+        name
+        for name, pair in losses.items()
+        if len({round(loss * count) % drawn.p for loss in pair}) > 1
+    ]
+    mine, theirs = (each.outputs for each in evaluations)
     groups: tuple[tuple[str, Mapping[str, Tensor], Mapping[str, Tensor]], ...] = (
         ("the gradient of ", actual.gradients, expected.gradients),
         ("buffer ", actual.state, _buffers(expected)),
+        ("evaluation: ", mine, theirs),
     )
     for kind, held, wanted in groups:
         for name, tensor in wanted.items():

@@ -6,7 +6,8 @@ masks have them.
 
 A constant of the program that is no integer stands for the fraction with the smallest
 denominator that rounds to it (0.1 is 1 / 10, so that 1 - 0.1 is 0.9), or, where there
-is none with a small one, for a number drawn for its bits.
+is none with a small one, for a number drawn for its bits. (-c) is -c, and 24^(-1/2)
+the square of 24^(-1/4).
 """
 
 from __future__ import annotations
@@ -90,7 +91,14 @@ class Field:
         tops = (tops % p + self.half) % p - self.half  # in -half ... half
         below = inverse[(bottoms % p + self.half) % p].astype(np.int64)
         values = (tops * below) % p
-        drawn = _mixed(found.view(np.int64), self.key) % p
+        # a square root of a fraction is the square of its own root, in attention
+        size = np.abs(found)
+        with np.errstate(over="ignore", under="ignore"):
+            is_root = _fractions(size * size, ulps=4)[2]
+        bits = np.where(is_root, np.sqrt(size), size).view(np.int64)
+        drawn = _mixed(bits, self.key) % p
+        drawn = np.where(is_root, drawn * drawn % p, drawn)
+        drawn = np.where(found < 0, p - drawn, drawn) % p
         values = np.where(is_small, values, drawn)
         values = np.where(values > self.half, values - p, values)
         return torch.from_numpy(values.astype(np.float64)[back.reshape(-1)])
@@ -185,8 +193,11 @@ def _simple(p: int, inverse: np.ndarray) -> np.ndarray:
     return np.array([places[value] for value in sorted(places)])
 
 
-def _fractions(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return numerators and denominators, and which are exactly these when rounded."""
+def _fractions(
+    values: np.ndarray, ulps: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return numerators and denominators, and which are these when rounded."""
+    allowed = ulps * np.finfo(np.float64).eps * np.abs(values)
     tops, bottoms = np.zeros(values.shape, np.int64), np.ones(values.shape, np.int64)
     done = np.abs(values) >= 2.0**30
     is_small = np.zeros(values.shape, bool)
@@ -198,7 +209,7 @@ def _fractions(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         with np.errstate(all="ignore"):
             quotient = now[0] / now[1]
         single = quotient.astype(np.float32).astype(np.float64)
-        hit = ~done & ((quotient == values) | (single == values))
+        hit = ~done & ((np.abs(quotient - values) <= allowed) | (single == values))
         tops, bottoms = np.where(hit, now[0], tops), np.where(hit, now[1], bottoms)
         is_small |= hit
         done |= hit
