@@ -262,7 +262,9 @@ def _evaluated(
         for m, output in enumerate(outputs):
             target = micro_batch_of(batch[1], m, count, plan.batch_size)
             total += float(loss(output, target))
-    return _Evaluated(total / count, concatenated([named_outputs(each) for each in outputs]))
+    return _Evaluated(
+        total / count, concatenated([named_outputs(each) for each in outputs])
+    )
 
 
 @contextmanager

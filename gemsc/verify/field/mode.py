@@ -142,7 +142,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = kwargs.pop("out", None) if "out" in kwargs else None
             result = rule(self, *args, **kwargs)
             if in_place or out is not None:
-                return self._write(args[0] if in_place else out, result)
+                return self._write(args[0] if out is None else out, result)
             return (
                 result
                 if base in self.rules.OWN_DTYPE
@@ -321,4 +321,4 @@ def _is_whole(t: Tensor) -> bool:
 
 
 def _digest(t: Tensor) -> bytes:
-    return hashlib.blake2b(t.contiguous().numpy()).digest()
+    return hashlib.blake2b(t.contiguous().numpy().tobytes()).digest()

@@ -186,7 +186,7 @@ def _to_copy(mode: OverField, t: Tensor, **how: Any) -> Any:
     return aten._to_copy(_as_plain(mode, t, dtype), **how)
 
 
-def _as_plain(mode: OverField, t: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_plain(mode: OverField, t: Tensor, dtype: torch.dtype) -> Any:
     """Return what becomes integers or booleans: of numbers only those that count."""
     if dtype is torch.bool:
         return mode.of(t) != 0
@@ -343,7 +343,7 @@ def _neg(mode: OverField, a: Tensor) -> Any:
 
 
 @rule("div", "divide", "true_divide")
-def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Tensor:
+def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Any:
     if rounding_mode is not None:
         counts = [counted(mode, value) for value in (a, b)]
         if any(each is None for each in counts):
@@ -364,14 +364,14 @@ def _square(mode: OverField, a: Tensor) -> Tensor:
 
 
 @rule("pow")
-def _pow(mode: OverField, a: Any, b: Any) -> Tensor:
+def _pow(mode: OverField, a: Any, b: Any) -> Any:
     if not isinstance(b, Tensor):
         return power(mode, mode.of(a), b)
     x, exponents = (
         t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
         for t in (mode.of(a), mode.of(b))
     )
-    x, exponents = torch.broadcast_tensors(x, exponents)
+    x, exponents = aten.broadcast_tensors([x, exponents])
     # any function of both, that is the product where the exponent counts
     both = mode.add(x, mode.field.apply("exponent", exponents))
     result = mode.field.apply("power", both)
