@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from parity_support import traced
+from program_support import against_one_process, trunk
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from worker_support import RUN, worker_of
@@ -382,3 +385,30 @@ def test_an_empty_weight(sizes: tuple[int, int], shape: tuple[int, ...]) -> None
     end(deferred, loss, layer)
     assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
     assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, prod(shape)))
+
+
+class Given(nn.Module):
+    """A layer of weights that an earlier stage has computed."""
+
+    def __init__(self, given: str) -> None:
+        super().__init__()
+        self.given = given
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.source = nn.Linear(4, 4)
+        self.trunk = trunk(4)
+        self.weight = nn.Parameter(self.source.weight.detach() * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.source.weight * 2 if self.given == "weight" else self.weight
+        bias = self.source.bias.exp() if self.given == "bias" else None
+        return F.linear(self.trunk(self.source(x)), weight, bias)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("given", ["weight", "bias"])
+def test_the_gradient_of_a_weight_that_came_from_another_stage_does_not_wait(
+    given: str, schedule: str, tmp_path: Path
+) -> None:
+    model = Given(given)
+    assert against_one_process(tmp_path, model, schedule=schedule).worst < 1e-9

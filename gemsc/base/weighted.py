@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -95,7 +95,8 @@ class WeightedCalls(TorchFunctionMode):
     """While it is on, `seen(call, input)` computes what calls that train a weight do.
 
     Left alone are paddings given by name; inputs without a batch; weights that are
-    computed, not parameters; complex ones; those with hooks, which autograd calls.
+    computed, here or by another stage, not parameters; complex ones; those with hooks,
+    which autograd calls.
     """
 
     def __init__(self, seen: Callable[[WeightedCall, Tensor], Tensor]) -> None:
@@ -119,8 +120,8 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     if (
         not torch.is_grad_enabled()
-        or not (isinstance(weight, Tensor) and weight.is_leaf and weight.requires_grad)
-        or not (bias is None or bias.is_leaf)
+        or not (isinstance(weight, nn.Parameter) and weight.requires_grad)
+        or not _may_wait(bias)
         or weight.is_complex()
         or any(_has_hooks(each) for each in (weight, bias) if each is not None)
         or isinstance(given.get("padding"), str)
@@ -138,6 +139,11 @@ def _weighted(func: Any, args: Any, kwargs: Any) -> tuple[WeightedCall, Tensor] 
             given.get("groups", 1),
         )
     return WeightedCall(weight, bias, shape), lowered(x)
+
+
+def _may_wait(bias: Tensor | None) -> bool:
+    """Whether no other stage, which may have computed it, waits for its gradient."""
+    return bias is None or isinstance(bias, nn.Parameter) or not bias.requires_grad
 
 
 def _has_hooks(tensor: Tensor) -> bool:
