@@ -7,12 +7,10 @@ import itertools
 import operator
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from gemsc.errors import GemscError
 from gemsc.frontend import record
 from gemsc.frontend.check import check_against_eager
 from gemsc.ir import meta
@@ -364,16 +362,42 @@ def test_what_reads_a_shape_is_given_the_sizes() -> None:
     assert "fc2" not in str(result.graph)  # nothing but its shape was used
 
 
-def test_out_arguments_are_refused() -> None:
+def test_what_out_names_loses_its_change() -> None:
     def forward(self: Any, x: Any) -> Any:
         out = torch.empty(3, 4)
         with torch.no_grad():
             torch.add(x, x, out=out)
-        return self.fc(out)
+            low, at = torch.zeros(4), torch.zeros(4, dtype=torch.long)
+            lower = low + 1
+            torch.min(x, 0, out=(low, at))
+            y = torch.mul(x, 2, out=x * 3)
+        return self.fc(out) + low * at + lower + y
 
-    with pytest.raises(GemscError, match="out=") as caught:
-        canonical(forward)
-    assert caught.value.at is not None
+    program = canonical(forward)
+    assert not [n for n in program.graph.nodes if n.target is torch.mul and n.kwargs]
+
+
+def test_a_view_of_what_out_names_sees_the_change() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        with torch.no_grad():
+            base = x * 1
+            row = base[0]
+            torch.add(x[1], 1, out=row)
+        return self.fc(base)
+
+    assert [node.target for node in changing(canonical(forward))] == [torch.add]
+
+
+def test_a_buffer_that_out_names_is_changed_in_place_and_glued() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        before = self.state * 1
+        with torch.no_grad():
+            torch.add(self.state, 1, out=self.state)
+        return self.fc(x) * self.state + before
+
+    program = canonical(forward)
+    assert [node.target for node in changing(program)] == [torch.add]
+    assert None not in glue_of(program, torch.add)
 
 
 # Whole networks

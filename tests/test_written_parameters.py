@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from program_support import against_one_process, on_ranks, trunk, written
+from program_support import X, against_one_process, on_ranks, trunk, written
 from support import run_on_threads
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
+from gemsc import compile
 from gemsc.errors import GemscError
 from gemsc.verify.steps import TOLERANCE, compare, reference_steps
 
@@ -268,3 +270,81 @@ def test_a_write_that_changes_nothing_more_is_exact(
 def test_two_such_writes_to_one_tensor_are_not_one(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="each of 2 replicas of the model would"):
         against_one_process(tmp_path, around(Writing(clamped_and_a_row)), data=2)
+
+
+# ------------------------------------------------- vectors that a norm iterates upon
+
+SPECTRAL = [torch.nn.utils.spectral_norm, spectral_norm]
+
+
+class Spectral(nn.Module):
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            first, middle, last = (kind(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.layers = nn.Sequential(first, nn.Tanh(), middle, *trunk(2), last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ranks": 3}, {"schedule": "zb-h1"}, {"recompute": ("all",)}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", SPECTRAL)
+def test_a_power_iteration_is_done_once_in_each_micro_batch(
+    kind: Callable[..., nn.Module], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Buffers are compared, too: a second iteration of one would show in them."""
+    assert against_one_process(tmp_path, Spectral(kind), **options).worst < EXACT
+
+
+@pytest.mark.parametrize("kind", SPECTRAL)
+def test_a_power_iteration_passes_the_step_that_compile_runs(
+    kind: Callable[..., nn.Module],
+) -> None:
+    inputs = (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)),)
+    options = {"loss": nn.MSELoss(), "example_target": inputs[0], "ranks": 2}
+    program = compile(Spectral(kind), inputs, micro_batches=2, **options)
+    assert program.plan.unchecked == ""
+
+
+@pytest.mark.parametrize("kind", SPECTRAL)
+def test_evaluation_does_no_power_iteration(
+    kind: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    written(tmp_path, Spectral(kind), ranks=2, micro_batches=2)
+
+    def work(trainer: Any) -> list[bool]:
+        before = {name: t.clone() for name, t in trainer.state_dict().items()}
+        trainer.evaluate(X.repeat(2, 1), X.repeat(2, 1))
+        evaluated = {name: t.clone() for name, t in trainer.state_dict().items()}
+        trainer.step(X.repeat(2, 1), X.repeat(2, 1))
+        vectors = [name for name in before if name.endswith(("_u", "_v"))]
+        kept = [torch.equal(before[n], evaluated[n]) for n in vectors]
+        return [
+            *kept,
+            *(not torch.equal(before[n], trainer.state_dict()[n]) for n in vectors),
+        ]
+
+    found = [each for rank in on_ranks(tmp_path, 2, work) for each in rank]
+    assert len(found) == 12
+    assert all(found)
+
+
+@pytest.mark.parametrize("kind", SPECTRAL)
+def test_replicas_would_iterate_too_seldom(
+    kind: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    """Each runs a part of the micro-batches, and each of these is one iteration."""
+    for options in ({"data": 2}, {"schedule": "mast", "micro_batches": 2}):
+        with pytest.raises(
+            GemscError, match=r"changes '.*_[uv]', and each of 2 replicas"
+        ) as caught:
+            against_one_process(tmp_path, Spectral(kind), **options)
+        error = caught.value
+        assert error.at is not None
+        assert error.help == "use a schedule with one replica and --data 1"

@@ -146,7 +146,7 @@ def functional_twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     name = str(getattr(target, "__name__", target))
     if name.strip("_") in _NO_TWIN or target in _EMBEDDINGS:
         return None
-    kwargs = {key: v for key, v in node.kwargs.items() if key != "inplace"}
+    kwargs = {key: v for key, v in node.kwargs.items() if key not in ("inplace", "out")}
     if len(kwargs) < len(node.kwargs):
         return target, kwargs
     if isinstance(target, torch._ops.OpOverload):

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 
 from gemsc.base.rng import may_draw
-from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy, with_graph
 from gemsc.ir.interpret import run_node
@@ -55,10 +54,7 @@ class Canonicalize(Pass):
         z = self.row.expand_as(y)           z = self.row.expand(16, 64)
 
     The user's modules stay as they are: a layer that works in place is replaced by a
-    copy that does not.
-
-    Raises:
-        GemscError: a call with `out=`.
+    copy that does not. A call with `out=` is one in place.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -67,7 +63,6 @@ class Canonicalize(Pass):
         """Return the program with a rewritten copy of the graph."""
         copied = _copy(program)
         module = copied.module
-        _refuse_out(module.graph)
         _remove_identities(module)
         _write_sizes(module.graph)
         _Rewriter(module).run()
@@ -88,16 +83,6 @@ def _copy(program: Program) -> Program:
     new_names = {node.name: copied.name for node, copied in nodes.items()}
     inputs = tuple(replace(i, name=new_names[i.name]) for i in program.inputs)
     return replace(program.with_module(module), inputs=inputs)
-
-
-def _refuse_out(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.kwargs.get("out") is not None:
-            raise GemscError(
-                "out= writes into a tensor that may be on its way to another rank",
-                at=meta.location(node),
-                help="assign the result to a name instead",
-            )
 
 
 def _remove_identities(module: fx.GraphModule) -> None:

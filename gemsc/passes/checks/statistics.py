@@ -67,8 +67,8 @@ class CheckStatistics(Pass):
                     f"forward changes '{name}', and each of {self.num_runs} replicas "
                     "of the model would change it differently",
                     at=meta.location(node),
-                    help="use a schedule with one replica and --data 1, or "
-                    + _without_change(node, program),
+                    help="use a schedule with one replica and --data 1"
+                    + _or_without_change(node, program),
                 )
         return program
 
@@ -160,6 +160,13 @@ def _is_unseen(node: fx.Node) -> bool:
     """Whether autograd does not notice a change, because it is one of `w.data`."""
     (source,) = node.all_input_nodes
     return source.target is getattr and source.args[1] == "data"
+
+
+def _or_without_change(node: fx.Node, program: Program) -> str:
+    """Return what else helps; `out=` is mostly torch's own, as in `spectral_norm`."""
+    if node.kwargs.get("out") is not None:
+        return ""
+    return f", or {_without_change(node, program)}"
 
 
 def _without_change(node: fx.Node, program: Program) -> str:
