@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import networks
@@ -14,6 +15,8 @@ from nightly import at_night
 from program_support import Net, blocks_of, node
 from torch import Tensor, nn
 
+from gemsc.compiler import compile
+from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.program import Block, Program
 
@@ -223,3 +226,33 @@ def test_names_of_blocks_are_unique_and_say_where_they_are() -> None:
     program = blocks_of(Net(forward), torch.zeros(2, 4))
     names = [block.name for block in program.blocks or ()]
     assert names == ["a.weight", "a", "a (2)"]
+
+
+class Lookups(nn.Module):
+    """Layers that look up neighbours, by an index that is computed once or for each."""
+
+    def __init__(self, once: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.once = once
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        near = edges.flip(0)
+        for layer in self.layers:
+            near = near if self.once else edges.flip(0)
+            x = torch.relu(layer(x[near[0]]))
+        return x
+
+
+def test_what_ties_blocks_is_named_and_the_advice_works() -> None:
+    given = torch.randn(8, 6), torch.randint(0, 8, (2, 8))
+    with pytest.raises(GemscError, match="4 stages need at least 4 blocks") as caught:
+        compile(Lookups(once=True), given, ranks=4)
+    (note,) = caught.value.__notes__
+    assert re.match(
+        r"'near' of .*test_group_blocks.py:\d+ is used until .*together", note
+    )
+    assert str(caught.value.help).endswith(
+        "compute 'near' anew for each layer that uses it"
+    )
+    assert compile(Lookups(once=False), given, ranks=4).plan.ranks == 4

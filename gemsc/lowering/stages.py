@@ -17,7 +17,7 @@ from gemsc.passes.base import Pass
 from gemsc.passes.checks.statistics import (
     CheckStatistics,
     check_in_flight,
-    telling_of_changes,
+    telling_what_ties,
 )
 from gemsc.passes.checks.tiles import CheckTiles
 from gemsc.passes.checks.torch_compile import CheckTorchCompile
@@ -61,7 +61,7 @@ def schedule_stages(
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
-    with telling_of_changes(traced.program):
+    with telling_what_ties(traced.program):
         check_blocks(options, chosen, traced.program.name, names, replicas=replicas)
     check_whole(options.whole, traced.program.module)
     balance = BalanceStages(

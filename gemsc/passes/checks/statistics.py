@@ -22,10 +22,10 @@ from gemsc.ir import meta
 from gemsc.ir.holder import attribute
 from gemsc.ir.mutation import changed_by_layer, mutated_state
 from gemsc.ir.opaque import opaque_of
-from gemsc.ir.program import Program
+from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
 
-__all__ = ["CheckStatistics", "check_in_flight", "telling_of_changes"]
+__all__ = ["CheckStatistics", "check_in_flight", "telling_what_ties"]
 
 # A second call right after the first one changes nothing.
 _SETTLING = frozenset(
@@ -108,7 +108,7 @@ def check_in_flight(program: Program, crowded: Collection[int]) -> None:
 
 
 @contextmanager
-def telling_of_changes(program: Program) -> Iterator[None]:
+def telling_what_ties(program: Program) -> Iterator[None]:
     """Let an error about too few blocks say what keeps much of a model in one."""
     try:
         yield
@@ -119,7 +119,40 @@ def telling_of_changes(program: Program) -> Iterator[None]:
                     f"forward changes '{name}' at {meta.location(node)}: all that uses "
                     "it stays on one rank"
                 )
+        if (tie := _tie(program)) is not None:
+            name, at = tie.value.name, meta.location(tie.value)
+            error.add_note(
+                f"'{name}' of {at} is used until {meta.location(tie.last_use)}: the "
+                "layers in between stay together"
+            )
+            error.help = (
+                f"{error.help}; or compute '{name}' anew for each layer that uses it"
+            )
         raise
+
+
+def _tie(program: Program) -> Skip | None:
+    """Return the value, if any, that ties most heavy nodes of one block.
+
+    What needs a gradient is no such value: a residual connection ties layers as well,
+    and cannot be computed anew.
+    """
+    order = {node: i for i, node in enumerate(program.compute_nodes)}
+    together = {n: block.index for block in program.blocks or () for n in block.nodes}
+
+    def tied(skip: Skip) -> int:
+        between = program.compute_nodes[order[skip.value] : order[skip.last_use] + 1]
+        return sum(meta.facts(node).heavy for node in between)
+
+    ties = [
+        skip
+        for skip in program.skips or ()
+        if not skip.long
+        and not meta.needs_gradient(skip.value)
+        and together.get(skip.value) == together.get(skip.last_use)
+        and tied(skip) > 1
+    ]
+    return max(ties, key=tied, default=None)
 
 
 def _changes(program: Program) -> Iterator[tuple[fx.Node, str]]:
