@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemsc.verify.field import rules
+from gemsc.verify.field.degree import Degrees
 from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field, NotDecidedError, _fractions
 
@@ -471,3 +472,36 @@ def test_constants_are_the_fractions_that_round_to_them() -> None:
     assert tops[:4].tolist() == [1, 1, 7, -5]
     assert bottoms[:4].tolist() == [10, 3, 10, 2]
     assert is_small.tolist() == [True] * 4 + [False] * 3
+
+
+# the degree of a result, and those of the arguments of functions on the way, added up
+DEGREES: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+    "sums": (lambda x: x + x.sum() - 2 * x, 1, 0),
+    "products": (lambda x: (x * x) @ x.T, 3, 0),
+    "powers": (lambda x: (x**3).square(), 6, 0),
+    "in place": (lambda x: (y := x.clone(), y[:1].mul_(x[:1]), y)[-1], 2, 0),
+    "functions": (lambda x: (x * x).tanh() * (x * x * x).exp(), 2, 5),
+    "order": (lambda x: (x * x).clamp(min=0), 2, 2),
+    "division": (lambda x: x * x / x.sum(), 3, 1),
+    "layer norm": (lambda x: F.layer_norm(x * x, (4,)), 4, 4),
+    "constants": (lambda x: x * torch.zeros_like(x) * torch.rand_like(x), 1, 0),
+    "dropout": (lambda x: F.dropout(x * x, 0.5), 2, 0),
+    "softmax": (lambda x: (x * x).softmax(1), 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_the_degree_of_terms_is_counted(name: str) -> None:
+    function, degree, total = DEGREES[name]
+    with over(), Degrees() as degrees:
+        result = function(drawn(3, 4))
+    assert (degrees.of(result), degrees.total) == (degree, total)
+
+
+def test_the_degree_of_a_gradient_grows_with_the_functions_before_it() -> None:
+    x = drawn(3, 4).requires_grad_()
+    with over(), Degrees() as degrees:
+        x.square().tanh().square().tanh().sum().backward()
+    # two slopes, and twice what was squared
+    assert degrees.of(x.grad) == 4
+    assert degrees.highest == 4

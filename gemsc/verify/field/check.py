@@ -34,6 +34,7 @@ from gemsc.runtime.training.trainer import Evaluation, Trainer, concatenated
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.field import rules
+from gemsc.verify.field.degree import Degrees
 from gemsc.verify.field.locate import (
     Recording,
     first_wrong_gradient,
@@ -60,7 +61,6 @@ __all__ = ["AllInputs", "check_all_inputs", "check_program_for_all_inputs"]
 Watched = Callable[[int], AbstractContextManager[None]]
 DTYPE = torch.float64
 DRAWS = 3
-DEGREE = 64  # of terms between two nonlinear functions, at most: an assumption
 _AGAIN = 3  # keys that may divide by 0
 
 
@@ -72,6 +72,7 @@ class AllInputs:
     why: str = ""
     num_gradients: int = 0
     num_buffers: int = 0
+    degree: int = 0
     bound: float = 1.0
     seconds: float = 0.0
     wrong: tuple[str, ...] = field(default=())
@@ -81,7 +82,7 @@ class AllInputs:
             return (
                 f"all inputs: proved for forward, {self.num_gradients} gradients, "
                 f"{self.num_buffers} buffers, evaluation; wrong with probability below "
-                f"{self.bound:.0e} (degree {DEGREE}); {self.seconds:.0f} s"
+                f"{self.bound:.0e} (degree {self.degree}); {self.seconds:.0f} s"
             )
         words = {"not equal": "NOT EQUAL"}.get(self.verdict, self.verdict)
         return f"all inputs: {words}: {self.why}"
@@ -115,7 +116,7 @@ def check_all_inputs(
             if zeros:
                 return AllInputs("not decided", "every draw divides by 0")
             return _located(found, directory, model, loss, inputs, target)
-        bound *= DEGREE / p
+        bound *= min(found.degree / p, 1.0)
     return replace(found, bound=bound, seconds=time.perf_counter() - start)
 
 
@@ -223,9 +224,10 @@ def _once(
         try:
             with preserve_rng(), default_dtype(DTYPE), _tables_apart():
                 with _over(drawn, see) as mode, _of_model():
-                    expected = reference_steps(
-                        whole, _loss_of(loss), [given], count, DTYPE, _Still
-                    )
+                    with Degrees() as degrees:
+                        expected = reference_steps(
+                            whole, _loss_of(loss), [given], count, DTYPE, _Still
+                        )
                     held = _evaluated(
                         whole, expected.state, _loss_of(loss), given, plan
                     )
@@ -233,7 +235,10 @@ def _once(
         except NotDecidedError as error:
             return AllInputs("not decided", _with_line(error, folder, directory)), 0
         pairs = (actual, expected), (found, held)
-        return _compared(*pairs, drawn, count), zeros + mode.zeros
+        verdict = _compared(*pairs, drawn, count)
+        # a value goes through the functions of one micro-batch
+        verdict = replace(verdict, degree=degrees.total // count + degrees.highest)
+        return verdict, zeros + mode.zeros
 
 
 @dataclass(frozen=True)

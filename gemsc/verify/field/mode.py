@@ -139,10 +139,10 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             base = name[:-1]
         rule = self.rules.RULES.get(base)
         if rule is not None:
-            out = kwargs.pop("out", None) if "out" in kwargs else None
+            target: Any = args[0] if in_place else kwargs.pop("out", None)
             result = rule(self, *args, **kwargs)
-            if in_place or out is not None:
-                return self._write(args[0] if out is None else out, result)
+            if target is not None:
+                return self._write(target, result)
             return (
                 result
                 if base in self.rules.OWN_DTYPE
@@ -321,4 +321,4 @@ def _is_whole(t: Tensor) -> bool:
 
 
 def _digest(t: Tensor) -> bytes:
-    return hashlib.blake2b(t.contiguous().numpy().tobytes()).digest()
+    return hashlib.blake2b(t.contiguous().numpy().data).digest()

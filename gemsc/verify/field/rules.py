@@ -13,7 +13,20 @@ from torch import Tensor
 from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import LONGEST, SMALL, NotDecidedError
 
-__all__ = ["CARRIES", "DRAWS", "MOVES", "OWN_DTYPE", "PLAIN", "RULES", "UNWRITTEN"]
+__all__ = [
+    "BACKWARDS",
+    "CARRIES",
+    "DRAWS",
+    "FUNCTIONS",
+    "MOVES",
+    "ORDERED",
+    "OWN_DTYPE",
+    "PLAIN",
+    "RESIZES",
+    "RULES",
+    "SUMS",
+    "UNWRITTEN",
+]
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
@@ -371,12 +384,12 @@ def _pow(mode: OverField, a: Any, b: Any) -> Any:
         t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
         for t in (mode.of(a), mode.of(b))
     )
-    x, exponents = aten.broadcast_tensors([x, exponents])
     # any function of both, that is the product where the exponent counts
     both = mode.add(x, mode.field.apply("exponent", exponents))
+    x, exponents = x.expand_as(both), exponents.expand_as(both)
     result = mode.field.apply("power", both)
     is_count = exponents.abs() <= SMALL
-    for n in exponents[is_count].unique().tolist():
+    for n in set(exponents[is_count].tolist()):
         here = exponents == n
         result[here] = power(mode, x[here], n)
     return result
@@ -729,7 +742,7 @@ def _ordered(name: str) -> Rule:
 
 _TWO = ("gt", "ge", "lt", "le", "maximum", "minimum", "fmax", "fmin")
 _BOUNDED = ("clamp", "clamp_min", "clamp_max")
-for _name in (
+ORDERED = (
     *_TWO,
     *_BOUNDED,
     *[
@@ -753,7 +766,8 @@ for _name in (
         "cummin",
         "mode",
     ],
-):
+)
+for _name in ORDERED:
     RULES[_name] = _ordered(_name)
 
 
