@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gemsc.base.dtypes import is_real, within
 from gemsc.base.rng import generator_lock, preserve_rng
 
-__all__ = ["are_draws_same", "outside_draws", "same_draws"]
+__all__ = ["QuietMode", "are_draws_same", "outside_draws", "same_draws"]
 
 _UNTAGGED = ("random_", "binomial", "_sample_dirichlet")
 _here = threading.local()
@@ -36,7 +36,7 @@ def same_draws() -> Iterator[None]:
         before.enter_context(preserve_rng())
     _here.alike = True
     try:
-        with _SameDraws():  # type: ignore[no-untyped-call]
+        with _SameDraws():
             yield
     finally:
         _here.alike = False
@@ -55,11 +55,19 @@ def outside_draws() -> AbstractContextManager[None]:
     return context if are_draws_same() else nullcontext()
 
 
-class _SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class QuietMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that lets no call load torch._dynamo: it traces nothing within."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Let no call load torch._dynamo: it traces only `outside_draws`."""
         return False
+
+
+class _SameDraws(QuietMode):  # type: ignore[no-untyped-call]
+    """Draws as `same_draws` says; `torch.compile` traces only `outside_draws`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -52,7 +52,7 @@ class FakeCopy:
 
         `torch.func.functional_call` lends it others, and so may forward.
         """
-        return self.own[id(module)] == _held(module)
+        return self.own[id(module)] == list(map(id, _held(module)))
 
 
 def copy_on_fakes(
@@ -128,14 +128,14 @@ def _name_modules(
         names = result.leaves if is_leaf else result.modules
         for each in (module, copies[path]):
             names.setdefault(id(each), path)
-            result.own.setdefault(id(each), _held(each))
+            result.own.setdefault(id(each), list(map(id, _held(each))))
     for owner in (real, copied):
         for name, tensor in _named_tensors(owner, prefix):
             result.tensors.setdefault(id(tensor), name)
 
 
-def _held(module: nn.Module) -> list[int]:
-    return [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
+def _held(module: nn.Module, *, recurse: bool = True) -> list[torch.Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 def _named_tensors(
@@ -221,16 +221,11 @@ _REFUSED: tuple[tuple[_Test, str, str], ...] = (
         "change gradients in a torch.autograd.Function",
     ),
     (
-        lambda m: any(t.layout is not torch.strided for t in _own_tensors(m)),
+        lambda m: any(t.layout is not torch.strided for t in _held(m, recurse=False)),
         "has a sparse parameter or buffer",
         "keep a dense one and make it sparse in forward, with to_sparse()",
     ),
 )
-
-
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _problem(module: nn.Module) -> tuple[str, str] | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -248,7 +247,7 @@ def _structure(value: Any, learns: bool) -> Any:
         return [_structure(item, learns) for item in value]
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         return named_tuple(value, [_structure(item, learns) for item in value])
-    if dataclasses.is_dataclass(value):
+    if is_dataclass(value):
         _register(value)
         return pytree.tree_map(lambda item: _structure(item, learns), value)
     raise _UnfitError(
@@ -266,7 +265,7 @@ def _register(value: Any) -> None:
         _UnfitError: it holds more than its fields, which nothing would compute anew.
     """
     cls = type(value)
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = [each.name for each in fields(cls)]
     for other in vars(value).keys() - names if hasattr(value, "__dict__") else ():
         raise _UnfitError(
             f"it returns a value of type {cls.__name__}, which holds '{other}' beside "

@@ -226,7 +226,7 @@ def _model(
             given = model, _Loss(loss), [(inputs, target)]
             record = reference_steps(*given, count, dtype, precision=precision)
         outputs = evaluated(model, record.state, inputs, plan, dtype, precision)
-    found = concatenated([named_outputs(output) for output in outputs])
+    found = named_outputs(outputs)
     return replace(record, state=record.state | found)
 
 
@@ -270,12 +270,14 @@ def evaluated(
     return outputs
 
 
-def named_outputs(output: Any) -> dict[str, Tensor]:
-    """Return the tensors that evaluation gives, under names no buffer has."""
-    return {
-        f"output {'.'.join(map(str, path))}".strip(): tensor
-        for path, tensor in tensor_leaves(output)
-    }
+def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
+    """Return what evaluation gives, all parts joined, under names no buffer has."""
+    named = [
+        {f"output {'.'.join(map(str, p))}".strip(): t for p, t in tensor_leaves(part)}
+        for part in outputs
+    ]
+    joined: dict[str, Tensor] = concatenated(named)
+    return joined
 
 
 def _ranks(
@@ -303,7 +305,7 @@ def _ranks(
         failure.__cause__ = error
         return failure, _NOTHING
     # those of data-parallel copies, in order
-    found = named_outputs(concatenated([each for each in outputs if each is not None]))
+    found = named_outputs([each for each in outputs if each is not None])
     trains = (directory / "losses0.json").exists()
     record = read_record(directory, plan.ranks) if trains else _NOTHING
     return None, replace(record, state=record.state | found)

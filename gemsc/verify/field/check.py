@@ -30,7 +30,7 @@ from gemsc.runtime.data.batches import repeated
 from gemsc.runtime.tiles.rounding import nothing_rounds
 from gemsc.runtime.tiles.windows import taps
 from gemsc.runtime.training.program_directory import check_program
-from gemsc.runtime.training.trainer import Evaluation, Trainer, concatenated
+from gemsc.runtime.training.trainer import Evaluation, Trainer
 from gemsc.runtime.training.verification import recorded
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.field import rules
@@ -267,9 +267,7 @@ def _evaluated(
         for m, output in enumerate(outputs):
             target = micro_batch_of(batch[1], m, count, plan.batch_size)
             total += float(loss(output, target))
-    return _Evaluated(
-        total / count, concatenated([named_outputs(each) for each in outputs])
-    )
+    return _Evaluated(total / count, named_outputs(outputs))
 
 
 @contextmanager
@@ -345,7 +343,7 @@ def _ranks(
     found, zeros = zip(*on_threads(plan.ranks, step, DTYPE), strict=True)
     # those of data-parallel copies, in order
     outputs = [each.output for each in found if each.output is not None]
-    of_all = _Evaluated(found[0].loss, named_outputs(concatenated(outputs)))
+    of_all = _Evaluated(found[0].loss, named_outputs(outputs))
     return read_record(folder, plan.ranks), of_all, sum(zeros)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemsc.base.draws import QuietMode
 from gemsc.verify.field import rules
+from gemsc.verify.field.dispatch import NotesOnMemory, holds_numbers, name_and_place
 
 __all__ = ["Degrees"]
 
@@ -49,7 +49,7 @@ _NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-class Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Degrees(QuietMode):  # type: ignore[no-untyped-call]
     """Bounds the degree of what is computed, in what is drawn.
 
     Drawn are weights, inputs and the values of functions, of which 1 / x is one here.
@@ -59,24 +59,17 @@ class Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
         self.highest = 1
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Let no call load torch._dynamo."""
-        return False
+        self._known = NotesOnMemory[int]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Compute, and note the degrees of arguments and results."""
-        name = func._schema.name.removeprefix("aten::")
-        if name.endswith("_") and not name.endswith("__"):
-            name = name[:-1]
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if _is_real(t)]
+        name, _ = name_and_place(func)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if holds_numbers(t)]
         degrees = [self.of(t) for t in given]
         result = func(*args, **(kwargs or {}))
         if degrees:
@@ -87,21 +80,18 @@ class Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 degree = self._degree(name, args, degrees)
             written = func._schema.is_mutable
-            for t in filter(_is_real, pytree.tree_leaves(result)):
+            for t in filter(holds_numbers, pytree.tree_leaves(result)):
                 self._enter(t, max(degree, self.of(t)) if written else degree)
         return result
 
     def of(self, t: Tensor) -> int:
         """Return the degree of a tensor; what nobody has computed was drawn."""
-        memory, degree = self._known.get(t.untyped_storage()._cdata, (None, 1))
-        is_gone = memory is not None and memory.expired()  # type: ignore[no-untyped-call]
-        return 1 if is_gone else degree
+        degree = self._known.of(t)
+        return 1 if degree is None else degree
 
     def _enter(self, t: Tensor, degree: int) -> None:
-        storage = t.untyped_storage()
-        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.highest = max(self.highest, degree)
-        self._known[storage._cdata] = memory, degree
+        self._known.enter(t, degree)
 
     def _degree(self, name: str, args: Any, degrees: list[int]) -> int:  # noqa: C901
         """Return the degree of a result; count those of functions' arguments."""
@@ -124,7 +114,7 @@ class Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.total += top
             return 1
         if name in ("div", "divide", "true_divide"):
-            by = self.of(args[1]) if _is_real(args[1]) else 0
+            by = self.of(args[1]) if holds_numbers(args[1]) else 0
             self.total += by
             return degrees[0] + bool(by)
         if name in rules.BACKWARDS:
@@ -151,7 +141,3 @@ class Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # what torch composes of a few others: as if all were squared in a function
         self.total += 2 * sum(degrees)
         return 2 * sum(degrees)
-
-
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemsc.base.draws import QuietMode
+from gemsc.verify.field.dispatch import NotesOnMemory, holds_numbers, name_and_place
 from gemsc.verify.field.numbers import LONGEST, SMALL, Field, NotDecidedError
 
-__all__ = ["OverField"]
+__all__ = ["Exps", "OverField"]
 
 Rule = Callable[..., Any]
 _unwritten = itertools.count(1)  # what is in new memory: never twice the same
@@ -28,36 +28,16 @@ _unwritten = itertools.count(1)  # what is in new memory: never twice the same
 class _Known:
     """What exp of all that lies in some memory is."""
 
-    memory: StorageWeakRef
     exp: Tensor
     is_log: bool
 
 
-class Exps:
-    """What exp of some tensors is, by their memory; ranks that are threads share it."""
+class Exps(NotesOnMemory[_Known]):
+    """What exp of some tensors is; ranks that are threads share it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        super().__init__()
         self._bytes: dict[bytes, _Known] = {}  # by what was copied
-
-    def of(self, t: Tensor) -> _Known | None:
-        """Return what is known of all that lies in a tensor's memory."""
-        known = self._known.get(t.untyped_storage()._cdata)
-        return None if known is None or _is_gone(known) else known
-
-    def enter(self, t: Tensor, exp: Tensor, *, is_log: bool) -> None:
-        """Say what exp of all that lies in a tensor's memory is."""
-        if len(self._known) > 64:
-            for key, known in list(self._known.items()):
-                if _is_gone(known):
-                    self._known.pop(key, None)
-        storage = t.untyped_storage()
-        memory = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._known[storage._cdata] = _Known(memory, exp, is_log)
-
-    def forget(self, t: Tensor) -> None:
-        """Drop what is known of a tensor that is written to."""
-        self._known.pop(t.untyped_storage()._cdata, None)
 
     def follow(self, target: Tensor, source: Tensor) -> None:
         """Know the same of a copy of bytes: of all of a memory, to wait, or back."""
@@ -67,10 +47,10 @@ class Exps:
         elif self._bytes and _is_whole(target):
             known = self._bytes.get(_digest(source))
             if known is not None:
-                self.enter(target, known.exp, is_log=known.is_log)
+                self.enter(target, known)
 
 
-class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OverField(QuietMode):  # type: ignore[no-untyped-call]
     """Computes what torch is asked for in numbers of a field.
 
     `zeros` counts the divisions by 0: where there are any, nothing follows. `see` is
@@ -84,17 +64,12 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         see: Callable[[Any], None] | None = None,
         exps: Exps | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.see = see
         self.field = field
         self.rules = rules  # the module of that name
         self.zeros = 0
         self._exps = Exps() if exps is None else exps
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Let no call load torch._dynamo."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -119,10 +94,10 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._filled(func(*args, **kwargs))
         if name in self.rules.DRAWS:
             return self._constants(self._plain(func, args, kwargs))
-        if name == "_local_scalar_dense" and _is_real(args[0]):
+        if name == "_local_scalar_dense" and holds_numbers(args[0]):
             return float(self.of(args[0]).item())
         if name in self.rules.MOVES:
-            return self._moved(func, args, kwargs)
+            return self._moved(name, func, args, kwargs)
         if func.is_view or torch.Tag.inplace_view in func.tags or name == "set_":
             return func(*args, **kwargs)
         if name in self.rules.PLAIN:
@@ -133,10 +108,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if not _has_numbers((args, kwargs)):
             return self._constants(func(*args, **kwargs))
-        base = name
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place:
-            base = name[:-1]
+        base, in_place = name_and_place(func)
         rule = self.rules.RULES.get(base)
         if rule is not None:
             target: Any = args[0] if in_place else kwargs.pop("out", None)
@@ -159,7 +131,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _like(self, result: Any, args: Any, kwargs: Any) -> Any:
         """Return results in the dtype that torch gives them."""
-        floats = [t for t in pytree.tree_leaves((args, kwargs)) if _is_real(t)]
+        floats = [t for t in pytree.tree_leaves((args, kwargs)) if holds_numbers(t)]
         wide = [t for t in floats if t.dim()] or floats
         dtype = wide[0].dtype
         for t in wide[1:]:
@@ -169,19 +141,19 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if dtype is not torch.float32:
             raise NotDecidedError(f"numbers in {dtype}")
         return pytree.tree_map(
-            lambda t: self.carry(t, t.to(dtype)) if _is_real(t) else t, result
+            lambda t: self.carry(t, t.to(dtype)) if holds_numbers(t) else t, result
         )
 
     def _filled(self, result: Any) -> Any:
         """Return new memory: what reads it before it is written computes nothing."""
-        if _is_real(result):
+        if holds_numbers(result):
             number = self.field.apply("new", torch.tensor(next(_unwritten) % SMALL))
             result.fill_(number)
         return result
 
     def _constants(self, result: Any) -> Any:
         def change(leaf: Any) -> Any:
-            if _is_real(leaf) and leaf.numel():
+            if holds_numbers(leaf) and leaf.numel():
                 found = self.field.of(leaf)
                 if found is not leaf:
                     leaf.copy_(found)
@@ -260,7 +232,7 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def remember(self, t: Tensor, exp: Tensor, *, is_log: bool = False) -> Tensor:
         """Say what exp of a tensor is; `t` has a memory of its own."""
         whole = torch.empty_strided(t.size(), t.stride(), dtype=torch.float64)
-        self._exps.enter(t, whole.copy_(exp), is_log=is_log)
+        self._exps.enter(t, _Known(whole.copy_(exp), is_log))
         return t
 
     def carry(self, source: Tensor, result: Tensor) -> Tensor:
@@ -269,13 +241,12 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.remember(result, self.exp(source), is_log=self.is_log(source))
         return result
 
-    def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _moved(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Move numbers, and what exp of them is."""
         result = self._plain(func, args, kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        moved = [t for t in pytree.tree_leaves((args, kwargs)) if _is_real(t)]
+        moved = [t for t in pytree.tree_leaves((args, kwargs)) if holds_numbers(t)]
         if name in self.rules.CARRIES and any(map(self.has_exp, moved)):
-            exps = pytree.tree_map(lambda t: self.exp(t) if _is_real(t) else t, args)
+            exps = pytree.tree_map_only(holds_numbers, self.exp, args)
             is_log = all(map(self.is_log, moved))
             self.remember(result, func(*exps, **kwargs), is_log=is_log)
         return result
@@ -298,21 +269,13 @@ class OverField(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
 def _is_no_number(leaf: Any) -> bool:
     """Whether a tensor has a shape only."""
     return isinstance(leaf, Tensor) and (leaf.is_meta or isinstance(leaf, FakeTensor))
 
 
 def _has_numbers(values: Any) -> bool:
-    return any(map(_is_real, pytree.tree_leaves(values)))
-
-
-def _is_gone(known: _Known) -> bool:
-    return bool(known.memory.expired())  # type: ignore[no-untyped-call]
+    return any(map(holds_numbers, pytree.tree_leaves(values)))
 
 
 def _is_whole(t: Tensor) -> bool:

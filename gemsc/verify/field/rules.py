@@ -75,8 +75,8 @@ PLAIN = frozenset(
         "_assert_async",
     ]
 )
-# what only moves numbers
-MOVES = frozenset(
+# what moves numbers and gives a memory of its own to nothing but what it is given
+CARRIES = frozenset(
     [
         "clone",
         "cat",
@@ -87,6 +87,19 @@ MOVES = frozenset(
         "flip",
         "roll",
         "repeat",
+        "repeat_interleave",
+        "masked_select",
+        "take",
+        "take_along_dim",
+        "expand_copy",
+        "view_copy",
+        "slice_copy",
+    ]
+)
+# what only moves numbers
+MOVES = frozenset(
+    [
+        *CARRIES,
         "zero_",
         "zeros_like",
         "ones_like",
@@ -98,7 +111,6 @@ MOVES = frozenset(
         "slice_backward",
         "slice_scatter",
         "select_scatter",
-        "masked_select",
         "as_strided_scatter",
         "diagonal_scatter",
         "unfold",
@@ -123,20 +135,14 @@ MOVES = frozenset(
         "pixel_unshuffle",
         "channel_shuffle",
         "embedding",
-        "repeat_interleave",
         "split_with_sizes_copy",
         "narrow_copy",
         "diag_embed",
-        "take",
-        "take_along_dim",
         "rot90",
         "masked_scatter",
         "masked_scatter_",
         "_unsafe_index",
         "block_diag",
-        "expand_copy",
-        "view_copy",
-        "slice_copy",
         "_reshape_alias",
         "unsafe_split",
         "native_channel_shuffle",
@@ -144,28 +150,6 @@ MOVES = frozenset(
         "unsafe_split_with_sizes",
         "index_copy",
         "index_copy_",
-    ]
-)
-
-# of these, what gives a memory of its own to nothing but what it is given
-CARRIES = frozenset(
-    [
-        "clone",
-        "cat",
-        "stack",
-        "index",
-        "index_select",
-        "gather",
-        "flip",
-        "roll",
-        "repeat",
-        "repeat_interleave",
-        "masked_select",
-        "take",
-        "take_along_dim",
-        "expand_copy",
-        "view_copy",
-        "slice_copy",
     ]
 )
 
