@@ -19,6 +19,7 @@ from gemsc.ir.invariants import data_operands, lost_nothing, sources, verify
 from gemsc.ir.program import Block, Placement, Program, Stage, Transfer
 from gemsc.passes.base import Pass
 from gemsc.passes.manager import run_passes
+from gemsc.runtime import tiles
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +210,32 @@ def test_draws_and_glued_writes_are_sources() -> None:
     for name in ("dropout", "part_1"):
         with pytest.raises(InternalError, match="wrong program"):
             lost_nothing(program, [without(program, name)])
+
+
+@pytest.mark.parametrize("exchange", [tiles.redistribute, tiles.all_reduce])
+def test_what_a_rank_gives_counts_if_another_uses_it(exchange: Any) -> None:
+    whole = blocks_of(Net(lambda self, x: self.b(self.a(x))), torch.zeros(2, 4))
+
+    def rank(*, given: str, used: str) -> Program:
+        """Return the program of a rank that gives `given` and computes b(`used`)."""
+        graph = fx.Graph()
+        nodes: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(whole.graph, nodes))
+        meta.copy_meta(whole.output, next(reversed(graph.nodes)))
+        found = {n.name: n for n in graph.nodes}
+        b = found["b"]
+        with graph.inserting_before(b):
+            args = ("grid", found[given], "what")
+            found["result"] = graph.call_function(exchange, args)
+        meta.copy_meta(b, found["result"])
+        b.args = (found[used],)
+        return whole.with_module(with_graph(whole.module, graph))
+
+    gives, takes = rank(given="a", used="args_0"), rank(given="args_0", used="result")
+    lost_nothing(whole, [gives, takes])
+    lost_nothing(whole, [takes, gives])
+    with pytest.raises(InternalError, match=r"'a\.weight' is part of what the model"):
+        lost_nothing(whole, [gives, rank(given="args_0", used="args_0")])
 
 
 def without(program: Program, name: str) -> Program:

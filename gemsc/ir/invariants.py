@@ -155,23 +155,31 @@ def data_operands(node: fx.Node) -> list[fx.Node]:
     return elements(node)
 
 
-def sources(program: Program) -> dict[str, fx.Node]:
+def sources(*programs: Program) -> dict[str, fx.Node]:
     """Return what loss and outputs are computed from, each with a node that takes it.
 
-    What a rank gives to others counts as a result.
+    The programs are those of the ranks, each the whole graph. An exchange is one call
+    of all of them: where one rank uses its result, all that is given to it counts.
     """
-    writes = _writes(program)
+    exchanges = [
+        [node for node in program.graph.nodes if node.target in _EXCHANGES]
+        for program in programs
+    ]
+    partners = {n: ranks for ranks in zip(*exchanges, strict=True) for n in ranks}
+    owners = {program.graph: program for program in programs}
+    writes = {graph: _writes(program) for graph, program in owners.items()}
     seen: set[fx.Node] = set()
-    waiting = [*_results(program)]
+    waiting = [node for program in programs for node in program.output.all_input_nodes]
     found: dict[str, fx.Node] = {}
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        found |= dict.fromkeys(_own(program, node), node)
+        found |= dict.fromkeys(_own(owners[node.graph], node), node)
         waiting += data_operands(node)
-        waiting += writes.get(meta.glue(node), ())
+        waiting += partners.get(node, ())
+        waiting += writes[node.graph].get(meta.glue(node), ())
     return found
 
 
@@ -186,9 +194,7 @@ def lost_nothing(
     Raises:
         InternalError: a source has no way to a result any more.
     """
-    kept: set[str] = set()
-    for program in after:
-        kept |= sources(program).keys()
+    kept = sources(*after).keys()
     for name, node in sources(before).items():
         if name not in kept and (draws or not name.startswith(_DRAWN)):
             takes = [user for user in node.users if node in data_operands(user)]
@@ -199,13 +205,6 @@ def lost_nothing(
                 f"{where}wrong program: {name} is part of what the model computes, "
                 "but not of what the ranks do"
             )
-
-
-def _results(program: Program) -> Iterator[fx.Node]:
-    yield from program.output.all_input_nodes
-    for node in program.graph.nodes:
-        if node.target in _EXCHANGES and not node.users:
-            yield node
 
 
 def _writes(program: Program) -> dict[int | None, list[fx.Node]]:
