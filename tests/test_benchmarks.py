@@ -67,9 +67,9 @@ def test_the_time_model_benchmark_prints_errors_and_balances():
 
 def test_the_memory_of_shards_is_what_was_predicted_and_the_formula():
     _, *rows = run_quickly("shard_memory.py")
-    found = [numbers(row.replace("%", " ").replace("+", "")) for row in rows]
-    assert [each[1] for each in found] == [0.0, 0.0]  # the error
-    for _, _, predicted, measured, formula in found:
+    found = [[float(word.strip("%")) for word in row.split()[2:]] for row in rows]
+    for _, error, predicted, measured, formula in found:
+        assert abs(error) < 1
         assert predicted == measured
         assert abs(measured - formula) < 0.25  # statistics of norms and attention
 

@@ -49,7 +49,8 @@ def test_a_device_gives_the_numbers_of_the_cpu(
     thorough = request.config.getoption("--nightly")
     if not thorough and (schedule, use) not in FEW:
         pytest.skip("only with --nightly")
-    if schedule == "zb-h1" and use not in ("plain", "data 2", "state in parts"):
+    splits = SCHEDULES[schedule].policy.split_backward
+    if splits and USES[use].keys() & {"tiles", "recompute", "offload"}:
         with pytest.raises(GemscError, match="cannot be used with"):
             compiled(tmp_path, schedule, use)
         return

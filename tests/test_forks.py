@@ -401,9 +401,16 @@ class Every:
         """Return the nodes from `first` on whose paths all go through the join."""
         leads = {self.nodes[last]}
         for each in reversed(self.nodes[first:last]):
-            if each.users and all(user in leads for user in each.users):
+            if (users := self.readers(each)) and users <= leads:
                 leads.add(each)
         return [n for n in self.nodes[first:last] if n in leads and n not in added]
+
+    def readers(self, each: fx.Node) -> set[fx.Node]:
+        """Return its users; of a change in place, who reads that memory after it."""
+        if each.users or meta.glue(each) is None:
+            return set(each.users)
+        users = {user for mate in self.tied[each] for user in mate.users}
+        return {user for user in users if user > each}
 
     def components(self, window: list[fx.Node]) -> list[list[fx.Node]]:
         edges: dict[fx.Node, set[fx.Node]] = {each: set() for each in window}
