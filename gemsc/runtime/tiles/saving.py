@@ -32,8 +32,11 @@ __all__ = [
     "saved_parts",
 ]
 
-# A source larger than this many times its part would keep more alive than it saves.
+# A source larger than this many times its part would keep more alive than it saves, and
+# so do strips that are half of the value or more, as of one that is gathered: the stage's forward
+# holds the value beside them until it returns.
 _LARGEST_SOURCE = 1.5
+_MOST_STRIPS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,10 @@ def remember(
     Of a source that was redistributed itself, its own source and strips are kept.
     """
     kept, assemble = _from_the_first(kept, assemble)
-    if kept[0].nbytes > _LARGEST_SOURCE * result.nbytes:
+    source, *strips = (tensor.nbytes for tensor in kept)
+    if source > _LARGEST_SOURCE * result.nbytes:
+        return
+    if sum(strips) >= _MOST_STRIPS * result.nbytes:
         return
     forget()
     storage = result.untyped_storage()
