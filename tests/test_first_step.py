@@ -21,6 +21,8 @@ from gemsc.compilation import Compilation
 from gemsc.compiler import CompiledProgram, compile
 from gemsc.errors import InternalError
 from gemsc.plan import Plan
+from gemsc.runtime.transport.local import LocalGroup
+from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.verify import first_step
 from gemsc.verify.record import read_record
@@ -132,6 +134,17 @@ def test_a_wrong_program_is_refused(
     ):
         compiled(**options)
     assert compiled(**options, check=False).plan.unchecked == "--no-check"
+
+
+def test_what_replicas_add_up_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = LocalGroup.all_reduce
+
+    def changed(self: LocalGroup, tensor: Tensor) -> Request:
+        return start(self, tensor.mul_(self._transport.rank not in self.ranks[1:]))
+
+    monkeypatch.setattr(LocalGroup, "all_reduce", changed)
+    with pytest.raises(InternalError, match=r"wrong program: (loss|gradient)"):
+        compiled(ranks=1, data=2)
 
 
 def rank_with(text: str, options: dict[str, Any]) -> int:
