@@ -5,12 +5,17 @@ Each would train a model to another result, and most would train it well.
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from parity_support import options
 
-__all__ = ["MUTANTS", "PROGRAMS", "Mutant"]
+__all__ = ["MUTANTS", "PROGRAMS", "Mutant", "Place"]
+
+Place = tuple[str, int]  # a rank's file, and a line of it
 
 # networks and plans by a short name
 PROGRAMS = {
@@ -50,16 +55,71 @@ class Mutant:
     new: str
     rank: int | None = None
     error: str = ""  # of a program that does not come to its end
+    place: str = ""  # what is named where the changed line is not one of forward
+    is_named: bool = True  # not where what is wrong first is right somewhere else
 
-    def change(self, directory: Path) -> bool:
-        """Change a written program, and return whether anything was."""
+    def change(self, directory: Path) -> list[Place]:
+        """Change a written program; return the lines that say something else now."""
         number = "*" if self.rank is None else self.rank
-        is_changed = False
-        for path in directory.glob(f"rank{number}.py"):
-            text = path.read_text()
-            is_changed |= self.old in text
-            path.write_text(text.replace(self.old, self.new))
-        return is_changed
+        places = []
+        for path in sorted(directory.glob(f"rank{number}.py")):
+            first, *others = path.read_text().split(self.old)
+            line = 1
+            for before, after in zip([first, *others], others, strict=False):
+                line += before.count("\n")
+                places += [(path.name, line + n) for n in range(self._height)]
+                line += self.new.count("\n")
+                assert after is not None
+            path.write_text(self.new.join([first, *others]))
+        return places
+
+    @property
+    def _height(self) -> int:
+        return max(len(self.new.splitlines()), 1)
+
+    def named_right(self, why: str, directory: Path, places: list[Place]) -> bool:
+        """Whether a report names what was changed.
+
+        That is a statement of forward that was changed, or that computes with what was
+        (a layer, an exchange), or one of the two after it: there a value is wrong first
+        where the ones before are other right ones, or wait for a sum. A sum over ranks
+        is wrong on all of them.
+        """
+        if self.error or self.place:
+            return re.search(self.error or self.place, why) is not None
+        texts = {path.name: path.read_text() for path in directory.glob("rank*.py")}
+        lines = {name: ["", *text.splitlines()] for name, text in texts.items()}
+        named = re.findall(r"(rank\d+.py):(\d+)", why)
+        right = {
+            lines[file][wrong]
+            for file, line in places
+            for wrong in _wrong(texts[file], line)
+        }
+        return any(lines[file][int(line)] in right for file, line in named)
+
+
+def _wrong(text: str, line: int) -> Iterator[int]:
+    """Yield the lines of forward whose value a changed line makes wrong."""
+    tree = ast.parse(text)
+    of_forward: list[ast.stmt] = []
+    others = [*tree.body]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            (of_forward if node.name == "forward" else others).extend(node.body)
+    changed = [s for s in of_forward if _holds(s, line)]
+    for definition in others:
+        if isinstance(definition, ast.Assign) and _holds(definition, line):
+            name = re.escape(ast.unparse(definition.targets[0]))
+            uses = re.compile(rf"(?<![\w.]){name}(?!\w)")
+            changed += [s for s in of_forward if uses.search(ast.unparse(s))]
+    for statement in changed:
+        first = of_forward.index(statement)
+        for each in of_forward[first : first + 3]:
+            yield from range(each.lineno, (each.end_lineno or each.lineno) + 1)
+
+
+def _holds(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or 0)
 
 
 MUTANTS = (
@@ -71,7 +131,11 @@ MUTANTS = (
         'self.hidden["3"](hidden)',
     ),
     Mutant(
-        "an activation is skipped", "pipeline", 'self.hidden["9"](hidden)', "hidden"
+        "an activation is skipped",
+        "pipeline",
+        'self.hidden["9"](hidden)',
+        "hidden",
+        is_named=False,
     ),
     Mutant(
         "an activation is another",
@@ -113,6 +177,7 @@ MUTANTS = (
         "return hidden",
         "return hidden.detach().requires_grad_()",
         0,
+        place=r"backward: hidden\.8\.weight \(rank0",
     ),
     Mutant(
         "the gradient of one layer is left out",
@@ -125,6 +190,7 @@ MUTANTS = (
         "skips",
         "cat = torch.cat([features, layers, layers_2], dim=1)",
         "cat = torch.cat([features.detach(), layers, layers_2], dim=1)",
+        place=r"backward: features\.4\.2\.weight \(rank1",
     ),
     Mutant(
         "the loss is scaled",
@@ -137,12 +203,14 @@ MUTANTS = (
         "pipeline",
         "None, worker.loss_gradient)",
         "None, worker.loss_gradient / 2)",
+        place=r"backward: head\.weight \(rank1",
     ),
     Mutant(
         "what is sent back is scaled",
         "pipeline",
         "worker.backward(STAGE0, m, grad_hidden)",
         "worker.backward(STAGE0, m, grad_hidden * 2)",
+        place=r"backward: hidden\.8\.weight \(rank0",
     ),
     Mutant(
         "the loss is a sum",
@@ -167,12 +235,14 @@ MUTANTS = (
         "pipeline",
         'worker.input("x", m)',
         'worker.input("x", 1 - m)',
+        is_named=False,
     ),
     Mutant(
         "the inputs of one micro-batch alone",
         "pipeline",
         'worker.input("x", m)',
         'worker.input("x", 0)',
+        is_named=False,
     ),
     Mutant(
         "another input",
@@ -215,12 +285,14 @@ MUTANTS = (
         "shared",
         "pairs[:, 0]",
         "pairs[:, 1]",
+        is_named=False,
     ),
     Mutant(
         "another result in evaluation",
         "pipeline",
         "    worker.add_result(m, loss, head)\n",
         "    worker.add_result(m, loss, head.relu())\n",
+        is_named=False,
     ),
     # ------------------------------------------------------ two backwards
     Mutant(
@@ -229,6 +301,7 @@ MUTANTS = (
         "    weights_stage0(worker, 3)\n",
         "    weights_stage0(worker, 3)\n    weights_stage0(worker, 3)\n",
         error="Run.stage=0",
+        is_named=False,
     ),
     Mutant(
         "weight gradients of a micro-batch are missing",
@@ -243,12 +316,14 @@ MUTANTS = (
         "replicas",
         '    worker.start_reduction("stage0")\n',
         "",
+        place=r"backward: hidden\.4\.weight \(rank0",
     ),
     Mutant(
         "the sum of one replica of two",
         "mirror",
         '    worker.start_reduction("stage1")\n',
         "",
+        place=r"backward: head\.weight \(rank1",
     ),
     Mutant(
         "a sum that no rank adds to",
@@ -256,6 +331,7 @@ MUTANTS = (
         'reductions={"stage0": (0, 1), "stage1": (0, 1)}',
         'reductions={"stage0": (0, 1)}',
         error="stage1",
+        is_named=False,
     ),
     Mutant(
         "the micro-batches of the other replica",
@@ -268,12 +344,14 @@ MUTANTS = (
         "shared",
         '        "encoder.1.0.weight": (0, 1),\n',
         "",
+        place=r"backward: encoder\.1\.0\.weight \(",
     ),
     Mutant(
         "a shared bias is not summed",
         "shared",
         '        "encoder.2.1.bias": (0, 1),\n',
         "",
+        place=r"backward: encoder\.2\.1\.bias \(",
     ),
     # ------------------------------------------------------------ tiles
     Mutant(
@@ -287,12 +365,14 @@ MUTANTS = (
         "tiles",
         "[(-1, 5), (3, 9)]",
         "[(0, 6), (4, 10)]",
+        is_named=False,
     ),
     Mutant(
         "the other tile's rows",
         "tiles",
         "wanted=tile_boxes((0, 2), (0, 8), [(-1, 5), (3, 9)], (-1, 9))",
         "wanted=tile_boxes((0, 2), (0, 8), [(3, 9), (-1, 5)], (-1, 9))",
+        is_named=False,
     ),
     Mutant("a halo of zeros", "tiles", "    wraps=True,\n", ""),
     Mutant(
@@ -335,6 +415,7 @@ MUTANTS = (
         "tiles",
         "mean = tiles.all_reduce(self.grid, x.mean(2, keepdim=True) * 0.5)",
         "mean = tiles.all_reduce(self.grid, x.mean(2, keepdim=True).detach() * 0.5)",
+        place=r"backward: norm\.weight \(",
     ),
     Mutant(
         "a sum over other tiles",
@@ -342,6 +423,7 @@ MUTANTS = (
         "keepdim=True) * 0.5, (1, 3))",
         "keepdim=True) * 0.5, (0, 1, 2, 3))",
         error="deadlock",
+        is_named=False,
     ),
     Mutant(
         "an extreme of the tile alone",
@@ -374,12 +456,14 @@ MUTANTS = (
         "box=((0, 2), (0, 8), (0, 9), (0, 16))",
         "box=((0, 2), (0, 8), (7, 16), (0, 16))",
         0,
+        place=r"wrong value: x of rank \d",
     ),
     Mutant(
         "gradients of tiles are not summed",
         "tiles",
         '    worker.start_reduction("stage0")\n',
         "",
+        place=r"backward: fc\.\w+ \(",
     ),
     # ----------------------------------------------------------- shards
     Mutant(
@@ -393,6 +477,7 @@ MUTANTS = (
         "shards",
         "held=tile_boxes([(0, 2), (2, 4)], (0, 10), (0, 24))",
         "held=tile_boxes([(2, 4), (0, 2)], (0, 10), (0, 24))",
+        is_named=False,
     ),
     Mutant(
         "the words of the other shard",
@@ -482,6 +567,7 @@ MUTANTS = (
         "images",
         "getitem = x[:, 0]",
         "getitem = x[:, 1]",
+        is_named=False,
     ),
     Mutant(
         "a mean of one token more", "images", "x[:, 1:].mean(1)", "x[:, 0:].mean(1)"
@@ -532,6 +618,7 @@ MUTANTS = (
         "tiles.pack((third,), (4, 24))",
         "tiles.pack((third.detach(),), (4, 24))",
         error="deadlock",
+        is_named=False,
     ),
     Mutant(
         "the loss of the rank's samples alone",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Gemsc
 from field_mutants import MUTANTS, PROGRAMS, Mutant
 from parity_support import NETWORKS, lowered, options
 from torch import Tensor
@@ -23,6 +24,7 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import RunningStatistics
+from gemsc.verify.field import check
 from gemsc.verify.field.check import AllInputs, _compared, _Evaluated, check_all_inputs
 from gemsc.verify.field.numbers import PRIMES, Field
 from gemsc.verify.record import StepRecord
@@ -55,6 +57,9 @@ def test_a_right_program_is_proved(
 
 
 BY_DAY = (
+    "a layer is skipped",
+    "an extreme of the tile alone",
+    "gradients of tiles are not summed",
     "a gradient is left out",
     "the inputs of another micro-batch",
     "no sum over replicas",
@@ -80,13 +85,22 @@ def test_a_changed_program_is_refused(mutant: Mutant, tmp_path: Path) -> None:
     name, how = PROGRAMS[mutant.program]
     directory = tmp_path / "program"
     write_directory(lowered(name, how).compilation, directory)
-    assert mutant.change(directory)
+    places = mutant.change(directory)
+    assert places
     if mutant.error:
         with pytest.raises(Exception, match=mutant.error):
             found(name, how, directory)
-    else:
-        # a wrong program may divide by 0 wherever it is asked
-        assert found(name, how, directory).verdict in ("not equal", "not decided")
+        return
+    result = found(name, how, directory)
+    # a wrong program may divide by 0 wherever it is asked
+    assert result.verdict in ("not equal", "not decided")
+    if mutant.is_named:
+        assert mutant.named_right(result.why, directory, places), str(result)
+
+
+def test_most_of_many_changed_programs_are_named_right() -> None:
+    named = [mutant for mutant in MUTANTS if mutant.is_named]
+    assert (len(named), len(MUTANTS)) == (67, 80)
 
 
 def _lose_a_call(patch: pytest.MonkeyPatch) -> None:
@@ -243,26 +257,66 @@ def test_a_changed_runtime_is_refused(
     assert found(name, how, tmp_path / "program").verdict == "not equal"
 
 
+WORDS = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(16, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids):
+        x = self.words(ids).mean(1)
+        return self.head({0})
+
+model = Net
+
+def example_inputs():
+    return (torch.arange(16).view(2, 8),)
+
+def example_target():
+    return torch.tensor([0, 1])
+
+loss = nn.CrossEntropyLoss()
+"""
+
+
 @pytest.mark.parametrize(
-    ("program", "name", "place"),
+    ("text", "says", "runs"),
     [
-        ("pipeline", "a layer is skipped", r"hidden of rank 0 \(rank0.py:\d+, mlp.py:"),
-        ("tiles", "an extreme of the tile alone", r"x of rank \d \(rank\d.py:\d+, net"),
+        # other words, of which none may be a 7 or a 3, then those of the file
         (
-            "tiles",
-            "gradients of tiles are not summed",
-            r"backward: fc\.\w+ \(rank1.py:",
+            "x / ((ids == 7).sum() * (ids == 3).sum())",
+            "proved for forward, 3 gradients",
+            2,
         ),
+        ("x.half().to(x.dtype)", "not decided: .*model.py.*no rule for numbers in", 1),
     ],
 )
-def test_the_first_wrong_value_is_named(
-    program: str, name: str, place: str, tmp_path: Path
+def test_the_words_of_the_file_are_tried_where_others_divide_by_0(
+    text: str,
+    says: str,
+    runs: int,
+    command: Gemsc,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    network, how = PROGRAMS[program]
-    mutant = next(m for m in MUTANTS if (m.program, m.name) == (program, name))
-    write_directory(lowered(network, how).compilation, tmp_path / "program")
-    assert mutant.change(tmp_path / "program")
-    assert re.search(place, found(network, how, tmp_path / "program").why)
+    (tmp_path / "model.py").write_text(WORDS.format(text))
+    words = ["compile", "model.py", "--ranks", "1", "--micro-batches", "4", "-o", "x"]
+    assert command(*words).code == 0
+    tried: list[Any] = []
+
+    def noted(*given: Any, **how: Any) -> AllInputs:
+        tried.append(given)
+        return check_all_inputs(*given, **how)
+
+    monkeypatch.setattr(check, "check_all_inputs", noted)
+    done = command("verify", "x", "--all-inputs")
+    assert re.search(f"all inputs: {says}", done.out), done
+    assert done.code == ("proved" not in says)
+    assert len(tried) == runs
 
 
 def test_what_is_not_decided_names_the_files_that_the_user_has(tmp_path: Path) -> None:

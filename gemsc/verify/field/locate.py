@@ -58,10 +58,9 @@ class Recording:
                     self.of_model.append(_numbers(leaf))
 
     @contextmanager
-    def rank(self, copied: Path, directory: Path, rank: int) -> Iterator[None]:
-        """Keep what a copy of a rank's file names as it runs in this thread."""
-        path = str(copied / f"rank{rank}.py")
-        file = directory / f"rank{rank}.py"
+    def rank(self, directory: Path, copy: Path, rank: int) -> Iterator[None]:
+        """Keep what a rank, this thread, names as it runs the copy of its file."""
+        path, file = str(copy), directory / copy.name
         before: dict[int, dict[str, int]] = {}
         lines: dict[int, int] = {}
 
@@ -100,8 +99,11 @@ def _numbers(value: Tensor) -> Tensor:
         return value.detach().double().reshape(-1).clone()
 
 
-def first_wrong_value(one: Recording, two: Recording) -> str:
-    """Return the first value of a rank that the model has not, "" if all are right."""
+def first_wrong_value(one: Recording, two: Recording, *, loss_too: bool) -> str:
+    """Return the first value of a rank that the model has not, "" if all are right.
+
+    A wrong loss, too, if each of its numbers is another value of the model.
+    """
     if one.size > MOST or [t.numel() for t in one.of_model] != [
         t.numel() for t in two.of_model
     ]:
@@ -118,12 +120,16 @@ def first_wrong_value(one: Recording, two: Recording) -> str:
         places = torch.searchsorted(known, pairs).clamp_(max=len(known) - 1)
         wrong = (known[places] != pairs) & (seen.value != 0) & seen.value.isfinite()
         if bool(wrong.any()) and not _is_partial(seen):
-            return (
-                f"first wrong value: {seen.name} of rank {seen.rank} "
-                f"({seen.file.name}:{seen.line}{users_line(seen.file, seen.line)}), "
-                f"{int(wrong.sum())} of {wrong.numel()} elements"
-            )
-    return ""
+            return f"{_place(seen)}, {int(wrong.sum())} of {wrong.numel()} elements"
+    losses = [seen for seen in one.of_ranks if seen.name == "loss"]
+    return _place(losses[0]) if loss_too and losses else ""
+
+
+def _place(seen: _Seen) -> str:
+    return (
+        f"first wrong value: {seen.name} of rank {seen.rank} "
+        f"({seen.file.name}:{seen.line}{users_line(seen.file, seen.line)})"
+    )
 
 
 def _pairs(one: list[Tensor], two: list[Tensor]) -> list[Tensor]:
@@ -136,14 +142,20 @@ def _pairs(one: list[Tensor], two: list[Tensor]) -> list[Tensor]:
 
 
 def _is_partial(seen: _Seen) -> bool:
-    """Whether the next thing done with it is a sum over the ranks."""
+    """Whether the next thing done with it is a sum over the ranks, or adds its bias."""
     text = seen.file.read_text()
-    used = re.compile(rf"\b{re.escape(seen.name)}\b")
     lines = (line.partition("#")[0] for line in text.splitlines()[seen.line :])
-    following = next((line for line in lines if used.search(line)), "")
-    adding = (name for name, exchange in EXCHANGE.findall(text) if "adds=" in exchange)
-    sums = ("all_reduce", *adding)
-    return any(re.search(rf"\b{name}\b", following) for name in sums)
+    rest = re.sub(r"\s+", " ", " ".join(lines)).replace("( ", "(")
+    use = re.search(rf"\b{re.escape(seen.name)}\b(?! = )", rest)
+    if use is None:
+        return False
+    before, after = rest[: use.start()], rest[use.end() :]
+    if before.endswith("all_reduce(self.grid, "):
+        return not after.startswith(".")
+    adding = [name for name, how in EXCHANGE.findall(text) if "adds=" in how]
+    if before.endswith("redistribute(self.grid, "):
+        return after[2:].startswith(tuple(adding))
+    return re.match(r" \+ self\.[^()]*\bbias\b", after) is not None
 
 
 def users_line(file: Path, line: int) -> str:

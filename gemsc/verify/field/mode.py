@@ -53,8 +53,8 @@ class Exps(NotesOnMemory[_Known]):
 class OverField(QuietMode):  # type: ignore[no-untyped-call]
     """Computes what torch is asked for in numbers of a field.
 
-    `zeros` counts the divisions by 0: where there are any, nothing follows. `see` is
-    told of each result.
+    `zeros` of `divisions` are by 0: what they hide is not compared. `see` is told of
+    each result.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
         self.see = see
         self.field = field
         self.rules = rules  # the module of that name
-        self.zeros = 0
+        self.zeros = self.divisions = 0
         self._exps = Exps() if exps is None else exps
 
     def __torch_dispatch__(
@@ -188,6 +188,7 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
         if not isinstance(t, Tensor):
             t = torch.tensor(t, dtype=torch.float64)
         self.zeros += int((t == 0).sum())
+        self.divisions += t.numel()
         return self.field.inverse(t)
 
     def sum(self, t: Tensor, dims: Any = None, keepdim: bool = False) -> Tensor:
