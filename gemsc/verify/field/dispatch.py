@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeGuard, TypeVar
 
 from torch import Tensor
@@ -9,7 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.base.dtypes import is_real
 
-__all__ = ["NotesOnMemory", "holds_numbers", "name_and_place"]
+__all__ = ["NotesOnMemory", "Rule", "Rules", "holds_numbers", "name_and_place"]
+
+Rule = Callable[..., Any]
 
 T = TypeVar("T")
 _FEW = 64  # notes: to look for those of memory that is gone is not worth it
@@ -44,6 +47,19 @@ class NotesOnMemory(Generic[T]):
     def forget(self, t: Tensor) -> None:
         """Drop what is known of a tensor that is written to."""
         self._notes.pop(t.untyped_storage()._cdata, None)
+
+
+class Rules(dict[str, Rule]):
+    """What some operators compute, by their names without overloads."""
+
+    def of(self, *names: str) -> Callable[[Rule], Rule]:
+        """Enter a function as the rule of these operators."""
+
+        def enter(function: Rule) -> Rule:
+            self.update(dict.fromkeys(names, function))
+            return function
+
+        return enter
 
 
 def name_and_place(func: Any) -> tuple[str, bool]:

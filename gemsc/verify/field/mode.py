@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -169,11 +170,19 @@ class OverField(QuietMode):  # type: ignore[no-untyped-call]
             return self.field.of(value)
         return self.field.number(value)
 
-    def reduced(self, t: Tensor, terms: int = 1) -> Tensor:
-        """Reduce a sum of so many products, in place."""
-        if terms > LONGEST:
-            raise NotDecidedError(f"a sum of {terms} products")
-        return self.field.reduced(t)
+    def scalar(self, value: Any) -> float:
+        """Return a number of the program as one of the field, or an infinity."""
+        is_infinite = isinstance(value, float) and math.isinf(value)
+        return value if is_infinite else self.field.number(value)
+
+    def reduced(self, t: Tensor) -> Tensor:
+        """Reduce a sum, which may have infinities."""
+        infinite = t.isinf()
+        if not bool(infinite.any()):
+            return self.field.reduced(t)
+        return torch.where(
+            infinite, t, self.field.reduced(t.masked_fill(infinite, 0.0))
+        )
 
     def mul(self, a: Any, b: Any) -> Tensor:
         """Return the product of two tensors of numbers of the field."""
