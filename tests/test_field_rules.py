@@ -71,6 +71,7 @@ EXACT: dict[str, Callable[[], Tensor | tuple[Tensor, ...]]] = {
     "variance, corrected": lambda: torch.var(ROWS, 1, correction=2, keepdim=True),
     "mean and variance": lambda: torch.var_mean(ROWS, -1, unbiased=False),
     "square": lambda: ROWS.square(),
+    "reciprocal": lambda: ROWS.reciprocal(),
     "powers": lambda: (ROWS**2, ROWS**0, ROWS**-1, ROWS**3.0),
     "a power of a count": lambda: torch.pow(0.5, torch.arange(5.0)),
     "powers of counts": lambda: torch.pow(ROWS, torch.tensor([[0.0], [3.0], [2.0]])),
@@ -365,6 +366,14 @@ TWICE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]] = {
         lambda x, y: (x - y.view(-1, 1, 1)).square().mean(),
         MAPS[:2],
     ),
+    "divergence": (
+        lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(0).view(-1, 1, 1)),
+        lambda x, y: (
+            y.softmax(0).view(-1, 1, 1)
+            * (y.softmax(0).log().view(-1, 1, 1) - x.log_softmax(1))
+        ).mean(),
+        MAPS[:2],
+    ),
     "a norm": (
         lambda x: x.norm(dim=1, keepdim=True) * x.norm(),
         lambda x: x.square().sum(1, keepdim=True).sqrt() * x.square().sum().sqrt(),
@@ -386,6 +395,27 @@ def test_operations_are_what_they_are_composed_of(name: str) -> None:
     for mine, theirs in zip(*found, strict=True):
         assert mine.shape == theirs.shape
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["batch norm", "group norm"])
+def test_means_of_many_elements_are_exact(name: str) -> None:
+    one, other, _ = TWICE[name]
+    found = []
+    for function in (one, other):
+        leaves = [drawn(2, 2, 256, 256), drawn(2, seed=1), drawn(2, seed=2)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        with over():
+            function(*leaves).backward(drawn(2, 2, 256, 256, seed=9))
+        found.append([leaf.grad for leaf in leaves])
+    assert all(map(torch.equal, *found))
+
+
+def test_the_statistics_of_many_elements_are_exact() -> None:
+    x, running = drawn(2, 1, 256, 256), torch.zeros(1, dtype=torch.float64)
+    with over() as mode:
+        F.batch_norm(x, running.clone(), running, training=True, momentum=1.0)
+        assert torch.equal(running, x.var().view(1))
+    assert not mode.zeros
 
 
 # what no rule is for: of each, what torch computes would be wrong, or chance

@@ -73,6 +73,12 @@ def _log(mode: OverField, t: Tensor) -> Tensor:
     return mode.remember(mode.field.apply("log", x), x, is_log=True)
 
 
+@RULES.of("xlogy")
+def _xlogy(mode: OverField, a: Any, b: Any) -> Tensor:
+    log = mode.field.apply("log", torch.as_tensor(mode.of(b)))
+    return mode.mul(mode.of(a), log)
+
+
 for _name in FUNCTIONS:
     RULES[_name] = _function(_name)
 for _name in BACKWARDS:

@@ -22,12 +22,14 @@ from torch import Tensor
 
 __all__ = ["LONGEST", "PRIMES", "SMALL", "Field", "NotDecidedError"]
 
-PRIMES = (131071, 131063, 131059)  # the largest below 2^17
+# the largest below 2^17, but for 2^17 - 1, by which variances are divided
+PRIMES = (131063, 131059, 131041)
 LONGEST = 2**18  # products that may be added up before they are reduced
 SMALL = 2**10  # integers up to this are counts: as exponents, indices and in order
 _SMALL_DENOMINATORS = 10
 _LARGEST = 2.0**50
 _DENOMINATORS = 2**15
+_COUNTS = 2**24  # denominators of exact fractions: the elements that a mean is taken of
 _INVERSES = {"back": "order", "log": "exp"}  # of one another
 
 
@@ -85,7 +87,8 @@ class Field:
 
     def _constants(self, t: Tensor) -> Tensor:
         found, back = np.unique(t.detach().numpy(), return_inverse=True)
-        tops, bottoms, is_small = _fractions(found)
+        tops, bottoms, is_exact = _fractions(found, most=_COUNTS)
+        is_small = is_exact & (bottoms <= _DENOMINATORS)
         p = self.p
         inverse = self.table("inverse").numpy()
         tops = (tops % p + self.half) % p - self.half  # in -half ... half
@@ -95,6 +98,7 @@ class Field:
         size = np.abs(found)
         with np.errstate(over="ignore", under="ignore"):
             is_root = _fractions(size * size, ulps=4)[2]
+        is_small |= is_exact & ~is_root
         bits = np.where(is_root, np.sqrt(size), size).view(np.int64)
         drawn = _mixed(bits, self.key) % p
         drawn = np.where(is_root, drawn * drawn % p, drawn)
@@ -194,7 +198,7 @@ def _simple(p: int, inverse: np.ndarray) -> np.ndarray:
 
 
 def _fractions(
-    values: np.ndarray, ulps: int = 0
+    values: np.ndarray, ulps: int = 0, most: int = _DENOMINATORS
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return numerators and denominators, and which are these when rounded."""
     allowed = ulps * np.finfo(np.float64).eps * np.abs(values)
@@ -214,7 +218,7 @@ def _fractions(
         is_small |= hit
         done |= hit
         part = rest - np.floor(rest)
-        done |= (part < 1e-12) | (now[1] > _DENOMINATORS)
+        done |= (part < 1e-12) | (now[1] > most)
         if done.all():
             break
         rest = 1.0 / np.where(done, 2.0, part)
@@ -223,7 +227,7 @@ def _fractions(
             (whole * now[0] + before[0], np.maximum(whole * now[1] + before[1], 1)),
             now,
         )
-    return tops, bottoms, is_small & (bottoms <= _DENOMINATORS)
+    return tops, bottoms, is_small & (bottoms <= most)
 
 
 def _mixed(bits: np.ndarray, key: int) -> np.ndarray:

@@ -98,6 +98,11 @@ def _div(mode: OverField, a: Any, b: Any, rounding_mode: Any = None) -> Any:
     return mode.mul(mode.of(a), mode.inverse(mode.of(b)))
 
 
+@RULES.of("reciprocal")
+def _reciprocal(mode: OverField, a: Tensor) -> Any:
+    return mode.inverse(mode.of(a))
+
+
 @RULES.of("pow")
 def _pow(mode: OverField, a: Any, b: Any) -> Any:
     if not isinstance(b, Tensor):
