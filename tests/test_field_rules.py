@@ -367,11 +367,16 @@ TWICE: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]] = {
         MAPS[:2],
     ),
     "divergence": (
-        lambda x, y: F.kl_div(x.log_softmax(1), y.softmax(0).view(-1, 1, 1)),
+        lambda x, y: F.kl_div(
+            x.log_softmax(1), y.softmax(0).view(-1, 1, 1), reduction="batchmean"
+        ),
         lambda x, y: (
-            y.softmax(0).view(-1, 1, 1)
-            * (y.softmax(0).log().view(-1, 1, 1) - x.log_softmax(1))
-        ).mean(),
+            (
+                y.softmax(0).view(-1, 1, 1)
+                * (y.softmax(0).log().view(-1, 1, 1) - x.log_softmax(1))
+            ).sum()
+            / 2
+        ),
         MAPS[:2],
     ),
     "a norm": (
@@ -526,6 +531,23 @@ def test_the_degree_of_terms_is_counted(name: str) -> None:
     with over(), Degrees() as degrees:
         result = function(drawn(3, 4))
     assert (degrees.of(result), degrees.total) == (degree, total)
+
+
+@pytest.mark.parametrize(
+    ("function", "chooses"),
+    [
+        (lambda x: F.max_pool1d(x, 2), True),
+        (lambda x: torch.where(x > 0, x, 1.0), True),
+        (lambda x: F.dropout(x.relu(), 0.5).softmax(1), False),
+        (lambda x: x * (torch.rand_like(x) > 0.5), False),
+    ],
+)
+def test_what_chooses_among_drawn_numbers_is_known(
+    function: Callable[[Tensor], Tensor], chooses: bool
+) -> None:
+    with over(), Degrees() as degrees:
+        function(drawn(3, 4))
+    assert degrees.chooses is chooses
 
 
 def test_the_degree_of_a_gradient_grows_with_the_functions_before_it() -> None:

@@ -76,15 +76,18 @@ class AllInputs:
     num_buffers: int = 0
     degree: int = 0
     bound: float = 1.0
+    chooses: bool = False  # a maximum or a comparison, which leaves numbers out
     seconds: float = 0.0
     wrong: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
         if self.verdict == "proved":
+            but = ", but for what maxima and comparisons leave out"
             return (
                 f"all inputs: proved for forward, {self.num_gradients} gradients, "
                 f"{self.num_buffers} buffers, evaluation; wrong with probability below "
-                f"{self.bound:.0e} (degree {self.degree}); {self.seconds:.0f} s"
+                f"{self.bound:.0e} (degree {self.degree}){but * self.chooses}; "
+                f"{self.seconds:.0f} s"
             )
         words = {"not equal": "NOT EQUAL"}.get(self.verdict, self.verdict)
         return f"all inputs: {words}: {self.why}"
@@ -253,7 +256,8 @@ def _once(
         pairs = (actual, expected), (found, held)
         verdict = _compared(*pairs, drawn, count)
         # a value goes through the functions of one micro-batch
-        verdict = replace(verdict, degree=degrees.total // count + degrees.highest)
+        degree = degrees.total // count + degrees.highest
+        verdict = replace(verdict, degree=degree, chooses=degrees.chooses)
         is_whole = all(_is_chance(each, verdict.verdict) for each in (mode, *modes))
         return verdict, is_whole
 

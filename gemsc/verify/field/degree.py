@@ -55,13 +55,15 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
     Drawn are weights, inputs and the values of functions, of which 1 / x is one here.
     Two programs that differ give the same numbers only if their difference vanishes at
     the arguments of some function or in the end: `total` has the degrees of all such
-    arguments, `highest` is that of any value.
+    arguments, `highest` is that of any value. What a maximum or a comparison leaves out
+    vanishes, too: `chooses` is whether there is one of numbers that were drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
         self.highest = 1
+        self.chooses = False
         self._known = NotesOnMemory[int]()
 
     def __torch_dispatch__(
@@ -109,6 +111,7 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
             return int(args[1]) * top
         if name in _ORDERS:
             self.total += top
+            self.chooses |= top > 0
             return top
         if name in _FUNCTIONS:
             self.total += top
