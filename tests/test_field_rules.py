@@ -456,6 +456,7 @@ def test_roots_are_powers() -> None:
     with over():
         assert torch.equal(x**0.5, x.sqrt())
         assert torch.equal(x**-0.5, x.rsqrt())
+        assert torch.equal(1 / x.sqrt(), x.rsqrt())
 
 
 def test_memory_that_nobody_has_written_is_never_the_same() -> None:
@@ -518,7 +519,7 @@ DEGREES: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "functions": (lambda x: (x * x).tanh() * (x * x * x).exp(), 2, 5),
     "order": (lambda x: (x * x).clamp(min=0), 2, 2),
     "division": (lambda x: x * x / x.sum(), 3, 1),
-    "layer norm": (lambda x: F.layer_norm(x * x, (4,)), 4, 4),
+    "layer norm": (lambda x: F.layer_norm(x * x, (4,)), 4, 5),
     "constants": (lambda x: x * torch.zeros_like(x) * torch.rand_like(x), 1, 0),
     "dropout": (lambda x: F.dropout(x * x, 0.5), 2, 0),
     "softmax": (lambda x: (x * x).softmax(1), 2, 3),

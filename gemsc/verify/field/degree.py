@@ -113,6 +113,9 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
             self.total += top
             self.chooses |= top > 0
             return top
+        if name == "rsqrt":  # of the root, too
+            self.total += top + 1
+            return 1
         if name in _FUNCTIONS:
             self.total += top
             return 1
@@ -129,7 +132,7 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
         if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
             return degrees[0] + 2 * 2  # of softmax, twice
         if name in _NORMS:
-            self.total += 2 * degrees[0]  # the variance
+            self.total += 2 * degrees[0] + 1  # the variance, and its root
             return degrees[0] + 2
         if name in _NORMS_BACKWARD:
             return degrees[0] + 2 * (degrees[1] + 1) + 2

@@ -18,7 +18,7 @@ FUNCTIONS = (
     *("relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "elu"),
     *("leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "mish", "erf"),
     *("erfc", "sin", "cos", "tan", "atan", "asin", "acos", "sinh", "cosh"),
-    *("log1p", "log2", "log10", "expm1", "exp2", "sqrt", "rsqrt", "abs"),
+    *("log1p", "log2", "log10", "expm1", "exp2", "sqrt", "abs"),
     *("sign", "sgn", "selu", "celu", "relu6", "log_sigmoid_forward"),
     *("softshrink", "hardshrink", "threshold", "round", "floor", "ceil"),
     *("trunc", "logit", "sinc", "erfinv", "lgamma", "digamma"),
@@ -60,6 +60,11 @@ def _slope(name: str) -> Rule:
         return mode.mul(mode.of(g), slope)
 
     return run
+
+
+@RULES.of("rsqrt")
+def _rsqrt(mode: OverField, t: Tensor) -> Any:
+    return mode.inverse(mode.field.apply(of_one("sqrt"), mode.of(t)))
 
 
 @RULES.of("exp")

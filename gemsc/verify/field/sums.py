@@ -123,11 +123,10 @@ def _pow(mode: OverField, a: Any, b: Any) -> Any:
 
 
 def power(mode: OverField, x: Tensor, n: float) -> Any:
-    if n != int(n):
-        name = {0.5: "sqrt", -0.5: "rsqrt"}.get(n)
-        return mode.field.apply(of_one(name) if name else ("pow", n), x)
     if n < 0:
         return mode.inverse(power(mode, x, -n))
+    if n != int(n):
+        return mode.field.apply(of_one("sqrt") if n == 0.5 else ("pow", n), x)
     result, square, rest = torch.ones_like(x), x, int(n)
     while rest:
         if rest % 2:
