@@ -67,6 +67,31 @@ def test_networks_on_tiles_are_the_networks(
         assert not step.barriers
 
 
+OTHER_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "real as complex": lambda x: torch.view_as_complex(x.unflatten(3, (4, 2))).abs(),
+    "complex as real": lambda x: (
+        torch.view_as_real(torch.roll(x * (1 + 2j), 1, 2)).square().prod(4)
+    ),
+    "imag": lambda x: torch.roll(x * (1 + 2j), 1, 2).imag.square() * x,
+    # what the second exchange sends is kept as what the first one gathered
+    "twice": lambda x: F.conv2d(
+        torch.view_as_complex(torch.stack([x, x.sin()], -1)),
+        torch.ones(3, 3, 5, 5, dtype=torch.complex128, requires_grad=True),
+        padding=2,
+    ).abs(),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NUMBERS)
+@pytest.mark.parametrize("grid", [(2, 1), (2, 2)])
+def test_what_tiles_send_is_kept_right_as_numbers_of_another_kind(
+    grid: tuple[int, int], name: str
+) -> None:
+    """Complex numbers and their parts are the same memory, with other strides."""
+    step = check(Function(OTHER_NUMBERS[name]), torch.randn(2, 3, 8, 8), grid)
+    assert step.barriers
+
+
 def test_a_residual_network_of_version_2() -> None:
     x, target = torch.randn(2, 3, 37, 37), torch.tensor([1, 0])
     step = check(ResNetV2(depth=20, width=4), x, (2, 2), F.cross_entropy, target)

@@ -44,6 +44,7 @@ class _Origin:
     """How a redistributed value is put together: its source, strips, and the way."""
 
     storage: StorageWeakRef  # of the redistributed value, while it lives
+    dtype: torch.dtype  # of that value, and of what is put together
     kept: tuple[Tensor, ...]
     assemble: Callable[..., Tensor]
 
@@ -75,7 +76,7 @@ def remember(
     storage = result.untyped_storage()
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     parts = tuple(tensor.detach() for tensor in kept)
-    _known.origins[storage._cdata] = _Origin(reference, parts, assemble)
+    _known.origins[storage._cdata] = _Origin(reference, result.dtype, parts, assemble)
 
 
 def _from_the_first(
@@ -113,7 +114,10 @@ def _origin(tensor: Tensor) -> _Origin | None:
     if tensor.is_conj() or tensor.is_neg():  # lazily: the storage is not
         return None
     origin = _known.origins.get(tensor.untyped_storage()._cdata)
-    return None if origin is None or _gone(origin) else origin
+    if origin is None or _gone(origin):
+        return None
+    # view_as_complex, `.imag`: of the same bytes, with strides of another unit
+    return origin if tensor.dtype == origin.dtype else None
 
 
 def saved_parts(tensor: Tensor) -> tuple[Tensor, ...]:
