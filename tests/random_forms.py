@@ -97,17 +97,17 @@ class Written(nn.Module):
     """A line of code over a value with `size` channels in a dimension."""
 
     def __init__(
-        self, kind: str, size: int, dim: int, rank: int, norm: nn.Module
+        self, kind: str, shape: tuple[int, ...], dim: int, norm: nn.Module
     ) -> None:
         super().__init__()
-        self.kind, self.size, self.dim = kind, size, dim
-        self.left = rank - dim  # dimensions from the channels on
+        self.kind, self.size, self.dim = kind, (size := shape[dim]), dim
+        self.left = len(shape) - dim  # dimensions from the channels on
         self.row = nn.Parameter(torch.randn(size, *(1,) * (self.left - 1)))
         self.weight = nn.Parameter(torch.randn(size, size) / size**0.5)
         self.layer = nn.Linear(size, size)
         self.norm = norm
         self.source: nn.Module = nn.Softplus()
-        if self.left > 1:  # pixels follow
+        if min(shape[dim + 1 :], default=0) > 2:  # of pixels: AvgPool3d wants 3
             self.source = getattr(nn, f"AvgPool{self.left - 1}d")(3, 1, 1)
 
     @property
@@ -129,7 +129,7 @@ def written(
 ) -> Written:
     """Return something written over values of a shape, with channels in `dim`."""
     kind = rng.choice(list(BODIES))
-    return Written(kind, shape[dim], dim, len(shape), rng.choice(norms))
+    return Written(kind, shape, dim, rng.choice(norms))
 
 
 def beside(rng: random.Random) -> random.Random:

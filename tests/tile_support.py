@@ -342,7 +342,7 @@ def assert_same(step: Step, expected: Step) -> None:
     """Compare everything.
 
     A gradient's error is measured by its largest element, that of a parameter also by
-    the terms of which it is the sum.
+    the terms of which it is the sum; where inputs hardly count, by the parameters'.
     """
     _compare("loss", step.loss, expected.loss)
     for i, (have, want) in enumerate(zip(step.outputs, expected.outputs, strict=True)):
@@ -352,7 +352,7 @@ def assert_same(step: Step, expected: Step) -> None:
         have, want = getattr(step, kind), getattr(expected, kind)
         assert have.keys() == want.keys(), kind
         for name in want:
-            floor = SMALL if kind == "buffers" else 0.0
+            floor = SMALL if kind == "buffers" else 1e-6 * scale
             if kind == "parameters":
                 floor = max(1e-3 * scale, expected.terms.get(name, 0.0))
             _compare(f"{kind} {name}", have[name], want[name], floor)
