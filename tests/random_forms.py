@@ -17,11 +17,12 @@ Body = Callable[["Written", Tensor], Tensor]
 def _write(change: Callable[[Written, Tensor], object]) -> Body:
     """Return a body that changes what a layer gives in place.
 
-    The layer has no parameters: hooks of those that have some forbid it.
+    The layer has no parameters: hooks of those that have some forbid it. What it takes
+    has a gradient: PyTorch adds none in place to a view without, as AvgPool1d gives it.
     """
 
     def body(self: Written, x: Tensor) -> Tensor:
-        y = self.source(x)
+        y = self.source(x * self.row)
         change(self, y)
         return y
 

@@ -170,6 +170,19 @@ FILES = {
         with_forward(f"x = self.first(x)\nreturn x[x > 0]{HERE}"),
         advises="torch.where",
     ),
+    "repeats that depend on data": Mistake(
+        ("size of this tensor depends on the data",),
+        with_forward(
+            "x = self.first(x)\nn = torch.arange(len(x)).to(x.device)\n"
+            f"return x.repeat_interleave(n, 0){HERE}"
+        ),
+        advises="output_size=",
+    ),
+    "unique values": Mistake(
+        ("size of this tensor depends on the data",),
+        with_forward(f"x = self.first(x)\nreturn x * len(x.argmax(1).unique()){HERE}"),
+        advises="F.one_hot(values, number).sum(0)",
+    ),
     "random of Python": Mistake(
         ("forward is not deterministic",),
         "import random\n"

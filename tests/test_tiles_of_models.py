@@ -262,6 +262,20 @@ def test_parameters_of_the_size_of_the_picture_are_cut() -> None:
     assert not step.barriers
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.repeat_interleave(torch.arange(8), 2, output_size=28),
+        lambda x: x * (F.one_hot(x.argmax(1).flatten(), 3).sum(0) > 0).sum(),
+    ],
+    ids=["repeat_interleave", "unique"],
+)
+def test_what_is_advised_for_sizes_that_depend_on_data_runs_on_tiles(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    check(Function(function), torch.randn(2, 3, 8, 8), (2, 2))
+
+
 class Sorted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sort(x, dim=-1).values.cumsum(-2) * x.cumsum(-1)

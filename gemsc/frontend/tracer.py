@@ -390,16 +390,27 @@ def _changes(call: TargetCall, args: _Args) -> bool:
     return call_mutates(op, target, kwargs)
 
 
+# What to write in place of an operator whose result has a size of its own.
+_OF_FIXED_SIZE = {
+    "repeat_interleave": "if the sum of the repeats never changes, give it: "
+    "output_size=...",
+    "_unique2": "count each value that there can be: F.one_hot(values, number).sum(0)",
+}
+
+
 def _data_error(
     error: BaseException, at: SourceLocation | None, path: str
 ) -> GemscError:
     if isinstance(error, DynamicOutputShapeException):
+        operator = str(getattr(error.func, "_overloadpacket", error.func))
+        ways = (text for name, text in _OF_FIXED_SIZE.items() if name in operator)
+        way = next(ways, "keep the size fixed: multiply by the mask, use torch.where")
         return DependsOnDataError(
             "the size of this tensor depends on the data",
             path=path,
             at=at,
-            help="keep the size fixed: multiply by the mask, use torch.where, or "
-            "move it into a submodule, which then stays whole on one rank",
+            help=f"{way}, or move it into a submodule, which then stays whole on one "
+            "rank",
         )
     return DependsOnDataError(
         "forward needs the value of a tensor, which differs from step to step",
