@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from program_support import on_ranks, written
 from torch import nn
 
 from gemsc.errors import GemscError
@@ -72,6 +74,18 @@ def test_tied_parameters_and_a_loss_that_is_a_module() -> None:
     program = export(model, (X,), loss=criterion, target=target)
     assert program.aliases == {"2.weight": "0.weight"}
     check_against_eager(program, model, (X,), criterion, target)
+
+
+def test_evaluation_returns_what_an_exported_model_returns(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    criterion = nn.MSELoss()
+    how: Any = {"ranks": 2, "micro_batches": 1, "frontend": "export"}
+    written(tmp_path, model, (X,), criterion, X, **how)
+    found = on_ranks(tmp_path, 2, lambda trainer: trainer.evaluate((X,), X))
+    with torch.no_grad():
+        expected = model(X)
+    torch.testing.assert_close(found[-1].output, expected)
+    assert found[-1].loss == pytest.approx(float(criterion(expected, X)))
 
 
 class Branch(nn.Module):

@@ -119,7 +119,8 @@ class _Wrapper(nn.Module):
         inputs = values["input"]
         by_name = isinstance(inputs, dict)
         output = model(**inputs) if by_name else model(*inputs)
-        self.returned = returned(output)
+        # In place: torch.export gives all attributes the values that they had before.
+        vars(self.returned).update(vars(returned(output)))
         outputs = tuple(self.returned.tensors)
         if self.loss is None:
             return outputs
