@@ -27,6 +27,7 @@ __all__ = ["data_operands", "lost_nothing", "sources", "verify"]
 _LIKE = frozenset(f"{name}_like" for name in ("zeros", "ones", "empty", "full"))
 _LIKE |= {f"{name}_like" for name in ("rand", "randn", "randint")}
 _DRAWN = "the random numbers of "
+_EXCHANGES = frozenset({tiles.redistribute, tiles.all_reduce})
 
 
 def verify(program: Program) -> None:

@@ -32,9 +32,9 @@ __all__ = [
     "saved_parts",
 ]
 
-# A source larger than this many times its part would keep more alive than it saves, and
-# so do strips that are half of the value or more, as of one that is gathered: the stage's forward
-# holds the value beside them until it returns.
+# A source larger than this many times its part would keep more alive than it saves. So
+# would strips that are half of the value or more, as of one that is gathered: a stage's
+# forward holds the value beside them until it returns.
 _LARGEST_SOURCE = 1.5
 _MOST_STRIPS = 0.5
 
