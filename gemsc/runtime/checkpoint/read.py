@@ -107,6 +107,18 @@ def _checked(folder: Path) -> Iterator[None]:
         raise damaged(folder / MANIFEST, what) from error
 
 
+def _checked_extra(found: Any) -> dict[str, Any]:
+    """Return what the trainer keeps beside weights and states; its kinds are right."""
+    extra = dict(found)
+    frozen = extra.get("frozen", [])
+    named = isinstance(frozen, list) and all(isinstance(name, str) for name in frozen)
+    if not named or not all(
+        isinstance(extra.get(key, {}), dict) for key in ("callbacks", "own")
+    ):
+        raise ValueError("it does not say what is frozen, or what callbacks keep")
+    return extra
+
+
 @dataclass
 class _Reader:
     """Makes what this rank needs of what was saved, in whatever layout."""
@@ -156,7 +168,7 @@ class _Reader:
             acts,
             partial(self._take_gradients, stored, gradients),
             is_same and ranks[rank]["layout"] == self.holdings.digest(),
-            dict(read(progress["extra"])),
+            _checked_extra(read(progress["extra"])),
         )
 
     def _check_run(self, manifest: Manifest) -> None:
