@@ -138,6 +138,7 @@ EXACT: dict[str, Callable[[], Tensor | tuple[Tensor, ...]]] = {
         PICTURE[None], (2, 6, 9), mode="trilinear", align_corners=True
     ),
     "bicubic": lambda: F.interpolate(PICTURE, scale_factor=2, mode="bicubic"),
+    "bicubic, of thirds": lambda: F.interpolate(PICTURE, (9, 7), mode="bicubic"),
     "padding": lambda: F.pad(PICTURE, (1, -1, 0, 2), value=0.5),
     "reflection": lambda: F.pad(PICTURE, (1, 2, 2, 0), mode="reflect"),
     "around": lambda: F.pad(PICTURE, (1, 2, 2, 0), mode="circular"),
@@ -437,6 +438,9 @@ UNDECIDED: dict[str, Callable[[], Any]] = {
         INDEX, drawn(3, 2), max_norm=1.0
     ),
     "not a number": lambda: drawn(5) * math.nan,
+    "bicubic with large denominators": lambda: F.interpolate(
+        drawn(1, 1, 7, 89), (7, 97), mode="bicubic"
+    ),
     "attention that drops": lambda: (
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             drawn(1, 1, 2, 2), drawn(1, 1, 2, 2), drawn(1, 1, 2, 2), 0.5

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ _SMALL_DENOMINATORS = 10
 _LARGEST = 2.0**50
 _DENOMINATORS = 2**15
 _COUNTS = 2**24  # denominators of exact fractions: the elements that a mean is taken of
+_EPS = float(np.finfo(np.float64).eps)
+_ROUNDED = 2.0**-44  # off by this, if computed from numbers around 1
 _INVERSES = {"back": "order", "log": "exp"}  # of one another
 
 
@@ -89,15 +92,11 @@ class Field:
         found, back = np.unique(t.detach().numpy(), return_inverse=True)
         tops, bottoms, is_exact = _fractions(found, most=_COUNTS)
         is_small = is_exact & (bottoms <= _DENOMINATORS)
-        p = self.p
-        inverse = self.table("inverse").numpy()
-        tops = (tops % p + self.half) % p - self.half  # in -half ... half
-        below = inverse[(bottoms % p + self.half) % p].astype(np.int64)
-        values = (tops * below) % p
+        values, p = self._quotients(tops, bottoms), self.p
         # a square root of a fraction is the square of its own root, in attention
         size = np.abs(found)
         with np.errstate(over="ignore", under="ignore"):
-            is_root = _fractions(size * size, ulps=4)[2]
+            is_root = _fractions(size * size, 4 * _EPS * size * size)[2]
         is_small |= is_exact & ~is_root
         bits = np.where(is_root, np.sqrt(size), size).view(np.int64)
         drawn = _mixed(bits, self.key) % p
@@ -106,6 +105,19 @@ class Field:
         values = np.where(is_small, values, drawn)
         values = np.where(values > self.half, values - p, values)
         return torch.from_numpy(values.astype(np.float64)[back.reshape(-1)])
+
+    def _quotients(self, tops: np.ndarray, bottoms: np.ndarray) -> np.ndarray:
+        """Return the numbers of fractions, from 0 to p - 1."""
+        inverse = self.table("inverse").numpy()
+        return tops % self.p * inverse[(bottoms + self.half) % self.p] % self.p
+
+    def fractions(self, t: Tensor) -> Tensor:
+        """Return simple fractions, that were computed with rounding, as numbers."""
+        tops, bottoms, is_small = _fractions(t.numpy().reshape(-1), _ROUNDED)
+        if not is_small.all():
+            raise NotDecidedError("fractions with large denominators")
+        found = self._quotients(tops, bottoms).astype(np.float64)
+        return self.reduced(torch.from_numpy(found).view(t.shape))
 
     # ---------------------------------------------------- functions
 
@@ -198,10 +210,9 @@ def _simple(p: int, inverse: np.ndarray) -> np.ndarray:
 
 
 def _fractions(
-    values: np.ndarray, ulps: int = 0, most: int = _DENOMINATORS
+    values: np.ndarray, allowed: Any = 0.0, most: int = _DENOMINATORS
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return numerators and denominators, and which are these when rounded."""
-    allowed = ulps * np.finfo(np.float64).eps * np.abs(values)
     tops, bottoms = np.zeros(values.shape, np.int64), np.ones(values.shape, np.int64)
     done = np.abs(values) >= 2.0**30
     is_small = np.zeros(values.shape, bool)

@@ -104,7 +104,7 @@ def _matrices(
         basis = torch.eye(length, dtype=torch.float64).view(length, 1, *view)
         full = call(basis.expand(length, 1, *size).contiguous()).movedim(axis + 2, 1)
         rows = full.reshape(length, full.shape[1], -1)[..., 0]
-        found.append(mode.of(rows.t().contiguous()))
+        found.append(mode.field.fractions(rows.t().contiguous()))
     return found
 
 
