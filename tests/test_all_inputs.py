@@ -24,8 +24,15 @@ from gemsc.runtime.transport.local import LocalGroup
 from gemsc.runtime.transport.transport import Request
 from gemsc.runtime.worker.deferral import Deferred
 from gemsc.runtime.worker.reduction import RunningStatistics
-from gemsc.verify.field import check
-from gemsc.verify.field.check import AllInputs, _compared, _Evaluated, check_all_inputs
+from gemsc.verify.field import check, rules
+from gemsc.verify.field.check import (
+    AllInputs,
+    _compared,
+    _Evaluated,
+    _is_chance,
+    check_all_inputs,
+)
+from gemsc.verify.field.mode import OverField
 from gemsc.verify.field.numbers import PRIMES, Field
 from gemsc.verify.record import StepRecord
 
@@ -327,6 +334,18 @@ def test_what_is_not_decided_names_the_files_that_the_user_has(tmp_path: Path) -
     assert mutant.change(tmp_path / "program")
     place = rf"{tmp_path / 'program' / 'rank1.py'}:\d+, mlp.py:\d+: no rule for numbers"
     assert re.match(place, found(name, how, tmp_path / "program").why)
+
+
+def test_divisions_by_0_are_chance_where_there_are_many_of_others() -> None:
+    mode = OverField(Field(PRIMES[0], 0), rules)
+    for mode.divisions, mode.zeros, verdict, is_chance in (
+        (10, 0, "not equal", True),
+        (10, 1, "proved", False),
+        (10 * PRIMES[0], 12, "proved", True),
+        (10 * PRIMES[0], 12, "not equal", False),
+        (10 * PRIMES[0], 30, "proved", False),
+    ):
+        assert _is_chance(mode, verdict) is is_chance
 
 
 def test_a_gradient_that_the_model_has_not_is_wrong() -> None:
