@@ -109,7 +109,8 @@ class Field:
     def _quotients(self, tops: np.ndarray, bottoms: np.ndarray) -> np.ndarray:
         """Return the numbers of fractions, from 0 to p - 1."""
         inverse = self.table("inverse").numpy()
-        return tops % self.p * inverse[(bottoms + self.half) % self.p] % self.p
+        found: np.ndarray = tops % self.p * inverse[(bottoms + self.half) % self.p]
+        return found % self.p
 
     def fractions(self, t: Tensor) -> Tensor:
         """Return simple fractions, that were computed with rounding, as numbers."""
