@@ -249,14 +249,20 @@ class Network(nn.Module):
         self.blocks = nn.ModuleList(
             Block(rng, width, heads) for _ in range(rng.randint(1, 3))
         )
-        self.head = nn.Linear(width, outputs, bias=rng.random() < 0.5)
+        self.head: nn.Module = nn.Linear(width, outputs, bias=rng.random() < 0.5)
         if self.is_text and rng.random() < 0.6:
             self.head.weight = self.stem.weight
+        own = beside(rng)
+        groups = [g for g in range(2, width) if width % g == outputs % g == 0]
+        if groups and own.random() < 0.5:  # of the outputs, each group makes some
+            self.head = nn.Conv1d(width, outputs, 1, groups=own.choice(groups))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
+        if isinstance(self.head, nn.Conv1d):
+            return self.head(x.transpose(1, 2)).transpose(1, 2)
         return self.head(x)
 
 

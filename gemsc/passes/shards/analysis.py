@@ -21,6 +21,7 @@ from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.cuts import cut
 
 __all__ = [
+    "WORDS",
     "Analysis",
     "Place",
     "analysis_of",
@@ -28,6 +29,10 @@ __all__ = [
     "place_of",
     "split_dim",
 ]
+
+
+# The letter of what is looked up by number: a rank has one run of that.
+WORDS = {"embedding": "v", "cross_entropy": "c"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,14 @@ class Analysis:
                 if value.op != "get_attr" and _is_tensor(value):
                     for dim in self.dims(value):
                         freeze(dim, "it goes from stage to stage")
+        self._keep_words_together()
+
+    def _keep_words_together(self) -> None:
+        """Let words be cut by their outermost factor alone: a rank has one run."""
+        for node, call in self.calls.items():
+            if dim := self.roles[node].letters.get(WORDS.get(call.kind, "")):
+                for factor in leaves(dim)[1:]:
+                    freeze([factor], "a rank's words would lie apart")
 
     def dims(self, of: fx.Node | str) -> Dims:
         """Return the dimensions of a value, or of a parameter or buffer by its path."""

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from gemsc.base.boxes import Interval
 from gemsc.ir import meta
+from gemsc.passes.shards.analysis import WORDS, cut_parts
+from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
-from gemsc.passes.spatial.cuts import cut
 from gemsc.passes.spatial.emit import masked, on_tiles
 from gemsc.passes.spatial.lowering import Local, Refused
 from gemsc.passes.spatial.values import layout_of, whole_shape
@@ -191,11 +193,19 @@ def _as_added(x: Inside, bias: fx.Node) -> fx.Node:
 # ------------------------------------------------- words, losses, random numbers
 
 
+def _words(x: Inside) -> tuple[Interval, int]:
+    """Return which words the rank has, and how many there are."""
+    words = x.analysis.roles[x.node].letters[WORDS[x.call.kind]]
+    part = cut_parts([words], x.factor, x.low.tiles)[x.low.place]
+    ((start, stop),) = part.intervals
+    return (start, stop), size_of(words)
+
+
 def _embedding(x: Inside) -> Local | None:
     """Look up the rank's own words; other ranks add the rest."""
     if not x.is_summed:
         return None
-    words = cut(x.factor.size, x.low.tiles)[x.low.place]
+    words, _ = _words(x)
     args: tuple[Any, ...] = (x.input(x.call.input), x.tensor("weight"), words)
     if (padding := x.call.get("padding_idx")) is not None:
         args = (*args, padding)
@@ -207,9 +217,9 @@ def _cross_entropy(x: Inside) -> Local | None:
     """Compare with the logits of the rank's own words."""
     if not x.letter("c"):
         raise Refused("its samples are cut among shards")
-    words = cut(x.factor.size, x.low.tiles)[x.low.place]
+    words, count = _words(x)
     args = x.low.here, x.input(x.call.input), x.low.whole(x.call["target"])
-    settings: dict[str, Any] = {"words": words, "num_words": x.factor.size}
+    settings: dict[str, Any] = {"words": words, "num_words": count}
     function = tiles.parallel_cross_entropy
     return on_tiles(x.low, x.call, function, args, None, **settings)
 
