@@ -136,7 +136,10 @@ def test_the_advice_counts_stages_that_share_ranks_once(command: Gemsc) -> None:
     flags = ("--ranks", "3", "--shards", "2,1", "--placement", "0,1,0")
     refused = command("compile", "model.py", *flags, "--whole", "0.up")
     assert "nothing in stage 0 can be cut" in refused.err
-    assert "give this stage one rank: --ranks 2" in refused.err
+    advice = "give this stage one rank: --ranks 2 without --shards and --whole"
+    assert advice in refused.err
+    flags = ("--ranks", "2", "--placement", "0,1,0")
+    assert command("compile", "model.py", *flags).code == 0
 
 
 def test_a_name_that_the_stage_lacks_is_refused(command: Gemsc) -> None:

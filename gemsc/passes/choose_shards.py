@@ -165,7 +165,12 @@ class ChooseShards(Pass):
             for name in BESIDE
             if any(getattr(grid, name) > 1 for grid in grids)
         ]
-        return " ".join((*flags, f"--ranks {sum(grid.size for grid in grids)}"))
+        ranks = f"--ranks {sum(grid.size for grid in grids)}"
+        if flags:
+            return " ".join((*flags, ranks))
+        given = [n for n in BESIDE if any(getattr(g, n) > 1 for g in self.grids)]
+        given += ["trunk"] * (self.trunk != "auto") + ["whole"] * bool(self.keep_whole)
+        return f"{ranks} without {' and '.join(f'--{name}' for name in given)}"
 
 
 def _elsewhere(program: Program, stage: Stage) -> set[str]:
