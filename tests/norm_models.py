@@ -58,7 +58,18 @@ def scored(batch: int) -> Sample:
     return (torch.randn(batch, 3, 8, 8),), torch.randn(batch, 3)
 
 
+def averaged() -> nn.Sequential:
+    """Return a network whose statistics are plain means of those of all batches."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None), nn.ReLU()),
+        *(nn.Conv2d(4, 4, 3, padding=1), nn.SyncBatchNorm(4, momentum=None)),
+        *(nn.Flatten(), nn.Linear(4 * 64, 3)),
+        nn.BatchNorm1d(3, momentum=None),
+    )
+
+
 CASES = (
+    Case("averaged", averaged, scored, F.mse_loss),
     Case("normed", Normed, pictures(8), F.cross_entropy, micro_batch_size=4),
     Case(
         "flat batch", lambda: flattened(lambda: nn.BatchNorm2d(4)), scored, F.mse_loss

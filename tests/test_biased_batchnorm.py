@@ -99,6 +99,21 @@ def test_every_plan_is_exact(plan: CompileOptions, tmp_path: Path) -> None:
     assert worst_error("normed", plan, tmp_path / "program", num_steps=2) <= FLOAT64
 
 
+AVERAGES = (
+    options(ranks=2, micro_batches=3),
+    options(ranks=2, data=2, micro_batches=2),
+    options(ranks=3, tiles="2x1", micro_batches=2),
+    options(ranks=2, micro_batches=2, recompute=("all",)),
+)
+
+
+@pytest.mark.parametrize("plan", AVERAGES, ids=CompileOptions.command_line)
+def test_means_of_the_statistics_of_all_batches_are_exact(
+    plan: CompileOptions, tmp_path: Path
+) -> None:
+    assert worst_error("averaged", plan, tmp_path / "program", num_steps=2) <= FLOAT64
+
+
 MEASURED = (
     options(ranks=2, micro_batches=3),
     options(ranks=3, tiles="2x1", micro_batches=2),

@@ -30,6 +30,7 @@ from gemsc.frontend.opaque import DependsOnDataError, FailsOnFakesError
 from gemsc.frontend.targets import TargetCall, describe_call, is_ignored
 from gemsc.frontend.user_code import UserLine, failing_line, guarded, user_line
 from gemsc.frontend.writer import GraphWriter
+from gemsc.ir.fake import without_count
 from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
 from gemsc.runtime.tiles import must_be
@@ -212,7 +213,7 @@ class Tracer(TorchFunctionMode):
         if leaf is not None and self._copied.holds_its_own(module):
             self.called.append((leaf, module))
             call = ("call_module", leaf, args, kwargs)
-            with self._at_user_line():
+            with self._at_user_line(), without_count(module):
                 return self._record(call, original, (module, *args), kwargs)
         if path is not None and path in self._opaque:
             return self._call_opaque(path, module, args, kwargs)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gemsc.base.memory_format import empty, format_of
 
-__all__ = ["fake_copy", "fake_like", "fake_parameters"]
+__all__ = ["fake_copy", "fake_like", "fake_parameters", "without_count"]
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -29,7 +32,32 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         holder.register_buffer(name, buffer)
     memo = fake_parameters(holder, mode)
     with FakeCopyMode(mode):
-        return copy.deepcopy(holder, memo)
+        copied = copy.deepcopy(holder, memo)
+    for layer in copied.modules():
+        if _averages_all(layer):
+            layer.momentum = 0.0
+    return copied
+
+
+@contextmanager
+def without_count(layer: nn.Module) -> Iterator[None]:
+    """Let a BatchNorm without momentum run on fakes.
+
+    It takes 1 / (the batches that it has seen) for its momentum, a number that fakes
+    have not; what comes out of it has the same shape with any.
+    """
+    averages_all = _averages_all(layer)
+    if averages_all:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        if averages_all:
+            layer.momentum = None
+
+
+def _averages_all(layer: nn.Module) -> TypeGuard[_BatchNorm]:
+    return isinstance(layer, _BatchNorm) and layer.momentum is None
 
 
 def fake_parameters(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
