@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from gemsc.base.plain_forward import plain_forward
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, InternalError, SourceLocation
 from gemsc.frontend.difference import ValuesByLine, first_difference
-from gemsc.frontend.eager import failures, in_mode, set_training
+from gemsc.frontend.eager import deep_copy, failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.gradients import Gradients, chunks_of
 from gemsc.frontend.values import returned
@@ -132,14 +131,8 @@ def _copies(
     training: bool,
 ) -> tuple[nn.Module, Any, nn.Module]:
     """Return copies of the model, of its loss, and of what the graph calls."""
-    try:
-        eager_model, eager_loss = copy.deepcopy((model, loss), _memo(shared))
-        graph_module = copy.deepcopy(_holder(program.module), _memo(shared))
-    except Exception as error:
-        raise GemscError(
-            f"the model cannot be copied: {type(error).__name__}: {error}",
-            help="compile with --no-check",
-        ) from error
+    eager_model, eager_loss = deep_copy((model, loss), _memo(shared))
+    (graph_module,) = deep_copy((_holder(program.module),), _memo(shared))
     set_training(eager_model, eager_loss, training)
     _copy_flags(eager_model, eager_loss, graph_module)
     return eager_model, eager_loss, graph_module

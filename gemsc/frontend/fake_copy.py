@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from gemsc.base.dtypes import within
 from gemsc.base.nests import Path, tensor_leaves
 from gemsc.errors import GemscError
+from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
 from gemsc.ir.layers import layer_source
 
@@ -71,21 +71,15 @@ def copy_on_fakes(
             memo |= fake_parameters(module, fake)
             if dtype is not None:
                 memo |= _in_dtype(module, fake, dtype)
-    try:
-        with fake, FakeCopyMode(fake):
-            copied, loss_copy = copy.deepcopy((model, loss), memo)
-    except Exception as error:
-        raise GemscError(
-            f"the model cannot be copied: {type(error).__name__}: {error}",
-            help="gemsc traces a copy: keep locks, files and generators out of modules",
-        ) from error
-    result = FakeCopy(copied, loss_copy, kept=[memo, model, loss])
+    with fake, FakeCopyMode(fake):
+        model_copy, loss_copy = deep_copy((model, loss), memo)
+    result = FakeCopy(model_copy, loss_copy, kept=[memo, model, loss])
     result.kept.extend(memo.get(id(memo), []))
-    _name_modules(result, model, copied, "")
+    _name_modules(result, model, model_copy, "")
     if isinstance(loss, nn.Module):
         _name_modules(result, loss, loss_copy, LOSS)
     _name_constants(result, memo)
-    _give_numbers(model, copied, fake)
+    _give_numbers(model, model_copy, fake)
     return result
 
 

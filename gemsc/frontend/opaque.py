@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from gemsc.base.dtypes import cast, cast_module, default_dtype
 from gemsc.base.nests import Inputs
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.frontend.eager import failures, in_mode, set_training
+from gemsc.frontend.eager import deep_copy, failures, in_mode, set_training
 from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.observe import Watch, detached
 from gemsc.ir.opaque import Opaque
@@ -133,7 +132,7 @@ class Leaves:
         self._seen |= self._watched([path, *watched])
 
     def _watched(self, paths: list[str]) -> dict[str, Watch]:
-        model, loss = _copied(self.model, self.loss)
+        model, loss = deep_copy((self.model, self.loss))
         set_training(model, loss, self.training)
         inputs, target = detached(self.inputs), detached(self.target)
         if self.dtype is not None:
@@ -172,16 +171,6 @@ def _submodule(model: nn.Module, loss: Any, path: str) -> nn.Module:
     if first == LOSS and isinstance(loss, nn.Module):
         return loss.get_submodule(rest)
     return model.get_submodule(path)
-
-
-def _copied(model: nn.Module, loss: Any) -> Any:
-    try:
-        return copy.deepcopy((model, loss))
-    except Exception as error:
-        raise GemscError(
-            f"the model cannot be copied: {type(error).__name__}: {error}",
-            help="gemsc runs a copy: keep locks, files and generators out of modules",
-        ) from error
 
 
 def _drop(tensor: Tensor) -> None:

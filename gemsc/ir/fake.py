@@ -46,14 +46,14 @@ def without_count(layer: nn.Module) -> Iterator[None]:
     It takes 1 / (the batches that it has seen) for its momentum, a number that fakes
     have not; what comes out of it has the same shape with any.
     """
-    averages_all = _averages_all(layer)
-    if averages_all:
-        layer.momentum = 0.0
+    if not _averages_all(layer):
+        yield
+        return
+    layer.momentum = 0.0
     try:
         yield
     finally:
-        if averages_all:
-            layer.momentum = None
+        layer.momentum = None
 
 
 def _averages_all(layer: nn.Module) -> TypeGuard[_BatchNorm]:
