@@ -105,8 +105,35 @@ def test_what_a_dataclass_holds_is_compared_too(changed: Callable[..., None]) ->
     options = {**STAGES, "micro_batches": 2}
     assert not compile(*given, loss=loss, **options).plan.unchecked
     changed("x * 0.5", "x * 0.25", rank_with("x * 0.5", STAGES))
-    with pytest.raises(InternalError, match=r"wrong program: .*output picture"):
+    with pytest.raises(
+        InternalError, match=r"wrong program: evaluation's output picture is off"
+    ):
         compile(*given, loss=loss, **options)
+
+
+class CountsInOutput(Picture):
+    """Has a buffer that is called as what evaluation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("output", torch.zeros(2, 2, 8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.training:
+            self.output.add_(x.detach() * 3)
+        return x
+
+
+def test_a_buffer_that_is_called_output_is_compared_too(
+    changed: Callable[..., None],
+) -> None:
+    given = CountsInOutput(), (X,)
+    options = {**STAGES, "micro_batches": 2}
+    assert not compile(*given, loss=squares, **options).plan.unchecked
+    changed("detach() * 3", "detach() * 4", 1)
+    with pytest.raises(InternalError, match="wrong program: buffer output is off"):
+        compile(*given, loss=squares, **options)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def _model(
     target: Any,
     dtype: torch.dtype,
 ) -> StepRecord:
-    """Return what one process computes; outputs of evaluation among the state."""
+    """Return what one process computes, in training and in evaluation."""
     count = plan.data * plan.micro_batches
     precision = Precision.of(plan, dtype)
     record = _NOTHING
@@ -226,8 +226,7 @@ def _model(
             given = model, _Loss(loss), [(inputs, target)]
             record = reference_steps(*given, count, dtype, precision=precision)
         outputs = evaluated(model, record.state, inputs, plan, dtype, precision)
-    found = named_outputs(outputs)
-    return replace(record, state=record.state | found)
+    return replace(record, outputs=named_outputs(outputs))
 
 
 class _Loss(nn.Module):
@@ -271,7 +270,7 @@ def evaluated(
 
 
 def named_outputs(outputs: list[Any]) -> dict[str, Tensor]:
-    """Return what evaluation gives, all parts joined, under names no buffer has."""
+    """Return what evaluation gives, all parts joined, under names for people."""
     named = [
         {f"output {'.'.join(map(str, p))}".strip(): t for p, t in tensor_leaves(part)}
         for part in outputs
@@ -308,7 +307,7 @@ def _ranks(
     found = named_outputs([each for each in outputs if each is not None])
     trains = (directory / "losses0.json").exists()
     record = read_record(directory, plan.ranks) if trains else _NOTHING
-    return None, replace(record, state=record.state | found)
+    return None, replace(record, outputs=found)
 
 
 def _with_roundings(

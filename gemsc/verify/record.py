@@ -24,6 +24,7 @@ class StepRecord:
 
     `unequal` are tensors that all ranks of a grid, or several replicas, hold as a
     whole, but not bit for bit the same: they drift apart, or one rank of them has none.
+    `outputs` are what evaluation gives after the steps, where it was asked for.
     """
 
     losses: list[float]
@@ -32,6 +33,7 @@ class StepRecord:
     activation_bytes: list[int] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
     unequal: frozenset[str] = frozenset()
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 def read_record(folder: Path, num_ranks: int) -> StepRecord:

@@ -208,11 +208,12 @@ def compare(
         "gradient of ": (actual.gradients, expected.gradients, expected.gradients),
         "parameter ": (known, expected.state, parameters),
         "buffer ": (known, expected.state, expected.state.keys() - parameters),
+        "evaluation's ": (actual.outputs, expected.outputs, expected.outputs),
     }
     errors, equal = {"loss": loss}, 0
     worst: dict[str, tuple[float, str]] = {}
     for kind, (mine, theirs, names) in groups.items():
-        most = LARGEST_BUFFER if kind == "buffer " else math.inf
+        most = LARGEST_BUFFER if kind in ("buffer ", "evaluation's ") else math.inf
         found = _errors(mine, theirs, names, most, may_overflow)
         worst[kind] = max(((e, n) for n, e in found.items() if e), default=(0.0, ""))
         errors |= {f"{kind}{name}": error for name, error in found.items()}
@@ -224,7 +225,7 @@ def compare(
         worst["parameter "],
         worst["buffer "],
         equal,
-        total=len(expected.gradients) + len(expected.state),
+        total=sum(len(names) for *_, names in groups.values()),
         activation_bytes=tuple(actual.activation_bytes),
         errors=errors,
     )
