@@ -355,3 +355,23 @@ def test_a_gradient_that_the_model_has_not_is_wrong() -> None:
     for more, verdict in ((ones, "not equal"), (none, "proved")):
         actual = StepRecord([1.0], {"a": ones, "b": more}, {"a": ones})
         assert _compared((actual, expected), same, drawn, 1).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("degree", "draws", "verdict"),
+    [(20, 3, "proved"), (9000, 6, "proved"), (10**6, 9, "not decided")],
+)
+def test_there_are_draws_until_little_is_left_to_chance(
+    degree: int, draws: int, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def once(*given: Any) -> tuple[AllInputs, bool]:
+        drawn.append(given[-1])
+        return AllInputs("proved", degree=degree), True
+
+    monkeypatch.setattr(check, "_once", once)
+    found = check_all_inputs(Path(), torch.nn.Linear(1, 1), len, None, None)
+    assert (len(drawn), found.verdict) == (draws, verdict)
+    assert len({(each.p, each.key) for each in drawn}) == draws
+    assert found.verdict != "proved" or found.bound < 1e-6

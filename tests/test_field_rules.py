@@ -526,7 +526,9 @@ DEGREES: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "layer norm": (lambda x: F.layer_norm(x * x, (4,)), 4, 5),
     "constants": (lambda x: x * torch.zeros_like(x) * torch.rand_like(x), 1, 0),
     "dropout": (lambda x: F.dropout(x * x, 0.5), 2, 0),
-    "softmax": (lambda x: (x * x).softmax(1), 2, 3),
+    "softmax": (lambda x: (x * x).softmax(1), 3, 4),
+    "softmax of much": (lambda x: (x**8).softmax(1), 3, 10),
+    "log of softmax": (lambda x: (x**8).log_softmax(1), 8, 10),
 }
 
 

@@ -60,7 +60,8 @@ __all__ = ["AllInputs", "check_all_inputs", "check_program_for_all_inputs"]
 
 Watched = Callable[[Path, int], AbstractContextManager[None]]
 DTYPE = torch.float64
-DRAWS = 3
+_DRAWS, _MOST_DRAWS = 3, 9  # more than three where these leave it to chance
+_RARE, _TOO_LIKELY = 1e-6, 1e-3
 _AGAIN = 3  # keys that may divide by 0
 _FEW = 0.1  # divisions by 0: one of three draws has none
 _BY_ZERO = "every draw divides by 0"
@@ -100,9 +101,11 @@ def check_all_inputs(
     inputs: Any,
     target: Any,
     *,
-    draws: int = DRAWS,
+    draws: int | None = None,
 ) -> AllInputs:
     """Compare a program with the model it was compiled from, for all inputs.
+
+    That is in so many draws, or in as many as leave little to chance.
 
     `inputs` and `target` are a whole batch: their floating-point numbers, and those of
     parameters and buffers, are drawn anew.
@@ -110,7 +113,9 @@ def check_all_inputs(
     start = time.perf_counter()
     found = AllInputs("not decided")
     bound = 1.0
-    for number in range(draws):
+    for number in range(draws or _MOST_DRAWS):
+        if draws is None and number >= _DRAWS and bound < _RARE:
+            break
         for again in range(_AGAIN):
             p = PRIMES[number % len(PRIMES)]
             drawn = Field(p, 1000 * number + again)
@@ -122,6 +127,10 @@ def check_all_inputs(
         if found.verdict != "proved":
             return _located(found, directory, model, loss, inputs, target)
         bound *= min(found.degree / p, 1.0)
+    if draws is None and bound > _TOO_LIKELY:
+        words = f"equal in {_MOST_DRAWS} draws, which programs of degree {found.degree}"
+        by_chance = f"that differ may be with a probability of {bound:.0e}"
+        return AllInputs("not decided", f"{words} {by_chance}")
     return replace(found, bound=bound, seconds=time.perf_counter() - start)
 
 
@@ -169,7 +178,9 @@ def _with_line(error: NotDecidedError, copied: Path, directory: Path) -> str:
     return text
 
 
-def check_program_for_all_inputs(directory: Path, *, draws: int = DRAWS) -> AllInputs:
+def check_program_for_all_inputs(
+    directory: Path, *, draws: int | None = None
+) -> AllInputs:
     """Compare a program that was compiled from a file; see `check_all_inputs`.
 
     Raises:

@@ -46,6 +46,7 @@ _ORDERS = frozenset([*rules.ORDERED, "eq", "ne"])
 _FUNCTIONS = frozenset([*rules.FUNCTIONS, "exp", "log", "reciprocal"])
 _NORMS = ("native_batch_norm", "native_group_norm", "native_layer_norm")
 _NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
+_SOFTMAX = 3  # exp of a number may be a quotient itself, that of a logarithm
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -127,10 +128,10 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
             self.total += max(degrees[1:])
             return degrees[0] + 1
         if name in ("_softmax", "_safe_softmax", "_log_softmax", "logsumexp"):
-            self.total += top + 1
-            return max(top, 2)
+            self.total += top + 2
+            return max(top, 2) if "log" in name else _SOFTMAX
         if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-            return degrees[0] + 2 * 2  # of softmax, twice
+            return degrees[0] + 2 * _SOFTMAX
         if name in _NORMS:
             self.total += 2 * degrees[0] + 1  # the variance, and its root
             return degrees[0] + 2
@@ -139,11 +140,11 @@ class Degrees(QuietMode):  # type: ignore[no-untyped-call]
         if name == _ATTENTION:
             query, key, value = degrees[:3]
             self.total += query + key + 1
-            return value + 2
+            return value + _SOFTMAX
         if name == f"{_ATTENTION}_backward":
             gradient, query, key, value = degrees[:4]
             self.total += query + key + 1
-            return gradient + value + max(query, key) + 2 * 2
+            return gradient + value + max(query, key) + 2 * _SOFTMAX
         # what torch composes of a few others: as if all were squared in a function
         self.total += 2 * sum(degrees)
         return 2 * sum(degrees)
