@@ -14,6 +14,7 @@ from gemsc.base.units import show_seconds
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import timeline_of
 from gemsc.viz.columns import column, fitted, sample
+from gemsc.viz.report import report
 from gemsc.viz.strip import strips
 from gemsc.viz.tables import show
 
@@ -111,7 +112,7 @@ def test_the_default_machine_and_shared_cores_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = made_up_plan(4, 2)
-    monkeypatch.setattr("gemsc.viz.tables.num_cores", lambda: 2)
+    monkeypatch.setattr("gemsc.planner.explain.num_cores", lambda: 2)
     text = " ".join(told(plan))
     assert "cpu-core is a default, not this machine" in text
     busy = sum(t.end - t.start for row in timeline_of(plan).ranks for t in row)
@@ -119,9 +120,14 @@ def test_the_default_machine_and_shared_cores_are_named(
     assert (
         f"4 ranks on the 2 cores of this machine take at least {least} a step" in text
     )
-    other = " ".join(told(replace(plan, options={"hardware": "a100"})))
+    page = report(plan)
+    assert show_seconds(max(plan.step_seconds, busy / 2) + plan.ending_seconds) in page
+    assert "at least: 2 cores for 4 ranks" in page
+    elsewhere = replace(plan, options={"hardware": "a100"})
+    assert "at least" not in report(elsewhere)
+    other = " ".join(told(elsewhere))
     assert "note:" not in other
-    monkeypatch.setattr("gemsc.viz.tables.num_cores", lambda: 4)
+    monkeypatch.setattr("gemsc.planner.explain.num_cores", lambda: 4)
     assert "cores of this machine" not in " ".join(told(plan))
 
 

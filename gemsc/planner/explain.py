@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gemsc.base.process import num_cores
 from gemsc.base.units import show_ranks, show_seconds
+from gemsc.costs.hardware import DEFAULT_HARDWARE
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Task, Timeline, replay
 from gemsc.schedules.paths import beside
 
-__all__ = ["Explanation", "explain", "shared_seconds"]
+__all__ = ["Explanation", "explain", "seconds_here"]
 
 SMALL = 0.03  # shares of the step below which nothing is worth changing
 
@@ -119,14 +121,19 @@ def _talking(plan: Plan) -> float:
     return each * plan.micro_batches / len(plan.members)
 
 
-def shared_seconds(plan: Plan, cores: int) -> float:
-    """Return how long a step takes at least where all ranks share so many cores.
+def seconds_here(plan: Plan) -> tuple[float, int] | None:
+    """Return how long a step takes at least on the cores that are here; their count.
 
     The prediction gives each rank a core of its own; fewer have the same work to do.
+    None where there are enough, and where the plan is for another machine.
     """
+    cores = num_cores()
+    is_elsewhere = plan.options.get("hardware") not in (None, "", DEFAULT_HARDWARE)
+    if is_elsewhere or plan.ranks <= cores:
+        return None
     rows = zip(timeline_of(plan).ranks, plan.members, strict=True)
     work = sum((t.end - t.start) * len(ranks) for row, ranks in rows for t in row)
-    return max(plan.step_seconds, plan.data * work / cores)
+    return max(plan.step_seconds, plan.data * work / cores), cores
 
 
 def _without_messages(task: Task, timeline: Timeline) -> float:

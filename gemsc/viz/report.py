@@ -14,7 +14,7 @@ from markupsafe import Markup
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
-from gemsc.planner.explain import explain
+from gemsc.planner.explain import explain, seconds_here
 from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import Column, column, sample
 from gemsc.viz.design import FONT, MONO, series, variables
@@ -59,12 +59,14 @@ def report(plan: Plan, candidates: Sequence[Candidate] = (), graph: str = "") ->
     *listings, (_, of_ranks) = list_plan(plan, MOST_LINES)
     seconds = [stage.cost.forward + stage.cost.backward for stage in plan.stages]
     slowest = seconds.index(max(seconds))
+    step, cores = seconds_here(plan) or (plan.step_seconds, 0)
     shown = sample(len(plan.stages), MOST_STAGES, (slowest,))
     return _template().render(
         plan=plan,
         limit=plan.rank_memory,
         micro_batches=show_micro_batches(plan.micro_batches),
-        step_seconds=plan.step_seconds + plan.ending_seconds,
+        step_seconds=step + plan.ending_seconds,
+        on_cores=f"{cores} cores for {plan.ranks} ranks" if cores else "",
         why=why,
         why_parts=[
             (name, seconds, why.step_seconds or 1.0, name.split()[0])

@@ -11,7 +11,7 @@ from gemsc.base.process import num_cores
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.costs.hardware import DEFAULT_HARDWARE
 from gemsc.plan import Plan
-from gemsc.planner.explain import explain, shared_seconds
+from gemsc.planner.explain import explain, seconds_here
 from gemsc.schedules import Action, Kind
 from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import column, fitted
@@ -147,11 +147,11 @@ def _here(plan: Plan) -> Iterator[str]:
             f"note: {DEFAULT_HARDWARE} is a default, not this machine: "
             "`gemsc profile --calibrate` measures it, for --hardware"
         )
-    if plan.ranks > (cores := num_cores()):
+    if (found := seconds_here(plan)) is not None:
+        seconds, cores = show_seconds(found[0]), found[1]
         yield (
             f"note: predicted with a core for each rank; {plan.ranks} ranks on the "
-            f"{cores} cores of this machine take at least "
-            f"{show_seconds(shared_seconds(plan, cores))} a step"
+            f"{cores} cores of this machine take at least {seconds} a step"
         )
 
 
