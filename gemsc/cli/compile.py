@@ -32,7 +32,7 @@ from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate
 from gemsc.source.constants import split_constants
 from gemsc.user_model import UserModel, load_user_model
-from gemsc.viz.tables import notes, show_candidates
+from gemsc.viz.tables import notes, of_this_machine, show_candidates
 from gemsc.viz.tables import show as show_plan
 
 __all__ = ["compile_command", "compiled", "plan_command"]
@@ -170,7 +170,7 @@ def _report(
     if candidates:
         show_candidates(candidates, console, most)
     console.print(f"{plan.summary}{where}", highlight=False)
-    for note in notes(plan):
+    for note in (*(of_this_machine(plan) if candidates else ()), *notes(plan)):
         console.print(note, highlight=False)
 
 

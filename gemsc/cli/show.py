@@ -27,8 +27,8 @@ from gemsc.viz.panel import panels_of
 from gemsc.viz.report import write_report
 from gemsc.viz.server import Pages, Server
 from gemsc.viz.strip import grid
+from gemsc.viz.tables import of_this_machine, show_shares
 from gemsc.viz.tables import show as show_plan
-from gemsc.viz.tables import show_shares
 from gemsc.viz.timeline import write_timeline
 from gemsc.viz.trace import trace_text
 
@@ -125,7 +125,8 @@ def timeline_command(
         raise GemscError(f"cannot draw {path}", help="give -o a name that ends in .svg")
     marks = measure(directory, steps, device) if measured else ()
     write_timeline(plan, path, marks)
-    console.print(f"wrote {path}", highlight=False)
+    for line in (f"wrote {path}", *(() if marks else of_this_machine(plan))):
+        console.print(line, highlight=False)
     if marks:
         predicted, measured_step = panels_of(plan, marks)
         trace = directory / "trace.json"

@@ -19,7 +19,14 @@ from gemsc.viz.listings import list_candidates, list_plan
 from gemsc.viz.panel import Panel
 from gemsc.viz.strip import bar, strips
 
-__all__ = ["notes", "show", "show_activations", "show_candidates", "show_shares"]
+__all__ = [
+    "notes",
+    "of_this_machine",
+    "show",
+    "show_activations",
+    "show_candidates",
+    "show_shares",
+]
 
 MOST_RANKS = 40  # of the strip
 _MOST_NAMES = 8  # of stages in a line
@@ -132,13 +139,13 @@ def _summary(plan: Plan) -> Iterator[str]:
     if plan.torch_compile:
         yield "torch.compile: predicted times and memory are those without it"
     yield from _updates(plan)
-    yield from _here(plan)
+    yield from of_this_machine(plan)
     yield from _deferred(plan)
     yield from _traffic(plan)
     yield from notes(plan)
 
 
-def _here(plan: Plan) -> Iterator[str]:
+def of_this_machine(plan: Plan) -> Iterator[str]:
     """Yield what the prediction leaves out, if it may be meant for this machine."""
     if plan.options.get("hardware") not in (None, "", DEFAULT_HARDWARE):
         return
