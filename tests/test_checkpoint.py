@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import resource
 import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,7 +162,7 @@ def test_all_is_on_the_disk_before_the_folder_gets_its_name(
     files = {"manifest.json", "rank0.safetensors", "rank1.safetensors"}
     written = {name for name in files if any(name in event for event in forced[:named])}
     assert written == files
-    assert ".step-000001" in forced[:named]
+    assert any(event.startswith(".step-000001-") for event in forced[:named])
     assert forced.index("saved") < forced.index("latest!")
     assert "saved" in forced[forced.index("latest!") :]
 
@@ -201,6 +203,71 @@ def test_a_buffer_of_several_stages_is_saved_once(tmp_path: Path) -> None:
     saved = train_and_save(tmp_path / "program", tmp_path / "run")
     assert same(resumed(tmp_path / "program", tmp_path / "run"), saved)
     assert weights_in(tmp_path / "run")["scale"].eq(2).all()
+
+
+def test_no_checkpoint_has_parts_of_two_runs(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of a run is late: it writes once another run has written its parts."""
+    is_late, other_has_written, is_over = (threading.Event() for _ in range(3))
+    complete = write._Job.complete
+
+    def late(path: Path, *rest: Any, **options: Any) -> Any:
+        if path.name == "rank1.safetensors" and not is_late.is_set():
+            is_late.set()
+            other_has_written.wait(60)
+        return write_stream(path, *rest, **options)
+
+    def wait_for_the_late(job: Any) -> None:
+        if not other_has_written.is_set():
+            other_has_written.set()
+            is_over.wait(60)
+        complete(job)
+
+    def first() -> str:
+        try:
+            on_ranks(program, 2, lambda t: t.save(tmp_path), optimizer=adam)
+        except GemscError as error:
+            return error.message
+        finally:
+            is_over.set()
+        return ""
+
+    def other(trainer: Trainer) -> State:
+        with torch.no_grad():
+            for parameter in trainer.worker.stages.parameters.values():
+                parameter.add_(1)
+        trainer.save(tmp_path)
+        return everything(trainer)
+
+    monkeypatch.setattr(write, "write_stream", late)
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(first)
+        is_late.wait(60)
+        monkeypatch.setattr(write._Job, "complete", wait_for_the_late)
+        parts = on_ranks(program, 2, other, optimizer=adam)
+    assert re.search("another run has removed|cannot be written", told.result())
+    saved = {name: tensor for part in parts for name, tensor in part.items()}
+    found = resumed(program, tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_thread_ends_when_another_run_removes_what_it_writes(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(path: Path, *rest: Any, **options: Any) -> Any:
+        if path.name == "rank1.safetensors":
+            shutil.rmtree(path.parent)
+        return write_stream(path, *rest, **options)
+
+    monkeypatch.setattr(write, "write_stream", removed)
+
+    def work(trainer: Trainer) -> None:
+        trainer.save(tmp_path, background=True)
+        trainer.finish_saving()
+
+    with pytest.raises(GemscError, match=r"run has removed|cannot be written"):
+        on_ranks(program, 2, work)
 
 
 def test_nobody_elses_files_are_removed(program: Path, tmp_path: Path) -> None:

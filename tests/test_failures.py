@@ -18,6 +18,7 @@ from nightly import at_night
 
 from gemsc.launch import launch
 from gemsc.runtime.checkpoint.folder import check_checkpoint, check_digests
+from gemsc.runtime.training.run_folder import held
 
 pytestmark = pytest.mark.mpi
 
@@ -356,6 +357,17 @@ def test_training_stops_once_it_has_failed_and_the_checkpoint_stays(
         manifest = check_checkpoint(folder).manifest
         assert manifest is not None
         assert manifest.step == saved
+
+
+def test_a_folder_that_another_run_is_in_is_refused(
+    program: Path, tmp_path: Path
+) -> None:
+    words = (GEMSC, "run", program, "--save", tmp_path, "--overwrite")
+    with held(tmp_path):
+        done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: another run is in {tmp_path}: process ")
+    assert not list(tmp_path.glob("log*"))
 
 
 def step_of(latest: Path) -> int:

@@ -6,6 +6,10 @@ import argparse
 import csv
 import json
 import math
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,10 @@ from program_support import Net, X, batch_of, on_ranks, written
 from torch import Tensor
 
 from gemsc.errors import GemscError
+from gemsc.runtime.training import run_folder
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.logs import EACH, Log
-from gemsc.runtime.training.run_folder import choose_folder
+from gemsc.runtime.training.run_folder import LOCK, choose_folder, held
 from gemsc.runtime.training.trainer import Trainer
 
 
@@ -81,6 +86,58 @@ def test_what_does_not_train_has_no_folder(tmp_path: Path) -> None:
     assert choose(tmp_path, "--verify-into", tmp_path)[0] is None
     assert choose(tmp_path, "--record-into", tmp_path)[0] is None
     assert not (tmp_path / "runs").exists()
+
+
+# One run at a time
+
+
+def test_a_folder_has_one_run_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.0)
+    folder = tmp_path / "new" / "run"
+    with held(folder):
+        with (
+            pytest.raises(GemscError, match="another run is in") as caught,
+            held(folder),
+        ):
+            pass
+        assert f"`kill {os.getpid()}`" in str(caught.value)
+        assert f"process {os.getpid()} on {platform.node()}" in caught.value.message
+        (folder / LOCK).unlink()  # as the message says, for a host that is gone
+        with held(folder):
+            pass
+    with held(folder):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(GemscError, match="no run can be in"), held(tmp_path / "file"):
+        pass
+
+
+def test_a_process_that_was_killed_holds_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import pathlib, sys, time\n"
+        "from gemsc.runtime.training.run_folder import held\n"
+        "with held(pathlib.Path(sys.argv[1])):\n"
+        "    print(1, flush=True)\n"
+        "    time.sleep(99)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        monkeypatch.setattr(run_folder, "LOCK_SECONDS", 0.0)
+        with (
+            pytest.raises(GemscError, match=f"process {process.pid} on"),
+            held(tmp_path),
+        ):
+            pass
+        process.kill()
+        process.wait()
+        with held(tmp_path):
+            assert (tmp_path / LOCK).read_text().split()[0] == str(os.getpid())
 
 
 # The log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from gemsc.runtime.process.failure import computed_lines
 from gemsc.runtime.process.progress import BAR_VARIABLE
 from gemsc.runtime.process.sharing import check_sharing
 from gemsc.runtime.training.program_directory import check_program
-from gemsc.runtime.training.run_folder import choose_folder
+from gemsc.runtime.training.run_folder import LOCK, choose_folder
 
 __all__ = ["not_compared", "start"]
 
@@ -64,6 +65,8 @@ def start(
         ended(folder)
         if not is_named:  # a run that failed before its start leaves nothing
             with contextlib.suppress(OSError):
+                if os.listdir(folder) == [LOCK]:
+                    (folder / LOCK).unlink()
                 folder.rmdir()
     return code
 

@@ -5,15 +5,17 @@
     step-000120/manifest.json    what there is, with sizes and digests
     step-000120/rank0.safetensors, rank1.safetensors, ...
 
-A checkpoint is written beside, as `.step-000120`, and forced to the disk before it gets
-its name by one rename: whenever a job is killed, a folder that is called `step-...` is
-whole. What a kill left is removed at the next save.
+A checkpoint is written beside, as `.step-000120-3f9c0a51`, and forced to the disk
+before it gets its name by one rename: whenever a job is killed, a folder that is called
+`step-...` is whole. The first rank draws that name for all: two runs that save the same
+step never write into one folder. What a kill left is removed at the next save.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ LATEST, BEST = "latest", "best"
 MODEL = "model.safetensors"
 ENDINGS = "", "-again", "-once-more"  # a run that starts anew comes to the same step
 STEP = re.compile(r"step-(\d{6,18})(-again|-once-more)?")
-HIDDEN = re.compile(rf"\.{STEP.pattern}(-old)?")
+HIDDEN = re.compile(r"\.(step-\d{6,18})(-again|-once-more|-[0-9a-f]{8})?(-old)?")
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def clear_space(directory: Path, step: int) -> Path:
     for path in directory.glob(".step-*"):
         if HIDDEN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-    beside = directory / f".step-{step:06d}"
+    beside = directory / f".step-{step:06d}-{secrets.token_hex(4)}"
     beside.mkdir(parents=True)
     return beside
 
@@ -209,7 +211,8 @@ def publish(directory: Path, beside: Path, *, keep: int, best: bool) -> None:
     """Give a checkpoint its name, switch the links, remove all but the newest."""
     sync(beside)
     linked = {_target(directory / link) for link in (LATEST, BEST)}
-    names = (beside.name.removeprefix(".") + ending for ending in ENDINGS)
+    name = beside.name.removeprefix(".").rpartition("-")[0]
+    names = (name + ending for ending in ENDINGS)
     new = directory / next(name for name in names if name not in linked)
     _remove([new])
     beside.rename(new)

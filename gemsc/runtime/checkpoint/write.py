@@ -319,6 +319,7 @@ class _Job:
         for rank in range(self.ranks):
             path = self.beside / f"rank{rank}.json"
             while not path.exists():
+                self._check_own()
                 time.sleep(POLL_SECONDS)
             if FAILED in (said := self._told(rank)):
                 raise GemscError(said[FAILED], help=said["help"])
@@ -333,9 +334,18 @@ class _Job:
     def _told(self, rank: int) -> dict[str, Any]:
         path = self.beside / f"rank{rank}.json"
         if not path.is_file():
+            self._check_own()
             raise GemscError(
                 f"rank 0 does not see {path}, which rank {rank} has written",
                 help="--save into a folder that all machines share",
             )
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
+
+    def _check_own(self) -> None:
+        """Make sure that what rank 0 has written is still there."""
+        if not (self.beside / "rank0.json").exists():
+            raise GemscError(
+                f"another run has removed {self.beside} while this one wrote there",
+                help="let one run at a time save into a folder",
+            )

@@ -11,15 +11,20 @@ It is chosen before anything is loaded, by `gemsc run` or else by the first rank
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import platform
 import shlex
 import shutil
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gemsc.base.files import write_text
 from gemsc.errors import GemscError
@@ -30,17 +35,21 @@ from gemsc.runtime.training.arguments import parse_arguments
 __all__ = [
     "ABOUT",
     "CURVES",
+    "LOCK",
     "LOG",
     "RUNS",
     "TABLE",
     "choose_folder",
     "clear",
     "describe_run",
+    "held",
 ]
 
 NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
 RUNS = "runs"  # folder of a program
 LOG, TABLE, ABOUT, CURVES = "log.jsonl", "log.csv", "run.json", "curves.svg"
+LOCK = ".lock"  # the system drops what a process held that has ended
+LOCK_SECONDS = 5.0  # for a run that was just killed to be gone
 
 
 def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
@@ -73,6 +82,53 @@ def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
             "run with --overwrite",
         )
     return folder
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep a run's folder from all other runs, as far as its file system has locks.
+
+    Raises:
+        GemscError: another run has it, or nobody may write there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise GemscError(
+            f"no run can be in {folder}: {error.strerror}",
+            help="name another folder with --save",
+        ) from None
+    with file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _is_locked(file):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                raise _in_use(folder, file.read())
+            time.sleep(0.1)
+        file.truncate(0)
+        print(os.getpid(), platform.node(), file=file, flush=True)
+        yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks here: no checkpoint mixes two runs all the same
+        pass
+    return True
+
+
+def _in_use(folder: Path, holder: str) -> GemscError:
+    number, _, host = holder.strip().partition(" ")
+    return GemscError(
+        f"another run is in {folder}: process {number} on {host}",
+        help=f"wait for its end, end it there with `kill {number}`, or name another "
+        f"folder with --save; if {host} is gone and its file system keeps the lock, "
+        f"remove {folder / LOCK}",
+    )
 
 
 def clear(folder: Path) -> None:

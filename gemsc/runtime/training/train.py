@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,7 @@ from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.recording import record_timed_steps, time_steps
-from gemsc.runtime.training.run_folder import choose_folder
+from gemsc.runtime.training.run_folder import choose_folder, held
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.runtime.training.verification import run_recorded_steps
 from gemsc.runtime.transport.launcher import check_launcher, is_first_started
@@ -49,10 +50,11 @@ def main(directory: Path, arguments: list[str] | None = None) -> int:
     if transport is None:
         return 1
     install_hooks(transport)
+    kept = ExitStack()  # the run's folder, as long as the first rank lives
     try:
         start_watch(transport, getattr(options, "timeout", 0.0))
         if transport.rank == 0:
-            wrong = wrong or _refusal(directory, transport, options)
+            wrong = wrong or _refusal(directory, transport, options, kept)
         refusal = next((r for r in transport.all_gather_object(wrong) if r), None)
         if refusal is not None:
             if transport.rank == 0 and is_first(REPORTED):
@@ -117,12 +119,16 @@ def _check_alone(directory: Path, ranks: int) -> None:
 
 
 def _refusal(
-    directory: Path, transport: Transport, options: argparse.Namespace
+    directory: Path,
+    transport: Transport,
+    options: argparse.Namespace,
+    kept: ExitStack,
 ) -> str | None:
-    """Return why the program cannot run, before anything was done."""
+    """Return why the program cannot run; else the run's folder is `kept` for it."""
     try:
         check_program(directory, transport.size)
-        choose_folder(directory, options)
+        if (folder := choose_folder(directory, options)) is not None:
+            kept.enter_context(held(folder))
     except GemscError as error:
         return str(error)
     return None
