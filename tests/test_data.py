@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
@@ -104,6 +105,39 @@ def test_a_copy_may_have_nothing_real_in_the_last_batch() -> None:
 
 def test_an_epoch_can_be_gone_on_with() -> None:
     assert epoch(first=1) == epoch()[1:]
+
+
+class CountedTensor(Tensor):
+    """Counts the elements of all that is taken out of it."""
+
+    taken = 0
+
+    def __getitem__(self, place: Any) -> Tensor:
+        found: Tensor = super().__getitem__(place)
+        CountedTensor.taken += found.numel()
+        return found
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_of_the_order_of_an_epoch_each_batch_takes_its_own_samples(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does so as it is read: the first one waits for no other."""
+    order = Batches._order
+    monkeypatch.setattr(
+        Batches, "_order", lambda *each: order(*each).as_subclass(CountedTensor)
+    )
+    options: dict[str, Any] = {"seed": 0, "shuffle": True, "part": part}
+    batches = Batches(Noisy(1000), 4, num_parts=2, **options)
+    monkeypatch.setattr(CountedTensor, "taken", 0)
+    found = iter(batches.epoch(0))
+    next(found)
+    assert 0 < CountedTensor.taken < 20
+    assert len([*found]) == 249
+    assert CountedTensor.taken < 3 * 1000
+    monkeypatch.setattr(CountedTensor, "taken", 0)
+    batches.indices(0, 3)
+    assert CountedTensor.taken == 4
 
 
 def test_fewer_samples_than_a_batch_are_no_batch_of_training() -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -62,7 +62,7 @@ class Archive:
             )
         with self._damage(), zipfile.ZipFile(path) as archive:
             names = [info.filename for info in archive.infolist()]
-            twice = sorted({name for name in names if names.count(name) > 1})
+            twice = sorted(name for name, n in Counter(names).items() if n > 1)
             metadata = self._json(archive, "metadata.json")
             self.config = self._json(archive, "config.json")
         if twice:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from gemsc.base.boxes import Interval
@@ -99,11 +100,35 @@ def make_up(wanted: TensorPiece, pieces: Iterable[TensorPiece]) -> bool:
     parts = [part for part in parts if part.count]
     if sum(part.count for part in parts) != wanted.count:
         return False
-    return not any(
-        _intersection(one, other).count
-        for number, one in enumerate(parts)
-        for other in parts[:number]
+    return not _overlap([part.intervals for part in parts])
+
+
+def _overlap(boxes: list[tuple[tuple[Interval, ...], ...]], dim: int = 0) -> bool:
+    """Whether two of some pieces, alike before `dim`, have an element in common.
+
+    Goes along the dimension; those that are at one place are alike in it.
+    """
+    if len(boxes) < 2:
+        return False
+    if dim == len(boxes[0]):
+        return True
+    ends = sorted(
+        (place, is_start, number)
+        for number, box in enumerate(boxes)
+        for interval in box[dim]
+        for is_start, place in enumerate(interval[::-1])
     )
+    here: dict[int, None] = {}
+    for _, group in groupby(ends, key=itemgetter(0)):
+        is_start = 0
+        for _, is_start, number in group:  # what ends here comes first
+            if is_start:
+                here[number] = None
+            else:
+                del here[number]
+        if is_start and _overlap([boxes[number] for number in here], dim + 1):
+            return True
+    return False
 
 
 def _intersection(one: TensorPiece, other: TensorPiece) -> TensorPiece:

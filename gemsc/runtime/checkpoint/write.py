@@ -295,15 +295,16 @@ class _Job:
             aliases: dict[str, str] = {}
             pieces: dict[str, list[tuple[str, TensorPiece]]] = defaultdict(list)
             kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+            known: set[tuple[str, TensorPiece]] = set()
             for rank, said in enumerate(everyone):
                 name = f"rank{rank}.safetensors"
                 files[name] = FileFacts(**said["facts"])
                 aliases |= said["aliases"]
                 for key, (dtype, shape, intervals) in said["tensors"].items():
                     piece = TensorPiece.read(shape, intervals)
-                    known = (held for _, held in pieces[key])
-                    if key.startswith(OF_STAGES) and piece in known:
+                    if key.startswith(OF_STAGES) and (key, piece) in known:
                         continue  # a buffer that several stages use: one has it
+                    known.add((key, piece))
                     pieces[key].append((name, piece))
                     kinds[key] = dtype, tuple(shape)
                 (self.beside / f"rank{rank}.json").unlink()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -24,6 +26,7 @@ from gemsc.runtime.process.status import Status
 __all__ = ["Batch", "Batches", "repeated"]
 
 
+_Keys = list[tuple[int, int, bool]]  # of the samples of a batch: see `_Reproducible`
 _Read = tuple[int, Any, str]  # the index of a sample, the sample, its digest
 
 
@@ -63,6 +66,16 @@ class _Reproducible(Dataset[Any]):
         else:
             sample = self.dataset[index]
         return sample, digest(sample) if is_compared else ""
+
+
+class _Sampler:
+    """The keys of an epoch's batches: each is made when it is asked for."""
+
+    def __init__(self) -> None:
+        self.keys: Iterator[_Keys] = iter(())
+
+    def __iter__(self) -> Iterator[_Keys]:
+        return self.keys
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class Batches:
         self._part_size = size // num_parts
         self._start = part * self._part_size
         self._dataset = _Reproducible(dataset, seed, window)
-        self._keys: list[Any] = []  # of the epoch: what `_loader` goes through
+        self._sampler = _Sampler()  # what `_loader` goes through
         self._loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
@@ -134,43 +147,56 @@ class Batches:
 
     def indices(self, number: int, batch: int) -> list[int]:
         """Return the samples of a batch of an epoch, those of all parts."""
-        return self._order(number)[batch * self.size :][: self.count(batch)]
+        return self._row(self._order(number), batch)
 
-    def _order(self, number: int) -> list[int]:
-        order = list(range(self.num_samples))
+    def _order(self, number: int) -> Tensor:
         if self.shuffle:
             generator = torch.Generator().manual_seed(seed_of(self.seed, number))
-            order = torch.randperm(self.num_samples, generator=generator).tolist()
-        return order
+            return torch.randperm(self.num_samples, generator=generator)
+        return torch.arange(self.num_samples)
+
+    def _row(self, order: Tensor, batch: int) -> list[int]:
+        start = batch * self.size
+        found: list[int] = order[start : start + self.count(batch)].tolist()
+        return found
+
+    def _part(self, row: list[int]) -> list[int]:
+        """Return this part of a batch that is filled up."""
+        end = self._start + self._part_size
+        return (row + row[-1:] * self.size)[self._start : end]
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
         """Yield this part of each batch, from the `first` one on."""
         order = self._order(number)
         numbers = range(first, len(self))
-        rows = [order[i * self.size :][: self.count(i)] for i in numbers]
-        end = self._start + self._part_size
-        parts = [(row + row[-1:] * self.size)[self._start : end] for row in rows]
-        keys = [
-            [(number, index, self.compare_all or i == 0) for index in part]
-            for i, part in enumerate(parts)
-        ]
+        keys: Iterator[_Keys] = (
+            [
+                (number, index, self.compare_all or i == first)
+                for index in self._part(self._row(order, i))
+            ]
+            for i in numbers
+        )
         # part 0 reads this one anyway: so those of all copies can be compared
-        common = [[(number, rows[0][0], True)]] if self._start and rows else []
-        read = self._load(common + keys)
+        common: list[_Keys] = []
+        if self._start and numbers:
+            common = [[(number, self._row(order, first)[0], True)]]
+        read = self._load(chain(common, keys))
         digests = {key[1]: next(read)[1][0] for (key,) in common}
-        for row, part, (data, found) in zip(rows, parts, read, strict=True):
+        for i, (data, found) in zip(numbers, read, strict=True):
+            row = self._row(order, i)
             real = min(max(len(row) - self._start, 0), self._part_size)
-            digests |= {i: text for i, text in zip(part, found, strict=True) if text}
+            texts = zip(self._part(row), found, strict=True)
+            digests |= {index: text for index, text in texts if text}
             yield Batch(data, real, len(row) == self.size, digests)
             digests = {}
 
-    def _load(self, keys: list[Any]) -> Iterator[Any]:
+    def _load(self, keys: Iterator[_Keys]) -> Iterator[Any]:
         """Yield what the samples of each list of keys are, as `_collate` joins them."""
-        self._keys[:] = keys
+        self._sampler.keys = keys
         if self._loader is None:
             self._loader = DataLoader(
                 self._dataset,
-                batch_sampler=self._keys,
+                batch_sampler=self._sampler,
                 num_workers=self.workers,
                 collate_fn=_collate,
                 pin_memory=self.pinned,
