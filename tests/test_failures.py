@@ -51,6 +51,10 @@ def trip(where):
     (FOLDER / "beside").rename(FOLDER / "tripped")
     if way == "exit":
         sys.exit(3)
+    if way == "leave":
+        exit(0)
+    if way == "raise":
+        raise SystemExit(3)
     if way == "nan":
         return float("nan")
     if way == "thread":
@@ -280,6 +284,9 @@ def test_a_signal_to_gemsc_run_ends_all_ranks(
     assert notes[1] == "note: rank 1 was in forward of stage 1, micro-batch 1, step 1"
 
 
+LEFT = "error: rank 1 has left its loop, and rank 0 waits for "
+
+
 @pytest.mark.parametrize(
     ("trip", "says"),
     [
@@ -289,6 +296,8 @@ def test_a_signal_to_gemsc_run_ends_all_ranks(
             marks=pytest.mark.nightly,
         ),
         ("loop-exit:5", "error: rank 1 left with sys.exit(3)\n"),
+        ("loop-leave:5", LEFT),
+        pytest.param("loop-raise:5", LEFT, marks=pytest.mark.nightly),
     ],
 )
 def test_an_own_loop_that_fails_on_one_rank_ends_all(

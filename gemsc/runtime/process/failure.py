@@ -20,6 +20,7 @@ from gemsc.runtime.process.status import REPORTED, STATUS_VARIABLE, Status
 from gemsc.runtime.process.stop import STOPPED, StopSignal
 
 if TYPE_CHECKING:
+    from gemsc.runtime.transport.mpi import MpiTransport
     from gemsc.runtime.transport.transport import Transport
 
 __all__ = [
@@ -147,11 +148,11 @@ def is_first(what: str) -> bool:
     return True
 
 
-def watch_exit(transport: Transport) -> None:
+def watch_exit(transport: MpiTransport) -> None:
     """Let `sys.exit` with an error end all ranks, as an exception does.
 
     No hook sees a SystemExit, so its code is noted on the way out. At the end MPI would
-    wait for ranks that wait for this one.
+    wait for ranks that wait for this one: they are told, however it leaves.
     """
     exit_ = sys.exit
     codes: list[Any] = []
@@ -164,6 +165,7 @@ def watch_exit(transport: Transport) -> None:
         if codes and codes[0] not in (None, 0, STOPPED):
             rank = transport.rank
             end_job(f"error: rank {rank} left with sys.exit({codes[0]!r})", transport)
+        transport.leave()
 
     sys.exit = noting_exit
     atexit.register(at_end)

@@ -52,8 +52,9 @@ def load(
     training (see `gemsc.Callback`).
 
     From then on, an uncaught exception on any rank, or `sys.exit` with an error, ends
-    all ranks. So does a `timeout` (seconds, or a text such as "10min"; None for never)
-    in which no rank goes on and one waits for others. SIGTERM and SIGUSR1 set
+    all ranks, and so does a rank that leaves while others wait for it. So does a
+    `timeout` (seconds, or a text such as "10min"; None for never) in which no rank goes
+    on and one waits for others. SIGTERM and SIGUSR1 set
     `trainer.is_leaving`: ask it after each step, save, and `sys.exit(75)`.
 
     Raises:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gemsc.base.process import end_with_launcher
-from gemsc.errors import InternalError
+from gemsc.errors import GemscError, InternalError
 from gemsc.runtime.transport.launcher import check_size, start_mpi
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import (
@@ -28,13 +30,14 @@ from gemsc.runtime.transport.transport import (
     shape_text,
 )
 from gemsc.runtime.transport.trial import may_carry, try_message
-from gemsc.runtime.transport.waiting import Awaited, Request, wait
+from gemsc.runtime.transport.waiting import Awaited, Request, Wait, check_in_waits, wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MpiTransport"]
 
+LEFT_SECONDS = 2.0  # for what a rank has sent before it left
 LAST_SECONDS = 5.0  # for the library to end all ranks
 LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4
 
@@ -231,6 +234,9 @@ class MpiTransport:
         self._messages = world.Dup()
         self._control = world.Dup()
         self._groups: dict[tuple[tuple[int, ...], str], MpiGroup] = {}
+        self._is_open = True
+        self._left: dict[int, float] = {}  # when this rank has heard of it
+        check_in_waits(self._check_left)
         self.cuda_aware = False
         self._neighbours = self._find_neighbours()
 
@@ -299,7 +305,7 @@ class MpiTransport:
 
     def progress(self) -> None:
         """Give the library one turn: about 1 us, more if data is there to be moved."""
-        self._control.Iprobe()  # no message ever comes here, only collectives
+        self._control.Iprobe()
 
     def group(self, ranks: tuple[int, ...], key: str = "") -> MpiGroup:
         """Return the group of these ranks."""
@@ -343,6 +349,32 @@ class MpiTransport:
     def _finish(self, request: MPI.Request, what: str) -> None:
         wait(_TestRequest(request, Awaited(what, tuple(range(self.size)))))
 
+    def leave(self) -> None:
+        """Tell all ranks that this one takes part in nothing more; see `_check_left`.
+
+        Nobody answers, and ranks that end, too, never read it.
+        """
+        for rank in range(self.size if self._is_open else 0):
+            if rank != self.rank:
+                self._control.Isend([b"", self._mpi.BYTE], rank)
+
+    def _check_left(self, waiting: Wait) -> None:
+        """Raise an error if what a wait takes is of a rank that has left."""
+        status = self._mpi.Status()
+        while self._is_open and self._control.Iprobe(status=status):
+            rank = status.Get_source()
+            self._control.Recv([bytearray(), self._mpi.BYTE], rank)
+            self._left[rank] = time.monotonic()
+        for what, ranks in waiting.needs:
+            for rank in ranks:
+                if time.monotonic() - self._left.get(rank, math.inf) > LEFT_SECONDS:
+                    raise GemscError(
+                        f"rank {rank} has left its loop, and rank {self.rank} waits "
+                        f"for {what}",
+                        help="leave on all ranks after the same step; where one fails, "
+                        "raise an error or call sys.exit with it",
+                    )
+
     def abort(self, code: int) -> NoReturn:
         """End all ranks of the job with this exit code; what was printed is kept."""
         sys.stdout.flush()
@@ -356,6 +388,7 @@ class MpiTransport:
     def close(self) -> None:
         """Wait for the others politely, so that MPI's own end need not."""
         self.barrier()
+        self._is_open = False
         for group in self._groups.values():
             group.free()
         self._groups.clear()

@@ -13,8 +13,10 @@ large message goes piece by piece, a few in each turn: after a turn that took as
 the copy of a piece the next ones follow at once. benchmarks/transport.py has the
 figures.
 
-A wait that is long enough for a sleep is noted, for who watches over hangs: `wait_of`
-returns what a thread waits for, `waited_seconds` how long this one has waited.
+In a wait of seconds, `check_in_waits` lets a transport look once a second whether what
+is awaited can still come. A wait that is long enough for a sleep is noted, for who
+watches over hangs: `wait_of` returns what a thread waits for, `waited_seconds` how long
+this one has waited.
 """
 
 from __future__ import annotations
@@ -24,20 +26,31 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-__all__ = ["Awaited", "Request", "Wait", "wait", "wait_of", "waited_seconds"]
+__all__ = [
+    "Awaited",
+    "Request",
+    "Wait",
+    "check_in_waits",
+    "wait",
+    "wait_of",
+    "waited_seconds",
+]
 
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 2e-3
 SLEEP_SHARE = 1 / 8
 COPY_SECONDS = 50e-6  # a turn as long has moved data
+CHECK_SECONDS = 1.0
 
 _PR_SET_TIMERSLACK = 29
 _prepared = threading.local()
 _waits: dict[int, Wait] = {}  # by thread: the one that it is in
 _waited: dict[int, float] = {}  # by thread: seconds in waits that are over
+_checks: list[Callable[[Wait], None]] = []
 _yield_core = getattr(os, "sched_yield", lambda: None)  # not on every system
 
 
@@ -78,9 +91,14 @@ def wait_of(thread: int) -> Wait | None:
     return _waits.get(thread)
 
 
+def check_in_waits(check: Callable[[Wait], None]) -> None:
+    """From now on, call `check` once a second in each wait; it may raise an error."""
+    _checks.append(check)
+
+
 def wait(*requests: Request) -> None:
     """Return when all requests are complete; leave the core to others till then."""
-    begin = started = before = time.perf_counter()
+    begin = started = before = checked = time.perf_counter()
     pending, thread = requests, 0
     try:
         while pending := tuple(r for r in pending if not r.done()):
@@ -92,6 +110,10 @@ def wait(*requests: Request) -> None:
             else:
                 thread = threading.get_ident()
                 _waits[thread] = Wait(begin, pending)
+                if now - checked > CHECK_SECONDS:
+                    checked = now
+                    for check in _checks:
+                        check(_waits[thread])
                 seconds = (now - started) * SLEEP_SHARE
                 _sleep(min(max(seconds, SHORTEST_SLEEP), _longest_sleep(pending)))
             before = time.perf_counter()
