@@ -276,6 +276,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         put(*GENERATOR, "torch", to={"$": "stored", "of": "../../x"}),
         f"{M} is damaged",
     ),
+    **{
+        f"a generator of NumPy's with {value!r} at {at}": (
+            put(*GENERATOR, "numpy", at, to=value),
+            f"{M} is damaged: ValueError",
+        )
+        for at, value in (
+            *((2, 10**6), (2, 625), (2, -1), (2, 1.5), (3, 7), (4, "0"), (0, "PCG64")),
+        )
+    },
+    "a generator of Python's with a text": (
+        put(*GENERATOR, "python", 2, to="0"),
+        f"{M} is damaged: ValueError",
+    ),
     "an unknown kind": (
         put("progress", "extra", to={"$": "os.system", "of": "true"}),
         f"{M} is damaged: KeyError 'os.system'",
@@ -437,6 +450,65 @@ def refusals(program: Path, saved: Path) -> dict[str, list[Refusal]]:
     first, second = on_ranks(program, 2, work, optimizer=adam)
     assert not [path for path in (root / "damages").rglob(".*")]
     return {name: [first[name], second[name]] for name in places}
+
+
+# States that are read well, and that the next step would fail on, or take otherwise
+
+RANK = ("progress", "ranks", 0)
+GROUP, STATE = (*RANK, "groups", 0, "values"), (*RANK, "values", "a.weight", "state")
+STATES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no average": (drop("tensors", "optimizer/exp_avg/a.weight"), "KeyError 'exp_avg'"),
+    "no step": (drop(*STATE, "step"), "KeyError 'step'"),
+    "a step in words": (put(*STATE, "step", to="two"), "optimizer does not fit Adam"),
+    "a step that is a list": (put(*STATE, "step", to=[2, 3]), "does not fit Adam"),
+    "a rate in words": (put(*GROUP, "lr", to="fast"), "'fast' in place of 0.0"),
+    "one beta": (put(*GROUP, "betas", to=[0.9]), r"\[0.9\] in place of"),
+    "a switch in words": (put(*GROUP, "maximize", to="no"), "'no' in place of False"),
+    "a switch that is on": (put(*GROUP, "amsgrad", to=True), "'max_exp_avg_sq'"),
+    "a scheduler in words": (
+        put(*RANK, "scheduler", "step_size", to="two"),
+        "scheduler does not fit StepLR: ValueError 'two' in place of 1",
+    ),
+    "a scheduler without rates": (
+        put(*RANK, "scheduler", "base_lrs", to=[]),
+        r"\[\] in place of \[0.01\]",
+    ),
+    "a scheduler that cannot step": (put(*RANK, "scheduler", "step", to=1), "in place"),
+    "a scheduler of nothing": (put(*RANK, "scheduler", to=[]), r"\[\] in place of"),
+}
+
+
+def by_steps(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.fixture(scope="module")
+def wrong_states(program: Path) -> dict[str, Refusal]:
+    root, options = program.parent / "states", {"scheduler": by_steps}
+    save(program, root / "saved", (1, 2), **options)
+    for name, (act, _) in STATES.items():
+        shutil.copytree(root / "saved", root / name, symlinks=True)
+        act(root / name / "step-000002")
+
+    def work(trainer: Trainer) -> dict[str, Refusal]:
+        trainer.step(*BATCH)
+        found = {name: attempt(trainer, root / name) for name in STATES}
+        trainer.resume(root / "saved")
+        trainer.step(*BATCH)
+        return found
+
+    return on_ranks(program, 2, work, optimizer=adam, **options)[1]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_the_next_step_would_fail_on_is_refused(
+    name: str, wrong_states: dict[str, Refusal]
+) -> None:
+    error = wrong_states[name].error
+    assert isinstance(error, GemscError), repr(error)
+    assert re.search(STATES[name][1], error.message), error.message
+    assert "as in the run that was saved" in str(error)
+    assert wrong_states[name].is_untouched
 
 
 @pytest.mark.by_day(30)

@@ -26,14 +26,28 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def check_generators(states: Mapping[str, Any]) -> None:
-    """Make sure that `set_generators` takes states.
+def check_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    """Make sure that `set_generators` takes states; NumPy would take nearly any.
 
     Raises:
         ValueError, TypeError, KeyError, RuntimeError: it does not.
     """
     torch.Generator().set_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.Generator(device).set_state(states["cuda"])
     random.Random().setstate(_python(states))
+    gauss = states["python"][2]
+    _, numbers, place, has_gauss, number = states["numpy"]
+    in_order = (
+        numbers.shape == (624,),
+        type(place) is int and 0 <= place <= 624,
+        has_gauss in (0, 1),
+        int(numbers.min()) >= 0 and int(numbers.max()) < 2**32,
+        isinstance(number, float),
+        gauss is None or isinstance(gauss, float),
+    )
+    if not all(in_order):
+        raise ValueError("a generator of random numbers has no such state")
     np.random.RandomState().set_state(_numpy(states))
 
 

@@ -35,6 +35,7 @@ from gemsc.runtime.checkpoint.optimizer_state import (
     slots_of,
 )
 from gemsc.runtime.checkpoint.pieces import TensorPiece
+from gemsc.runtime.checkpoint.state_check import check_alike, check_step
 from gemsc.runtime.checkpoint.state_json import decode
 from gemsc.runtime.worker.worker import Worker
 
@@ -155,19 +156,21 @@ class _Reader:
         acts = [*self.weights(stored, MODEL_KEY, extra)]
         acts.append(partial(setattr, worker.steps, "done", manifest.step))
         generators = read(ranks[rank % len(ranks)]["generators"])
-        check_generators(generators)
+        check_generators(generators, worker.device)
         acts.append(partial(set_generators, generators, worker.device))
         scaler, scale = worker.updates.scaler, progress["scaler"]
         if scaler is not None and scale is not None:
             numbers = {key: float(each) for key, each in scale.items()}
             acts.append(partial(scaler.load_state_dict, numbers))
         gradients = self._gradients(stored)
-        self._load_states(SavedOptimizer(ranks, _states_of(manifest), read), stored)
         is_same = len(ranks) == worker.transport.host.size
+        is_same = is_same and ranks[rank]["layout"] == self.holdings.digest()
+        optimizer = SavedOptimizer(ranks, _states_of(manifest), read)
+        self._load_states(optimizer, stored, is_same=is_same)
         return _Fit(
             acts,
             partial(self._take_gradients, stored, gradients),
-            is_same and ranks[rank]["layout"] == self.holdings.digest(),
+            is_same,
             _checked_extra(read(progress["extra"])),
         )
 
@@ -221,7 +224,9 @@ class _Reader:
 
     # ------------------------------------------------ optimizer, scheduler
 
-    def _load_states(self, saved: SavedOptimizer, stored: StoredTensors) -> None:
+    def _load_states(
+        self, saved: SavedOptimizer, stored: StoredTensors, *, is_same: bool
+    ) -> None:
         updates, holdings = self.worker.updates, self.holdings
         for key in ("optimizer", "scheduler"):
             now = getattr(updates, key)
@@ -240,19 +245,29 @@ class _Reader:
         rank = self.worker.transport.host.rank
         sources = saved.groups(slots, len(current.get("param_groups", ())), rank)
         state = saved.state(current, slots, sources, stored.read)
-        _load("optimizer", updates.optimizer, state)
+        with _fits("optimizer", updates.optimizer):
+            for now, theirs in zip(
+                *(each["param_groups"] for each in (current, state)), strict=True
+            ):
+                check_alike(None, now, theirs, is_same=True)
+            updates.optimizer.load_state_dict(state)
+            check_step(updates.optimizer)
         if updates.scheduler is not None:
             found = saved.scheduler(sources, rank)
             if found is not None:
-                _load("scheduler", updates.scheduler, found)
+                with _fits("scheduler", part := updates.scheduler):
+                    check_alike(part, part.state_dict(), found, is_same=is_same)
+                    part.load_state_dict(found)
 
 
-def _load(key: str, part: Any, state: Any) -> None:
+@contextmanager
+def _fits(key: str, part: Any) -> Iterator[None]:
     try:
-        part.load_state_dict(state)
+        yield
     except Exception as error:
         raise GemscError(
-            f"the state of the {key} does not fit {type(part).__name__}: {error}",
+            f"the state of the {key} does not fit {type(part).__name__}: "
+            f"{type(error).__name__} {error!s:.200}",
             help=f"create it as in the run that was saved, {WEIGHTS_ALONE}",
         ) from error
 

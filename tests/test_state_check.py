@@ -1,0 +1,81 @@
+"""States of torch's own optimizers and schedulers are of their kind after any steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler as lrs
+
+from gemsc.runtime.checkpoint.state_check import check_alike, check_step
+from gemsc.runtime.checkpoint.state_json import decode, encode
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda o: lrs.StepLR(o, 2),
+    "milestones": lambda o: lrs.MultiStepLR(o, [2, 4]),
+    "function": lambda o: lrs.LambdaLR(o, lambda n: 0.9**n),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 2),
+    "one cycle": lambda o: lrs.OneCycleLR(o, 0.1, total_steps=9),
+    "cycles": lambda o: lrs.CyclicLR(o, 0.001, 0.1),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 4),
+    "in sequence": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o), lrs.ExponentialLR(o, 0.9)], [3]
+    ),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.StepLR(o, 2)]),
+}
+
+
+def made(make: Callable[[Any], Any]) -> Any:
+    layer = nn.Linear(3, 2)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return make([{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.02}])
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_takes_its_own_state(name: str) -> None:
+    optimizer = made(lambda p: optim.SGD(p, lr=0.01, momentum=0.9))
+    scheduler = SCHEDULERS[name](optimizer)
+    fresh = made(lambda p: optim.SGD(p, lr=0.01, momentum=0.9))
+    now = SCHEDULERS[name](fresh)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    tensors: dict[str, Any] = {}
+    text = encode(scheduler.state_dict(), lambda t: tensors.setdefault("t", t), "it")
+    saved = decode(text, tensors.__getitem__)
+    check_alike(now, now.state_dict(), saved, is_same=True)
+    for group in optimizer.param_groups:
+        theirs = {k: v for k, v in group.items() if k != "params"}
+        check_alike(None, fresh.param_groups[0], theirs, is_same=True)
+
+
+@pytest.mark.parametrize(
+    "kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad]
+)
+def test_an_optimizer_that_has_made_steps_is_tried_and_stays_as_it_is(
+    kind: Any,
+) -> None:
+    optimizer = made(kind)
+    check_step(optimizer)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    check_step(optimizer)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, state in before["state"].items():
+        assert all(
+            value is after["state"][number][key]
+            or torch.equal(value, after["state"][number][key])
+            for key, value in state.items()
+        )
+
+
+def test_a_step_that_cannot_be_tried_is_not_refused() -> None:
+    check_step(optim.LBFGS(nn.Linear(2, 2).parameters()))
+    check_step(object())
