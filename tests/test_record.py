@@ -311,6 +311,18 @@ def test_a_custom_autograd_function_keeps_its_backward() -> None:
     assert node.name == "doubled"
 
 
+doubled = Doubled.apply  # before any forward runs, as many packages write it
+
+
+@pytest.mark.skipif(
+    not isinstance(vars(torch.autograd.Function)["apply"], classmethod),
+    reason="this torch has its `apply` in C: such a call is refused",
+)
+def test_the_apply_of_a_custom_function_may_be_taken_from_its_class() -> None:
+    program = checked(Model(lambda self, x: doubled(self.fc(x), 2.0)))
+    assert sum(n.target == Doubled.apply for n in program.graph.nodes) == 1
+
+
 @torch.jit.script
 def scripted(x: torch.Tensor) -> torch.Tensor:
     return x * 2 + 1

@@ -589,10 +589,10 @@ def test_the_check_compares_every_chunk(
         check_against_eager(program, model, (x,), mean)
 
 
-taken = _Off.apply  # before any forward runs
-
-
 def test_a_custom_function_whose_call_is_not_seen_is_refused() -> None:
+    # as where torch's own `apply` is written in C
+    taken = vars(torch._C._FunctionBase)["apply"].__get__(None, _Off)
+
     def forward(self: Any, x: Any) -> Any:
         return taken(self.fc(x))
 
@@ -601,6 +601,40 @@ def test_a_custom_function_whose_call_is_not_seen_is_refused() -> None:
     assert caught.value.at is not None
     assert caught.value.at.text == "return taken(self.fc(x))"
     checked(Model(lambda self, x: self.fc(taken(x))))  # there is no gradient to lose
+
+
+class _Shifted(torch.autograd.Function):
+    """Overwrites what it is given, and does not say so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        x -= 1
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 2
+
+
+@pytest.mark.parametrize(
+    "input_of",
+    [lambda h: h, lambda h: h[:, :2], lambda h: h.view(-1)],
+    ids=["value", "part", "view"],
+)
+def test_a_custom_function_that_overwrites_what_others_use_is_refused(
+    input_of: Callable[[Any], Any],
+) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.fc(x)
+        y = _Shifted.apply(input_of(h))
+        return h.sum() + y.sum()
+
+    with pytest.raises(GemscError, match=r"_Shifted\.forward changes its") as caught:
+        record(Model(forward), (X,), loss=mean)
+    assert caught.value.at is not None
+    assert caught.value.at.text == "y = _Shifted.apply(input_of(h))"
+    checked(Model(lambda self, x: _Shifted.apply(self.fc(x))))
+    checked(Model(lambda self, x: _Shifted.apply((h := self.fc(x)).clone()) + h))
 
 
 def test_partial_functions_can_be_losses() -> None:

@@ -108,6 +108,7 @@ class Tracer(TorchFunctionMode):
         self._noted: dict[int, torch.Tensor] = {}
         self._read: dict[int, float] = {}  # what a call asked for
         self._unseen: list[tuple[Any, SourceLocation | None]] = []
+        self._overwritten: list[tuple[torch.Tensor, str, SourceLocation | None]] = []
 
     def run(self, what: str, function: Callable[..., Any], args: Any) -> Any:
         """Call `function` and record all that it does.
@@ -122,6 +123,7 @@ class Tracer(TorchFunctionMode):
                 by_name = isinstance(args, dict)
                 result = function(**args) if by_name else function(*args)
             self._check_unseen()
+            self._check_overwritten()
         except GemscError as error:
             found = _of_a_loss(self._error or error, function, error)
             raise found from error.__cause__
@@ -253,14 +255,39 @@ class Tracer(TorchFunctionMode):
         if self.paused:
             return apply(*args, **kwargs)
         call = ("call_function", apply, args, kwargs)
-        with self._at_user_line():
-            return self._record(call, apply, args, kwargs)
+        given = [(x, x._version) for _, x in tensor_leaves((args, kwargs))]
+        with self._at_user_line() as line:
+            result = self._record(call, apply, args, kwargs)
+        returned = {id(tensor) for _, tensor in tensor_leaves(result)}
+        at = line.location if line else None
+        for tensor, version in given:
+            if tensor._version != version and id(tensor) not in returned:
+                self._overwritten.append((tensor, apply.__self__.__name__, at))
+        return result
 
     def note_context(self, context: Any) -> None:
         """Keep what a custom autograd function saves in, if the call was not seen."""
         if not self.paused:
             line = user_line(Tracer.run.__code__)
             self._unseen.append((context, line.location if line else None))
+
+    def _check_overwritten(self) -> None:
+        """Refuse a change that the graph does not show, if another node can see it."""
+        for tensor, name, at in self._overwritten:
+            base = tensor._base
+            seen = [tensor, *([base] if base is not None else [])]
+            if any(
+                len(self.writer.node_of(each).users) > 1
+                for each in seen
+                if self.writer.finds(each)
+            ):
+                raise GemscError(
+                    f"{name}.forward changes its input in place, and the input is "
+                    "used in another place, too",
+                    at=at,
+                    help=f"let {name}.forward compute a new value (x = x - 1 for "
+                    "x -= 1), or give it a copy: x.clone()",
+                )
 
     def _check_unseen(self) -> None:
         for context, at in self._unseen:
@@ -441,6 +468,7 @@ def _of_a_loss(found: GemscError, function: object, error: Exception) -> GemscEr
 def _patched(tracer: Tracer) -> Iterator[None]:
     """Let module calls and custom autograd functions pass through the tracer."""
     function: Any = torch.autograd.Function
+    below = function.__base__
     module: Any = nn.Module
     call = module.__call__
     apply = function.__dict__["apply"]
@@ -451,12 +479,19 @@ def _patched(tracer: Tracer) -> Iterator[None]:
     def traced_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return tracer.call_autograd_function(apply.__get__(None, cls), args, kwargs)
 
+    def reached_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand below torch's own `apply`: what was taken before calls that."""
+        if tracer.paused:
+            return super(below, cls).apply(*args, **kwargs)
+        return traced_apply(cls, *args, **kwargs)
+
     def made(context: Any, *_: Any) -> None:
         tracer.note_context(context)
 
     made_by: Any = BackwardCFunction  # each call of a custom function makes one
     module.__call__ = traced_call
     function.apply = classmethod(traced_apply)
+    below.apply = classmethod(reached_apply)
     made_by.__init__ = made
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = log.disabled
@@ -468,4 +503,5 @@ def _patched(tracer: Tracer) -> Iterator[None]:
         log.disabled = was_disabled
         module.__call__ = call
         function.apply = apply
+        del below.apply
         del made_by.__init__
