@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["GemscError", "InternalError", "SourceLocation"]
@@ -11,10 +11,11 @@ __all__ = ["GemscError", "InternalError", "SourceLocation"]
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """One line of the user's code."""
+    """One line of the user's code; `caller`: of theirs, where it is of a package."""
 
     file: str
     line: int
+    caller: SourceLocation | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """Return `file:line`, the file relative to the working directory if in it."""
@@ -64,6 +65,8 @@ class GemscError(Exception):
         lines = [f"{where}error: {self.message}"]
         if self.at and self.at.text:
             lines.append(f"    {self.at.text}")
+        if self.at and self.at.caller:
+            lines.append(f"{self.at.caller}: note: called here: {self.at.caller.text}")
         for location, text in self.notes_at:
             prefix = f"{location}: " if location else ""
             lines.append(f"{prefix}note: {text}")

@@ -256,3 +256,39 @@ def test_what_ties_blocks_is_named_and_the_advice_works() -> None:
         "compute 'near' anew for each layer that uses it"
     )
     assert compile(Lookups(once=False), given, ranks=4).plan.ranks == 4
+
+
+class Picks(nn.Module):
+    """Picks by data, within a module of its own or of all layers."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h[h > 0].sum()
+
+
+class Deep(nn.Module):
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.picks = Picks()
+        self.apart = apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        out: Tensor = self.picks(x) if self.apart else x[x > 0].sum()
+        return out
+
+
+def test_the_line_that_keeps_a_model_whole_is_named_and_the_advice_works() -> None:
+    def model(apart: bool) -> Net:
+        return Net(lambda self, x: self.net(x) * 2, net=Deep(apart))
+
+    given = (torch.randn(8, 6),)
+    with pytest.raises(GemscError, match="2 stages need at least 2 blocks") as caught:
+        compile(model(apart=False), given, ranks=2)
+    (note,) = caught.value.__notes__
+    assert re.match(
+        r"'net' stays whole, for .*test_group_blocks.py:\d+: the size of this", note
+    )
+    assert "outside of 'net'" in str(caught.value.help)
+    assert compile(model(apart=True), given, ranks=2).plan.ranks == 2

@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+import importlib
 import math
 import operator
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -284,6 +287,28 @@ def test_what_cannot_be_traced_is_refused_with_its_line(
     assert caught.value.at.file == __file__
     assert caught.value.at.line == line_of(text)
     assert caught.value.help or forward is misfits
+
+
+@pytest.mark.parametrize("body", ["h[h > 0]", "h.view(5, -1)", "h / random.random()"])
+def test_an_error_in_a_package_says_which_line_of_the_users_called_it(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    package = tmp_path / "site-packages/there.py"
+    package.write_text(f"import random\ndef pick(h):\n    return {body}\n")
+    monkeypatch.delitem(sys.modules, "there", raising=False)
+
+    def forward(self: Any, x: Any) -> Any:
+        there = importlib.import_module("there")
+        return there.pick(self.fc(x))  # a call of a package
+
+    with pytest.raises(GemscError) as caught:
+        record(Model(forward), (X,), loss=mean)
+    assert caught.value.at is not None
+    assert (caught.value.at.file, caught.value.at.line) == (str(package), 3)
+    line = line_of("# a call of a package")
+    assert f"test_record_refused.py:{line}: note: called here: " in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,32 @@ def user_line(boundary: CodeType) -> UserLine | None:
     """Return the innermost line of the user's code below the frame of `boundary`."""
     direct = True
     named = None
-    for frame in _frames(boundary):
+    frames = _frames(boundary)
+    for frame in frames:
         if is_user_file(frame.f_code.co_filename):
             line = _read(frame, direct=direct)
-            return replace(named, location=line.location) if named else line
+            location = replace(line.location, caller=_caller(frame, frames))
+            return replace(named or line, location=location)
         if frame.f_code.co_filename == _NAMED:
             named = named or _read(frame, direct=True)
         if frame.f_code.co_name == "forward":
             direct = False  # a module of torch called the layer, not the line itself
     return None
+
+
+def _caller(frame: FrameType, outer: Iterator[FrameType]) -> SourceLocation | None:
+    """Return the user's own line that called a line of an installed package."""
+    if not _is_package(frame.f_code.co_filename):
+        return None
+    for each in outer:
+        file = each.f_code.co_filename
+        if is_user_file(file) and not _is_package(file):
+            return SourceLocation(file, each.f_lineno)
+    return None
+
+
+def _is_package(file: str) -> bool:
+    return "-packages/" in file
 
 
 def failing_line(
@@ -72,16 +89,18 @@ def failing_line(
 
     With `own`, a line of an installed package is taken only if there is no other.
     """
-    found = None
+    found = caller = None
     below = False
     while trace is not None:
         code = trace.tb_frame.f_code
         if code is boundary:
-            below, found = True, None
+            below, found, caller = True, None, None
         elif below and is_user_file(code.co_filename):
-            is_package = "-packages/" in code.co_filename
-            if not (own and is_package and found is not None):
-                found = SourceLocation(code.co_filename, trace.tb_lineno)
+            at = SourceLocation(code.co_filename, trace.tb_lineno)
+            if not _is_package(code.co_filename):
+                found = caller = at
+            elif not own or found is None:
+                found = replace(at, caller=caller)
         trace = trace.tb_next
     return found
 

@@ -21,7 +21,7 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
 from gemsc.ir.mutation import changed_by_layer, mutated_state
-from gemsc.ir.opaque import opaque_of
+from gemsc.ir.opaque import opaque_of, opaques
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
 
@@ -119,6 +119,14 @@ def telling_what_ties(program: Program) -> Iterator[None]:
                     f"forward changes '{name}' at {meta.location(node)}: all that uses "
                     "it stays on one rank"
                 )
+        for path, known in opaques(program.module).items():
+            error.add_note(f"'{path}' stays whole, for {known.at}: {known.why}")
+            if known.at and known.at.caller:
+                error.add_note(f"which {known.at.caller} calls")
+            error.help = (
+                f"{error.help}; or compute what depends on data outside of '{path}', "
+                "in a small torch.nn.Module of its own or in the loss"
+            )
         if (tie := _tie(program)) is not None:
             name, at = tie.value.name, meta.location(tie.value)
             error.add_note(
