@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 from command_line import MODEL, Gemsc, gemsc_here, start
 from nightly import at_night
 from safetensors.torch import load_file
+from typer.main import get_command
 
 from gemsc.base.process import MALLOC_SETTING
-from gemsc.cli.command import COMMANDS, main
+from gemsc.cli.command import COMMANDS, main, make_app
 from gemsc.user_model import load_user_model
 from gemsc.verify.steps import nudged
 
@@ -33,6 +35,33 @@ def test_every_command_has_help(command: str, gemsc: Gemsc) -> None:
     outcome = gemsc(command, "--help")
     assert outcome.code == 0
     assert f"gemsc {command}" in outcome.out
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("--version",), ("complie",)])
+def test_no_command_is_imported_to_list_them(words: tuple[str, ...]) -> None:
+    text = (
+        "import sys, typer; from gemsc.cli import main; before = {*sys.modules}\n"
+        "try: main()\n"
+        "finally: print([m for m in sys.modules if m.split('.')[0] in"
+        " ('torch', 'numpy') or m.startswith('gemsc.') and m not in before])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text, *words], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_commands_are_listed_with_the_summaries_that_they_have() -> None:
+    listed, loaded = (get_command(make_app(loaded=each)) for each in (False, True))
+    assert [*listed.commands] == [*COMMANDS]
+    for name, command in loaded.commands.items():
+        assert (
+            command.help.splitlines()[0] == listed.commands[name].help.splitlines()[0]
+        )
+
+
+def test_two_dashes_before_a_command_change_nothing(gemsc: Gemsc) -> None:
+    assert "--micro-batches" in gemsc("--", "compile", "--help").out
 
 
 def test_the_version_is_that_of_the_package(gemsc: Gemsc) -> None:

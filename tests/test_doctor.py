@@ -71,11 +71,3 @@ def test_a_shell_completes(typed: str, wanted: set[str]) -> None:
         [GEMSC], env=os.environ | asked, capture_output=True, text=True, check=False
     )
     assert set(done.stdout.split()) == wanted, done.stderr
-
-
-def test_names_are_completed_without_torch() -> None:
-    text = "import sys; from gemsc.cli import make_app; make_app(loaded=False); "
-    done = subprocess.run(
-        [sys.executable, "-c", text + "sys.exit('torch' in sys.modules)"], check=False
-    )
-    assert done.returncode == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -69,7 +71,7 @@ def _options(
 def make_app(names: Iterable[str] = COMMANDS, *, loaded: bool = True) -> typer.Typer:
     """Return the command line with these commands; no others are loaded.
 
-    Those that are not `loaded` have names and no more: enough to complete these.
+    Those that are not `loaded` have names and summaries: enough to list them.
     """
     app = typer.Typer(
         help="Split a PyTorch model over MPI ranks and train it exactly.",
@@ -78,14 +80,24 @@ def make_app(names: Iterable[str] = COMMANDS, *, loaded: bool = True) -> typer.T
         callback=_options,
     )
     for name in names:
-        command = _nothing
         if loaded:
             command = getattr(import_module(COMMANDS[name]), f"{name}_command")
+        else:
+            command = _summary(name)
         app.command(name, context_settings=SETTINGS.get(name))(command)
     return app
 
 
-def _nothing() -> None: ...
+def _summary(name: str) -> Callable[[], None]:
+    """Return a command that does nothing, described as the real one is in its file."""
+
+    def nothing() -> None: ...
+
+    file = Path(__file__).with_name(COMMANDS[name].rpartition(".")[2] + ".py")
+    for part in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(part, ast.FunctionDef) and part.name == f"{name}_command":
+            nothing.__doc__ = ast.get_docstring(part)
+    return nothing
 
 
 def _app_for(words: list[str]) -> typer.Typer:
@@ -96,14 +108,14 @@ def _app_for(words: list[str]) -> typer.Typer:
             return make_app(loaded=False)
     if words[0] in COMMANDS:
         return make_app(words[:1])
-    return make_app(["run"] if words[0] == "--version" else COMMANDS)
+    return make_app(loaded=False)
 
 
 def main() -> None:
     """Run the command: exit code 1 for the user's errors, 70 for ours."""
     # torch would print a traceback of its own for every shape that does not fit
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    words = sys.argv[1:] or ["--help"]
+    words = sys.argv[2 if sys.argv[1:2] == ["--"] else 1 :] or ["--help"]
     if TIMES.intersection(words) and "GLIBC_TUNABLES" not in os.environ:
         # glibc reads it when a process starts, and what is timed without it is slower
         setting = os.environ | {"GLIBC_TUNABLES": MALLOC_SETTING}
