@@ -120,6 +120,17 @@ def test_a_program_of_a_script_says_to_run_it_again(
     assert "run your script again that compiles Net into" in str(caught.value)
 
 
+def test_a_plan_of_brackets_is_refused(gemsc: Gemsc, program: Path) -> None:
+    (program / "plan.toml").write_text("x = " + "[" * 3000)
+    for command in ("run", "show"):
+        outcome = gemsc(command, "program")
+        says = (
+            "error: plan program/plan.toml is not valid TOML: it is nested too deeply"
+        )
+        assert (outcome.code, outcome.err.splitlines()[0]) == (1, f"{says}deeply")
+        assert "help: compile again" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [

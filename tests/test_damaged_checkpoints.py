@@ -353,6 +353,16 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "latest/manifest.json is missing",
         "start anew",
     ),
+    "a link to itself": (
+        lambda p: linked(p / "itself", "latest"),
+        "latest/manifest.json is missing",
+        "start anew",
+    ),
+    "what a link to itself leads to": (
+        lambda p: linked(p / "nowhere", "latest") / "latest",
+        "there is no .*nowhere/latest",
+        "that --save wrote",
+    ),
     "a link to a file": (
         lambda p: linked(written_to(p / "f" / "x", "").parent / "run", "../x"),
         "manifest.json is missing",

@@ -56,6 +56,10 @@ class TomlFile:
             raise GemscError(
                 f"{what} {path} is not text: {error}", help="save it as UTF-8"
             ) from None
+        except RecursionError:
+            raise GemscError(
+                f"{what} {path} is not valid TOML: it is nested too deeply", help=advice
+            ) from None
         except tomllib.TOMLDecodeError as error:
             found = _LINE.search(str(error))
             line = int(found[1]) if found else max(1, len(text.splitlines()))

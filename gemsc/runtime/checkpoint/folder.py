@@ -110,9 +110,9 @@ def saved_seed(directory: Path | None) -> int:
 
 def with_advice(error: GemscError, folder: Path) -> GemscError:
     """Return what is wrong with a checkpoint, with the name of another one."""
-    place = folder.resolve()
+    place = os.path.realpath(folder)  # of a link to itself, too
     for other in reversed(_steps_of(folder.parent)):
-        if other.resolve() == place:
+        if os.path.realpath(other) == place:
             continue
         try:
             check_digests(other, _check_sizes(other), 0, 1)
@@ -131,7 +131,8 @@ def _step_in(directory: Path) -> Path | None:
     """Return the folder that holds the files of a checkpoint, if there is one."""
     if (link := directory / LATEST).is_symlink() or link.exists():
         return link
-    if (directory / MANIFEST).exists() or STEP.fullmatch(directory.resolve().name):
+    name = os.path.basename(os.path.realpath(directory))
+    if (directory / MANIFEST).exists() or STEP.fullmatch(name):
         return directory
     found = _steps_of(directory)
     return found[-1] if found else None

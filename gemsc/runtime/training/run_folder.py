@@ -225,5 +225,5 @@ def _is_in(source: Path | None, folder: Path) -> bool:
     """Whether what is resumed is in the folder itself."""
     if source is None:
         return False
-    source = source.resolve()
-    return folder.resolve() in (source, *source.parents)
+    source = Path(os.path.realpath(source))
+    return Path(os.path.realpath(folder)) in (source, *source.parents)
