@@ -127,7 +127,7 @@ def test_a_plan_of_brackets_is_refused(gemsc: Gemsc, program: Path) -> None:
         says = (
             "error: plan program/plan.toml is not valid TOML: it is nested too deeply"
         )
-        assert (outcome.code, outcome.err.splitlines()[0]) == (1, f"{says}deeply")
+        assert (outcome.code, outcome.err.splitlines()[0]) == (1, says)
         assert "help: compile again" in outcome.err
 
 
