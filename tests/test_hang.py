@@ -16,7 +16,13 @@ from training_support import pairs, program, run, user_of
 
 from gemsc.base.units import parse_seconds, show_long
 from gemsc.errors import GemscError
-from gemsc.runtime.process.hang import explain_hang, hang_report, is_hanging
+from gemsc.runtime.process.hang import (
+    START_SECONDS,
+    explain_hang,
+    hang_report,
+    is_hanging,
+    limit_of,
+)
 from gemsc.runtime.process.status import (
     ACTION_BYTES,
     STATUS_BYTES,
@@ -26,7 +32,7 @@ from gemsc.runtime.process.status import (
     read_states,
     read_status,
 )
-from gemsc.runtime.process.watch import START_SECONDS, HangWatch
+from gemsc.runtime.process.watch import HangWatch
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.transport.waiting import Awaited, wait, wait_of
 
@@ -184,6 +190,14 @@ def test_until_the_first_step_a_job_may_take_longer(watched):
     watched.look(START_SECONDS - 2)
     with pytest.raises(StoppedError):
         watched.look(START_SECONDS + 2)
+
+
+def test_the_start_ends_with_the_first_action_not_with_the_next_look(watched):
+    watched.status.enter("the start")
+    watched.look(1)
+    assert limit_of(read_states(watched.folder)) == START_SECONDS
+    watched.status.enter("reading the dataset")  # and then the process is stopped
+    assert limit_of(read_states(watched.folder)) == 60
 
 
 def test_the_end_of_a_wait_is_progress(watched, capfd):

@@ -18,6 +18,7 @@ from gemsc.runtime.process.status import RankState
 
 __all__ = ["explain_hang", "hang_report", "is_hanging", "limit_of"]
 
+START_SECONDS = 600.0  # the least limit until the first step: weights are read, ...
 LOST = 3.0  # seconds: a watch that has not looked for so long could not
 LONGEST = 9  # lines about ranks, of which one may say that there are more
 
@@ -31,7 +32,9 @@ def _silence(states: States, now: float) -> float:
 
 def limit_of(states: States) -> float:
     """Return after how many seconds of silence the job is stopped; 0 for never."""
-    return max((state.limit for state in states.values()), default=0.0)
+    limit = max((state.limit for state in states.values()), default=0.0)
+    is_early = any(state.is_starting for state in states.values())
+    return max(limit, START_SECONDS) if limit and is_early else limit
 
 
 def is_hanging(states: States, now: float, share: float = 1.0) -> bool:

@@ -64,6 +64,11 @@ class RankState:
     is_idle: bool = False
     needs: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether the first step, or the data for it, has not begun."""
+        return self.doing.startswith(f"{START}, ")
+
 
 class Status:
     """The action of the moment, in memory that outlives a killed process.
@@ -121,11 +126,6 @@ class Status:
             self.idle()
             yield item
             self.enter("reading the dataset")
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether the first step, or the data for it, has not begun."""
-        return self.what == START
 
     @property
     def is_idle(self) -> bool:

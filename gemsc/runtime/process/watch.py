@@ -36,7 +36,6 @@ from gemsc.runtime.transport.waiting import wait_of
 __all__ = ["HangWatch", "start_watch"]
 
 LONGEST_INTERVAL = 1.0  # seconds from look to look
-START_SECONDS = 600.0  # the least limit until the first step: weights are read, ...
 PAUSE = 3.0  # a look that comes so late: the process was stopped, the job may not hang
 
 
@@ -56,7 +55,8 @@ class HangWatch:
         self._changed = self._seen = time.monotonic()
 
     def start(self) -> None:
-        """Look from now on."""
+        """Look from now on; a rank that is stopped before the first look is known."""
+        self._publish(time.monotonic())
         threading.Thread(target=self._run, name="gemsc watch", daemon=True).start()
 
     def _run(self) -> None:
@@ -101,14 +101,13 @@ class HangWatch:
         elif late > PAUSE:
             self._changed += late
         self._seen = now
-        is_early = self._limit > 0 and status.is_starting
         is_over = now - self._changed < self._interval  # no place is worth the time
         needs = wait.needs if wait is not None else []
         state = RankState(
             rank=self._transport.rank,
             size=self._transport.size,
             pid=os.getpid(),
-            limit=max(self._limit, START_SECONDS) if is_early else self._limit,
+            limit=self._limit,
             seen=now,
             changed=self._changed,
             doing=str(status),
