@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["GemscError", "InternalError", "SourceLocation"]
+__all__ = ["GemscError", "InternalError", "SourceLocation", "UsageError", "one_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +79,16 @@ class GemscError(Exception):
         return "\n".join(lines)
 
 
+class UsageError(GemscError):
+    """A command line that cannot be read. The command line exits with 2."""
+
+
 class InternalError(Exception):
     """A bug in gemsc itself. The command line exits with 70."""
+
+
+def one_of(name: str, known: Collection[str]) -> str:
+    """Return advice for a name that is not known: the one it looks like, and all."""
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return f"{meant}choose one of {', '.join(known)}"

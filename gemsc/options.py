@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from gemsc.base.grid_shape import ALONE, BESIDE, SPLITS, GridShape
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, one_of
 
 __all__ = [
     "AUTO",
@@ -133,11 +133,7 @@ class CompileOptions:
         self._check_shards()
         if self.data != AUTO:  # else `ranks` are those of all copies
             _ = self.groups
-        if self.balance not in BALANCES:
-            raise GemscError(
-                f"unknown balance '{self.balance}'",
-                help=f"choose one of {', '.join(BALANCES)}",
-            )
+        choose("balance", self.balance, dict.fromkeys(BALANCES))
         if self.times is not None and self.schedule != "master":
             raise GemscError(
                 f"--times {self.times} has no effect with --schedule {self.schedule}",
@@ -406,9 +402,7 @@ def choose(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
         GemscError: there is no entry of that name.
     """
     if name not in table:
-        raise GemscError(
-            f"unknown {what} '{name}'", help=f"choose one of {', '.join(table)}"
-        )
+        raise GemscError(f"unknown {what} '{name}'", help=one_of(name, table))
     return table[name]
 
 

@@ -42,6 +42,7 @@ class Mistake:
     text: str = MODEL
     words: str = "compile model.py"
     advises: str = ""
+    code: int = 1
 
 
 FILES = {
@@ -249,13 +250,14 @@ COMMANDS = {
         ("'16' has no unit",),
         words="compile model.py --device-memory 16",
         advises="16GiB",
+        code=2,
     ),
     "a name that is not text": Mistake(
         (r"'mod\udcffel.py' is not UTF-8 text",), words="compile mod\udcffel.py"
     ),
     "no ranks": Mistake(("--ranks is 0",), words="compile model.py --ranks 0"),
     "no micro-batches": Mistake(
-        ("--micro-batches is 0",), words="compile model.py --micro-batches 0"
+        ("--micro-batches is 0",), words="compile model.py --micro-batches 0", code=2
     ),
     "blocks that do not add up": Mistake(
         ("adds up to 9 blocks", "first"),
@@ -269,7 +271,7 @@ COMMANDS = {
         ("has a stage without blocks",), words="compile model.py --blocks 3,0"
     ),
     "blocks that are no numbers": Mistake(
-        ("is not a list of numbers",), words="compile model.py --blocks a,b"
+        ("is not a list of numbers",), words="compile model.py --blocks a,b", code=2
     ),
     "cut at an unknown module": Mistake(
         ("no block lies in a module 'secnd'",),
@@ -298,14 +300,16 @@ COMMANDS = {
         words="compile model.py --balance memory --blocks 1,2",
     ),
     "unknown balance": Mistake(
-        ("unknown balance 'best'",),
+        ("--balance does not take 'best'",),
         words="compile model.py --balance best",
         advises="compute, memory",
+        code=2,
     ),
     "unknown schedule": Mistake(
-        ("unknown schedule '1f2b'",),
+        ("--schedule does not take '1f2b'",),
         words="compile model.py --schedule 1f2b",
         advises="1f1b",
+        code=2,
     ),
     "unknown placement": Mistake(
         ("there is no --placement round",),
@@ -313,14 +317,16 @@ COMMANDS = {
         advises="linear",
     ),
     "unknown frontend": Mistake(
-        ("unknown frontend 'onyx'",),
+        ("--frontend does not take 'onyx'",),
         words="compile model.py --frontend onyx",
         advises="record",
+        code=2,
     ),
     "memory that is no size": Mistake(
         ("'lots' is not a size",),
         words="compile model.py --device-memory lots",
         advises="16GiB",
+        code=2,
     ),
     "memory that nothing fits in": Mistake(
         ("rank 0 needs", "1,024 bytes"),
@@ -353,14 +359,30 @@ COMMANDS = {
     "graph below a file": Mistake(
         ("text.txt: file exists",), words="graph model.py -o text.txt/graph.svg"
     ),
+    "another name of a precision": Mistake(
+        ("--precision does not take 'bf16'",),
+        words="compile model.py --precision bf16",
+        advises="did you mean bfloat16? choose one of float32, ",
+        code=2,
+    ),
+    "no number, nor auto": Mistake(
+        ("--data takes a whole number or auto, not 'all'",),
+        words="compile model.py --data all",
+        advises="--data 2",
+        code=2,
+    ),
     "unknown option": Mistake(
-        ("no such option: --rank",), words="compile model.py --rank 2"
+        ("no such option: --rank",), words="compile model.py --rank 2", code=2
     ),
-    "no argument": Mistake(("missing argument 'model'",), words="compile"),
+    "no argument": Mistake(("missing argument 'model'",), words="compile", code=2),
     "no number": Mistake(
-        ("invalid value for '--ranks'",), words="compile model.py --ranks two"
+        ("--ranks takes a whole number, not 'two'",),
+        words="compile model.py --ranks two",
+        code=2,
     ),
-    "unknown command": Mistake(("no such command 'comple'",), words="comple model.py"),
+    "unknown command": Mistake(
+        ("no such command 'comple'",), words="comple model.py", code=2
+    ),
     "run of no program": Mistake(
         ("folder is not a program directory",), words="run folder", advises="compile -o"
     ),
@@ -397,7 +419,7 @@ def prepare(folder: Path, text: str = MODEL) -> None:
 
 def refused(outcome: Outcome, mistake: Mistake) -> None:
     """Check the message: the place, what is wrong, what to do, and nothing else."""
-    assert outcome.code == 1, outcome
+    assert outcome.code == mistake.code, outcome
     assert outcome.out == ""
     assert "Traceback" not in outcome.err
     first, *rest = outcome.err.splitlines()

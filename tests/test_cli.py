@@ -17,6 +17,8 @@ from typer.main import get_command
 
 from gemsc.base.process import MALLOC_SETTING
 from gemsc.cli.command import COMMANDS, main, make_app
+from gemsc.cli.options import CHOICES, FIELDS, PANELS
+from gemsc.options import flag
 from gemsc.user_model import load_user_model
 from gemsc.verify.steps import nudged
 
@@ -60,6 +62,16 @@ def test_commands_are_listed_with_the_summaries_that_they_have() -> None:
         )
 
 
+def test_help_has_each_option_in_a_group_and_shows_choices() -> None:
+    assert sorted(name for held in PANELS.values() for name in held) == sorted(FIELDS)
+    command = get_command(make_app(["compile", "plan"])).commands["compile"]
+    shown = {name: each for each in command.params for name in each.opts}
+    for name, choices in CHOICES.items():
+        assert shown[flag(name)].metavar == "|".join(choices)
+    assert shown["--precision"].rich_help_panel == "Kernels"
+    assert shown["--output"].rich_help_panel == "Files"
+
+
 def test_two_dashes_before_a_command_change_nothing(gemsc: Gemsc) -> None:
     assert "--micro-batches" in gemsc("--", "compile", "--help").out
 
@@ -70,7 +82,7 @@ def test_the_version_is_that_of_the_package(gemsc: Gemsc) -> None:
 
 def test_a_command_that_is_not_there_is_refused(gemsc: Gemsc) -> None:
     outcome = gemsc("complie", "model.py")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert outcome.err.startswith("error: no such command 'complie'")
 
 

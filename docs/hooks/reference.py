@@ -88,6 +88,8 @@ def names(option: Any) -> str:
     shown = ", ".join(code(name) for name in (*option.opts, *option.secondary_opts))
     if getattr(option, "is_flag", False):
         return shown
+    if option.metavar:
+        return f"{shown} {code(option.metavar.replace('<int>', 'N'))}"
     return f"{shown} {value(option.type_descriptor.annotation)}"
 
 

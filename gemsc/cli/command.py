@@ -17,13 +17,13 @@ import typer
 
 from gemsc.base.process import MALLOC_SETTING
 from gemsc.cli.terminal import say
-from gemsc.errors import GemscError, InternalError
+from gemsc.errors import GemscError, InternalError, UsageError
 
 __all__ = ["main", "make_app"]
 
 INTERRUPTED = 130  # exit code, as after any SIGINT
 # typer keeps click to itself: the base class of all errors in a command line
-UsageError = cast(type[Exception], typer.BadParameter.__base__)
+Unreadable = cast(type[Exception], typer.BadParameter.__base__)
 # what follows the directory is the program's
 PASSES_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -112,7 +112,7 @@ def _app_for(words: list[str]) -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command: exit code 1 for the user's errors, 70 for ours."""
+    """Run the command: exit code 1 for the user's errors, 2 in options, 70 for ours."""
     # torch would print a traceback of its own for every shape that does not fit
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     words = sys.argv[2 if sys.argv[1:2] == ["--"] else 1 :] or ["--help"]
@@ -125,7 +125,7 @@ def main() -> None:
         sys.exit(_app_for(words)(words, standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
-    except UsageError as error:
+    except Unreadable as error:
         _fail(_in_our_words(error))
     except GemscError as error:
         _fail(error)
@@ -162,11 +162,11 @@ def _check_words(words: Iterable[str]) -> None:
 
 def _fail(error: GemscError) -> NoReturn:
     say(str(error))
-    sys.exit(1)
+    sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
-def _in_our_words(error: Any) -> GemscError:
+def _in_our_words(error: Any) -> UsageError:
     """Return typer's error about the command line as one of ours."""
     command = error.ctx.command_path if error.ctx else "gemsc"
     message = error.format_message().rstrip(".")
-    return GemscError(message[:1].lower() + message[1:], help=f"see {command} --help")
+    return UsageError(message[:1].lower() + message[1:], help=f"see {command} --help")

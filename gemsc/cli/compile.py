@@ -37,6 +37,7 @@ from gemsc.viz.tables import show as show_plan
 
 __all__ = ["compile_command", "compiled", "plan_command"]
 
+FILES = "Files"
 COMPARED = (
     "ranks",
     "data",
@@ -68,10 +69,16 @@ def compile_command(
     context: typer.Context,
     model: Model,
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="folder of the program")
+        Path,
+        typer.Option(
+            "-o", "--output", help="folder of the program", rich_help_panel=FILES
+        ),
     ] = Path("build/program"),
     plan: Annotated[
-        Path | None, typer.Option(help="an edited plan.toml, instead of options")
+        Path | None,
+        typer.Option(
+            help="an edited plan.toml, instead of options", rich_help_panel=FILES
+        ),
     ] = None,
     options: CompileOptions = DEFAULTS,
     print_after: Annotated[
@@ -82,7 +89,11 @@ def compile_command(
     ] = False,
     constants: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE for a constant of the model's file"),
+        typer.Option(
+            "--set",
+            help="NAME=VALUE for a constant of the model's file",
+            rich_help_panel=FILES,
+        ),
     ] = None,
 ) -> None:
     """Compile a model into a program directory."""

@@ -6,13 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import Field, fields
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from gemsc.base.units import parse_bytes
 from gemsc.cli.imported import imported
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, UsageError, one_of
 from gemsc.frontend import FRONTENDS
 from gemsc.options import (
     AUTO,
@@ -33,14 +34,28 @@ __all__ = ["DEFAULTS", "Model", "ModelOrProgram", "takes_options", "typed_flags"
 DEFAULTS = CompileOptions()
 FIELDS = {field.name: field for field in fields(CompileOptions)}
 HINTS = get_type_hints(CompileOptions)
-NAMES = {
+CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("auto", *SCHEDULES),
     "balance": BALANCES,
-    "placement": ("natural", "auto", *PLACEMENTS),
     "frontend": tuple(FRONTENDS),
     "precision": PRECISIONS,
     "memory_format": MEMORY_FORMATS,
     "trunk": TRUNKS,
+}
+# The groups in which help shows the flags; a command's own are under "Options".
+PANELS = {
+    "What to split": (
+        *("ranks", "data", "tiles", "shards", "branches", "trunk", "whole"),
+        *("per_device", "local_batchnorm", "fuse_halos", "overlap_halos"),
+    ),
+    "Stages and their schedule": (
+        *("schedule", "micro_batches", "times", "chunks", "placement"),
+        *("balance", "blocks", "cuts"),
+    ),
+    "Memory": ("device_memory", "recompute", "offload", "shard_optimizer"),
+    "Kernels": ("precision", "memory_format", "torch_compile"),
+    "The machine that is planned for": ("hardware", "profile", "device"),
+    "Tracing": ("frontend", "check"),
 }
 
 Model = Annotated[
@@ -96,15 +111,20 @@ def takes_options(
 
 def _parameter(field: Field[Any], default: Any) -> inspect.Parameter:
     """Return what typer makes the flag of."""
-    kind = HINTS[field.name] if _reader(field) is None else str
+    kind: Any = bool if HINTS[field.name] is bool else str
     if default is None:
         kind |= None
     elif kind is str:
         default = text_of(default)
     words = (flag(field.name),) if field.default is False else ()
-    names = ", ".join(NAMES.get(field.name, ()))
-    about = ": ".join(filter(None, (field.metadata["help"], names)))
-    option = typer.Option(*words, help=about)
+    about = field.metadata["help"]
+    if field.name == "placement":
+        about += f": natural, auto, {', '.join(PLACEMENTS)}"
+    (panel,) = (name for name, held in PANELS.items() if field.name in held)
+    metavar = "|".join(CHOICES.get(field.name, ())) or None
+    if _reader(field) in (_number, _count):
+        metavar = "<int>|auto" if field.metadata["auto"] else "<int>"
+    option = typer.Option(*words, help=about, rich_help_panel=panel, metavar=metavar)
     return inspect.Parameter(
         field.name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -114,12 +134,14 @@ def _parameter(field: Field[Any], default: Any) -> inspect.Parameter:
 
 
 def _reader(field: Field[Any]) -> Callable[[str, str], Any] | None:
-    """Return what reads a value that is more than typer's text or number."""
+    """Return what reads a value; None for a text that is taken as it is."""
     if field.metadata["auto"]:
         return _count
     if field.metadata["unit"] == "bytes":
         return _bytes
-    return {tuple[int, ...]: _numbers, tuple[str, ...]: _words}.get(HINTS[field.name])
+    if choices := CHOICES.get(field.name):
+        return partial(_choice, choices=choices)
+    return READERS.get(HINTS[field.name])
 
 
 def _read(field: Field[Any], value: Any) -> Any:
@@ -141,19 +163,34 @@ def typed_flags(context: typer.Context) -> list[str]:
 def _count(text: str, flag: str) -> int:
     if text == "auto":
         return AUTO
-    count = int(text) if text.isdecimal() else 0
+    count = _number(text, flag, "a whole number or auto")
     if count < 1:
-        raise GemscError(
+        raise UsageError(
             f"{flag} is {text}", help=f"give {flag} a value of 1 or more, or auto"
         )
     return count
+
+
+def _number(text: str, flag: str, what: str = "a whole number") -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(
+            f"{flag} takes {what}, not '{text}'", help=f"write for example {flag} 2"
+        ) from None
+
+
+def _choice(text: str, flag: str, choices: tuple[str, ...]) -> str:
+    if text not in choices:
+        raise UsageError(f"{flag} does not take '{text}'", help=one_of(text, choices))
+    return text
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, _words(text, flag)))
     except ValueError:
-        raise GemscError(
+        raise UsageError(
             f"{flag} {text} is not a list of numbers", help=f"write {flag} 3,4,4,5"
         ) from None
 
@@ -165,4 +202,15 @@ def _words(text: str, flag: str) -> tuple[str, ...]:
 
 
 def _bytes(text: str, flag: str) -> int:
-    return parse_bytes(text)
+    try:
+        return parse_bytes(text)
+    except GemscError as error:
+        raise UsageError(f"{flag}: {error.message}", help=error.help) from None
+
+
+READERS: dict[Any, Callable[[str, str], Any]] = {
+    int: _number,
+    int | None: _number,
+    tuple[int, ...]: _numbers,
+    tuple[str, ...]: _words,
+}

@@ -7,11 +7,12 @@ import importlib.util
 import sys
 import tempfile
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
 from gemsc.base.units import parse_seconds
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, UsageError
 from gemsc.runtime.checkpoint.folder import LATEST
 
 __all__ = ["DEFAULT_TIMEOUT", "LAST", "Parser", "make_parser", "parse_arguments"]
@@ -25,7 +26,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong."""
-        raise GemscError(message, help="`gemsc run PROGRAM --help` lists the options")
+        help = "`gemsc run PROGRAM --help` lists the options"
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        if close := unknown and get_close_matches(
+            unknown[0].partition("=")[0], self._option_string_actions, n=1
+        ):
+            help = f"did you mean {close[0]}? {help}"
+        raise UsageError(message, help=help)
 
 
 def parse_arguments(
@@ -43,7 +50,9 @@ def parse_arguments(
     options.typed = [*(sys.argv[1:] if arguments is None else arguments)]
     options.goes_on = options.resume == LAST
     if options.save is not None and (problem := _why_not_in(options.save)):
-        parser.error(f"argument --save: {problem}")
+        raise GemscError(
+            f"argument --save: {problem}", help="choose another folder with --save"
+        )
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise GemscError(
             "--tensorboard: there is no tensorboard here",
@@ -60,6 +69,7 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
     """Return what reads the options of a program."""
     parser = Parser(
         prog="gemsc run PROGRAM",
+        allow_abbrev=False,  # `--epoch` would be `--epochs` until there is another
         description="Train a program that gemsc compiled.",
         epilog="Epochs and steps count from the first start, also after --resume.",
         parents=parents,
