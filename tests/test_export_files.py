@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,18 @@ def test_trained_weights_are_in_the_places_of_the_file(
         assert after["optimizer/step"] == 7
         for name in ("stem/kernel", "head/all", "scale", "norm/variance"):
             assert not np.array_equal(after[name], before[name])
+
+
+def test_no_file_is_written_that_is_not_named(
+    program: Path, gemsc: Gemsc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    done = gemsc("export", program)
+    assert (done.code, files(tmp_path / "here")) == (2, {})
+    (words,) = re.findall(r"help: for example gemsc (.*)\n", done.err)
+    assert gemsc(*words.split()).code == 0
+    assert [*files(tmp_path / "here")] == ["model.safetensors"]
 
 
 def test_without_training_each_bit_is_as_it_was(

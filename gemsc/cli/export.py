@@ -15,7 +15,7 @@ from gemsc.cli.trained import (
     program_of,
     trained_model,
 )
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, UsageError
 from gemsc.importers.back import write_back
 from gemsc.importers.network import READERS
 from gemsc.importers.onnx.from_torch import export_onnx
@@ -33,19 +33,24 @@ def export_command(
         Path, typer.Argument(help="a run's folder, its step- folder, or a program")
     ],
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "-o",
             "--output",
             "--to",
             help="model.safetensors, model.onnx, or the kind of file that was imported",
         ),
-    ] = Path(MODEL),
+    ] = None,
     ema: Annotated[
         bool, typer.Option(help="the averages of the weights that --ema has made")
     ] = False,
 ) -> None:
     """Write a model under your names, or into the file that it was imported from."""
+    if output is None:
+        raise UsageError(
+            f"the file to write {run} into is not named",
+            help=f"for example gemsc export {run} -o {MODEL}",
+        )
     if f".{output}" in KINDS:  # --to onnx
         output = Path(f"model.{output}")
     with trained_model(run, averages=ema) as trained:
