@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from gemsc.base.nests import Inputs, normalize_inputs, tensor_leaves
+from gemsc.base.nests import Inputs, normalize_inputs, num_samples, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.source.constants import RENAMED, ConstantsLoader
@@ -225,9 +225,9 @@ class UserModel:
         at = self.line_of("dataset")
         advice = "dataset() needs len() and [index], and samples of equal shapes"
         try:
-            if len(data) == 0:
+            if not (count := num_samples(data, at)):
                 raise GemscError("the dataset is empty", at=at, help="give it samples")
-            items = [_sample(data, index % len(data)) for index in range(batch)]
+            items = [_sample(data, index % count) for index in range(batch)]
             collated = default_collate(items)
         except GemscError:
             raise

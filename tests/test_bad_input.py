@@ -147,9 +147,16 @@ FILES = {
         ("the dataset is empty",), MODEL + f"def dataset():{HERE}\n    return []\n"
     ),
     "dataset without len": Mistake(
-        ("has no len()",),
-        MODEL + f"def dataset():{HERE}\n    return iter([])\n",
-        advises="needs len()",
+        ("the dataset, of type generator, does not say how many samples it has",),
+        MODEL
+        + f"def dataset():{HERE}\n    return ((x, 0) for x in torch.zeros(9, 8))\n",
+        advises="returned as list(stream)",
+    ),
+    "a loader in place of a dataset": Mistake(
+        ("the dataset, of type DataLoader, gives no sample by its number",),
+        MODEL + "from torch.utils.data import DataLoader\n"
+        f"def dataset():{HERE}\n    return DataLoader(Data(24))\n",
+        advises="return a Dataset with __getitem__",
     ),
     "branch on data": Mistake(
         ("needs the value of a tensor",),

@@ -303,7 +303,7 @@ def test_a_batch_that_does_not_fit_is_refused(
     [
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be collated into a batch"),
         ([torch.zeros(2), torch.zeros(2)], "does not return .input, target. pairs"),
-        (iter([]), "which has no len"),
+        (iter([]), "does not say how many"),
     ],
 )
 def test_data_that_makes_no_batches_is_refused(samples: object, says: str) -> None:

@@ -146,7 +146,7 @@ def test_fewer_samples_than_a_batch_are_no_batch_of_training() -> None:
 
 
 def test_a_dataset_without_a_length_is_refused() -> None:
-    with pytest.raises(GemscError, match="has no len"):
+    with pytest.raises(GemscError, match="does not say how many"):
         Batches(iter([]), 4, seed=0, shuffle=True)
 
 

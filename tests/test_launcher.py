@@ -107,3 +107,24 @@ def test_ranks_started_by_hand_say_so_and_leave_nothing(command):
     assert done.code == 1
     assert "program has 2 ranks, and no mpirun started this one\nhelp: " in done.err
     assert set(memory.glob("sm_segment.*")) <= before
+
+
+def test_torchrun_is_refused_once_with_what_to_type(command):
+    Path("model.py").write_text(MODEL)
+    assert command("compile", "model.py", "-o", "program").code == 0
+    for rank, said in enumerate(
+        (
+            "error: torchrun started this, and ranks talk by MPI\n"
+            "help: type gemsc run program --steps 3\n",
+            "",
+        )
+    ):
+        by_torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": str(rank)}
+        words = sys.executable, "program", "--steps", 3
+        done = run_words(*words, **by_torchrun)
+        assert (done.code, done.err) == (1, said)
+    Path("script.py").write_text(
+        "from gemsc.runtime.transport import launcher\nlauncher.check_launcher()\n"
+    )
+    done = run_words(sys.executable, "script.py", TORCHELASTIC_RUN_ID="none")
+    assert "help: type mpirun -n RANKS python script.py\n" in done.err

@@ -1,4 +1,4 @@
-"""Nests of tensors: tuples, lists, dicts and dataclasses of them."""
+"""What users give: nests (tuples, lists, dicts, dataclasses) of tensors; datasets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 
 __all__ = [
     "Inputs",
@@ -18,6 +18,7 @@ __all__ = [
     "map_tensors",
     "named_tuple",
     "normalize_inputs",
+    "num_samples",
     "on_device",
     "tensor_leaves",
 ]
@@ -108,3 +109,28 @@ def named_tuple(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 def _key(key: object) -> str | int:
     return key if isinstance(key, (str, int)) else str(key)
+
+
+def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
+    """Return how many samples a dataset has.
+
+    Raises:
+        GemscError: it does not say so, or gives no sample by its number.
+    """
+    kind = type(dataset)
+    if not hasattr(kind, "__len__"):
+        raise GemscError(
+            f"the dataset, of type {kind.__name__}, does not say how many samples it "
+            "has: there is no len()",
+            at=at,
+            help="give it __len__ and __getitem__; a stream whose samples fit into "
+            "memory can be returned as list(stream)",
+        )
+    if not hasattr(kind, "__getitem__"):
+        raise GemscError(
+            f"the dataset, of type {kind.__name__}, gives no sample by its number",
+            at=at,
+            help="return a Dataset with __getitem__, not a DataLoader: gemsc makes the "
+            "batches",
+        )
+    return len(dataset)

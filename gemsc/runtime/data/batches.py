@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from gemsc.base.nests import num_samples
 from gemsc.base.process import outlast_signals
 from gemsc.base.rng import seed_of
 from gemsc.base.user_place import user_place
@@ -129,7 +130,7 @@ class Batches:
         self.pinned = pinned
         self.compare_all = compare_all
         self.least = least or (size if shuffle else 1)
-        self.num_samples = _length(dataset)
+        self.num_samples = num_samples(dataset)
         self._part_size = size // num_parts
         self._start = part * self._part_size
         self._dataset = _Reproducible(dataset, seed, window)
@@ -220,16 +221,6 @@ class Batches:
             if isinstance(found, GemscError):
                 raise found
             yield found
-
-
-def _length(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except TypeError:
-        raise GemscError(
-            f"the dataset is of type {type(dataset).__name__}, which has no len()",
-            help="return a map-style Dataset: with len() and [index]",
-        ) from None
 
 
 def _collate(

@@ -7,6 +7,9 @@ starts: Open MPI leaves 16 MiB of shared memory behind from each such process.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from pathlib import Path
 from typing import Any
 
 from gemsc.base.process import is_started_by_mpirun
@@ -19,19 +22,28 @@ TRANSPORTS = "OMPI_MCA_btl"
 SLURM_TASKS = "SLURM_STEP_NUM_TASKS"  # set by srun, in each task
 OF_OPEN_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"}
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun, in each process
 
 
 def is_first_started() -> bool:
     """Whether the launcher calls this process the first one, or there is none."""
-    return next((os.environ[n] for n in RANKS if n in os.environ), "0") == "0"
+    names = (*RANKS, "RANK") if TORCHRUN in os.environ else RANKS
+    return next((os.environ[n] for n in names if n in os.environ), "0") == "0"
 
 
 def check_launcher() -> None:
     """Make sure that this process does not take itself for the only one.
 
     Raises:
-        GemscError: srun started several, and gave them nothing to find each other by.
+        GemscError: torchrun or srun started it, which gives ranks of MPI nothing to
+            find each other by.
     """
+    if TORCHRUN in os.environ and not is_started_by_mpirun():
+        starts = "gemsc run" if Path(sys.argv[0]).is_dir() else "mpirun -n RANKS python"
+        raise GemscError(
+            "torchrun started this, and ranks talk by MPI",
+            help=f"type {starts} {shlex.join(sys.argv)}",
+        )
     tasks = os.environ.get(SLURM_TASKS, "1")
     if tasks != "1" and not is_started_by_mpirun():
         raise GemscError(
