@@ -173,6 +173,11 @@ class UserModel:
             )
         return loss
 
+    def make_metrics(self) -> Any:
+        """Return what the file calls `metrics`, made if it is a class."""
+        is_class = isinstance(self.metrics, type)
+        return self._make("metrics", self.metrics, 0) if is_class else self.metrics
+
     def make_dataset(self, name: str = "dataset", *, seed: int = 0) -> Any:
         """Return the user's `dataset` or `eval_dataset`; None where there is none.
 

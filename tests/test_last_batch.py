@@ -114,8 +114,8 @@ def test_how_many_samples_count(samples: int, least: int, counts: list[int]) -> 
     data = TensorDataset(torch.arange(samples), torch.arange(samples))
     found = Batches(data, 4, seed=0, shuffle=True, least=least)
     assert [found.count(i) for i in range(len(found))] == counts
-    real = [batch.data[0][: batch.real].tolist() for batch in found.epoch(0)]
-    assert [len(rows) for rows in real] == counts
+    batches = zip(found.epoch(0), counts, strict=True)
+    real = [batch.data[0][:count].tolist() for batch, count in batches]
     assert real == [found.indices(0, i) for i in range(len(found))]
 
 

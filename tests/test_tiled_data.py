@@ -71,6 +71,38 @@ def test_ranks_that_read_their_parts_train_like_those_that_read_all(
     assert found[4][1] == needs
 
 
+class Noisy(Parts):
+    """Draws the same numbers whatever is read."""
+
+    def read(self, index: int, box: Box) -> tuple[Tensor, Tensor]:
+        input, target = super().read(index, box)
+        return input, target + torch.rand(())
+
+
+@pytest.mark.parametrize(
+    ("whole_targets", "are_whole"),
+    [("none", [False, False]), ("last", [False, True]), ("all", [True, True])],
+)
+def test_whole_targets_are_read_beside_parts(
+    whole_targets: str, are_whole: list[bool]
+) -> None:
+    images = torch.arange(3 * 16.0).view(3, 1, 4, 4)
+    options = {"seed": 0, "shuffle": False}
+    expected = [
+        b.data[1] for b in Batches(Noisy(images, images), 2, **options).epoch(0)
+    ]
+    window = Window((4, 4), ((2, 4), (0, 4)))
+    found = Batches(
+        Noisy(images, images), 2, window=window, whole_targets=whole_targets, **options
+    )
+    for batch, target, is_whole in zip(
+        found.epoch(0), expected, are_whole, strict=True
+    ):
+        part = target[:, :, 2:]
+        assert torch.equal(batch.data[1], part)
+        assert torch.equal(batch.targets, target if is_whole else part)
+
+
 def test_one_process_reads_whole_pictures() -> None:
     (inputs,), targets = MODELS["unet"].inputs(2)
     batches = Batches(Parts(inputs, targets), 4, seed=0, shuffle=False)

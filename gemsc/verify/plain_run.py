@@ -25,6 +25,7 @@ from gemsc.base.memory_format import converted, like_examples
 from gemsc.base.nests import on_device
 from gemsc.base.rng import seed_of
 from gemsc.runtime.data.digest import digest
+from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
 
@@ -145,13 +146,8 @@ class PlainRun:
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether an evaluation may leave out samples or figures.
-
-        So it is where a rank has only a part of each target, and where a loss has
-        parameters or buffers.
-        """
-        has_state = isinstance(self.loss, nn.Module) and bool(self.loss.state_dict())
-        return has_state or self.eval_samples.is_tiled
+        """Whether an evaluation may leave out samples: a loss that is trained does."""
+        return isinstance(self.loss, nn.Module) and bool(self.loss.state_dict())
 
     def train(self) -> None:
         """Make all steps; evaluate after each epoch and at the end."""
@@ -198,11 +194,12 @@ class PlainRun:
 
     @torch.no_grad()
     def _evaluate(self) -> Scores:
-        """Return the loss and the user's metrics of each batch of eval_dataset."""
+        """Return the loss of each batch of eval_dataset, and the user's metrics."""
         parts = [p for p in (self.model, self.loss) if isinstance(p, nn.Module)]
         modes = [(module, module.training) for p in parts for module in p.modules()]
         for part in parts:
             part.eval()
+        metrics = Metrics(self.user.make_metrics())
         settings, count = self.settings, len(self.eval_samples.data)
         size = settings.replicas * settings.part_size
         found: Scores = []
@@ -216,33 +213,19 @@ class PlainRun:
                     output = self._forward(input)
                     losses.append(float(self.loss(output, target).double()))
                 outputs.append(settings.precision.output(output))
-            if len(samples) == size:
-                found.append((size, {"loss": sum(losses) / len(losses)}))
-            found += self._figures(samples, outputs)
+            output = first_samples(pytree.tree_map(_join, *outputs), len(samples))
+            target = self._batch(samples)[1]
+            scored, wanted = on_device((output, target), HOST)
+            metrics.add(scored, wanted, len(samples))
+            loss = sum(losses) / len(losses)
+            if len(samples) < size:  # without the samples that fill it
+                loss = float(self.loss(output, target))
+            found.append((len(samples), {"loss": loss}))
+        for name, (value, number) in metrics.figures().items():
+            found.append((number, {name: value}))
         for module, mode in modes:
             module.training = mode
         return found
-
-    def _figures(self, samples: list[Any], outputs: list[Any]) -> Iterator[Any]:
-        """Yield the user's metrics of each replica's part of a batch.
-
-        Where the batch is not full, also the loss: without the samples that fill it.
-        """
-        settings = self.settings
-        for replica in range(settings.replicas):
-            mine = samples[replica * settings.part_size :][: settings.part_size]
-            theirs = outputs[replica * settings.micro_batches :]
-            if not mine:
-                continue
-            joined = pytree.tree_map(_join, *theirs[: settings.micro_batches])
-            output = pytree.tree_map(lambda leaf: _first(leaf, len(mine)), joined)  # noqa: B023
-            target = self._batch(mine)[1]
-            given = on_device((output, target), HOST)
-            figures = self.user.metrics(*given) if self.user.metrics else {}
-            figures = {name: float(value) for name, value in figures.items()}
-            if len(samples) < settings.replicas * settings.part_size:
-                figures["loss"] = float(self.loss(output, target))
-            yield len(mine), figures
 
     def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:
         size = self.settings.micro_batch_size
@@ -268,7 +251,3 @@ def _join(*leaves: Any) -> Any:
     if not isinstance(leaves[0], Tensor):
         return leaves[0]
     return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
-
-
-def _first(leaf: Any, count: int) -> Any:
-    return leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() else leaf

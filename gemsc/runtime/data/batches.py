@@ -21,14 +21,15 @@ from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.digest import digest
-from gemsc.runtime.data.tiled import TiledDataset, Window
+from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status
 
 __all__ = ["Batch", "Batches", "repeated"]
 
 
-_Keys = list[tuple[int, int, bool]]  # of the samples of a batch: see `_Reproducible`
-_Read = tuple[int, Any, str]  # the index of a sample, the sample, its digest
+_Keys = list[tuple[int, int, bool, bool]]  # of a batch's samples: see `_Reproducible`
+# the index of a sample, the sample, its digest, its whole target; None if not wanted
+_Read = tuple[int, Any, str, Any]
 
 
 class _Reproducible(Dataset[Any]):
@@ -36,8 +37,9 @@ class _Reproducible(Dataset[Any]):
 
     Every rank that needs a sample reads it itself, so random crops and flips must come
     out alike: all generators are seeded for each sample. A key is (epoch, index,
-    whether to give the sample's digest, too). An error is returned, not raised: of one
-    that another process raises, DataLoader keeps the text alone.
+    whether to give the sample's digest, too, and its whole target). An error is
+    returned, not raised: of one that another process raises, DataLoader keeps the text
+    alone.
     """
 
     def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
@@ -45,11 +47,16 @@ class _Reproducible(Dataset[Any]):
         self.seed = seed
         self.window = window
 
-    def __getitem__(self, key: tuple[int, int, bool]) -> _Read | GemscError:
-        epoch, index, is_compared = key
+    def __getitem__(self, key: tuple[int, int, bool, bool]) -> _Read | GemscError:
+        epoch, index, is_compared, is_whole = key
         Status.go_on()
         try:
-            return index, *self._read(epoch, index, is_compared=is_compared)
+            sample = self._read(epoch, index, self.window)
+            text = digest(sample) if is_compared else ""
+            target = None
+            if is_whole and self.window is not None and not self.window.is_whole:
+                target = self._read(epoch, index, whole_window(self.window.shape))[1]
+            return index, sample, text, target
         except Exception as error:
             return GemscError(
                 f"sample {index} cannot be read: {type(error).__name__}: {error}",
@@ -57,16 +64,14 @@ class _Reproducible(Dataset[Any]):
                 help=f"try dataset()[{index}] in Python, or leave the sample out",
             )
 
-    def _read(self, epoch: int, index: int, *, is_compared: bool) -> tuple[Any, str]:
+    def _read(self, epoch: int, index: int, window: Window | None) -> Any:
         seed = seed_of(self.seed, epoch, index)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        if self.window is not None:
-            sample = self.dataset.read(index, self.window.box)
-        else:
-            sample = self.dataset[index]
-        return sample, digest(sample) if is_compared else ""
+        if window is not None:
+            return self.dataset.read(index, window.box)
+        return self.dataset[index]
 
 
 class _Sampler:
@@ -81,15 +86,16 @@ class _Sampler:
 
 @dataclass(frozen=True)
 class Batch:
-    """One copy's part of a batch: `data` is collated, the first `real` samples count.
+    """One copy's part of a batch: `data` is collated.
 
-    `is_full` says whether all samples of all parts count. `digests` are those of the
-    samples by index, where ranks are to compare them (see `SharedData`).
+    `is_full` says whether all samples of all parts count. `targets` are those of
+    `data`, or whole ones (see `Batches`). `digests` are those of the samples by index,
+    where ranks are to compare them (see `SharedData`).
     """
 
     data: Any
-    real: int
     is_full: bool
+    targets: Any = None
     digests: dict[int, str] = field(default_factory=dict)
 
 
@@ -99,9 +105,11 @@ class Batches:
     Copies of the model share a batch: each reads its own `part` of `num_parts`.
     A last batch that is not full has as many times `least` samples as there are, by
     default none in training (`shuffle`) and all in evaluation. It is filled up with its
-    last sample. Of a `TiledDataset` the `window` of each image is read. The first batch
-    of an epoch has digests; with `compare_all`, every batch. `workers` are processes
-    that read ahead, and stay from epoch to epoch; `pinned` is for copies to a GPU.
+    last sample. Of a `TiledDataset` the `window` of each image is read, and besides the
+    whole target in `whole_targets`: "all" batches, a "last" one that is not full, or
+    "none". The first batch of an epoch has digests; with `compare_all`, every batch.
+    `workers` are processes that read ahead, and stay from epoch to epoch; `pinned` is
+    for copies to a GPU.
     """
 
     def __init__(
@@ -115,14 +123,15 @@ class Batches:
         part: int = 0,
         num_parts: int = 1,
         window: Window | None = None,
+        whole_targets: str = "none",
         compare_all: bool = False,
         least: int | None = None,
         pinned: bool = False,
     ) -> None:
         if window is None and isinstance(dataset, TiledDataset):
-            box = tuple((0, size) for size in dataset.shape)
-            window = Window(tuple(dataset.shape), box)
+            window = whole_window(tuple(dataset.shape))
         self.window = window
+        self.whole_targets = whole_targets
         self.size = size
         self.seed = seed
         self.shuffle = shuffle
@@ -172,7 +181,7 @@ class Batches:
         numbers = range(first, len(self))
         keys: Iterator[_Keys] = (
             [
-                (number, index, self.compare_all or i == first)
+                (number, index, self.compare_all or i == first, self._whole(i))
                 for index in self._part(self._row(order, i))
             ]
             for i in numbers
@@ -180,16 +189,21 @@ class Batches:
         # part 0 reads this one anyway: so those of all copies can be compared
         common: list[_Keys] = []
         if self._start and numbers:
-            common = [[(number, self._row(order, first)[0], True)]]
+            common = [[(number, self._row(order, first)[0], True, False)]]
         read = self._load(chain(common, keys))
         digests = {key[1]: next(read)[1][0] for (key,) in common}
-        for i, (data, found) in zip(numbers, read, strict=True):
+        for i, (data, found, target) in zip(numbers, read, strict=True):
             row = self._row(order, i)
-            real = min(max(len(row) - self._start, 0), self._part_size)
             texts = zip(self._part(row), found, strict=True)
             digests |= {index: text for index, text in texts if text}
-            yield Batch(data, real, len(row) == self.size, digests)
+            target = data[1] if target is None else target
+            yield Batch(data, len(row) == self.size, target, digests)
             digests = {}
+
+    def _whole(self, batch: int) -> bool:
+        """Whether the whole targets of a batch are read."""
+        is_last = self.whole_targets == "last" and self.count(batch) < self.size
+        return is_last or self.whole_targets == "all"
 
     def _load(self, keys: Iterator[_Keys]) -> Iterator[Any]:
         """Yield what the samples of each list of keys are, as `_collate` joins them."""
@@ -225,16 +239,21 @@ class Batches:
 
 def _collate(
     read: list[_Read | GemscError],
-) -> tuple[tuple[Any, Any], list[str]] | GemscError:
-    """Join samples to a batch of inputs and one of targets; return the digests, too."""
+) -> tuple[tuple[Any, Any], list[str], Any] | GemscError:
+    """Join samples to a batch of inputs and one of targets.
+
+    Return the digests, too, and whole targets where they were read.
+    """
     good: list[_Read] = []
     for each in read:
         if isinstance(each, GemscError):
             return each
         good.append(each)
-    samples = [sample for _, sample, _ in good]
+    samples = [sample for _, sample, _, _ in good]
+    targets = [target for *_, target in good if target is not None]
     try:
         batch = default_collate(samples)
+        whole_targets = default_collate(targets) if targets else None
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
         return GemscError(
             f"samples of the dataset cannot be collated into a batch: "
@@ -246,13 +265,13 @@ def _collate(
             "the dataset does not return (input, target) pairs",
             help="return a pair from __getitem__",
         )
-    return (batch[0], batch[1]), [text for _, _, text in good]
+    return (batch[0], batch[1]), [text for _, _, text, _ in good], whole_targets
 
 
 def _odd_one(read: list[_Read]) -> str:
     """Return which sample has not the shapes of the first one, "" if all have."""
-    first, sample, _ = read[0]
-    for index, other, _ in read[1:]:
+    first, sample, *_ = read[0]
+    for index, other, *_ in read[1:]:
         pairs = zip(pytree.tree_leaves(sample), pytree.tree_leaves(other), strict=False)
         for one, two in pairs:
             shapes = [list(getattr(leaf, "shape", ())) for leaf in (one, two)]

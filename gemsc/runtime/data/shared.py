@@ -17,7 +17,7 @@ __all__ = ["Digests", "SharedData"]
 # by index and, where a rank reads only a part of each image, the box of it
 Digests = dict[tuple[int, Box | None], str]
 
-NOTHING = Batch((None, None), real=0, is_full=False)
+NOTHING = Batch((None, None), is_full=False)
 ADVICE = (
     "on every rank, torch's, numpy's and Python's own random generators are seeded "
     "alike for each sample; seed other generators (random.Random(), "

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from gemsc.base.boxes import Box
 from gemsc.messages.message import Input
 
-__all__ = ["TiledDataset", "Window", "window_of"]
+__all__ = ["TiledDataset", "Window", "whole_window", "window_of"]
 
 
 @runtime_checkable
@@ -63,7 +63,7 @@ class Window:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is left out."""
-        return self.box == tuple((0, size) for size in self.shape)
+        return self == whole_window(self.shape)
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return what is left of a tensor of this shape."""
@@ -83,12 +83,16 @@ class Window:
         return tuple(moved)
 
 
+def whole_window(shape: tuple[int, ...]) -> Window:
+    """Return the window with all of an image."""
+    return Window(shape, tuple((0, size) for size in shape))
+
+
 def window_of(inputs: Iterable[Input], shape: tuple[int, ...]) -> Window:
     """Return the smallest window with all that a rank reads of an image."""
-    everything = tuple((0, size) for size in shape)
-    image = Window(shape, everything)
+    image = whole_window(shape)
     boxes = [
-        item.box[place] if item.box else everything
+        item.box[place] if item.box else image.box
         for item in inputs
         if (place := image.place(item.shape)) is not None
     ]

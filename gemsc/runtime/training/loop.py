@@ -123,6 +123,9 @@ class Training:
         least = self.plan.micro_batch_size if trains_rest else None
         if isinstance(items, TiledDataset):
             window = window_of(worker.program.inputs.values(), tuple(items.shape))
+        whole_targets = "none"
+        if not shuffle and worker.program.tile == 0:  # where outputs may be
+            whole_targets = "last" if self.user.metrics is None else "all"
         batches = Batches(
             items,
             size := self.plan.batch_size,
@@ -133,6 +136,7 @@ class Training:
             part=worker.place.copy,
             num_parts=worker.place.num_copies,
             window=window,
+            whole_targets=whole_targets,
             compare_all=self.record.is_kept,
             least=least,
         )

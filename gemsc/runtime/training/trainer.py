@@ -55,8 +55,8 @@ class Evaluation:
     """The result of an evaluation step.
 
     loss: mean over the batch, on every rank; None for a program without a loss.
-    output: what the model returns for the whole batch, in the host's memory, on the
-        rank that has it (the one of the loss); None elsewhere.
+    output: what the model returns for this copy's part of the batch, in the host's
+        memory, on the rank that has it (the one of the loss); None elsewhere.
     """
 
     loss: float | None

@@ -1,0 +1,129 @@
+"""What a user's `metrics` say of a whole evaluation, given one batch after the other.
+
+    def metrics(output, target)          numbers of a batch: means, weighted by samples
+    metrics = BinaryF1Score()            update(output, target), compute(), reset()
+    metrics = DiceMetric()               (output, target), aggregate(), reset()
+    metrics = {"dice": ..., "f1": ...}   several of these
+
+The second is how torchmetrics writes a metric, the third how MONAI does. These keep
+sums over all batches: their figures do not depend on how many samples a batch has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gemsc.errors import GemscError, SourceLocation
+
+__all__ = ["Metrics", "first_samples", "is_texts"]
+
+_RESULTS = {"update": "compute", "__call__": "aggregate"}  # what adds, what sums up
+
+
+class Metrics:
+    """The figures of an evaluation, from its batches; none where nothing is `given`."""
+
+    def __init__(self, given: Any = None, at: SourceLocation | None = None) -> None:
+        """Take what the user's file calls `metrics`, in its line.
+
+        Raises:
+            GemscError: it is nothing of the above.
+        """
+        self._at = at
+        several = given if isinstance(given, Mapping) else {"": given}
+        self.is_empty = given is None or not several
+        self._functions: dict[str, Any] = {}
+        self._states: dict[str, tuple[Any, str]] = {}  # and what adds a batch
+        for name, each in () if self.is_empty else several.items():
+            if (adds := _adds(each)) is not None:
+                self._states[name] = (each, adds)
+            elif callable(each):
+                self._functions[name] = each
+            else:
+                raise GemscError(
+                    f"metrics is of type {type(each).__name__}",
+                    at=at,
+                    help="define metrics(output, target), or give an object with "
+                    "update, compute and reset, as torchmetrics has, or with __call__, "
+                    "aggregate and reset, as MONAI has",
+                )
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an evaluation."""
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
+        self._count = 0
+        for metric, _ in self._states.values():
+            metric.reset()
+
+    @torch.no_grad()
+    def add(self, output: Any, target: Any, count: int) -> None:
+        """Take what the model returned for a batch of `count` samples."""
+        self._count += count
+        for name, function in self._functions.items():
+            found = function(output, target)
+            if not name and not isinstance(found, Mapping):
+                raise GemscError(
+                    f"metrics() returns an object of type {type(found).__name__}",
+                    at=self._at,
+                    help='return a dict of numbers: {"accuracy": accuracy}',
+                )
+            for key, value in _numbers(name, found):
+                self._sums[key] += value * count
+                self._counts[key] += count
+        for metric, adds in self._states.values():
+            getattr(metric, adds)(output, target)
+
+    def figures(self) -> dict[str, tuple[float, int]]:
+        """Return each figure, and of how many samples it is."""
+        counts = self._counts
+        found = {n: (total / counts[n], counts[n]) for n, total in self._sums.items()}
+        for name, (metric, adds) in self._states.items():
+            value = getattr(metric, _RESULTS[adds])() if self._count else {}
+            if not name and not isinstance(value, Mapping):
+                name = type(metric).__name__
+            found |= {key: (n, self._count) for key, n in _numbers(name, value)}
+        return found
+
+
+def _adds(metric: Any) -> str | None:
+    """Return the method that takes a batch, if a metric keeps sums over batches."""
+    for adds, result in _RESULTS.items():
+        if all(callable(getattr(metric, n, None)) for n in (adds, result, "reset")):
+            return adds
+    return None
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a value: those of a dict by key, several by position."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers(f"{name}_{key}" if name else str(key), each)
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield from _numbers(f"{name}_{i}" if len(value) > 1 else name, each)
+    else:
+        yield name, float(value)
+
+
+def first_samples(value: Any, count: int) -> Any:
+    """Return the first `count` samples of all that a batch holds."""
+
+    def first(leaf: Any) -> Any:
+        has_samples = leaf.dim() if isinstance(leaf, Tensor) else is_texts(leaf)
+        return leaf[:count] if has_samples else leaf
+
+    return pytree.tree_map(first, value, is_leaf=is_texts)
+
+
+def is_texts(value: Any) -> bool:
+    """Return whether it is what torch collates texts to: a list of them."""
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)

@@ -1,0 +1,267 @@
+"""Metrics are of the whole evaluation, on whatever ranks it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from program_support import written
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from training_support import run, user_of
+
+from gemsc.base.boxes import Box
+from gemsc.errors import GemscError
+from gemsc.runtime.data.metrics import Metrics
+from gemsc.runtime.training.trainer import Trainer
+
+SIZE = 8
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            super().__init__(
+                nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 3, padding=1)
+            )
+
+
+class Pictures:
+    """Pictures that are read whole, with a mask, a smaller picture and a name.
+
+    The smaller one has the size of a tile, and is no part of anything.
+    """
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.pictures = torch.randn(count, 1, SIZE, SIZE, generator=generator)
+        self.small = torch.randn(count, SIZE // 2, SIZE, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index, ((0, SIZE), (0, SIZE)))
+
+    def sample(self, index: int, box: Box) -> Any:
+        rows, columns = (slice(*interval) for interval in box)
+        part = self.pictures[index][:, rows, columns]
+        more = {"small": self.small[index], "name": str(index)}
+        return part, {"mask": part > 0.5, **more}
+
+
+class Slides(Pictures):
+    """The same, read in part."""
+
+    shape = (SIZE, SIZE)
+
+    def read(self, index: int, box: Box) -> Any:
+        return self.sample(index, box)
+
+
+def loss(output: Tensor, target: dict[str, Any]) -> Tensor:
+    return ((output - target["mask"].to(output)) ** 2).mean()
+
+
+class Spread:
+    """Written as torchmetrics writes a metric."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def update(self, output: Tensor, target: dict[str, Any]) -> None:
+        self.seen.append(output - target["mask"].to(output))
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.seen).std()
+
+
+class Worst:
+    """Written as MONAI writes a metric; two figures."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.worst = torch.zeros(2)
+
+    def __call__(self, output: Tensor, target: dict[str, Any]) -> None:
+        found = torch.stack([output.max(), target["small"].max()]).float()
+        self.worst = torch.maximum(self.worst, found)
+
+    def aggregate(self) -> Tensor:
+        return self.worst
+
+
+def of_a_batch(output: Tensor, target: dict[str, Any]) -> dict[str, Any]:
+    names = [int(name) for name in target["name"]]
+    assert len(names) == len(output) == len(target["mask"])
+    return {"spread": output.std(), "names": sum(names) + names[0] * len(names)}
+
+
+METRICS = {"batch": of_a_batch, "all": Spread(), "worst": Worst()}
+ONE = {"ranks": 1, "micro_batches": 4}
+TILED = {"ranks": 2, "tiles": ("2x1",), "micro_batches": 4}
+LAYOUTS = {
+    "mirrored": {"ranks": 2, "schedule": "mast", "micro_batches": 4},
+    "replicas": {"ranks": 1, "data": 2, "micro_batches": 2},
+    "tiles": TILED,
+    "tiles and a whole stage": {**TILED, "ranks": 3},
+    "replicas of tiles": {**TILED, "data": 2, "micro_batches": 2},
+}
+
+
+def evaluated(
+    folder: Path, kind: type[Pictures], metrics: Any, *words: str, **options: Any
+) -> dict[str, float]:
+    """Return the figures of 7 samples, in batches of 4, with the initial weights."""
+    example = torch.zeros(1, 1, SIZE, SIZE)
+    target = {"mask": example > 0}
+    written(folder, Convolutions(), (example,), loss, target, **options)
+    found: list[dict[str, float]] = []
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
+        found.append(figures)
+
+    user = user_of(
+        dataset=lambda: kind(4),
+        eval_dataset=lambda: kind(7),
+        loss=loss,
+        metrics=metrics,
+        on_epoch=on_epoch,
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
+    )
+    ranks = options["ranks"] * options.get("data", 1)
+    run(folder, user, "--epochs", "2", *words, ranks=ranks)
+    assert len(found) == 2 * ranks
+    assert all(figures == found[0] for figures in found)
+    return found[0]
+
+
+@torch.no_grad()
+def whole(data: Pictures) -> tuple[Tensor, dict[str, Any]]:
+    """Return the outputs and targets of all samples at once."""
+    pictures, targets = default_collate([data[index] for index in range(len(data))])
+    return Convolutions()(pictures), targets
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    found = evaluated(tmp_path_factory.mktemp("one"), Pictures, METRICS, **ONE)
+    output, target = whole(Pictures(7))
+    spread, worst = Spread(), Worst()
+    spread.update(output, target)
+    worst(output, target)
+    assert found == pytest.approx(
+        {
+            "loss": float(loss(output, target)),
+            "batch_spread": float(output[:4].std() * 4 + output[4:].std() * 3) / 7,
+            "batch_names": (6 * 4 + (15 + 4 * 3) * 3) / 7,
+            "all": float(spread.compute()),
+            "worst_0": float(worst.worst[0]),
+            "worst_1": float(worst.worst[1]),
+        },
+        rel=1e-5,
+    )
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_metrics_of_one_process(
+    layout: str, of_one_rank: dict[str, float], tmp_path: Path
+) -> None:
+    options = LAYOUTS[layout]
+    data = Slides if "tiles" in options else Pictures
+    words = "--best", "worst_0:max"
+    found = evaluated(tmp_path, data, METRICS, *words, **options)
+    assert found == pytest.approx(of_one_rank, rel=1e-5)
+
+
+def test_only_the_rank_that_scores_goes_on_reading_whole_targets(
+    tmp_path: Path,
+) -> None:
+    boxes: list[Box] = []
+
+    class Watched(Slides):
+        def read(self, index: int, box: Box) -> Any:
+            if len(self) == 7:
+                boxes.append(box)
+            return super().read(index, box)
+
+    two_stages = {**TILED, "ranks": 4, "tiles": ("2x1", "2x1")}
+    evaluated(tmp_path, Watched, METRICS, **two_stages)
+    whole_box = (0, SIZE), (0, SIZE)
+    assert boxes.count(whole_box) == 4 + 2 * 8  # the last sample twice
+
+
+def test_the_loss_on_tiles_is_of_all_samples_without_metrics(tmp_path: Path) -> None:
+    expected = float(loss(*whole(Pictures(7))))
+    found = evaluated(tmp_path, Slides, None, **TILED)
+    assert found == {"loss": pytest.approx(expected, rel=1e-5)}
+
+
+def test_a_figure_that_is_called_as_the_loss_is_refused(tmp_path: Path) -> None:
+    metrics = lambda output, target: {"loss": output.std()}  # noqa: E731
+    with pytest.raises(GemscError, match="a figure called 'loss'"):
+        evaluated(tmp_path, Pictures, metrics, **ONE)
+
+
+@pytest.mark.parametrize(
+    ("found", "figures"),
+    [
+        ({"a": 1, "b": torch.tensor([2.5])}, {"a": 1.0, "b": 2.5}),
+        ({"dice": torch.tensor([0.5, 0.25])}, {"dice_0": 0.5, "dice_1": 0.25}),
+        ({"a": {"x": np.float32(2), "y": [3, 4]}}, {"a_x": 2, "a_y_0": 3, "a_y_1": 4}),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_dict_get_names(found: Any, figures: dict[str, float]) -> None:
+    metrics = Metrics(lambda output, target: found)
+    metrics.add(None, None, 2)
+    assert metrics.figures() == {name: (n, 2) for name, n in figures.items()}
+
+
+def test_an_evaluation_begins_anew() -> None:
+    metrics = Metrics({"sizes": lambda output, target: len(output), "all": Spread()})
+    assert metrics.figures() == {}
+    for sizes in ([1, 3], [2]):
+        metrics.reset()
+        for size in sizes:
+            output = torch.arange(float(2 * size))[:, None]
+            metrics.add(output, {"mask": output > 9}, size)
+        (mean, count), (spread, whole) = metrics.figures().values()
+        assert count == whole == sum(sizes)
+    assert (mean, spread) == (4.0, float(torch.arange(4.0).std()))
+
+
+def test_a_metric_that_stands_alone_has_the_name_of_its_class() -> None:
+    class Spreads(Spread):
+        def compute(self) -> Any:
+            return {"spread": super().compute()}
+
+    assert evaluate_one(Spread) == ["Spread"]
+    assert evaluate_one(Worst()) == ["Worst_0", "Worst_1"]
+    assert evaluate_one(Spreads) == ["spread"]
+
+
+def evaluate_one(given: Any) -> list[str]:
+    metrics = Metrics(user_of(metrics=given).make_metrics())
+    metrics.add(*whole(Pictures(2)), 2)
+    return [*metrics.figures()]
+
+
+@pytest.mark.parametrize("given", [5, {"dice": "dice"}])
+def test_what_is_no_metric_is_refused(given: Any) -> None:
+    with pytest.raises(GemscError, match=r"metrics is of type (int|str)"):
+        Metrics(user_of(metrics=given).make_metrics())
+    with pytest.raises(
+        GemscError, match=r"metrics\(\) returns an object of type float"
+    ):
+        Metrics(lambda output, target: 0.5).add(None, None, 2)
