@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import MODEL, Gemsc, gemsc_here, start
+from command_line import MODEL, Gemsc, files, gemsc_here, start
 from nightly import at_night
 from safetensors.torch import load_file
 from typer.main import get_command
@@ -108,6 +108,30 @@ def test_what_is_timed_begins_anew_with_the_ranks_setting_of_malloc(
 
 def test_tiles_can_be_off(gemsc: Gemsc) -> None:
     assert gemsc("compile", "model.py", "--tiles", "off", "-o", "p").code == 0
+
+
+def test_a_program_of_another_model_is_replaced_only_if_asked(
+    gemsc: Gemsc, tmp_path: Path
+) -> None:
+    (tmp_path / "other.py").write_text(MODEL)
+    (tmp_path / "two.py").write_text(MODEL + "\n\nclass Two(Net):\n    pass\n")
+    words = "--ranks", 1, "--no-check", "-o", "p"
+    for model, other in (("model.py", "other.py"), ("two.py", "two.py:Two")):
+        assert gemsc("compile", model, *words, "--overwrite").code == 0
+        before = files(tmp_path / "p")
+        outcome = gemsc("compile", other, *words)
+        assert outcome.code == 1
+        assert f"p holds the program of another model: {tmp_path / model}" in (
+            outcome.err
+        )
+        assert "replace it with --overwrite" in outcome.err
+        assert files(tmp_path / "p") == before
+        assert (
+            gemsc("compile", tmp_path / model, *words, "--micro-batches", 2).code == 0
+        )
+    assert gemsc("compile", "two.py:Two", *words, "--overwrite").code == 0
+    (tmp_path / "p" / "plan.toml").write_text("damaged")
+    assert gemsc("compile", "model.py", *words).code == 0
 
 
 def test_compile_says_what_it_chose_and_writes_a_program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -74,6 +75,14 @@ def compile_command(
             "-o", "--output", help="folder of the program", rich_help_panel=FILES
         ),
     ] = Path("build/program"),
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="replace the program of another model",
+            rich_help_panel=FILES,
+        ),
+    ] = False,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -100,6 +109,8 @@ def compile_command(
     check_target(output)
     edited = _read_edited(plan, typed_flags(context)) if plan is not None else None
     user = load_user_model(model, constants=split_constants(constants or []))
+    if not overwrite:
+        _check_same(output, user)
     shows = nullcontext(_say_nothing) if options.profile else pass_line()
     with shows as tell:
         watch = _Watch(print_after, time_passes, tell)
@@ -251,6 +262,22 @@ def _source(plan: Plan, user: UserModel) -> dict[str, Any]:
         "constants": dict(user.constants),
         "command": plan.command + words,
     }
+
+
+def _check_same(folder: Path, user: UserModel) -> None:
+    """Refuse to replace the program of another model; a damaged one is nobody's."""
+    try:
+        held = Plan.read(folder / "plan.toml")
+    except GemscError:
+        return
+    file, _, name = held.spec.partition(":")
+    if name != user.spec.partition(":")[2] or os.path.realpath(
+        file
+    ) != os.path.realpath(user.path):
+        raise GemscError(
+            f"{folder} holds the program of another model: {held.spec or held.model}",
+            help="name another folder with -o, or replace it with --overwrite",
+        )
 
 
 def _say_nothing(what: str, share: float = 1.0) -> None:
