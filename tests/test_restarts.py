@@ -152,7 +152,7 @@ def test_why_a_program_cannot_have_fewer_ranks_is_told(endings, command, monkeyp
     done = command(*words)
     assert (done.code, len(started)) == (137, 1)
     assert "has 2 ranks, the hosts that answer take 1, and it cannot be" in done.err
-    assert "unknown frontend 'x'" in done.err
+    assert "--frontend does not take 'x'" in done.err
 
 
 # real ranks

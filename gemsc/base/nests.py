@@ -126,7 +126,7 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
             help="give it __len__ and __getitem__; a stream whose samples fit into "
             "memory can be returned as list(stream)",
         )
-    if not hasattr(kind, "__getitem__"):
+    if not (hasattr(kind, "__getitem__") or hasattr(kind, "read")):  # a TiledDataset
         raise GemscError(
             f"the dataset, of type {kind.__name__}, gives no sample by its number",
             at=at,
