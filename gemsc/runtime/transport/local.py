@@ -205,10 +205,9 @@ def _add_up(tensors: dict[int, object]) -> None:
             f"an all-reduce of different tensors: {', '.join(sorted(kinds))}"
         )
     with torch.no_grad():
-        total = torch.empty_like(parts[0])
-        add_in_order(parts, total)
-        for part in parts:
-            part.copy_(total)
+        add_in_order(parts, parts[0])
+        for part in parts[1:]:
+            part.copy_(parts[0])
 
 
 Share = tuple[Tensor, list[int], Tensor]  # brought, the members' sizes, the result
