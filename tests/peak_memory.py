@@ -139,6 +139,7 @@ def main(folder: Path, layers: int, width: int, steps: list[str]) -> None:
         "real": partial(compile, real, folder, x, True),
         "real, no check": partial(compile, real, folder, x, False),
         "meta": partial(compile, meta, folder, x, True),
+        "meta, no check": partial(compile, meta, folder, x, False),
         "VGG-16": partial(compile, Vgg16, folder, image, True),
         "VGG-16, no check": partial(compile, Vgg16, folder, image, False),
         "rank": partial(start_rank, folder),

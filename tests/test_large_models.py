@@ -43,12 +43,13 @@ def test_compiling_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     layers, width = 10, 1024
     layer = 4 * width * (width + 1)
     write_shards(tmp_path / "shards", layers, width)
-    steps = "real, no check", "real", "meta", "rank"
+    steps = "real, no check", "real", "meta, no check", "meta", "rank"
     found = growths(tmp_path, layers, width, *steps)
     weights = layers * layer
     assert found["real, no check"] < 1.3 * weights
-    assert found["real"] < 2 * weights
-    assert found["meta"] < 2 * weights
+    assert found["meta, no check"] < 2 * weights
+    # a first step runs: eight copies in float64, as first_step.too_much counts
+    assert max(found["real"], found["meta"]) < 1.1 * 16 * weights
     assert found["rank"] < weights / 2 + 3 * layer
 
 
