@@ -32,7 +32,7 @@ from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.runtime.transport.waiting import waited_seconds
 
-__all__ = ["Log"]
+__all__ = ["Log", "peak_bytes"]
 
 EACH = 100  # steps between two looks at what each rank needs
 COLUMNS = (

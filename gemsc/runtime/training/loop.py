@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gemsc.base.rng import seed_of
+from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.export import export_model
@@ -27,7 +28,7 @@ from gemsc.runtime.training.checkpoints import Checkpoints
 from gemsc.runtime.training.ema import Ema
 from gemsc.runtime.training.evaluation import Evaluator
 from gemsc.runtime.training.hooks import Hooks
-from gemsc.runtime.training.logs import Log
+from gemsc.runtime.training.logs import Log, peak_bytes
 from gemsc.runtime.training.position import Position
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
@@ -187,6 +188,7 @@ class Training:
         if self.trainer.is_stopping:
             self._say_why()
         self.trainer.tell("on_end")
+        self._say_memory()
         if self.checkpoints is not None:
             self._export(self.checkpoints.folder)
         if self.talks and self.options.record_run is not None:
@@ -282,6 +284,20 @@ class Training:
         reasons: list[Any] = self.transport.all_gather_object(mine)
         reason = next(filter(None, reasons), "asked to")
         self._say(f"stopped after step {self.trainer.step_number}: {reason}")
+
+    def _say_memory(self) -> None:
+        """Say what the fullest rank took, beside what its tensors were to take."""
+        device = self.trainer.device
+        used: list[int] = self.transport.all_gather_object(peak_bytes(device))
+        rank = used.index(max(used))
+        planned = self.plan.by_rank(self.plan.peak_bytes)[rank % self.plan.copy_ranks]
+        where = "its process, with Python and PyTorch"
+        if device.type == "cuda":
+            where = "PyTorch on its GPU"
+        self._say(
+            f"memory: rank {rank} took most: {show_bytes(used[rank])} in {where}; "
+            f"{show_bytes(planned)} of tensors were predicted"
+        )
 
     def _where(self, problem: Problem, data: Any) -> list[str]:
         """Return in which samples of the step's batch a problem is; all ranks call it.
