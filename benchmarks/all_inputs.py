@@ -46,7 +46,7 @@ SUBJECTS = {
     "unet": ("unet_histology/model.py", "--ranks 4 --tiles 2x2 --micro-batches 2"),
     "gpt": (GPT, "--ranks 2 --shards 2 --micro-batches 2"),
     "inception": ("inception.py", "--ranks 2 --branches 2 --micro-batches 2"),
-    "resnet18": ("resnet18.py", "--ranks 4 --data 2 --micro-batches 2"),
+    "resnet18": ("resnet18.py", "--ranks 8 --data 2 --micro-batches 2"),
 }
 
 

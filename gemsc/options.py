@@ -44,6 +44,8 @@ def option(default: Any, help: str = "", *, auto: bool = False, unit: str = "") 
 class CompileOptions:
     """The user's choices: the same names on the command line and in Python.
 
+    In Python `ranks` are those of one data-parallel replica; on the command line, and
+    in plan.toml, they are those of all, as mpirun counts them: `all_ranks`.
     Either `blocks` or `cuts` makes `balance` "explicit". "auto", for numbers AUTO, is
     what is predicted to be fastest and fits `device_memory`; with `data` AUTO, `ranks`
     and `micro_batches` are those of all data-parallel replicas together. In schedules
@@ -63,7 +65,7 @@ class CompileOptions:
     `torch_compile` the stages' forwards go through `torch.compile` where they run.
     """
 
-    ranks: int = option(2, "processes that hold one replica of the model")
+    ranks: int = option(2, "processes in all, as mpirun counts them")
     data: int = option(1, "data-parallel replicas, or auto", auto=True)
     per_device: int = option(1, "ranks of replicas on one device, or auto", auto=True)
     schedule: str = option("1f1b", "who does what when")
@@ -172,6 +174,16 @@ class CompileOptions:
         return self.device_memory and self.device_memory // max(1, self.per_device)
 
     @property
+    def all_ranks(self) -> int:
+        """The processes of all replicas together: `--ranks`."""
+        return self.ranks * self._copies
+
+    @property
+    def _copies(self) -> int:
+        """How many times `ranks` there are; with `data` AUTO they count all."""
+        return 1 if self.data == AUTO else self.data
+
+    @property
     def groups(self) -> tuple[GridShape, ...]:
         """How the ranks share the stages: in groups, of which each has its stages.
 
@@ -240,23 +252,30 @@ class CompileOptions:
             for name in names
         )
         fitting = (self.ranks - over, self.ranks - over + each.size)
-        beside = f"the {left} ranks beside {typed('tiles', self.tiles)}"
+        of_all = (str(count * self._copies) for count in fitting if count)
+        whose = f"--ranks {self.ranks}"
+        if self._copies > 1:
+            whose = f"the {self.ranks} ranks of a replica"
+        if leading:
+            whose = f"the {left} ranks beside {typed('tiles', self.tiles)}"
         return GemscError(
             " ".join(typed(name, each.size) for name in names)
-            + " does not divide "
-            + (beside if leading else f"--ranks {self.ranks}"),
-            help=f"use --ranks {' or '.join(str(n) for n in fitting if n)}, or list "
+            + f" does not divide {whose}",
+            help=f"use --ranks {' or '.join(of_all)}, or list "
             f"the {' and '.join(names)} of each stage: {' '.join(listed)}",
         )
 
     def _too_few(self, needed: int) -> GemscError:
         """Return the error where groups need another number of ranks."""
-        names = [name for name in SPLITS if getattr(self, name)]
+        names = [name for name in SPLITS if self._given(name)]
         given = " ".join(typed(name, getattr(self, name)) for name in names)
         listed = any(len(getattr(self, name)) > 1 for name in BESIDE)
+        held = f"--ranks is {self.ranks}"
+        if self._copies > 1:
+            held = f"a replica has {self.ranks}"
         return GemscError(
-            f"{given} needs {needed} ranks, --ranks is {self.ranks}",
-            help=f"use --ranks {needed}"
+            f"{given} needs {needed} ranks, {held}",
+            help=f"use --ranks {needed * self._copies}"
             + ("" if listed else " or more")
             + f", or other {' and '.join(names)}",
         )
@@ -353,14 +372,19 @@ class CompileOptions:
                 help="--data counts all replicas, also those that share a device",
             )
 
-    def command_line(self) -> str:
+    def flags(self) -> list[str]:
         """Return the flags that differ from the defaults, as a user would type them."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return " ".join(
+        values["ranks"] = self.all_ranks
+        return [
             typed(each.name, values[each.name])
             for each in fields(self)
             if each.name == "ranks" or values[each.name] != each.default
-        )
+        ]
+
+    def command_line(self) -> str:
+        """Return those flags in one line."""
+        return " ".join(self.flags())
 
 
 MAY_BE_AUTO = {each.name for each in fields(CompileOptions) if each.metadata["auto"]}

@@ -310,8 +310,9 @@ class Plan:
     def summary(self) -> str:
         """For example `Net: 2 ranks, stages of 3, 4 blocks, 1f1b, 4 micro-batches`."""
         stages = ", ".join(f"{len(stage.blocks)}" for stage in self.stages)
+        copies = f" in {self.data} replicas" if self.data > 1 else ""
         return (
-            f"{self.model}: {self.ranks} ranks, stages of {stages} blocks, "
+            f"{self.model}: {self.ranks} ranks{copies}, stages of {stages} blocks, "
             f"{self.schedule}, {show_micro_batches(self.micro_batches)}"
         )
 

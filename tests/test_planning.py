@@ -18,6 +18,7 @@ from gemsc.costs.hardware import LinkSpeed, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import AUTO, CompileOptions
 from gemsc.plan import Plan
+from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import stage_layout
 from gemsc.schedules import SCHEDULES
 from gemsc.search.candidates import Candidate, alternatives, reason
@@ -137,6 +138,57 @@ def test_where_nothing_fits_the_message_says_what_would(
 
 def _fields(options: CompileOptions) -> dict[str, object]:
     return {name: getattr(options, name) for name in options.__slots__}
+
+
+@pytest.mark.parametrize("name", ["compile", "plan", "simulate"])
+def test_ranks_are_those_of_all_replicas_in_every_command(
+    name: str, command: Gemsc, tmp_path: Path
+) -> None:
+    words = (name, "model.py", "--schedule", "1f1b", "--ranks")
+    uneven = command(*words, 1, "--data", 2)
+    assert uneven.code == 1
+    assert "error: --ranks 1 is not a multiple of --data 2\n" in uneven.err
+    assert "2 replicas of 1 each are --ranks 2\n" in uneven.err
+    shared = command(*words, 6, "--data", 2, "--shards", 2)
+    assert "--shards 2 does not divide the 3 ranks of a replica" in shared.err
+    assert "use --ranks 4 or 8, " in shared.err
+    few = command(*words, 2, "--data", 2, "--tiles", "2x1")
+    assert "error: --tiles 2x1 needs 2 ranks, a replica has 1\n" in few.err
+    assert "help: use --ranks 4 or more, or other tiles\n" in few.err
+    many = command(*words, 10, "--data", 2)
+    assert ("use --ranks 6 --data 2" in many.err) == (name != "plan"), many.err
+    assert "--ranks" in command(name, "model.py", "--ranks", 0).err
+
+
+STAYS = {"compile": ("-o", "out"), "plan": ("-o", "out/plan.toml")}
+
+
+@pytest.mark.parametrize("name", ["compile", "plan"])
+def test_a_plan_counts_the_ranks_of_all_replicas(
+    name: str, command: Gemsc, tmp_path: Path
+) -> None:
+    words = (name, "model.py", "--ranks", 4, "--data", 2)
+    done = command(*words, *STAYS[name])
+    assert done.code == 0, done.err
+    assert "4 ranks in 2 replicas, " in done.out
+    plan = Plan.read(tmp_path / "out/plan.toml")
+    assert (plan.ranks, plan.data, plan.copy_ranks) == (4, 2, 2)
+    assert plan.options["ranks"] == 4
+    assert " --ranks 4 --data 2" in plan.command
+    assert EditedPlan.read(tmp_path / "out/plan.toml").options().ranks == 2
+    if name == "compile":
+        assert "4 replicas of 2 ranks" in command("simulate", "out", "--data", 4).out
+        again = command(*plan.command.split()[1:], "-o", "again")
+        assert again.code == 0, again.err
+        twin = Plan.read(tmp_path / "again/plan.toml")
+        assert (twin.ranks, twin.data, twin.order) == (4, 2, plan.order)
+
+
+def test_two_ranks_are_the_default_of_each_replica(
+    command: Gemsc, tmp_path: Path
+) -> None:
+    assert command("compile", "model.py", "--data", 3, "-o", "out").code == 0
+    assert Plan.read(tmp_path / "out/plan.toml").ranks == 6
 
 
 def test_plan_prints_candidates_and_writes_no_program(

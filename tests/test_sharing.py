@@ -148,8 +148,8 @@ def test_what_does_not_fill_the_gpus_is_refused() -> None:
         check_sharing(2, 4, 4)
     assert str(caught.value) == (
         "error: --per-device 2 on 4 GPUs is for 8 ranks, and 4 are on this machine\n"
-        "help: use --per-device 1, or CUDA_VISIBLE_DEVICES=0,1, or as many copies as "
-        "make 8 ranks (compile --data)"
+        "help: use --per-device 1, or set CUDA_VISIBLE_DEVICES=0,1, or compile for 8 "
+        "ranks, with more --data"
     )
     with pytest.raises(GemscError, match="is for 2 ranks, and 3 are on"):
         check_sharing(2, 3, 1)
@@ -238,7 +238,7 @@ def program(
     (tmp_path / "model.py").write_text(MODEL)
     done = gemsc(
         *("compile", tmp_path / "model.py", "-o", tmp_path / "program"),
-        *("--ranks", 1, "--data", 4, "--micro-batches", 1),
+        *("--ranks", 4, "--data", 4, "--micro-batches", 1),
     )
     assert done.code == 0, done.err
     (tmp_path / "fake").mkdir()
@@ -326,7 +326,7 @@ def test_the_number_that_was_compiled_is_that_of_the_run(
     tmp_path: Path, fake_gpus: list[object], gemsc: Gemsc
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    words = ("compile", tmp_path / "model.py", "-o", tmp_path / "p", "--ranks", 1)
+    words = ("compile", tmp_path / "model.py", "-o", tmp_path / "p", "--ranks", 3)
     shares = ("--data", 3, "--per-device", 3, "--hardware", "a100")
     done = gemsc(*words, *shares, "--device-memory", "6GiB")
     assert done.code == 0, done.err

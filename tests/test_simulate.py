@@ -103,7 +103,7 @@ def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:
     [
         (
             ("--ranks", "10", "--data", "4"),
-            "10 ranks cannot be divided into 4 data-parallel replicas",
+            "--ranks 10 is not a multiple of --data 4",
         ),
         (("--hardware", "v1000"), "unknown hardware 'v1000'"),
         (("--allreduce", "rings"), "unknown algorithm 'rings'"),
@@ -113,7 +113,7 @@ def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:
         (("--ranks", "64"), "64 stages need at least 64 blocks"),
         (
             ("--ranks", "8", "--data", "4", "--branches", "3"),
-            "--branches 3 does not divide --ranks 2",
+            "--branches 3 does not divide the 2 ranks of a replica",
         ),
     ],
 )

@@ -29,7 +29,7 @@ TABLE = [
     "--ranks 2 --precision bfloat16",
     "--ranks 2 --memory-format channels_last",
     "--ranks 2 --set DROP=0.5",
-    "--ranks 2 --data 2",
+    "--ranks 4 --data 2",
 ]
 COMBINED = "--ranks 2 --schedule mast --micro-batches 2 --shard-optimizer"
 MODEL = """

@@ -165,7 +165,7 @@ PLANS = {
         ("--ranks", 2, "--schedule", "mast", "--micro-batches", 2),
         ("--seed", 3),
     ),
-    "replicas": (("--ranks", 1, "--data", 2), ()),
+    "replicas": (("--ranks", 2, "--data", 2), ()),
     "tiles": (("--ranks", 3, "--tiles", "2x1"), ()),
 }
 RUN = ("--run", 5, "--accumulate", 2, "--clip-norm", 0.05)

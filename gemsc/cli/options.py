@@ -29,7 +29,14 @@ from gemsc.options import (
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
 
-__all__ = ["DEFAULTS", "Model", "ModelOrProgram", "takes_options", "typed_flags"]
+__all__ = [
+    "DEFAULTS",
+    "Model",
+    "ModelOrProgram",
+    "ranks_of_replica",
+    "takes_options",
+    "typed_flags",
+]
 
 DEFAULTS = CompileOptions()
 FIELDS = {field.name: field for field in fields(CompileOptions)}
@@ -91,8 +98,11 @@ def takes_options(
             if only_typed:
                 given = {k: value for k, value in values.items() if value is not None}
                 command(given=given, **others)
-            else:
-                command(options=CompileOptions(**values), **others)
+                return
+            if "ranks" in values:
+                counts = values["ranks"], values.get("data", DEFAULTS.data)
+                values["ranks"] = ranks_of_replica(*counts)
+            command(options=CompileOptions(**values), **others)
 
         shown: list[inspect.Parameter] = []
         for parameter in own.values():
@@ -100,7 +110,9 @@ def takes_options(
                 shown.append(parameter)
                 continue
             for f in chosen:
-                default = None if only_typed else defaults.get(f.name, f.default)
+                default = defaults.get(f.name, f.default)
+                if only_typed or f.name == "ranks":
+                    default = None
                 shown.append(_parameter(f, default))
         with_flags.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
         with_flags.__annotations__ = {each.name: each.annotation for each in shown}
@@ -118,13 +130,22 @@ def _parameter(field: Field[Any], default: Any) -> inspect.Parameter:
         default = text_of(default)
     words = (flag(field.name),) if field.default is False else ()
     about = field.metadata["help"]
+    shown: bool | str = True
+    if field.name == "ranks":
+        shown = f"{DEFAULTS.ranks} for each replica"
     if field.name == "placement":
         about += f": natural, auto, {', '.join(PLACEMENTS)}"
     (panel,) = (name for name, held in PANELS.items() if field.name in held)
     metavar = "|".join(CHOICES.get(field.name, ())) or None
     if _reader(field) in (_number, _count):
         metavar = "<int>|auto" if field.metadata["auto"] else "<int>"
-    option = typer.Option(*words, help=about, rich_help_panel=panel, metavar=metavar)
+    option = typer.Option(
+        *words,
+        help=about,
+        rich_help_panel=panel,
+        metavar=metavar,
+        show_default=shown,
+    )
     return inspect.Parameter(
         field.name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -147,6 +168,25 @@ def _reader(field: Field[Any]) -> Callable[[str, str], Any] | None:
 def _read(field: Field[Any], value: Any) -> Any:
     reader = _reader(field)
     return value if reader is None or value is None else reader(value, flag(field.name))
+
+
+def ranks_of_replica(ranks: int | None, data: int) -> int:
+    """Return the ranks of each replica where `--ranks`, those of all, is typed so.
+
+    Raises:
+        GemscError: they cannot be shared out evenly.
+    """
+    if ranks is None:
+        return DEFAULTS.ranks
+    if data == AUTO or data < 1:  # what is below is refused, with all other options
+        return ranks
+    if ranks % data:
+        raise GemscError(
+            f"--ranks {ranks} is not a multiple of --data {data}",
+            help="--ranks counts the processes of all replicas: "
+            f"{data} replicas of {ranks} each are --ranks {ranks * data}",
+        )
+    return ranks // data
 
 
 def typed_flags(context: typer.Context) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
-from gemsc.cli.options import ModelOrProgram, takes_options
+from gemsc.cli.options import ModelOrProgram, ranks_of_replica, takes_options
 from gemsc.cli.terminal import console
 from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
@@ -41,7 +41,7 @@ CHANGED = (
 def simulate_command(
     target: ModelOrProgram,
     ranks: Annotated[
-        int | None, typer.Option(help="processes of all replicas together", min=1)
+        int | None, typer.Option(help="processes in all, as mpirun counts them", min=1)
     ] = None,
     data: Annotated[
         int | None, typer.Option(help="data-parallel replicas", min=1)
@@ -116,13 +116,7 @@ def _counts(
             )
         return {"data": copies}
     copies = data or 1
-    total = ranks if ranks is not None else options.ranks * copies
-    if total % copies:
-        raise GemscError(
-            f"{total} ranks cannot be divided into {copies} data-parallel replicas",
-            help="--ranks counts the ranks of all replicas: give a multiple of --data",
-        )
-    return {"ranks": total // copies, "data": copies}
+    return {"ranks": ranks_of_replica(ranks, copies), "data": copies}
 
 
 def _machine(name: str, allreduce: str) -> Hardware:

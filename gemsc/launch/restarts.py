@@ -9,13 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from gemsc.errors import GemscError
 from gemsc.launch.ending import Ending
-from gemsc.options import CompileOptions, typed
+from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import LATEST
 from gemsc.runtime.process.stop import STOPPED
@@ -80,11 +79,10 @@ def compile_for(directory: Path, plan: Plan, slots: int) -> Path:
         options = fewer_ranks(plan, slots)
     except GemscError as error:
         raise _impossible(plan, slots, str(error)) from error
-    folder = directory / f"restart-{options.ranks * options.data}-ranks"
+    folder = directory / f"restart-{options.all_ranks}-ranks"
     words = [plan.spec, "-o", str(folder)]
-    for each in fields(options):
-        if (value := getattr(options, each.name)) != each.default:
-            words += typed(each.name, value).split(" ", 1)
+    for flag in options.flags():
+        words += flag.split(" ", 1)
     done = subprocess.run(
         [sys.executable, "-c", GEMSC, "compile", *words],
         capture_output=True,

@@ -48,21 +48,19 @@ def schedule_stages(
     *,
     every_tile: bool = True,
     hardware: Hardware | None = None,
-    replicas: int = 1,
     placed: Placed | None = None,
 ) -> Scheduled:
     """Cut, place, split and schedule: what the options decide, before any text.
 
     Without `every_tile` only the first tile is lowered, and the one that holds most;
     all ranks where they share branches.
-    The user's `--ranks` counts the ranks of `replicas`: advice does so, too.
     """
     choose("schedule", options.schedule, SCHEDULES)
     hardware = hardware or read_hardware(options.hardware)
     chosen = stage_layout(options)
     names = [block.name for block in traced.program.blocks or ()]
     with telling_what_ties(traced.program):
-        check_blocks(options, chosen, traced.program.name, names, replicas=replicas)
+        check_blocks(options, chosen, traced.program.name, names)
     check_whole(options.whole, traced.program.module)
     balance = BalanceStages(
         num_stages=chosen.num_stages,
@@ -96,6 +94,7 @@ def schedule_stages(
             row,
             placed,
             None if traced.twins is not None else traced.evaluation,
+            options.data,
         )
         cut = run(cut, choose_shards)
     program = run(cut, place, CheckTiles(), InsertComms())

@@ -39,6 +39,7 @@ class ChooseShards(Pass):
     ranks of each stage, by default one each. `placed` are the branches of each rank, by
     the joins of their forks, where they are not to be chosen. `evaluation` is the graph
     of evaluation where that computes something else: what it cannot cut stays whole.
+    There are `copies` of the model, all of whose ranks advice counts.
     """
 
     name: ClassVar[str] = "choose-shards"
@@ -51,6 +52,7 @@ class ChooseShards(Pass):
     row: tuple[int, ...] = ()
     placed: Placed | None = field(default=None, hash=False)
     evaluation: Program | None = field(default=None, compare=False, repr=False)
+    copies: int = field(default=1, compare=False, repr=False)
 
     def apply(self, program: Program) -> Program:
         """Return the program with its shards.
@@ -165,7 +167,7 @@ class ChooseShards(Pass):
             for name in BESIDE
             if any(getattr(grid, name) > 1 for grid in grids)
         ]
-        ranks = f"--ranks {sum(grid.size for grid in grids)}"
+        ranks = f"--ranks {self.copies * sum(grid.size for grid in grids)}"
         if flags:
             return " ".join((*flags, ranks))
         given = [n for n in BESIDE if any(getattr(g, n) > 1 for g in self.grids)]

@@ -105,14 +105,9 @@ def stage_layout(options: CompileOptions) -> StageLayout:
 
 
 def check_blocks(
-    options: CompileOptions,
-    chosen: StageLayout,
-    model: str,
-    blocks: Sequence[str],
-    *,
-    replicas: int = 1,
+    options: CompileOptions, chosen: StageLayout, model: str, blocks: Sequence[str]
 ) -> None:
-    """Refuse more stages than blocks; `--ranks` counts those of so many replicas.
+    """Refuse more stages than blocks.
 
     Raises:
         GemscError: names the blocks, and options that the model has enough blocks for.
@@ -128,13 +123,13 @@ def check_blocks(
     elif per_rank > 1:
         advice = f"--schedule 1f1b --placement linear needs {len(chosen.groups)} blocks"
     else:
-        advice = f"use --ranks {ranks * replicas}"
+        advice = f"use --ranks {ranks * options.data}"
         listed = [name for name in BESIDE if len(getattr(options, name)) > 1]
         for name in listed:
             advice += f" {typed(name, tuple(getattr(group, name) for group in kept))}"
-        if not listed and replicas == 1:
+        if not listed and options.data == 1:
             advice += " or fewer"
-        advice += f" --data {replicas}" if replicas > 1 else ""
+        advice += f" --data {options.data}" if options.data > 1 else ""
     raise GemscError(
         f"{needed} stages need at least {needed} blocks, {model} has {found}: "
         + ", ".join(blocks),

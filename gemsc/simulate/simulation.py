@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,7 @@ def simulate(
     run = Runs()
     _, options = settled_options(traced, options, run)
     hardware = machine or read_hardware(options.hardware)
-    done = schedule_stages(
-        traced, options, run, hardware=hardware, replicas=options.data
-    )
+    done = schedule_stages(traced, options, run, hardware=hardware)
     program, task, placement = done.program, done.task, done.program.placement
     assert placement is not None
     sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
@@ -141,14 +139,15 @@ def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:
             f"{directory} was compiled from Python: its model is not in a file",
             help="give the file that defines the model: gemsc simulate model.py",
         )
-    known = CompileOptions(ranks=plan.copy_ranks, data=plan.data)
     given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in plan.options.items()
     }
     blocks = tuple(len(stage.blocks) for stage in plan.stages)
-    given |= {"per_device": 1, "balance": "explicit", "blocks": blocks, "cuts": ()}
-    return load_user_model(plan.spec, constants=plan.constants), replace(known, **given)
+    given |= {"ranks": plan.copy_ranks, "data": plan.data, "per_device": 1}
+    given |= {"balance": "explicit", "blocks": blocks, "cuts": ()}
+    user = load_user_model(plan.spec, constants=plan.constants)
+    return user, CompileOptions(**given)
 
 
 def read_counts(text: str, last: int) -> tuple[int, ...]:

@@ -70,15 +70,15 @@ def check_sharing(per_device: int, num_ranks: int, num_gpus: int) -> None:
         return
     ways = []
     if num_ranks % num_gpus == 0:
-        ways.append(f"--per-device {num_ranks // num_gpus}")
+        ways.append(f"use --per-device {num_ranks // num_gpus}")
     if num_ranks % per_device == 0 and num_ranks < wanted:
         few = ",".join(map(str, range(num_ranks // per_device)))
-        ways.append(f"CUDA_VISIBLE_DEVICES={few}")
-    ways.append(f"as many copies as make {wanted} ranks (compile --data)")
+        ways.append(f"set CUDA_VISIBLE_DEVICES={few}")
+    ways.append(f"compile for {wanted} ranks, with more --data")
     raise GemscError(
         f"{option} on {_gpus(num_gpus)} is for {wanted} ranks, and {num_ranks} are on "
         "this machine",
-        help=f"use {', or '.join(ways)}",
+        help=", or ".join(ways),
     )
 
 
