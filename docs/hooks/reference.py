@@ -70,7 +70,7 @@ def command(name: str, found: Any) -> str:
         known = [(code(p.name.upper()), said(p, name)) for p in arguments]
         parts.append(table(("argument", ""), known))
     if options:
-        chosen = [(names(p), default(p.default), said(p, name)) for p in options]
+        chosen = [(names(p), default(shown(p)), said(p, name)) for p in options]
         parts.append(table(head, chosen))
     for title, rows in parsed(run_parser()) if name == "run" else ():
         parts += [f"{title}:\n", table(head, rows)]
@@ -97,6 +97,12 @@ def value(kind: Any) -> str:
     """Return a word for what follows a flag."""
     inner = next(iter(get_args(kind)), kind)
     return code(NUMBERS.get(inner, "TEXT"))
+
+
+def shown(option: Any) -> object:
+    """Return the default of an option, or what help says in its place."""
+    words = option.show_default
+    return words if isinstance(words, str) else option.default
 
 
 def default(found: object) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from gemsc.base.files import write_text
+from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.terminal import console
 from gemsc.errors import GemscError
 from gemsc.viz.curves import curves
@@ -20,12 +21,13 @@ from gemsc.viz.run_log import RunLog
 __all__ = ["compare_command", "draw_run"]
 
 
+@gives_json
 def compare_command(
     runs: Annotated[list[Path], typer.Argument(help="folders of runs: PROGRAM/runs/1")],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="the drawing, an .svg file")
     ] = Path("compare.svg"),
-) -> None:
+) -> Answer:
     """Draw the curves of runs, and print how far they came and how they differ."""
     if output.suffix != ".svg":
         raise GemscError(
@@ -36,9 +38,13 @@ def compare_command(
         log.name = str(folder)
     write_text(output, curves(logs))
     console.print(_table(logs))
-    for line in _differences(logs):
+    differ = _differences(logs)
+    for name, values in differ.items():
+        line = f"--{name.replace('_', '-')}: {', '.join(map(str, values))}"
         console.print(escape(line), highlight=False)
     console.print(escape(f"wrote {output}"), highlight=False)
+    found = {"runs": [_as_data(log) for log in logs], "options": differ}
+    return found | {"drawing": str(output)}, 0
 
 
 def draw_run(folder: Path) -> None:
@@ -50,6 +56,20 @@ def draw_run(folder: Path) -> None:
         write_text(folder / "curves.svg", curves([log]))
 
 
+def _as_data(log: RunLog) -> dict[str, Any]:
+    """Return how far a run came: its last figures, and its least loss."""
+    losses = [value for _, value in log.loss]
+    rates = [rate for _, rate in log.rates]
+    return {
+        "run": log.name,
+        "steps": log.steps,
+        "loss": losses[-1] if losses else None,
+        "least_loss": min(losses, default=None),
+        "held_out": {name: curve[-1][1] for name, curve in log.figures.items()},
+        "samples_per_second": statistics.median(rates) if rates else None,
+    }
+
+
 def _table(logs: Sequence[RunLog]) -> Table:
     table = Table(box=None, pad_edge=False)
     names = dict.fromkeys(name for log in logs for name in log.figures)
@@ -57,27 +77,20 @@ def _table(logs: Sequence[RunLog]) -> Table:
     heads = ["steps", "loss", "least loss", *(f"held-out {name}" for name in names)]
     for head in (*heads, "samples/s"):
         table.add_column(escape(head), justify="right")
-    for log in logs:
-        losses = [value for _, value in log.loss]
-        row = [_number(losses[-1:]), _number([min(losses)] if losses else [])]
-        for name in names:
-            row.append(_number([value for _, value in log.figures.get(name, [])][-1:]))
-        rate = [statistics.median(rate for _, rate in log.rates)] if log.rates else []
-        table.add_row(escape(log.name), str(log.steps), *row, _number(rate, ".1f"))
+    for found in map(_as_data, logs):
+        figures = [found["held_out"].get(name) for name in names]
+        row = map(_number, (found["loss"], found["least_loss"], *figures))
+        rate = _number(found["samples_per_second"], ".1f")
+        table.add_row(escape(found["run"]), str(found["steps"]), *row, rate)
     return table
 
 
-def _number(found: Sequence[float], form: str = ".4g") -> str:
-    return format(found[0], form) if found else "-"
+def _number(found: float | None, form: str = ".4g") -> str:
+    return "-" if found is None else format(found, form)
 
 
-def _differences(logs: Sequence[RunLog]) -> list[str]:
-    """Return a line for each option that is not the same in all runs."""
+def _differences(logs: Sequence[RunLog]) -> dict[str, list[Any]]:
+    """Return the values of each option that is not the same in all runs."""
     names = sorted({name for log in logs for name in log.options})
-    lines = []
-    for name in names:
-        values = [log.options.get(name, "default") for log in logs]
-        if any(value != values[0] for value in values):
-            flag = f"--{name.replace('_', '-')}"
-            lines.append(f"{flag}: {', '.join(map(str, values))}")
-    return lines
+    all_values = {n: [log.options.get(n, "default") for log in logs] for n in names}
+    return {n: v for n, v in all_values.items() if any(each != v[0] for each in v)}

@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
+from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
 from gemsc.cli.terminal import console, pass_line, progress_bar, say
 from gemsc.codegen.package import check_target
@@ -30,7 +31,7 @@ from gemsc.passes.manager import Observer
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.runtime.process.device import device_named
-from gemsc.search.candidates import Candidate
+from gemsc.search.candidates import Candidate, reason
 from gemsc.source.constants import split_constants
 from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.tables import notes, of_this_machine, show_candidates
@@ -125,6 +126,7 @@ def compile_command(
         console.print(f"note: {note}", highlight=False)
 
 
+@gives_json
 @takes_options(
     COMPARED,
     data="auto",
@@ -141,7 +143,7 @@ def plan_command(
     ] = None,
     options: CompileOptions = DEFAULTS,
     most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
-) -> None:
+) -> Answer:
     """Compare ways to train on these ranks, without writing a program."""
     candidates, found = _plan(load_user_model(model), options)
     _report(candidates, found, most=most)
@@ -152,6 +154,23 @@ def plan_command(
             f"wrote {output}: edit it, then gemsc compile {model} --plan {output}",
             highlight=False,
         )
+    compared = [_as_data(each) for each in candidates]
+    why = reason(candidates) if candidates else ""
+    return {"why": why, "candidates": compared, "plan": asdict(found)}, 0
+
+
+def _as_data(found: Candidate) -> dict[str, Any]:
+    """Return what is told of a candidate: all but `name` and `options` in its units."""
+    return {
+        "name": found.name,
+        "command_line": found.options.command_line(),
+        "fits": found.fits(),
+        "problem": found.problem,
+        "samples_per_second": found.samples_per_second,
+        "step_seconds": found.seconds,
+        "peak_bytes": found.peak_bytes,
+        "sent_bytes": found.sent_bytes,
+    }
 
 
 @dataclass

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from gemsc.base.process import num_cores
+from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.terminal import console
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
@@ -45,20 +46,24 @@ EXTRAS = {  # package: (extra, what it is for)
 }
 
 
+@gives_json
 def doctor_command(
     trial: Annotated[
         bool, typer.Option(help="train a small network on 2 ranks for one step")
     ] = True,
-) -> None:
-    """Say what of this machine gemsc can use, and train one step on two ranks."""
+) -> Answer:
+    """Check what gemsc can use on this machine, and train one step on two ranks."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for _ in range(3):
         table.add_column(overflow="fold")
-    for row in _rows():
+    rows = list(_rows())
+    for row in rows:
         table.add_row(*map(escape, row), style="yellow" if row[2] else "")
     console.print(table, highlight=False)
     if trial:
         console.print(_trial(), highlight=False)
+    found = [dict(zip(("name", "found", "advice"), row, strict=True)) for row in rows]
+    return {"machine": found, "trial": "exact" if trial else None}, 0
 
 
 def _rows() -> Iterator[Row]:

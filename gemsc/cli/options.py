@@ -75,7 +75,7 @@ Model = Annotated[
 ModelOrProgram = Annotated[
     str, typer.Argument(help="a model, or a program directory", callback=imported)
 ]
-Command = Callable[..., None]
+Command = Callable[..., Any]
 
 
 def takes_options(
@@ -93,16 +93,15 @@ def takes_options(
         only_typed = "given" in own
 
         @functools.wraps(command)
-        def with_flags(**others: Any) -> None:
+        def with_flags(**others: Any) -> Any:
             values = {f.name: _read(f, others.pop(f.name)) for f in chosen}
             if only_typed:
                 given = {k: value for k, value in values.items() if value is not None}
-                command(given=given, **others)
-                return
+                return command(given=given, **others)
             if "ranks" in values:
                 counts = values["ranks"], values.get("data", DEFAULTS.data)
                 values["ranks"] = ranks_of_replica(*counts)
-            command(options=CompileOptions(**values), **others)
+            return command(options=CompileOptions(**values), **others)
 
         shown: list[inspect.Parameter] = []
         for parameter in own.values():

@@ -6,13 +6,15 @@ import os
 import sys
 import webbrowser
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gemsc.base.files import write_text
+from gemsc.base.process import num_cores
+from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.compile import compiled
 from gemsc.cli.options import DEFAULTS, ModelOrProgram, takes_options
 from gemsc.cli.terminal import Directory, console
@@ -20,6 +22,7 @@ from gemsc.errors import GemscError
 from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
+from gemsc.planner.explain import explain, seconds_here
 from gemsc.runtime.process.device import device_named
 from gemsc.user_model import load_user_model
 from gemsc.viz.graph import render
@@ -35,6 +38,7 @@ from gemsc.viz.trace import trace_text
 __all__ = ["graph_command", "show_command", "timeline_command"]
 
 
+@gives_json
 def show_command(
     directory: Directory,
     html: Annotated[
@@ -46,18 +50,21 @@ def show_command(
     port: Annotated[
         int | None, typer.Option(help="of --open; default: any that is free", min=0)
     ] = None,
-) -> None:
+) -> Answer | None:
     """Explain the split; print stages, transfers, memory and the predicted step."""
     if in_browser:
         _open(directory, port or 0)
-        return
+        return None
     if port is not None:
         raise GemscError("--port is of --open", help="add --open")
     plan = Plan.read(directory / "plan.toml")
     if html:
         console.print(f"wrote {write_report(plan, directory)}", highlight=False)
-        return
+        return None
     show_plan(plan, console)
+    here = seconds_here(plan)
+    found = {"why": explain(plan).line, "plan": asdict(plan)}
+    return found | {"seconds_here": here and here[0], "cores_here": num_cores()}, 0
 
 
 @takes_options(("ranks",))

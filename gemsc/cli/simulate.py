@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +10,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
+from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.options import ModelOrProgram, ranks_of_replica, takes_options
 from gemsc.cli.terminal import console
 from gemsc.costs.collectives import ROUNDS
@@ -21,6 +22,7 @@ from gemsc.simulate.curve import draw_curve
 from gemsc.simulate.sharing import show_sharing
 from gemsc.simulate.simulation import (
     Simulation,
+    powers_of_two,
     read_counts,
     read_program,
     simulate,
@@ -37,6 +39,7 @@ CHANGED = (
 )
 
 
+@gives_json
 @takes_options(CHANGED)
 def simulate_command(
     target: ModelOrProgram,
@@ -59,7 +62,7 @@ def simulate_command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="draw the curve: curve.svg")
     ] = None,
-) -> None:
+) -> Answer:
     """Simulate training on many ranks: the real schedule, a modelled network."""
     if output is not None and output.suffix != ".svg":
         raise GemscError(
@@ -79,15 +82,38 @@ def simulate_command(
     copies = read_counts(curve, options.data)
     found = simulate(traced, options, copies, machine=machine)
     _print(found)
+    sharing = None
     if per_device > 1:
-        count = found.options.micro_batches
+        count, samples = found.options.micro_batches, found.last.samples
         shared = share(traced.program, machine.device, count)
-        show_sharing(
-            shared, found.last.samples // found.last.copies, per_device, console
-        )
+        show_sharing(shared, samples // found.last.copies, per_device, console)
+        each = powers_of_two(per_device)
+        sharing = [{"processes": k, "gain": shared.gain(k)} for k in each]
     if output is not None:
         write_text(output, draw_curve(_heading(found), found.points))
         console.print(f"wrote {output}", highlight=False)
+    return _as_data(found) | {"sharing": sharing}, 0
+
+
+def _as_data(found: Simulation) -> dict[str, Any]:
+    first, room = found.points[0], found.hardware.device.memory_bytes
+    return {
+        "model": found.name,
+        "hardware": found.hardware.name,
+        "command_line": found.options.command_line(),
+        "points": [
+            asdict(point)
+            | {
+                "step_seconds": point.step_seconds,
+                "samples_per_second": point.throughput,
+                "efficiency": point.efficiency(first),
+            }
+            for point in found.points
+        ],
+        "peak_bytes": list(found.timeline.peak_bytes),
+        "memory_bytes": room,
+        "fits": found.fits,
+    }
 
 
 def _read(target: str) -> tuple[UserModel, CompileOptions]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.table import Table
 
 from gemsc.base.files import write_text
+from gemsc.cli.answers import Answer, gives_json, with_name
 from gemsc.cli.terminal import Directory, console
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -23,9 +24,11 @@ from gemsc.viz.tables import show_activations
 
 __all__ = ["verify_command"]
 
+JUDGED = {"exact": "exact", "NOT EXACT": "wrong", "not decided": "undecided"}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
+@gives_json
 def verify_command(  # noqa: C901
     directory: Directory,
     steps: Annotated[int, typer.Option(help="training steps to compare", min=1)] = 2,
@@ -54,7 +57,7 @@ def verify_command(  # noqa: C901
         list[str] | None,
         typer.Argument(help=f"with --run: {', '.join(OPTIONS)}, as for `gemsc run`"),
     ] = None,
-) -> None:
+) -> Answer:
     """Compare the ranks with one process: loss, gradients, parameters, buffers."""
     names = list(DTYPES) if dtype == "both" else [dtype]
     if not set(names) <= set(DTYPES):
@@ -66,7 +69,7 @@ def verify_command(  # noqa: C901
     if all_inputs:
         proof = check_program_for_all_inputs(directory)
         console.print(str(proof), highlight=False, soft_wrap=True)
-        raise typer.Exit(int(proof.verdict != "proved"))
+        return {"all_inputs": asdict(proof)}, int(proof.verdict != "proved")
     chosen = device_named(device)
     plan = Plan.read(directory / "plan.toml")
     if plan.only_dtype and plan.dtype in names and len(names) > 1:
@@ -75,8 +78,7 @@ def verify_command(  # noqa: C901
     for line in _about(plan, names):
         console.print(line, highlight=False)
     if run is not None:
-        code = _verify_run(directory, names, run, arguments or [], chosen)
-        raise typer.Exit(code)
+        return _verify_run(directory, names, run, arguments or [], chosen)
     table = Table(
         title=f"{directory} against one process, {steps} steps: relative error"
     )
@@ -98,8 +100,28 @@ def verify_command(  # noqa: C901
     if "float32" in results:
         measured = results["float32"].activation_bytes
         show_activations(plan, measured, console)
-    kinds = [kind for kind, _ in verdicts.values()]
-    raise typer.Exit(_ended(directory, kinds))
+    code = _ended(directory, [kind for kind, _ in verdicts.values()])
+    compared = {n: _as_data(results[n], *verdicts[n], DTYPES[n]) for n in names}
+    return {"exact": code == 0, "steps": steps, "dtypes": compared}, code
+
+
+def _as_data(
+    found: Comparison, verdict: str, tensor: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the errors of a dtype; `decided_by` is the tensor of the verdict."""
+    allowed = min(found.allowed(tensor, dtype), found.limit(dtype))
+    return {
+        "verdict": verdict,
+        "decided_by": with_name((found.errors[tensor], tensor)),
+        "allowed": allowed,
+        "loss": found.loss,
+        "gradient": with_name(found.gradient),
+        "parameter": with_name(found.parameter),
+        "buffer": with_name(found.buffer),
+        "equal_bits": found.equal,
+        "tensors": found.total,
+        "activation_bytes": found.activation_bytes,
+    }
 
 
 def _ended(directory: Path, kinds: list[str]) -> int:
@@ -133,10 +155,11 @@ def _verify_run(
     num_steps: int,
     arguments: list[str],
     device: torch.device,
-) -> int:
-    """Compare whole runs; return the exit code."""
+) -> Answer:
+    """Compare whole runs."""
     verdicts: list[str] = []
     lines = []
+    compared = {}
     table = Table(title=f"run of {directory} against a plain loop: relative error")
     for column in ("dtype", "loss", "evaluation", "saved model", "equal bits"):
         table.add_column(column)
@@ -152,6 +175,15 @@ def _verify_run(
         parts = map(_with_name, (found.evaluation, found.model))
         table.add_row(name, f"{found.loss:.1e}", *parts, equal)
         verdicts.append(found.judge(DTYPES[name]))
+        compared[name] = {
+            "verdict": JUDGED[verdicts[-1]],
+            "loss": found.loss,
+            "evaluation": with_name(found.evaluation),
+            "model": with_name(found.model),
+            "evaluations": found.num_evaluations,
+            "equal_bits": found.equal,
+            "tensors": found.total,
+        }
         rounding = f" (rounding alone {found.rounding:.1e})" if found.rounding else ""
         lines.append(
             f"{name}: {num_steps} steps, {found.num_evaluations} evaluations, worst "
@@ -160,7 +192,8 @@ def _verify_run(
     console.print(table)
     for line in lines:
         console.print(line, highlight=False)
-    return 0 if verdicts[0] == "exact" and "NOT EXACT" not in verdicts else 1
+    code = 0 if verdicts[0] == "exact" and "NOT EXACT" not in verdicts else 1
+    return {"exact": code == 0, "steps": num_steps, "dtypes": compared}, code
 
 
 def _verdict(
