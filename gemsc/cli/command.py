@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
+from typer.main import get_command
 
 from gemsc.base.process import MALLOC_SETTING
+from gemsc.cli.settings import read_settings
 from gemsc.cli.terminal import say
 from gemsc.errors import GemscError, InternalError, UsageError
 
@@ -111,8 +113,32 @@ def _app_for(words: list[str]) -> typer.Typer:
     return make_app(loaded=False)
 
 
-def main() -> None:
-    """Run the command: exit code 1 for the user's errors, 2 in options, 70 for ours."""
+def _defaults(app: typer.Typer, words: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what this folder's settings give `compile`, as its parameters."""
+    if words[0] != "compile" or "--help" in words:
+        return {}
+    command: Any = get_command(app)
+    options = {
+        flag.removeprefix("--"): parameter
+        for parameter in command.commands["compile"].params
+        for flag in parameter.opts
+        if flag.startswith("--") and parameter.param_type_name == "option"
+    }
+    found: dict[str, Any] = {}
+    for name, value in read_settings("compile", options).items():
+        parameter = options[name]
+        if isinstance(value, list) and not parameter.multiple:
+            found[parameter.name] = value[-1]
+        else:
+            found[parameter.name] = value
+    return {"compile": found}
+
+
+def main(*, settings: bool = True) -> None:
+    """Run the command: exit code 1 for the user's errors, 2 in options, 70 for ours.
+
+    Without `settings`, what the folder's gemsc.toml says has no effect.
+    """
     # torch would print a traceback of its own for every shape that does not fit
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     words = sys.argv[2 if sys.argv[1:2] == ["--"] else 1 :] or ["--help"]
@@ -122,7 +148,9 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], setting)
     try:
         _check_words(words)
-        sys.exit(_app_for(words)(words, standalone_mode=False))
+        app = _app_for(words)
+        defaults = _defaults(app, words) if settings else {}
+        sys.exit(app(words, standalone_mode=False, default_map=defaults))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except Unreadable as error:

@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gemsc.base.files import write_text
-from gemsc.cli.answers import Answer, gives_json
-from gemsc.cli.terminal import console
+from gemsc.cli.terminal import Answer, console, gives_json
 from gemsc.errors import GemscError
 from gemsc.viz.curves import curves
 from gemsc.viz.run_log import RunLog

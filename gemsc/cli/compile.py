@@ -15,9 +15,8 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.fingerprint import source_fingerprints
-from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.options import DEFAULTS, Model, takes_options, typed_flags
-from gemsc.cli.terminal import console, pass_line, progress_bar, say
+from gemsc.cli.terminal import Answer, console, gives_json, pass_line, progress_bar, say
 from gemsc.codegen.package import check_target
 from gemsc.compiler import CompiledProgram, compile, plan, trace
 from gemsc.costs.hardware import read_hardware

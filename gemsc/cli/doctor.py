@@ -20,8 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from gemsc.base.process import num_cores
-from gemsc.cli.answers import Answer, gives_json
-from gemsc.cli.terminal import console
+from gemsc.cli.terminal import Answer, console, gives_json
 from gemsc.compiler import compile
 from gemsc.errors import GemscError
 from gemsc.launch.mpirun import find_mpirun

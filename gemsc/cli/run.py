@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from gemsc.cli.compare import draw_run
+from gemsc.cli.settings import read_settings
 from gemsc.cli.terminal import Directory
+from gemsc.launch.arguments import run_parser
 from gemsc.launch.start import start
 
 __all__ = ["run_command"]
@@ -21,4 +23,10 @@ def run_command(
     ] = None,
 ) -> None:
     """Train under mpirun, with the right flags for this machine."""
-    raise typer.Exit(start(directory, arguments or [], ended=draw_run))
+    settings = []
+    for name, value in read_settings("run", run_parser().names).items():
+        words = [] if isinstance(value, bool) else value
+        if value is not False:
+            settings += [text for word in words or [""] for text in (f"--{name}", word)]
+    typed = [*filter(None, settings), *(arguments or [])]
+    raise typer.Exit(start(directory, typed, ended=draw_run))

@@ -14,10 +14,9 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.process import num_cores
-from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.compile import compiled
 from gemsc.cli.options import DEFAULTS, ModelOrProgram, takes_options
-from gemsc.cli.terminal import Directory, console
+from gemsc.cli.terminal import Answer, Directory, console, gives_json
 from gemsc.errors import GemscError
 from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions

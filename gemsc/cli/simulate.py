@@ -10,9 +10,8 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
-from gemsc.cli.answers import Answer, gives_json
 from gemsc.cli.options import ModelOrProgram, ranks_of_replica, takes_options
-from gemsc.cli.terminal import console
+from gemsc.cli.terminal import Answer, console, gives_json
 from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
 from gemsc.errors import GemscError

@@ -1,14 +1,18 @@
-"""What the commands print on: the terminal, stderr, a bar of progress."""
+"""What the commands print on: the terminal, stderr, a bar of progress, or as JSON."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +25,16 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-__all__ = ["Directory", "console", "pass_line", "progress_bar", "say"]
+__all__ = [
+    "Answer",
+    "Directory",
+    "console",
+    "gives_json",
+    "pass_line",
+    "progress_bar",
+    "say",
+    "with_name",
+]
 
 UNCUT = 10_000  # characters of a line where no terminal's width cuts it
 QUIET_SECONDS = 30.0  # where nobody watches, what ends sooner needs no lines
@@ -30,6 +43,8 @@ console = Console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = UNCUT
 Directory = Annotated[Path, typer.Argument(help="what `gemsc compile -o` wrote")]
+Answer = tuple[dict[str, Any], int]  # what was found, and the exit code
+JSON = typer.Option("--json", help="print one JSON document instead")
 
 
 def say(text: str) -> None:
@@ -71,3 +86,67 @@ def pass_line() -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=terminal, transient=True) as line:
         task = line.add_task("trace", total=None)
         yield lambda name: line.update(task, description=f"{name}: done")
+
+
+def gives_json(command: Callable[..., Answer | None]) -> Callable[..., None]:
+    """Give a command --json: then its answer is printed, and nothing else on stdout.
+
+    Its tables are left out; what others print, the ranks or the user's model, goes to
+    stderr. A command that returns None has nothing to answer to the flags given.
+    """
+    own = inspect.signature(command, eval_str=True)
+    flag = inspect.Parameter(
+        "as_json",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=False,
+        annotation=Annotated[bool, JSON],
+    )
+
+    @functools.wraps(command)
+    def with_json(*, as_json: bool, **others: Any) -> None:
+        if not as_json:
+            answer = command(**others)
+        else:
+            with _quiet():
+                answer = command(**others)
+            if answer is not None:
+                typer.echo(json.dumps(_plain(answer[0]), indent=2, allow_nan=False))
+        if answer is not None and answer[1]:
+            raise typer.Exit(answer[1])
+
+    shown = [*own.parameters.values(), flag]
+    with_json.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    with_json.__annotations__ = {each.name: each.annotation for each in shown}
+    return with_json
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Print no tables, and let all else that is printed go to stderr."""
+    sys.stdout.flush()
+    held = os.dup(1)
+    os.dup2(2, 1)  # for processes that are started meanwhile
+    console.quiet = True
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        console.quiet = False
+        os.dup2(held, 1)
+        os.close(held)
+
+
+def with_name(pair: tuple[float, str]) -> dict[str, Any]:
+    """Return an error and the tensor that has it."""
+    return {"error": pair[0], "name": pair[1]}
+
+
+def _plain(found: Any) -> Any:
+    """Return it in JSON's types; a number that is not finite is null, as is None."""
+    if isinstance(found, Mapping):
+        return {str(key): _plain(value) for key, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_plain(each) for each in found]
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    return found if isinstance(found, (int, str, type(None))) else str(found)

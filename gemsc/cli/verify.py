@@ -12,8 +12,7 @@ import typer
 from rich.table import Table
 
 from gemsc.base.files import write_text
-from gemsc.cli.answers import Answer, gives_json, with_name
-from gemsc.cli.terminal import Directory, console
+from gemsc.cli.terminal import Answer, Directory, console, gives_json, with_name
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import device_named

@@ -21,7 +21,8 @@ from gemsc.runtime.process.stop import STOPPED
 
 __all__ = ["calls_for_restart", "compile_for", "fewer_ranks", "last_step"]
 
-GEMSC = "from gemsc.cli import main; main()"
+# with the options typed here, and none of the project's
+GEMSC = "from gemsc.cli import main; main(settings=False)"
 OF_A_NUMBER_OF_RANKS = {"balance", "blocks", "cuts", "placement"}
 OF_A_NUMBER_OF_RANKS |= {"tiles", "shards", "branches", "trunk", "whole"}
 

@@ -24,6 +24,17 @@ LAST = Path("\0")  # `--resume` without a folder: nobody can type this one
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are ours."""
 
+    @property
+    def names(self) -> list[str]:
+        """The options that help lists, without their dashes."""
+        return [
+            flag.removeprefix("--")
+            for flag, action in self._option_string_actions.items()
+            if flag.startswith("--")
+            and action.help is not argparse.SUPPRESS
+            and flag != "--help"
+        ]
+
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong."""
         help = "`gemsc run PROGRAM --help` lists the options"
