@@ -39,6 +39,16 @@ def test_every_command_has_help(command: str, gemsc: Gemsc) -> None:
     assert f"gemsc {command}" in outcome.out
 
 
+@pytest.mark.parametrize("words", ["--help", "-h"])
+def test_run_lists_the_options_of_ranks_and_launcher_without_a_program(
+    words: str, gemsc: Gemsc
+) -> None:
+    outcome = gemsc("run", *words.split())
+    assert outcome.code == 0, outcome.err
+    for flag in ("--epochs", "--resume", "--hosts", "--restarts", "--detect-anomaly"):
+        assert f"  {flag} " in outcome.out
+
+
 @pytest.mark.parametrize("words", [(), ("--help",), ("--version",), ("complie",)])
 def test_no_command_is_imported_to_list_them(words: tuple[str, ...]) -> None:
     text = (

@@ -61,6 +61,7 @@ def command(name: str, found: Any) -> str:
     """Return what a command does, how it is called, and its options."""
     arguments = [p for p in found.params if p.param_type_name == "argument"]
     options = [p for p in found.params if p.param_type_name == "option"]
+    options = [p for p in options if not p.hidden]
     words = [usage(p) for p in arguments]
     words += ["[OPTIONS]"] if options or name == "run" else []
     parts = [f"## gemsc {name}\n", f"{found.help}\n"]

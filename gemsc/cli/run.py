@@ -15,12 +15,22 @@ from gemsc.launch.start import start
 __all__ = ["run_command"]
 
 
+def _show_help(wanted: bool) -> None:
+    if wanted:
+        run_parser().print_help()
+        raise typer.Exit
+
+
+HELP = typer.Option("--help", "-h", is_eager=True, callback=_show_help, hidden=True)
+
+
 def run_command(
     directory: Directory,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(help="--epochs, --steps, --save, ...; --help lists all"),
     ] = None,
+    help: Annotated[bool, HELP] = False,
 ) -> None:
     """Train under mpirun, with the right flags for this machine."""
     settings = []
