@@ -306,7 +306,7 @@ def test_signals_stop_a_job_that_goes_on_from_there(
     asked = job(*words, TRIP_SECONDS="0.02")
     asked.wait_for("epoch 1/4 1/10")
     os.kill(asked.process.pid if to == "command" else asked.ranks[1], number)
-    assert asked.process.wait(START) == 75
+    assert asked.process.wait(START) == 75, asked.text
     assert "stopped on request at step " in asked.text
     rest = job(*words, "--resume", tmp_path / "saved")
     assert rest.process.wait(START) == 0

@@ -257,8 +257,8 @@ def test_ranks_on_another_host_end_with_the_command(compile_for, tmp_path, victi
             assert os.listdir(pair.memory(1))
             number = process.pid
             if victim == "mpirun":
-                asked = subprocess.check_output(["pgrep", "-P", str(number)], text=True)
-                number = int(asked.split()[0])
+                words = "pgrep", "-P", str(number), "-f", "prterun|mpirun"
+                number = int(subprocess.check_output(words))
             os.kill(number, signal.SIGKILL)
             until(lambda: not any(map(is_alive, ranks)))
             until(lambda: not os.listdir(pair.memory(1)))

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -248,20 +248,31 @@ KILLED_JOB = """
 import os, sys
 from pathlib import Path
 from gemsc.runtime.process import scratch
-scratch.SHARED_MEMORY = Path(sys.argv[1])
+scratch.SHARED_MEMORY, scratch.SWEEP = Path(sys.argv[1]), sys.argv[2]
 with scratch.scratch_folder(2) as folder:
     print(folder, flush=True)
     os.kill(os.getpid(), 9)
 """
 
 
-def test_the_folder_of_a_killed_job_is_removed_by_the_next(
+def killed_job(folder: Path, sweep: str) -> Path:
+    """Return the scratch folder of a process that was killed."""
+    command = [sys.executable, "-c", KILLED_JOB, str(folder), sweep]
+    killed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return Path(killed.stdout.strip())
+
+
+def test_the_folder_of_a_killed_job_is_removed_at_once(tmp_path):
+    left = killed_job(tmp_path, scratch.SWEEP)
+    assert left.parent == tmp_path
+    wait(lambda: not left.exists())
+
+
+def test_what_nobody_removed_is_removed_by_the_next(
     shell_mpirun, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(scratch, "SHARED_MEMORY", tmp_path)  # no other job looks there
-    command = [sys.executable, "-c", KILLED_JOB, str(tmp_path)]
-    killed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    left = Path(killed.stdout.strip())
+    left = killed_job(tmp_path, "exit")
     assert left.is_dir()
     run("exit", tmp_path)
     assert not left.exists()
@@ -314,9 +325,13 @@ def sleeping_job() -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
 
 
 def wait_until_gone(pids: list[int]) -> None:
+    wait(lambda: not any(map(is_alive, pids)))
+
+
+def wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "a rank goes on"
+    while not condition():
+        assert time.monotonic() < deadline, "something is left"
         time.sleep(0.05)
 
 
@@ -337,8 +352,7 @@ def test_ranks_and_mpirun_end_when_the_command_is_killed(tmp_path):
     with sleeping_job() as (process, folder, pids):
         process.kill()
         wait_until_gone(pids)
-    scratch._remove_stale_folders(folder.parent)
-    assert not folder.exists()
+    wait(lambda: not folder.exists())
 
 
 @pytest.mark.mpi

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ __all__ = ["scratch_folder"]
 SHARED_MEMORY = Path("/dev/shm")
 LOCK = "lock"  # file in a scratch folder, locked while its job runs
 SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open MPI's
+# reads until who made the folder says a word, or is gone; ranks may write a last time
+SWEEP = 'read -r _; for _ in 1 2 3; do rm -rf "$0"; test -e "$0" || exit; sleep 1; done'
 
 
 @contextlib.contextmanager
@@ -23,7 +26,8 @@ def scratch_folder(num_ranks: int) -> Iterator[Path]:
     """A folder for one job's sockets and shared memory, gone after it.
 
     Its path is short: sockets cannot have a path of over 107 characters. It lies in
-    shared memory if there is room, and does not outlast ranks that were killed.
+    shared memory if there is room, and does not outlast processes that were killed: a
+    shell removes it when this process ends, or the next job if that was killed, too.
     """
     parent = Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
     if (
@@ -38,9 +42,26 @@ def scratch_folder(num_ranks: int) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         unlocked.rename(folder / LOCK)  # nobody finds it before it is locked
         try:
-            yield folder
+            with _swept(folder):
+                yield folder
         finally:
             _remove(folder)
+
+
+@contextlib.contextmanager
+def _swept(folder: Path) -> Iterator[None]:
+    """Let a shell, in a session of its own, remove a folder when this process ends."""
+    shell = subprocess.Popen(
+        ["sh", "-c", SWEEP, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        shell.communicate(b"\n")  # a process that was forked may hold the pipe open
 
 
 def _remove(folder: Path) -> None:
