@@ -7,6 +7,8 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from gemsc.base.rng import seed_of
 from gemsc.errors import GemscError
 from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.held_generators import held_generators
 
 
 class Noisy:
@@ -169,6 +172,153 @@ def test_seeds_depend_on_every_part() -> None:
     assert len(found) == 125
     assert seed_of(1, 23) != seed_of(12, 3)
     assert all(0 <= seed < 2**64 for seed in found)
+
+
+# Generators that a dataset has of its own
+
+
+class Randomizable:
+    """Draws as MONAI's transforms do: a generator of each, one of all at first."""
+
+    R = np.random.RandomState()
+
+    def set_random_state(self, seed: int) -> None:
+        self.R = np.random.RandomState(seed)
+
+    def __call__(self) -> float:
+        return self.R.rand()
+
+
+class Compose(Randomizable):
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = transforms
+
+    def set_random_state(self, seed: int) -> None:
+        super().set_random_state(seed)
+        for transform in self.transforms:
+            transform.set_random_state(self.R.randint(2**31))
+
+    def __call__(self) -> Any:
+        return [transform() for transform in self.transforms]
+
+
+def composed(seed: int | None) -> Any:
+    transforms = Compose(Randomizable(), Compose(Randomizable(), Randomizable()))
+    if seed is not None:
+        transforms.set_random_state(seed)
+    return transforms
+
+
+class Slotted:
+    __slots__ = ("generator", "unset")
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.generator.seed()
+
+    def __call__(self) -> float:
+        return torch.rand((), generator=self.generator).item()
+
+
+class Late:
+    """Has a generator only once it has drawn."""
+
+    def __init__(self) -> None:
+        self.generator: Any = None
+
+    def __call__(self) -> float:
+        if self.generator is None:
+            self.generator = random.Random()
+        return self.generator.random()
+
+
+OF_THE_FILE = random.Random()
+
+
+def of_the_file() -> list[float]:
+    return [OF_THE_FILE.random() for _ in range(2)]
+
+
+def in_a_closure() -> Any:
+    generator = np.random.Generator(np.random.MT19937())
+    return partial(lambda high: high * generator.random(), 2.0)
+
+
+class Drawing(Noisy):
+    def __init__(self, *draws: Any, size: int = 10) -> None:
+        super().__init__(size)
+        self.options = {"several": [*draws]}
+
+    def __getitem__(self, index: int) -> Any:
+        sample, target = super().__getitem__(index)
+        drawn = [torch.tensor(draw()).flatten() for draw in self.drawn()]
+        return torch.cat([sample, *drawn]), target
+
+    def drawn(self) -> list[Any]:
+        return [
+            draw
+            for each in self.options["several"]
+            for draw in (each.transforms if isinstance(each, Compose) else [each])
+        ]
+
+
+OWN = {
+    "MONAI, with a seed": lambda: composed(0),
+    "MONAI, without": lambda: composed(None),
+    "slots, torch": Slotted,
+    "made by the first sample": Late,
+    "the user's file": lambda: of_the_file,
+    "closure, NumPy": in_a_closure,
+    "method, NumPy": lambda: np.random.default_rng().random,
+    "method, Python": lambda: random.Random().random,
+    "another algorithm": lambda: np.random.Generator(np.random.SFC64()).random,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_generators_that_a_dataset_holds_are_seeded_for_each_sample(name: str) -> None:
+    """So a sample is the same wherever and after whatever it is read."""
+    dataset = Drawing(OWN[name]())
+    found = {s[0]: s[4:] for batch in epoch(2, dataset=dataset, size=5) for s in batch}
+    other = Drawing(OWN[name]())
+    epoch(0, dataset=other)
+    for options in ({}, {"first": 1}, {"workers": 2}):
+        for sample in chain(*epoch(2, dataset=other, **options)):
+            assert sample[4:] == found[sample[0]]
+    drawn = [number for numbers in found.values() for number in numbers]
+    assert len({*drawn}) == len(drawn) >= 10
+    assert epoch(1, dataset=dataset)[0][0][4] not in drawn
+
+
+def test_generators_that_all_share_are_seeded_as_ever() -> None:
+    shared = Drawing(np.random.rand, random.random, np.random.mtrand._rand.rand)
+    seed = seed_of(0, 0, 3)
+    found = epoch(dataset=shared, shuffle=False)[0][3]
+    numpy, python = np.random.RandomState(seed % 2**32), random.Random(seed)
+    assert found[2] == torch.tensor(python.random())
+    assert found[5] == torch.tensor(python.random())
+    wanted = [torch.tensor(numpy.rand()).item() for _ in range(3)]
+    assert [found[3], found[4], found[6]] == wanted
+    torch.manual_seed(seed)
+    assert found[1] == torch.rand(())
+
+
+def test_of_a_long_list_only_the_first_items_are_looked_at() -> None:
+    """Those of a million samples would be looked at in each epoch."""
+    generators = [random.Random() for _ in range(1500)]
+    assert len(held_generators([generators])) == 1000
+    assert len(held_generators({"a": generators[:3], 0: {"0": generators[2:4]}})) == 4
+
+
+def test_what_cannot_be_seeded_is_left_alone() -> None:
+    state = np.random.RandomState(np.random.PCG64(1))  # takes no seed
+    assert held_generators([state, random.Random, np.random, state.rand]) == {}
+
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise ValueError(name)
+
+    assert held_generators(Odd()) == {}
 
 
 # Samples that cannot be had

@@ -13,7 +13,7 @@ from command_line import MODEL, Gemsc, gemsc_here, line_of
 from nightly import at_night
 
 from gemsc.errors import GemscError, SourceLocation
-from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.batches import NUM_REPEATED, Batches
 from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.shared import Digests, SharedData
 from gemsc.runtime.data.tiled import Window
@@ -123,6 +123,43 @@ def test_datasets_of_different_length_are_refused() -> None:
         on_ranks(Table(), Table(size=11))
 
 
+class Counting(Table):
+    """Each reading of sample `odd` gives another number."""
+
+    def __init__(self, odd: int) -> None:
+        super().__init__()
+        self.odd = odd
+        self.reads = 0
+
+    def read(self, index: int, box: Any) -> Any:
+        self.reads += 1
+        sample, target = super().read(index, box)
+        return sample + self.reads * (index == self.odd), target
+
+
+def test_a_dataset_that_does_not_give_a_sample_again_is_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As it cannot go on where it was interrupted."""
+    on_ranks(None, Counting(2), shuffle=False)
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "model.py:7: warning: dataset returns other data when sample 2 is read again: "
+        "this run cannot be resumed or repeated bit for bit\nhelp: "
+    )
+    assert said.count("warning") == 1
+    on_ranks(Table(), Table(), shuffle=False)
+    on_ranks(None, counting := Counting(99), shuffle=False)
+    assert capfd.readouterr().err == ""
+    assert counting.reads == 12 + 4  # the first batch's
+
+
+def test_a_sample_is_read_again_in_the_first_epoch_alone() -> None:
+    batches = Batches(counting := Counting(99), 12, seed=0, shuffle=True)
+    reads = [(list(batches.epoch(n)), counting.reads)[1] for n in range(3)]
+    assert reads == [12 + NUM_REPEATED, 24 + NUM_REPEATED, 36 + NUM_REPEATED]
+
+
 def test_a_digest_depends_on_dtype_shape_and_content() -> None:
     zeros = torch.zeros(4)
     samples = [
@@ -188,11 +225,13 @@ NAMES = ("dataset", "eval_dataset")
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["dataset", *at_night("eval_dataset")])
-def test_a_generator_without_a_seed_stops_the_run(
+def test_a_generator_that_takes_no_seed_stops_the_run(
     name: str, tmp_path: Path, gemsc: Gemsc
 ) -> None:
     text = MODEL.replace(
-        "import torch\n", "import random\nimport torch\nOWN = random.Random()\n", 1
+        "import torch\n",
+        "import random\nimport torch\nOWN = random.SystemRandom()\n",
+        1,
     )
     noisy = "class Noisy(Data):\n    def __getitem__(self, index):\n"
     noisy += "        return torch.full((8,), OWN.random()), torch.tensor(index % 4)\n"
@@ -210,5 +249,5 @@ def test_a_generator_without_a_seed_stops_the_run(
         f"noisy.py:{line}: error: {name} returns different data on ranks 0 and 1: "
     )
     assert message in outcome.err
-    assert "seed other generators" in outcome.err
+    assert "draw from no others" in outcome.err
     assert not (tmp_path / "checkpoint" / "latest").exists()

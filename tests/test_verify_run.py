@@ -50,6 +50,7 @@ class Net(nn.Module):
 
 class Data:
     def __init__(self, size):
+        self.own = np.random.default_rng()  # which takes another seed in each process
         self.images = torch.rand(size, 1, 8, 8)
         self.labels = np.random.randint(3, size=size)
         self.weights = [random.random() for _ in range(size)]
@@ -61,7 +62,7 @@ class Data:
         image = self.images[index] * self.weights[index] + 0.1 * torch.randn(1, 8, 8)
         if random.random() < 0.5:
             image = image.flip(2)
-        label = self.labels[index] if np.random.rand() < 0.9 else 0
+        label = self.labels[index] if self.own.random() < 0.9 else 0
         return image, nn.functional.one_hot(torch.tensor(label), 3).float()
 
 
@@ -227,14 +228,14 @@ def test_the_plain_loop_reads_what_ranks_read(user: UserModel) -> None:
         steps = run.rows[epoch * 3 : epoch * 3 + 3]
         for rows, (first, second) in zip(steps, batches, strict=False):
             both = first.digests | second.digests
-            found = {row: run.samples.digest_of(epoch, row, None) for row in rows}
-            assert {row: both[row] for row in rows} == found
+            found = {row: {run.samples.digest_of(epoch, row, None)} for row in rows}
+            assert {row: {*both[row]} for row in rows} == found
     seed = seed_of(0, -1)
     data = user.make_dataset("eval_dataset", seed=seed)
-    theirs: dict[int, str] = {}
+    theirs: dict[int, set[str]] = {}
     for batch in Batches(data, 8, seed=seed, shuffle=False, compare_all=True).epoch(0):
-        theirs |= batch.digests
-    assert theirs == {key[1]: found for key, found in run.eval_samples.seen.items()}
+        theirs |= {index: {*texts} for index, texts in batch.digests.items()}
+    assert theirs == {key[1]: {found} for key, found in run.eval_samples.seen.items()}
 
 
 def test_the_plain_loop_learns_and_leaves_modes_as_they_were(user: UserModel) -> None:

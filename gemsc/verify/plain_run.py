@@ -25,6 +25,7 @@ from gemsc.base.memory_format import converted, like_examples
 from gemsc.base.nests import on_device
 from gemsc.base.rng import seed_of
 from gemsc.runtime.data.digest import digest
+from gemsc.runtime.data.held_generators import held_generators, seed_generators
 from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
@@ -74,10 +75,20 @@ class Samples:
 
     def read(self, epoch: int, index: int, box: Box | None = None) -> Any:
         """Return a sample, or the part of it that lies in a box."""
+        before = held_generators(self.data)
+        sample = self._read(before, epoch, index, box)
+        if (held := held_generators(self.data)) != before:  # the sample made some
+            sample = self._read(held, epoch, index, box)
+        return sample
+
+    def _read(
+        self, held: dict[str, Any], epoch: int, index: int, box: Box | None
+    ) -> Any:
         seed = seed_of(self.seed, epoch, index)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+        seed_generators(held, self.seed, epoch, index)
         if not self.is_tiled:
             return self.data[index]
         return self.data.read(index, box or tuple((0, n) for n in self.data.shape))

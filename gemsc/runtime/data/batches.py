@@ -21,42 +21,49 @@ from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.digest import digest
+from gemsc.runtime.data.held_generators import held_generators, seed_generators
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status
 
-__all__ = ["Batch", "Batches", "repeated"]
+__all__ = ["NUM_REPEATED", "Batch", "Batches", "repeated"]
 
 
-_Keys = list[tuple[int, int, bool, bool]]  # of a batch's samples: see `_Reproducible`
-# the index of a sample, the sample, its digest, its whole target; None if not wanted
-_Read = tuple[int, Any, str, Any]
+NUM_REPEATED = 8  # samples of a run's first batch that are read twice
+
+_Keys = list[tuple[int, int, int, bool]]  # of a batch's samples: see `_Reproducible`
+# the index of a sample, the sample, its digests, its whole target; None if not wanted
+_Read = tuple[int, Any, tuple[str, ...], Any]
 
 
 class _Reproducible(Dataset[Any]):
     """A dataset whose samples depend on nothing but seed, epoch and index.
 
     Every rank that needs a sample reads it itself, so random crops and flips must come
-    out alike: all generators are seeded for each sample. A key is (epoch, index,
-    whether to give the sample's digest, too, and its whole target). An error is
-    returned, not raised: of one that another process raises, DataLoader keeps the text
-    alone.
+    out alike: all generators are seeded for each sample, also those that the dataset
+    holds. They are looked for once an epoch, and after the first sample, which may make
+    some. A key is (epoch, index, how many digests to give, each of another reading of
+    the sample, whether to give its whole target). An error is returned, not raised: of
+    one that another process raises, DataLoader keeps the text alone.
     """
 
     def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
         self.dataset = dataset
         self.seed = seed
         self.window = window
+        self._epoch = -1
+        self._held: dict[str, Any] = {}
 
-    def __getitem__(self, key: tuple[int, int, bool, bool]) -> _Read | GemscError:
-        epoch, index, is_compared, is_whole = key
-        Status.go_on()
+    def __getitem__(self, key: tuple[int, int, int, bool]) -> _Read | GemscError:
+        epoch, index, num_digests, is_whole = key
         try:
-            sample = self._read(epoch, index, self.window)
-            text = digest(sample) if is_compared else ""
+            sample = self._sample(epoch, index)
+            texts = [digest(sample)] if num_digests else []
+            for _ in range(1, num_digests):
+                texts.append(digest(self._read(epoch, index, self.window)))
             target = None
             if is_whole and self.window is not None and not self.window.is_whole:
                 target = self._read(epoch, index, whole_window(self.window.shape))[1]
-            return index, sample, text, target
+            return index, sample, (*texts,), target
         except Exception as error:
             return GemscError(
                 f"sample {index} cannot be read: {type(error).__name__}: {error}",
@@ -64,11 +71,24 @@ class _Reproducible(Dataset[Any]):
                 help=f"try dataset()[{index}] in Python, or leave the sample out",
             )
 
+    def _sample(self, epoch: int, index: int) -> Any:
+        """Return a sample, and see which generators the dataset has in this epoch."""
+        is_first = self._epoch < 0
+        if epoch != self._epoch:
+            self._epoch, self._held = epoch, held_generators(self.dataset)
+        sample = self._read(epoch, index, self.window)
+        if is_first and (held := held_generators(self.dataset)) != self._held:
+            self._held = held
+            sample = self._read(epoch, index, self.window)
+        return sample
+
     def _read(self, epoch: int, index: int, window: Window | None) -> Any:
+        Status.go_on()
         seed = seed_of(self.seed, epoch, index)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
+        seed_generators(self._held, self.seed, epoch, index)
         if window is not None:
             return self.dataset.read(index, window.box)
         return self.dataset[index]
@@ -90,13 +110,14 @@ class Batch:
 
     `is_full` says whether all samples of all parts count. `targets` are those of
     `data`, or whole ones (see `Batches`). `digests` are those of the samples by index,
-    where ranks are to compare them (see `SharedData`).
+    where ranks are to compare them (see `SharedData`), one for each time that it was
+    read.
     """
 
     data: Any
     is_full: bool
     targets: Any = None
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Batches:
@@ -108,6 +129,7 @@ class Batches:
     last sample. Of a `TiledDataset` the `window` of each image is read, and besides the
     whole target in `whole_targets`: "all" batches, a "last" one that is not full, or
     "none". The first batch of an epoch has digests; with `compare_all`, every batch.
+    The first samples of the first epoch are read twice: is a sample always the same?
     `workers` are processes that read ahead, and stay from epoch to epoch; `pinned` is
     for copies to a GPU.
     """
@@ -145,6 +167,7 @@ class Batches:
         self._dataset = _Reproducible(dataset, seed, window)
         self._sampler = _Sampler()  # what `_loader` goes through
         self._loader: DataLoader[Any] | None = None
+        self._is_new = True  # nothing has been read
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
@@ -179,17 +202,25 @@ class Batches:
         """Yield this part of each batch, from the `first` one on."""
         order = self._order(number)
         numbers = range(first, len(self))
+        twice = NUM_REPEATED if self._is_new else 0
+        self._is_new = False
+
+        def num_digests(i: int, place: int) -> int:
+            if i == first:
+                return 2 if place < twice else 1
+            return int(self.compare_all)
+
         keys: Iterator[_Keys] = (
             [
-                (number, index, self.compare_all or i == first, self._whole(i))
-                for index in self._part(self._row(order, i))
+                (number, index, num_digests(i, place), self._whole(i))
+                for place, index in enumerate(self._part(self._row(order, i)))
             ]
             for i in numbers
         )
         # part 0 reads this one anyway: so those of all copies can be compared
         common: list[_Keys] = []
         if self._start and numbers:
-            common = [[(number, self._row(order, first)[0], True, False)]]
+            common = [[(number, self._row(order, first)[0], 1, False)]]
         read = self._load(chain(common, keys))
         digests = {key[1]: next(read)[1][0] for (key,) in common}
         for i, (data, found, target) in zip(numbers, read, strict=True):
@@ -239,7 +270,7 @@ class Batches:
 
 def _collate(
     read: list[_Read | GemscError],
-) -> tuple[tuple[Any, Any], list[str], Any] | GemscError:
+) -> tuple[tuple[Any, Any], list[tuple[str, ...]], Any] | GemscError:
     """Join samples to a batch of inputs and one of targets.
 
     Return the digests, too, and whole targets where they were read.
@@ -265,7 +296,7 @@ def _collate(
             "the dataset does not return (input, target) pairs",
             help="return a pair from __getitem__",
         )
-    return (batch[0], batch[1]), [text for _, _, text, _ in good], whole_targets
+    return (batch[0], batch[1]), [texts for _, _, texts, _ in good], whole_targets
 
 
 def _odd_one(read: list[_Read]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
@@ -19,10 +20,9 @@ Digests = dict[tuple[int, Box | None], str]
 
 NOTHING = Batch((None, None), is_full=False)
 ADVICE = (
-    "on every rank, torch's, numpy's and Python's own random generators are seeded "
-    "alike for each sample; seed other generators (random.Random(), "
-    "np.random.default_rng()) yourself, sort files and sets, and let no sample "
-    "depend on the time"
+    "on every rank, the random generators of torch, numpy and Python, and those that "
+    "the dataset holds, are seeded alike for each sample; draw from no others, sort "
+    "files and sets, and let no sample depend on the time, or on what was read before"
 )
 
 
@@ -56,7 +56,8 @@ class SharedData:
         the batches. Every rank iterates; one that does not read gets empty batches.
 
         Raises:
-            GemscError: two ranks have read the same sample and got different data.
+            GemscError: two ranks have read the same sample and got different data. If
+                one rank gets other data when it reads a sample again, that is said.
         """
         batches = self.batches
         source = batches.epoch(number, first) if reads else repeat(NOTHING)
@@ -65,13 +66,15 @@ class SharedData:
             compares = i == first or batches.compare_all
             yield batch, self._compare(batch.digests, number) if compares else {}
 
-    def _compare(self, digests: Mapping[int, str], epoch: int) -> Digests:
+    def _compare(self, digests: Mapping[int, tuple[str, ...]], epoch: int) -> Digests:
         known: dict[tuple[int, Box | None], tuple[int, str]] = {}
+        changing: list[int] = []
         window = self.batches.window
         box = window.box if window is not None else None
         everyone: list[Any] = self.transport.all_gather_object((box, digests))
         for rank, (box, theirs) in enumerate(everyone):
-            for index, found in theirs.items():
+            for index, (found, *again) in theirs.items():
+                changing += [index] if {*again} - {found} else []
                 first, wanted = known.setdefault((index, box), (rank, found))
                 if found != wanted:
                     when = f", in epoch {epoch + 1}" if self.batches.shuffle else ""
@@ -79,7 +82,16 @@ class SharedData:
                         f"returns different data on ranks {first} and {rank}: sample "
                         f"{index}{when}"
                     )
+        if changing and self.transport.rank == 0:
+            self._warn(min(changing))
         return {key: found for key, (_, found) in known.items()}
+
+    def _warn(self, index: int) -> None:
+        """Say that a run does not go on as if it had not been interrupted."""
+        place = f"{self.at}: " if self.at else ""
+        text = f"{place}warning: {self.name} returns other data when sample {index} is "
+        text += "read again: this run cannot be resumed or repeated bit for bit"
+        print(f"{text}\nhelp: {ADVICE}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _differs(self, how: str) -> GemscError:
         return GemscError(f"{self.name} {how}", at=self.at, help=ADVICE)

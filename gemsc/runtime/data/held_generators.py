@@ -1,0 +1,150 @@
+"""The generators of random numbers that a dataset has of its own.
+
+NumPy's, Python's and torch's are found wherever the dataset, or what it is made of,
+holds them, nested as they may be:
+
+    Pairs.transform.transforms[2].R     of a MONAI transform
+    Noisy.__getitem__.rng               of the user's file, which a method draws from
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path, PurePath
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gemsc.base.rng import seed_of
+from gemsc.base.user_place import is_users
+
+__all__ = ["held_generators", "seed_generators"]
+
+MOST_OBJECTS = 100_000
+MOST_ITEMS = 1000  # of a list: a longer one holds samples, not what draws
+
+_KINDS = (np.random.RandomState, np.random.BitGenerator, random.Random, torch.Generator)
+_OF_NUMPY = {"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"}
+_PLAIN = (
+    *(str, bytes, bytearray, int, float, complex, type(None), PurePath, ModuleType),
+    *(Tensor, np.ndarray, np.generic),
+)
+_SHARED = (  # seeded for each sample anyway
+    random.random.__self__,  # type: ignore[attr-defined]
+    np.random.rand.__self__,  # type: ignore[attr-defined]
+    torch.default_generator,
+)
+
+
+def seed_generators(held: dict[str, Any], *parts: int) -> None:
+    """Seed each generator with a number of its own, made of its path and the parts."""
+    for path, generator in held.items():
+        seed = seed_of(*parts, path)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.BitGenerator):
+            generator.state = type(generator)(seed).state
+        else:  # no more bits than NumPy takes
+            generator.seed(seed % 2**32)
+
+
+def held_generators(owner: Any) -> dict[str, Any]:
+    """Return each generator by the path to it, the shortest one."""
+    found: dict[str, Any] = {}
+    seen: dict[int, Any] = {id(each): each for each in _SHARED}
+    queue = deque([(type(owner).__name__, owner)])
+    while queue and len(seen) < MOST_OBJECTS:
+        path, value = queue.popleft()
+        kind = type(value)
+        if issubclass(kind, _PLAIN) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if not issubclass(kind, _KINDS):
+            queue.extend((path + place, part) for place, part in _parts(value))
+        elif _can_be_seeded(value):
+            found[path] = value
+    return found
+
+
+def _can_be_seeded(generator: Any) -> bool:
+    """Whether it is not one of another package's, which may take no seed."""
+    if isinstance(generator, np.random.RandomState):
+        return bool(generator.get_state(legacy=False)["bit_generator"] == "MT19937")
+    of_numpy = type(generator).__name__ in _OF_NUMPY
+    return of_numpy or not isinstance(generator, np.random.BitGenerator)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object holds: items, attributes, what a function uses."""
+    kind = type(value)
+    if issubclass(kind, FunctionType):
+        yield from _used(value)
+        return
+    if issubclass(kind, np.random.Generator):
+        yield ".bit_generator", value.bit_generator
+    elif issubclass(kind, dict):
+        for number, (key, item) in enumerate(islice(value.items(), MOST_ITEMS)):
+            yield f"[{key!r}]" if isinstance(key, str) else f"[{number}]", item
+    elif issubclass(kind, list | tuple | deque):
+        for number, item in enumerate(islice(value, MOST_ITEMS)):
+            yield f"[{number}]", item
+    elif issubclass(kind, BuiltinMethodType):  # rng.random
+        yield ".__self__", value.__self__
+    yield from _attributes(value)
+    for base in kind.__mro__[:-1]:
+        yield f".{base.__name__}", base
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield those that are stored: nothing of the user's is called."""
+    is_class = isinstance(value, type)
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = {}
+    for name, item in list(own.items()):
+        if not (is_class and isinstance(item, type | MemberDescriptorType)):
+            yield f".{name}", item
+    for base in () if is_class else type(value).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, MemberDescriptorType):  # __slots__, and of partial()
+                try:
+                    yield f".{name}", member.__get__(value)
+                except AttributeError:  # not set
+                    continue
+
+
+def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function holds and, if it is the user's, takes from its file."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    yield ".__defaults__", function.__defaults__
+    yield ".__kwdefaults__", function.__kwdefaults__
+    yield ".__dict__", vars(function)
+    if is_users(Path(code.co_filename)):
+        for name in _names(code):
+            yield f".{name}", function.__globals__.get(name)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and those in it look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
