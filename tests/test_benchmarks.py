@@ -87,3 +87,10 @@ def test_the_towers_benchmark_prints_seconds_speedup_and_share_of_the_formula():
     ]
     assert [len(numbers(row)) for row in rows] == [2, 2, 2, 2, 0, 0]
     assert "others used" in note
+
+
+def test_torch_refuses_values_that_skip_a_stage_and_gemsc_is_exact():
+    _, _, two, four = run_quickly("skip_connections.py")
+    assert re.fullmatch(r"U-Net +2 +same bits +trains", two)
+    refusal = "Backward of skip connections not supported yet"
+    assert re.fullmatch(rf"U-Net +4 +same bits +{refusal}", four)

@@ -138,7 +138,7 @@ def test_options_that_are_named_exist(page, capsys):
     for command in (app, *app.commands.values()):
         known |= {name for param in command.params for name in param.opts}
         known |= {name for param in command.params for name in param.secondary_opts}
-    for script in (ROOT / "benchmarks").glob("*.py"):
+    for script in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*/*.py")):
         known |= set(re.findall(r'"(--[\w-]+)"', script.read_text(encoding="utf-8")))
     with pytest.raises(SystemExit):
         read_launch(["--help"])
@@ -226,14 +226,29 @@ def test_what_is_shown_is_what_comes_out(page, models, pytestconfig):
         assert now == before, "if it is right, run pytest --update-golden"
 
 
+def test_the_readme_counts_the_networks_of_the_benchmark():
+    table = (ROOT / "docs" / "benchmarks.md").read_text()
+    _, table = table.split("## Networks that others wrote", 1)
+    table, _ = table.split("\n## ", 1)
+    cell = r"same bits|1 fails|\de-\d\d"
+    rows = re.findall(rf"^\w+/.+? {{2,}}\d+ +({cell}) ", table, re.MULTILINE)
+    failed = rows.count("1 fails")
+    exact = [row for row in rows if "s" not in row and float(row) <= 1e-9]
+    exact += [row for row in rows if row == "same bits"]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"of {len(rows) + 2} networks of MONAI" in text  # two are not in the table
+    assert f"{len(exact)} train one step exactly" in text
+    assert f"and {failed} in float32" in text
+    assert len(exact) + failed == len(rows)
+
+
 # the readme
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-    """A folder with the files of the readme."""
+    """A folder with the files that pages show as a whole."""
     folder = tmp_path_factory.mktemp("readme")
-    (folder / "rings.py").write_text(blocks(ROOT / "README.md", "python")[0])
     for page in PAGES:
         for text in blocks(page, "python"):
             if name := re.match(r"# (\w+\.py)\n", text):

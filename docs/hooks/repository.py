@@ -22,6 +22,7 @@ PAGES = {
     "docs/histology.ipynb": "histology.md",
 }
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+PICTURE = re.compile(r'(?<=<img src=")docs/')
 FENCE = re.compile(r"(^ *```.*?^ *```\n)", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^<!-- readme: (.+?) -->$", re.MULTILINE)
 
@@ -49,11 +50,12 @@ def on_page_markdown(
 
 
 def readme_section(title: str) -> str:
-    """Return the text below a heading of the README, up to the next."""
+    """Return the text below a heading or title of the README, up to the next."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, found, after = text.partition(f"\n## {title}\n")
-    if not found:
+    found = re.search(rf"^##? {re.escape(title)}\n", text, re.MULTILINE)
+    if found is None:
         raise ValueError(f"README.md has no section '{title}'")
+    after = PICTURE.sub("", text[found.end() :])
     return re.split(r"^## ", after, maxsplit=1, flags=re.MULTILINE)[0]
 
 

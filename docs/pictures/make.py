@@ -3,7 +3,7 @@
 A page that shows `pictures/NAME-graph.svg` or `pictures/NAME-timeline.svg` also has
 the command that draws it, `gemsc compile FILE ... -o build/NAME`. A `NAME-curve.svg` is
 what `gemsc simulate FILE ... -o build/NAME-curve.svg` writes. `FILE` is a block of a
-page that begins with `# FILE`.
+page that begins with `# FILE`, or an example. What is drawn by hand is in `drawn/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from gemsc.cli import make_app
 __all__ = ["commands", "draw", "write_files"]
 
 HERE = Path(__file__).parent
-PICTURE = re.compile(r"\]\(pictures/((\w[\w-]*)-(graph|timeline|curve)\.svg)\)")
+ROOT = HERE.parents[1]
+PICTURE = re.compile(
+    r"""[("](?:docs/)?pictures/((\w[\w-]*)-(graph|timeline|curve)\.svg)[)"]"""
+)
 COMMAND = re.compile(
     r"^ *(gemsc (?:compile|simulate) .*-o (build/\S+).*)$", re.MULTILINE
 )
@@ -29,8 +32,8 @@ FILE = re.compile(r"^```python\n(# (\w+\.py)\n.*?)^```", re.MULTILINE | re.DOTAL
 
 
 def pages() -> Iterator[str]:
-    """Yield the text of every page beside this folder."""
-    for page in sorted(HERE.parent.glob("*.md")):
+    """Yield the text of the readme, and of every page beside this folder."""
+    for page in [ROOT / "README.md", *sorted(HERE.parent.glob("*.md"))]:
         yield page.read_text(encoding="utf-8")
 
 
@@ -52,7 +55,8 @@ def commands() -> dict[str, str]:
 
 
 def write_files(folder: Path) -> None:
-    """Write every file that a page shows as a whole."""
+    """Write every file that a page shows as a whole, and the examples."""
+    (folder / "examples").symlink_to(ROOT / "examples")
     for text in pages():
         for block, name in FILE.findall(text):
             (folder / name).write_text(block, encoding="utf-8")
