@@ -93,8 +93,8 @@ def torch_rank(name: str, rank: int, ranks: int, place: str, said: Queue[str]) -
         step = Schedule1F1B(stage, ranks, nn.functional.mse_loss).step
         times = ranks // MICRO_BATCHES  # torch wants as many micro-batches as stages
         inputs = [torch.cat([each] * times) for each in batch] if rank == 0 else []
-        last = {"target": torch.cat(targets * times)} if rank == ranks - 1 else {}
-        step(*inputs, **last)
+        target = torch.cat(targets * times) if rank == ranks - 1 else None
+        step(*inputs, target=target)
         said.put("")
     except Exception as error:
         said.put(f"{error}")

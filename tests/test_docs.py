@@ -110,9 +110,9 @@ def test_all_commands_and_schedules_are_explained():
     text = (ROOT / "README.md").read_text()
     for command in make_app().registered_commands:
         assert re.search(rf"`gemsc {command.name}[ `]", text)
-    text = (ROOT / "docs" / "schedules.md").read_text()
+    text = (ROOT / "docs" / "pipeline.md").read_text()
     for schedule in SCHEDULES:
-        assert text.count(f"\n| `{schedule}` |") == 2  # what it is; its figures
+        assert text.count(f"\n| `{schedule}` |") >= 2  # what it is; its figures
 
 
 def test_all_names_of_a_model_file_are_explained():
