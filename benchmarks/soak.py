@@ -113,7 +113,7 @@ def metrics(output, target):
 """
 LAYOUTS = {  # how to compile, and to run
     "pipeline": ("--ranks 2", "--checkpoint-async"),
-    "data": ("--ranks 1 --data 2 --shard-optimizer", "--workers 1"),
+    "data": ("--ranks 2 --data 2 --shard-optimizer", "--workers 1"),
     "shards": ("--ranks 2 --shards 2", "--ema 0.99"),
     "branches": ("--ranks 2 --branches 2", ""),
     "tiles": ("--ranks 2 --tiles 2x1", "--clip-norm 1"),
