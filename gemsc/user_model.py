@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from gemsc.base.nests import Inputs, normalize_inputs, num_samples, tensor_leaves
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.slides.windows import SlidingWindows
 from gemsc.source.constants import RENAMED, ConstantsLoader
 from gemsc.weights.load import load_weights
 
@@ -31,7 +32,7 @@ HOOKS = {  # called beside the steps of training, or in prediction
     "on_step": "on_step(trainer, report) on every rank",
     "on_epoch": "on_epoch(trainer, epoch, figures) on every rank",
     "predict_input": "predict_input(region) with a height x width x channels array",
-    "predict_output": "predict_output(output) with what the model returns for a window",
+    "predict_output": "predict_output(output) with what the model returns for a sample",
 }
 _OPTIONAL = (
     "loss",
@@ -41,6 +42,7 @@ _OPTIONAL = (
     "example_target",
     "metrics",
     "eval_dataset",
+    "eval_windows",
     "weights",
     *HOOKS,
 )
@@ -66,6 +68,7 @@ class UserModel:
     example_target: Any = None
     metrics: Any = None
     eval_dataset: Any = None
+    eval_windows: Any = None
     on_step: Any = None
     on_epoch: Any = None
     predict_input: Any = None
@@ -177,6 +180,21 @@ class UserModel:
         """Return what the file calls `metrics`, made if it is a class."""
         is_class = isinstance(self.metrics, type)
         return self._make("metrics", self.metrics, 0) if is_class else self.metrics
+
+    def make_windows(self) -> SlidingWindows | None:
+        """Return how the file lets windows go over whole cases; None if it does not.
+
+        Raises:
+            GemscError: it says something else.
+        """
+        if self.eval_windows is None:
+            return None
+        given = self._make("eval_windows", self.eval_windows, 0)
+        try:
+            return SlidingWindows.of(given)
+        except GemscError as error:
+            error.at = error.at or self.line_of("eval_windows")
+            raise
 
     def make_dataset(self, name: str = "dataset", *, seed: int = 0) -> Any:
         """Return the user's `dataset` or `eval_dataset`; None where there is none.

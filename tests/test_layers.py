@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "nn": (),
     "options": ("errors", "base"),
     "plan": ("errors", "base"),
-    "user_model": ("errors", "base", "weights", "source"),
+    "user_model": ("errors", "base", "weights", "source", "slides"),
     "schedules": ("errors", "base"),
     "messages": ("errors", "base"),
     "runtime.transport": ("errors", "base", "messages"),
@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime.tiles": ("errors", "base", "nn", "messages", "runtime.transport"),
     "runtime.memory": ("errors", "base", *RUNTIME),
     "runtime.data": (
-        *("errors", "base", "messages", "plan"),
+        *("errors", "base", "slides", "messages", "plan"),
         *("runtime.transport", "runtime.process"),
     ),
     "runtime.worker": (
@@ -52,9 +52,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("errors", "base", "weights", "runtime.process", "runtime.worker"),
     ),
     "runtime.training": (
-        *("errors", "base", "weights", "source", "messages", "plan", "user_model"),
+        *("errors", "base", "weights", "source", "slides", "messages", "plan"),
         *(*RUNTIME, "runtime.memory", "runtime.data", "runtime.worker"),
-        "runtime.checkpoint",
+        *("user_model", "runtime.checkpoint"),
     ),
     "runtime.prediction": (
         *("errors", "base", "messages", "slides", "user_model"),
@@ -110,12 +110,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("runtime.process", "runtime.checkpoint", "runtime.training"),
     ),
     "verify": (
-        *("errors", "base", "weights", "plan", "user_model", "launch"),
-        *(
-            "ir",
-            "compilation",
-            "codegen",
-        ),  # one step runs before a program is given out
+        *("errors", "base", "weights", "slides", "plan", "user_model", "launch"),
+        # one step runs before a program is given out
+        *("ir", "compilation", "codegen"),
         *("runtime.transport", "runtime.process", "runtime.data", "runtime.training"),
     ),
     "verify.field": (
@@ -153,6 +150,7 @@ IN_FUNCTIONS = {
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
     ("gemsc.slides.slide", "tifffile"),
+    ("gemsc.slides.volume", "nibabel"),
 }
 
 OF_A_RANK = {*MAY_IMPORT["runtime"], *MAY_IMPORT["runtime.training"]}

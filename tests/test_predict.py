@@ -65,8 +65,9 @@ def job(folder: Path, **options: Any) -> Job:
     given: dict[str, Any] = {
         "program": str(folder),
         "weights": "",
-        "slide": str(folder / "slide.npy"),
+        "source": str(folder / "slide.npy"),
         "level": 0,
+        "orientation": None,
         "output": str(folder / "mask.tiff"),
         "overlap": OVERLAP,
         "kind": "scores",
@@ -191,8 +192,14 @@ class Sum(nn.Module):
 @pytest.mark.parametrize(
     ("model", "target", "channels", "output", "message"),
     [
-        (Net(), (2, 2, 32, 32), 4, None, "the slide has 4 channels, the model takes 3"),
-        (Sum(), (2, 1), 3, None, r"the model returns \[1\] for a window of 32 x 32"),
+        (
+            Net(),
+            (2, 2, 32, 32),
+            4,
+            None,
+            "the picture has 4 channels, the model takes 3",
+        ),
+        (Sum(), (2, 1), 3, None, r"the model returns \[1\] for a picture of 32 x 32"),
         (Net(), (2, 2, 32, 32), 3, lambda y: y[:, :9], r"predict_output returns .* 9,"),
     ],
     ids=["channels", "no picture", "a function"],
@@ -226,7 +233,7 @@ def test_memory_does_not_grow_with_the_slide(
             path, empty, shape=(height, 512, 3), dtype=np.uint8, tile=(256, 256),
             photometric="rgb", compression="zlib",
         )  # fmt: skip
-        asked = job(tmp_path, slide=str(path), kind="mask", dtype="float32")
+        asked = job(tmp_path, source=str(path), kind="mask", dtype="float32")
         tracemalloc.start()  # NumPy's arrays: all that is read, drawn and written
         on_ranks(tmp_path, 2, lambda t, j=asked: Prediction(t, j, None).run())
         peaks.append(tracemalloc.get_traced_memory()[1])

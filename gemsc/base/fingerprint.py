@@ -20,7 +20,7 @@ __all__ = [
 # compile time: none of them is compiled in
 RUNTIME_ONLY = {
     *("dataset", "eval_dataset", "metrics", "optimizer", "scheduler"),
-    *("on_step", "on_epoch", "predict_input", "predict_output"),
+    *("on_step", "on_epoch", "predict_input", "predict_output", "eval_windows"),
 }
 REST = "(module)"
 UNREADABLE = "(unreadable)"

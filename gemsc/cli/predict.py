@@ -1,4 +1,4 @@
-"""`gemsc predict`: a trained model over a whole slide, window by window."""
+"""`gemsc predict`: a trained model over a slide or a volume, window by window."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from gemsc.cli.trained import program_of, trained_model
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.plan import Plan
-from gemsc.runtime.prediction.pictures import (
-    INPUT_HELP,
-    KINDS,
-    Picture,
-    picture_among,
-)
+from gemsc.runtime.prediction.pictures import INPUT_HELP, KINDS
 from gemsc.runtime.prediction.predict import DTYPES, Job
 from gemsc.runtime.process.device import require_gpu
 from gemsc.runtime.process.progress import BAR_VARIABLE
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.trainer import load_program
 from gemsc.slides.slide import Slide, tifffile_module
+from gemsc.slides.volume import SUFFIXES, Volume, is_volume
+from gemsc.slides.windows import Picture
 from gemsc.user_model import load_user_model
 from gemsc.weights.write import write_stream
 
@@ -40,17 +37,32 @@ def predict_command(
     run: Annotated[
         Path, typer.Argument(help="a run's folder, its step- folder, or a program")
     ],
-    slide: Annotated[Path, typer.Argument(help="a TIFF file of any size, or a .npy")],
+    picture: Annotated[
+        Path,
+        typer.Argument(help="a TIFF file of any size, a .npy, or a volume: .nii.gz"),
+    ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="the TIFF file to write")
-    ] = Path("mask.tiff"),
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="the file to write: mask.tiff, or mask.nii.gz of a volume",
+        ),
+    ] = None,
     level: Annotated[int, typer.Option(help="level of a pyramid; 0 is the finest")] = 0,
     overlap: Annotated[
         int | None,
         typer.Option(
-            help="pixels that a window sees around what is kept of it; by default 64, "
-            "or an eighth of the window",
+            help="pixels of a window on each side that the next ones see, too; by "
+            "default 64, or an eighth of the window; of volumes, as eval_windows says",
             min=0,
+        ),
+    ] = None,
+    orientation: Annotated[
+        str | None,
+        typer.Option(
+            help="how the axes of a volume are turned for the model: RAS, LPS, ...; "
+            "by default they stay as in the file"
         ),
     ] = None,
     output_kind: Annotated[
@@ -69,7 +81,7 @@ def predict_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32 or float64")] = "float32",
 ) -> None:
-    """Predict a whole slide on the ranks of a program, in bounded memory."""
+    """Predict a whole slide or volume on the ranks of a program, in windows."""
     for name, value, choices in (
         ("--output-kind", output_kind, KINDS),
         ("--device", device, DEVICES),
@@ -79,8 +91,9 @@ def predict_command(
             raise GemscError(f"{name}: unknown '{value}'", help=", ".join(choices))
     if device == "cuda":
         require_gpu()
-    tifffile_module()
-    _check_output(output, overwrite=overwrite)
+    if output is None:
+        output = Path("mask.nii.gz" if is_volume(picture) else "mask.tiff")
+    _check_output(output, picture, overwrite=overwrite)
     if not run.exists():
         raise GemscError(
             f"there is no folder {run}", help="give a run's folder, or a program"
@@ -88,14 +101,13 @@ def predict_command(
     program = program_of(run)
     plan = check_program(program, Plan.read(program / "plan.toml").ranks)
     taken = _taken(program, plan)
-    _check_channels(plan, Slide(slide, level), taken)
-    if overlap is None:
+    _check_picture(plan, picture, level, orientation, taken)
+    if overlap is None and not is_volume(picture):
         overlap = min(USUAL_OVERLAP, min(taken.size) // 8)
-    if 2 * overlap >= min(taken.size):
-        height, width = taken.size
+    if overlap is not None and 2 * overlap >= min(taken.size):
         raise GemscError(
-            f"windows of {height} x {width} pixels cannot overlap by {overlap} on each "
-            "side: nothing is left of them",
+            f"windows of {taken} cannot overlap by {overlap} on each side: nothing is "
+            "left of them",
             help="give a smaller --overlap, or compile with larger example_inputs()",
         )
     with (
@@ -109,9 +121,10 @@ def predict_command(
         job = Job(
             program=str(program),
             weights=str(folder / "weights.safetensors"),
-            slide=str(slide),
+            source=str(picture),
             level=level,
-            output=str(folder / "mask.tiff"),
+            orientation=orientation,
+            output=str(folder / output.name),
             overlap=overlap,
             kind=output_kind,
             threshold=threshold,
@@ -137,7 +150,12 @@ def _launch(plan: Plan, job: Path) -> int:
     return launch(plan.ranks, words, env=environment)
 
 
-def _check_output(output: Path, *, overwrite: bool) -> None:
+def _check_output(output: Path, picture: Path, *, overwrite: bool) -> None:
+    if is_volume(picture) and not output.name.endswith(SUFFIXES):
+        raise GemscError(
+            f"{output} is to hold what is predicted of a volume",
+            help="name a file that ends in .nii.gz or .nii",
+        )
     if output.is_dir() or not output.parent.is_dir():
         raise GemscError(f"{output} cannot be written", help="name a file in a folder")
     if output.exists() and not overwrite:
@@ -155,22 +173,48 @@ def _taken(program: Path, plan: Plan) -> Picture:
     """
     for rank in range(plan.copy_ranks):
         inputs = load_program(program, rank).inputs.values()
-        if (found := picture_among(inputs)) is not None:
+        shapes = (item.shape for item in inputs if item.path[0] == "input")
+        found = next(filter(None, map(Picture.of_shape, shapes)), None)
+        if found is not None:
             return found
     raise GemscError(
-        f"{plan.model} takes no picture: samples x channels x height x width",
-        help="give a program whose example_inputs() are pictures",
+        f"{plan.model} takes no picture: samples x channels x height x width, or x, y, "
+        "z of a volume",
+        help="give a program whose example_inputs() are pictures or volumes",
     )
 
 
-def _check_channels(plan: Plan, slide: Slide, taken: Picture) -> None:
+def _check_picture(
+    plan: Plan, path: Path, level: int, orientation: str | None, taken: Picture
+) -> None:
+    """Refuse what the model cannot take."""
+    is_deep = len(taken.size) == 3
+    if is_deep != is_volume(path):
+        one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
+        kinds = ".nii.gz or .nii" if is_deep else "TIFF or .npy"
+        raise GemscError(
+            f"{plan.model} takes {one} (windows of {taken}), and {path} is a {other}",
+            help=f"give a {kinds} file",
+        )
+    if is_deep and level:
+        raise GemscError(f"{path} has no level {level}", help="leave --level out")
+    if not is_deep and orientation is not None:
+        raise GemscError(
+            f"--orientation is of volumes, and {path} is a picture",
+            help="leave it out",
+        )
+    if is_deep:
+        channels = Volume(path, orientation).channels
+    else:
+        tifffile_module()
+        channels = Slide(path, level).shape[2]
     if plan.spec:
         user = load_user_model(plan.spec, constants=plan.constants)
+        user.make_windows()
         if user.predict_input is not None:
             return
-    if slide.shape[2] != taken.channels:
+    if channels != taken.channels:
         raise GemscError(
-            f"{slide.path} has {slide.shape[2]} channels, the model takes "
-            f"{taken.channels}",
+            f"{path} has {channels} channels, the model takes {taken.channels}",
             help=INPUT_HELP,
         )

@@ -1,1 +1,1 @@
-"""Pictures that are too large for memory: read and written in parts."""
+"""Pictures and volumes that are read, computed and written in windows."""

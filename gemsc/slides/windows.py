@@ -1,28 +1,86 @@
-"""Windows over a picture: of each the middle is kept, and these cover the picture.
+"""Windows over a picture or a volume, and their outputs put together again.
 
-Along an axis of 10 pixels, windows of 6 that overlap by 1 on each side, what is kept
-of them in brackets:
+Along an axis of 10 pixels, windows of 6 that go on by 4, what is kept of them in
+brackets:
 
     [. . . . .].
              .[. . . . .]      the last one is shifted inwards, to the edge
 
-A kept pixel has `overlap` pixels of its window around it, or the real edge of the
-picture. So a network that looks no further gives what it gives for the whole picture.
+Either the middle of each is kept: a kept pixel has some of its window around it, or
+the real edge of the picture. So a network that looks no further gives what it gives for
+the whole picture. Or outputs are blended where windows overlap: `Case` does what
+MONAI's `sliding_window_inference` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from gemsc.base.boxes import Box
-from gemsc.slides.slide import Slide
+from gemsc.errors import GemscError
 
-__all__ = ["WindowSpan", "Windows"]
+__all__ = [
+    "Case",
+    "Picture",
+    "Place",
+    "SlidingWindows",
+    "WindowSpan",
+    "Windows",
+    "image_axes",
+]
+
+SIGMA = 0.125  # of a Gaussian weight, in lengths of the window
+LEAST_WEIGHT = 1e-3
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a model takes of each window: its size, its channels and their axis.
+
+    `size` has two numbers for pictures, three for volumes.
+    """
+
+    size: tuple[int, ...]
+    channels: int
+    is_channels_first: bool
+
+    @classmethod
+    def of_shape(cls, shape: Sequence[int]) -> Picture | None:
+        """Return that of an input, samples first; None if it is no picture."""
+        if len(shape) not in (4, 5):
+            return None
+        _, *axes = shape
+        if axes[0] <= axes[-1]:
+            return cls(tuple(axes[1:]), axes[0], True)
+        return cls(tuple(axes[:-1]), axes[-1], False)
+
+    @property
+    def unit(self) -> str:
+        """What the window is measured in."""
+        return "pixels" if len(self.size) == 2 else "voxels"
+
+    def __str__(self) -> str:
+        """Return `96 x 96 x 64 voxels`."""
+        return f"{' x '.join(map(str, self.size))} {self.unit}"
+
+    def shape_of(self, input: Any) -> tuple[int, ...] | None:
+        """Return the size of the picture in a batch of one; None if there is none."""
+        dims = len(self.size)
+        for leaf in pytree.tree_leaves(input):
+            if isinstance(leaf, Tensor) and leaf.dim() == dims + 2:
+                _, *axes = leaf.shape
+                channels = axes.pop(0 if self.is_channels_first else -1)
+                if channels == self.channels:
+                    return tuple(axes)
+        return None
 
 
 @dataclass(frozen=True)
@@ -38,67 +96,244 @@ class WindowSpan:
         return slice(self.kept[0] - self.start, self.kept[1] - self.start)
 
 
+Place = tuple[WindowSpan, ...]  # of a window: along each axis
+
+
 @dataclass(frozen=True)
 class Windows:
     """The windows over a picture of `shape`, in row order.
 
-    All have the same `size`. A picture that is smaller is one window, filled up.
-    `overlap` is less than half of the size.
+    All have the same `size`, and go on by `steps`. A picture that is smaller is one
+    window, filled up.
     """
 
-    shape: tuple[int, int]
-    size: tuple[int, int]
-    overlap: int
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    steps: tuple[int, ...]
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self.rows) * len(self.columns)
+        return prod(len(axis) for axis in self.axes)
 
-    def __iter__(self) -> Iterator[tuple[WindowSpan, WindowSpan]]:
-        """Yield rows and columns of each."""
-        return ((row, column) for row in self.rows for column in self.columns)
-
-    @property
-    def rows(self) -> list[WindowSpan]:
-        """The windows along the height."""
-        return _spans(self.shape[0], self.size[0], self.overlap)
+    def __iter__(self) -> Iterator[Place]:
+        """Yield the place of each."""
+        return itertools.product(*self.axes)
 
     @property
-    def columns(self) -> list[WindowSpan]:
-        """The windows along the width."""
-        return _spans(self.shape[1], self.size[1], self.overlap)
+    def axes(self) -> list[list[WindowSpan]]:
+        """The windows along each axis."""
+        both = zip(self.shape, self.size, self.steps, strict=True)
+        return [_spans(*axis) for axis in both]
 
-    def read(
-        self, slide: Slide, row: WindowSpan, column: WindowSpan, box: Box
-    ) -> NDArray[Any]:
-        """Return the pixels of a window in a box of it: height, width, channels.
+    def batches(self, size: int) -> Iterator[tuple[list[Place], int]]:
+        """Yield so many places at a time, and how many count.
 
-        What a small picture lacks is mirrored at its lower and right edge.
+        The last ones are filled up with the last place.
         """
-        corner = row.start, column.start
-        if all(a >= b for a, b in zip(self.shape, self.size, strict=True)):
-            rows, columns = (
-                (first + start, first + stop)
-                for first, (start, stop) in zip(corner, box, strict=True)
-            )
-            return slide.read(rows, columns)
-        rows, columns = (
-            (first, min(first + size, length))
-            for first, size, length in zip(corner, self.size, self.shape, strict=True)
-        )
-        part = slide.read(rows, columns)
-        missing = [
-            (0, size - n) for size, n in zip(self.size, part.shape, strict=False)
-        ]
-        return np.pad(part, [*missing, (0, 0)], "symmetric")[
-            tuple(slice(*interval) for interval in box)
-        ]
+        places = list(self)
+        for first in range(0, len(places), size):
+            batch = places[first : first + size]
+            yield (batch + places[-1:] * size)[:size], len(batch)
 
 
-def _spans(length: int, size: int, overlap: int) -> list[WindowSpan]:
+def _spans(length: int, size: int, step: int) -> list[WindowSpan]:
     if length <= size:
         return [WindowSpan(0, (0, length))]
-    starts = [*range(0, length - size, size - 2 * overlap), length - size]
-    edges = [0, *(start + size - overlap for start in starts[:-1]), length]
+    starts = [*range(0, length - size, step), length - size]
+    edges = [0, *(start + (size + step) // 2 for start in starts[:-1]), length]
     parts = zip(starts, edges[:-1], edges[1:], strict=True)
     return [WindowSpan(start, (first, last)) for start, first, last in parts]
+
+
+@dataclass(frozen=True)
+class SlidingWindows:
+    """How windows overlap and are blended; names and defaults are MONAI's.
+
+    overlap: the part of a window that the next one has, too; of each axis, or of all.
+    mode: "constant", the mean of all windows, or "gaussian": their middle counts more.
+    """
+
+    overlap: float | Sequence[float] = 0.25
+    mode: str = "constant"
+
+    @classmethod
+    def of(cls, given: Any) -> SlidingWindows:
+        """Return what a user's dict says; its words are those of this class.
+
+        Raises:
+            GemscError: it is none, or has impossible values.
+        """
+        words = "overlap", "mode"
+        if not isinstance(given, Mapping) or any(key not in words for key in given):
+            said = list(given) if isinstance(given, Mapping) else type(given).__name__
+            raise GemscError(
+                f"eval_windows is {said}",
+                help='write eval_windows = {"overlap": 0.25, "mode": "constant"}',
+            )
+        found = cls(**given)
+        overlaps = found.overlap
+        each = overlaps if isinstance(overlaps, Sequence) else [overlaps]
+        if not all(isinstance(n, int | float) and 0 <= n < 1 for n in each):
+            raise GemscError(
+                f"eval_windows overlap by {overlaps!r}",
+                help="give a part of the window, from 0 to less than 1, or one for "
+                "each axis",
+            )
+        if found.mode not in ("constant", "gaussian"):
+            raise GemscError(
+                f"eval_windows has the mode {found.mode!r}", help="constant or gaussian"
+            )
+        return found
+
+    def steps(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return by how much windows of this size go on.
+
+        Raises:
+            GemscError: there are overlaps of other axes than the window has.
+        """
+        overlaps = self.overlap
+        each = overlaps if isinstance(overlaps, Sequence) else [overlaps] * len(size)
+        if len(each) != len(size):
+            raise GemscError(
+                f"eval_windows has {len(each)} overlaps for windows of {len(size)} "
+                "axes",
+                help="give one number, or one for each axis",
+            )
+        both = zip(size, each, strict=True)
+        return tuple(max(int(n * (1 - part)), 1) for n, part in both)
+
+    def weights(self, size: tuple[int, ...]) -> Tensor:
+        """Return what each pixel of a window counts."""
+        weights = torch.ones(size, dtype=torch.float32)
+        if self.mode == "gaussian":
+            for axis, n in enumerate(size):
+                x = torch.arange(n, dtype=torch.float32) - (n - 1) / 2
+                curve = torch.exp(x**2 / (-2 * (SIGMA * n) ** 2))
+                weights *= curve.reshape(-1, *[1] * (len(size) - axis - 1))
+        return weights.clamp_(min=max(float(weights.min()), LEAST_WEIGHT))
+
+
+def image_axes(shape: Sequence[int], image: tuple[int, ...]) -> slice | None:
+    """Return where an image's axes stand in a tensor that has them; None of others.
+
+    They are its last ones, or stand in front of the channels.
+    """
+    for place in (slice(-len(image), None), slice(-len(image) - 1, -1)):
+        if tuple(shape[place]) == image and len(shape) > len(image):
+            return place
+    return None
+
+
+class Case:
+    """A picture or a volume of any size: its windows go in, whole outputs come out.
+
+    `input` is a batch of this one case, of `shape`: what has these axes is cut into
+    windows of `size`, the rest is given to each. A case smaller than a window has zeros
+    around it. It may be left out where no window is taken.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        size: tuple[int, ...],
+        how: SlidingWindows,
+        input: Any = (),
+        steps: tuple[int, ...] | None = None,
+    ) -> None:
+        missing = [max(n - m, 0) for n, m in zip(size, shape, strict=True)]
+        self._shape = shape
+        self._before = [each // 2 for each in missing]
+        self._after = [each - each // 2 for each in missing]
+        self.whole = tuple(map(max, shape, size))
+        self.windows = Windows(self.whole, size, steps or how.steps(size))
+        self._input = pytree.tree_map_only(Tensor, self._filled, input)
+        self._how = how
+        self._sums: Any = None
+
+    def _filled(self, leaf: Tensor) -> Tensor:
+        leaf = leaf.as_subclass(Tensor)  # not one of MONAI's, which copies its notes
+        if (axes := image_axes(leaf.shape, self._shape)) is None:
+            return leaf
+        pads = [(0, 0)] * leaf.dim()
+        pads[axes] = zip(self._before, self._after, strict=True)
+        flat = [n for pair in reversed(pads) for n in pair]
+        return F.pad(leaf, flat) if any(flat) else leaf
+
+    def take(self, places: Sequence[Place]) -> Any:
+        """Return the windows at these places as a batch."""
+
+        def cut(leaf: Tensor) -> Tensor:
+            axes = image_axes(leaf.shape, self.whole)
+            if axes is None:
+                return torch.cat([leaf] * len(places)) if leaf.dim() else leaf
+            return torch.cat([leaf[self._at(leaf, axes, place)] for place in places])
+
+        return pytree.tree_map_only(Tensor, cut, self._input)
+
+    def _at(self, leaf: Tensor, axes: slice, place: Place) -> tuple[slice, ...]:
+        index = [slice(None)] * leaf.dim()
+        both = zip(place, self.windows.size, strict=True)
+        index[axes] = [slice(span.start, span.start + size) for span, size in both]
+        return tuple(index)
+
+    def add(self, places: Sequence[Place], output: Any) -> None:
+        """Add what the model returned for the windows at these places.
+
+        Raises:
+            GemscError: the outputs are no scores of each pixel of the windows.
+        """
+        size = self.windows.size
+        if self._sums is None:
+            self._sums = pytree.tree_map(self._empty, output)
+            self._weights = self._how.weights(size).double()
+            self._counts = torch.zeros(self.whole, dtype=torch.float64)
+        for number, place in enumerate(places):
+            for sums, leaf in zip(
+                pytree.tree_leaves(self._sums), pytree.tree_leaves(output), strict=True
+            ):
+                axes = image_axes(leaf.shape, size)
+                assert axes is not None
+                weights = self._weights.to(sums)
+                weights = weights if axes.stop is None else weights[..., None]
+                sums[self._at(sums, axes, place)] += weights * leaf[number, None]
+            spans = (
+                slice(p.start, p.start + n) for p, n in zip(place, size, strict=True)
+            )
+            self._counts[tuple(spans)] += self._weights
+
+    def _empty(self, leaf: Any) -> Tensor:
+        """Return room for the whole of an output."""
+        size = self.windows.size
+        axes = image_axes(leaf.shape, size) if isinstance(leaf, Tensor) else None
+        if axes is None or not (leaf.is_floating_point() or leaf.is_complex()):
+            what = type(leaf).__name__
+            if isinstance(leaf, Tensor):
+                what = f"{list(leaf.shape)} of {leaf.dtype}"
+            raise GemscError(
+                f"the model returns {what} for windows of "
+                f"{' x '.join(map(str, size))}, and only scores of each pixel can be "
+                "blended",
+                help="let it return tensors of the windows' size in evaluation",
+            )
+        shape = [1, *leaf.shape[1:]]
+        shape[axes] = self.whole
+        dtype = torch.promote_types(leaf.dtype, torch.float32)
+        return torch.zeros(shape, dtype=dtype, device=leaf.device)
+
+    def output(self) -> Any:
+        """Return the model's output of the whole case, as a batch of one; None if none.
+
+        Where windows overlap, it is their weighted mean.
+        """
+
+        def mean(sums: Tensor) -> Tensor:
+            axes = image_axes(sums.shape, self.whole)
+            assert axes is not None
+            counts = self._counts.to(sums)
+            sums /= counts if axes.stop is None else counts[..., None]
+            index = [slice(None)] * sums.dim()
+            both = zip(self._before, self._shape, strict=True)
+            index[axes] = [slice(first, first + n) for first, n in both]
+            return sums[tuple(index)]
+
+        return pytree.tree_map(mean, self._sums) if self._sums is not None else None

@@ -27,6 +27,7 @@ from gemsc.base.rng import seed_of
 from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.held_generators import held_generators, seed_generators
 from gemsc.runtime.data.metrics import Metrics, first_samples
+from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
 
@@ -211,6 +212,19 @@ class PlainRun:
         for part in parts:
             part.eval()
         metrics = Metrics(self.user.make_metrics())
+        windows = self.user.make_windows()
+        found = (
+            self._score(metrics)
+            if windows is None
+            else self._score_cases(metrics, windows)
+        )
+        for name, (value, number) in metrics.figures().items():
+            found.append((number, {name: value}))
+        for module, mode in modes:
+            module.training = mode
+        return found
+
+    def _score(self, metrics: Metrics) -> Scores:
         settings, count = self.settings, len(self.eval_samples.data)
         size = settings.replicas * settings.part_size
         found: Scores = []
@@ -232,10 +246,27 @@ class PlainRun:
             if len(samples) < size:  # without the samples that fill it
                 loss = float(self.loss(output, target))
             found.append((len(samples), {"loss": loss}))
-        for name, (value, number) in metrics.figures().items():
-            found.append((number, {name: value}))
-        for module, mode in modes:
-            module.training = mode
+        return found
+
+    def _score_cases(self, metrics: Metrics, windows: SlidingWindows) -> Scores:
+        """Score whole cases, each in windows of the size of the examples."""
+        leaves = pytree.tree_leaves(self.examples)
+        shapes = (leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+        picture = next(filter(None, map(Picture.of_shape, shapes)))
+        found: Scores = []
+        for index in range(len(self.eval_samples.data)):
+            input, target = self._batch(self.eval_samples.take(0, [index]))
+            shape = picture.shape_of(input)
+            assert shape is not None
+            case = Case(shape, picture.size, windows, input)
+            for places, count in case.windows.batches(self.settings.micro_batch_size):
+                with same_draws(), self._autocast():
+                    output = self._forward(case.take(places))
+                case.add(places[:count], output)
+            output = case.output()
+            scored, wanted = on_device((output, target), HOST)
+            metrics.add(scored, wanted, 1)
+            found.append((1, {"loss": float(self.loss(output, target).double())}))
         return found
 
     def _micro_batches(self, samples: list[Any]) -> Iterator[tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gemsc.base.boxes import Box
 from gemsc.messages.message import Input
+from gemsc.slides.windows import image_axes
 
 __all__ = ["TiledDataset", "Window", "whole_window", "window_of"]
 
@@ -51,14 +52,8 @@ class Window:
     box: Box
 
     def place(self, shape: tuple[int, ...]) -> slice | None:
-        """Return where the image's axes stand in a tensor that is cut; None of others.
-
-        They are its last ones, or stand in front of the channels.
-        """
-        for place in (slice(-len(self.shape), None), slice(-len(self.shape) - 1, -1)):
-            if shape[place] == self.shape and len(shape) > len(self.shape):
-                return place
-        return None
+        """Return where the image's axes stand in a tensor that is cut, else None."""
+        return image_axes(shape, self.shape)
 
     @property
     def is_whole(self) -> bool:

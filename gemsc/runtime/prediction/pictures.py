@@ -5,8 +5,6 @@ Both can be said in the model's file: `predict_input(region)`, `predict_output(o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,34 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gemsc.errors import GemscError
-from gemsc.messages.message import Input
+from gemsc.slides.windows import Picture
 
-__all__ = ["INPUT_HELP", "KINDS", "Picture", "as_input", "as_picture", "picture_among"]
+__all__ = ["INPUT_HELP", "KINDS", "as_input", "as_picture"]
 
 KINDS = ("mask", "probabilities", "scores")
 INPUT_HELP = "define predict_input(region) in the model's file: docs/whole-slides.md"
 OUTPUT_HELP = "define predict_output(output) in the model's file, which returns a NumPy"
-OUTPUT_HELP += " array of that height and width"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What a model takes of each window: its height, width, channels and their axis."""
-
-    size: tuple[int, int]
-    channels: int
-    is_channels_first: bool
-
-
-def picture_among(inputs: Iterable[Input]) -> Picture | None:
-    """Return the first input that is a picture, None where there is none."""
-    for item in inputs:
-        if item.path[0] == "input" and len(item.shape) == 4:
-            _, *axes = item.shape
-            if axes[0] <= axes[2]:
-                return Picture((axes[1], axes[2]), axes[0], True)
-            return Picture((axes[0], axes[1]), axes[2], False)
-    return None
+OUTPUT_HELP += " array of that size"
 
 
 def as_input(region: NDArray[Any], picture: Picture) -> Tensor:
@@ -51,9 +29,9 @@ def as_input(region: NDArray[Any], picture: Picture) -> Tensor:
     Raises:
         GemscError: the slide has other channels than the model takes.
     """
-    if region.shape[2] != picture.channels:
+    if region.shape[-1] != picture.channels:
         raise GemscError(
-            f"the slide has {region.shape[2]} channels, the model takes "
+            f"the picture has {region.shape[-1]} channels, the model takes "
             f"{picture.channels}",
             help=INPUT_HELP,
         )
@@ -66,12 +44,12 @@ def as_input(region: NDArray[Any], picture: Picture) -> Tensor:
 
 
 def as_picture(
-    output: Any, size: tuple[int, int], kind: str, threshold: float
+    output: Any, size: tuple[int, ...], kind: str, threshold: float
 ) -> NDArray[Any]:
-    """Return what is written of the output for one window: height, width(, channels).
+    """Return what is written of the output for a window or a volume of this size.
 
-    A mask has the class with the highest score; of a single channel, 1 where the score
-    is above the threshold.
+    Its last axis has the channels, if there are any. A mask has the class with the
+    highest score; of a single channel, 1 where the score is above the threshold.
 
     Raises:
         GemscError: the output is no picture of this size.
@@ -79,15 +57,16 @@ def as_picture(
     if not isinstance(output, Tensor):
         what = type(output).__name__
         raise GemscError(f"the model returns a {what}: no picture", help=OUTPUT_HELP)
-    scores = output
-    if scores.dim() == 2:
+    scores, dims = output, len(size)
+    if scores.dim() == dims:
         scores = scores[None]
-    if scores.dim() == 3 and scores.shape[:2] == size and scores.shape[1:] != size:
+    is_last = scores.shape[:dims] == size and scores.shape[1:] != size
+    if scores.dim() == dims + 1 and is_last:
         scores = scores.movedim(-1, 0)
-    if scores.dim() != 3 or scores.shape[1:] != size:
+    if scores.dim() != dims + 1 or scores.shape[1:] != size:
         raise GemscError(
-            f"the model returns {list(output.shape)} for a window of "
-            f"{size[0]} x {size[1]} pixels: no picture of that size",
+            f"the model returns {list(output.shape)} for a picture of "
+            f"{' x '.join(map(str, size))}: none of that size",
             help=OUTPUT_HELP,
         )
     if kind == "mask":

@@ -1,7 +1,8 @@
 """The main program of a rank that predicts: `gemsc predict` starts it with a job.
 
 Every rank reads what its stage takes of each window. The ranks that have the model's
-output bring it to the first of them, which writes the file row by row.
+output bring it to the first of them, which writes a slide row by row, and a volume once
+all its windows are blended.
 """
 
 from __future__ import annotations
@@ -25,29 +26,28 @@ from torch.utils.data import default_collate
 
 from gemsc.base.units import show_bytes
 from gemsc.errors import GemscError
+from gemsc.runtime.data.holders import Holders
 from gemsc.runtime.data.tiled import window_of
-from gemsc.runtime.prediction.pictures import (
-    Picture,
-    as_input,
-    as_picture,
-    picture_among,
-)
+from gemsc.runtime.prediction.pictures import as_input, as_picture
 from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.process.stop import STOPPING
+from gemsc.runtime.training.evaluation import (
+    evaluate_case,
+    picture_of_all,
+    zero_target,
+)
 from gemsc.runtime.training.load import load
 from gemsc.runtime.training.logs import peak_bytes
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.transport import LARGEST_TAG
 from gemsc.slides.mask import write_rows
 from gemsc.slides.slide import Slide
-from gemsc.slides.windows import Windows, WindowSpan
+from gemsc.slides.volume import Volume, is_volume
+from gemsc.slides.windows import Case, Picture, Place, SlidingWindows, Windows
 from gemsc.user_model import UserModel, load_user_model
 
 __all__ = ["Job", "main"]
 
 DTYPES = {"float32": None, "float64": torch.float64}
-Place = tuple[WindowSpan, WindowSpan]  # of a window: rows, columns
-_Holder = tuple[int, tuple[int, ...], str]  # rank, shape and dtype of its pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,11 @@ class Job:
 
     program: str
     weights: str
-    slide: str
+    source: str
     level: int
+    orientation: str | None
     output: str
-    overlap: int
+    overlap: int | None
     kind: str
     threshold: float
     device: str
@@ -86,19 +87,74 @@ def main(path: Path) -> None:
     plan = trainer.plan
     user = load_user_model(plan.spec, constants=plan.constants) if plan.spec else None
     start = time.perf_counter()
-    prediction = Prediction(trainer, job, user)
+    of_source = VolumePrediction if is_volume(Path(job.source)) else Prediction
+    prediction = of_source(trainer, job, user)
     prediction.run()
     transport = trainer.transport
     peaks: list[Any] = transport.all_gather_object(peak_bytes(trainer.device))
     if transport.rank == 0:
-        height, width = prediction.windows.size
         print(  # noqa: T201
-            f"{len(prediction.windows)} windows of {height} x {width} pixels, overlap "
-            f"{job.overlap}, in {time.perf_counter() - start:.0f} s; a rank took at "
-            f"most {show_bytes(max(peaks))} of memory",
+            f"{prediction.what}, in {time.perf_counter() - start:.0f} s; a rank took "
+            f"at most {show_bytes(max(peaks))} of memory",
             flush=True,
         )
     transport.close()
+
+
+class VolumePrediction:
+    """A volume on its way through one rank."""
+
+    def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
+        self.trainer, self.job, self.user = trainer, job, user
+        self.volume = Volume(job.source, job.orientation)
+        self.picture = _picture(trainer)
+        given = user.make_windows() if user is not None else None
+        how, size = given or SlidingWindows(), self.picture.size
+        steps = how.steps(size)
+        if job.overlap is not None:
+            steps = tuple(n - 2 * job.overlap for n in size)
+        # a rank that gets no input reads nothing
+        inputs = trainer.program.inputs.values()
+        reads = any(item.path[0] == "input" for item in inputs)
+        input = self._input() if reads else ()
+        self.case = Case(self.volume.shape, size, how, input, steps)
+
+    @property
+    def what(self) -> str:
+        """What is done, in a few words."""
+        return f"{self.volume}: {len(self.case.windows)} windows of {self.picture}"
+
+    def run(self) -> None:
+        """Predict all windows; the rank that has the outputs writes the file."""
+        size = self.trainer.plan.batch_size
+        is_first = self.trainer.transport.rank == 0
+        total = -(-len(self.case.windows) // size)
+        bar = ProgressBar(total, "predict") if is_first else None
+        holders = Holders(self.trainer.transport)
+        output = evaluate_case(self.trainer, self.case, holders, bar)
+        if bar is not None:
+            bar.close()
+        if output is not None:
+            one = _sample(output, 0)
+            data = _drawn(one, self.volume.shape, self.job, self.user)
+            self.volume.write(Path(self.job.output), data)
+
+    def _input(self) -> Any:
+        """Return the whole volume as the model takes it, as a batch of one."""
+        voxels = self.volume.read()
+        if self.user is None or self.user.predict_input is None:
+            return as_input(voxels, self.picture)[None]
+        found = default_collate([self.user.call("predict_input", voxels)])
+        shape = self.picture.shape_of(found)
+        if shape != self.volume.shape:
+            raise GemscError(
+                f"predict_input returns a volume of {shape} for one of "
+                f"{self.volume.shape}",
+                at=self.user.line_of("predict_input"),
+                help=f"return {self.picture.channels} channels and as many voxels: a "
+                "volume of another size is to be resampled before and after",
+            )
+        return found
 
 
 class Prediction:
@@ -106,14 +162,21 @@ class Prediction:
 
     def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
         self.trainer, self.job, self.user = trainer, job, user
-        self.slide = Slide(job.slide, job.level)
+        self.slide = Slide(job.source, job.level)
         inputs = trainer.program.inputs.values()
-        found: list[Any] = trainer.transport.all_gather_object(picture_among(inputs))
-        self.picture: Picture = next(each for each in found if each is not None)
-        size = self.picture.size
-        self.windows = Windows(self.slide.shape[:2], size, job.overlap)
+        self.picture = _picture(trainer)
+        size, overlap = self.picture.size, job.overlap
+        assert overlap is not None
+        steps = tuple(n - 2 * overlap for n in size)
+        self.windows = Windows(self.slide.shape[:2], size, steps)
         self.part = window_of(inputs, size)  # what this rank takes of each
         self.reads = any(item.path[0] == "input" for item in inputs)
+
+    @property
+    def what(self) -> str:
+        """What is done, in a few words."""
+        count, overlap = len(self.windows), self.job.overlap
+        return f"{count} windows of {self.picture}, overlap {overlap}"
 
     def run(self) -> None:
         """Predict all windows; the rank that has the outputs writes the file."""
@@ -129,31 +192,30 @@ class Prediction:
         self, pictures: Iterator[NDArray[Any]], like: NDArray[Any]
     ) -> Iterator[NDArray[Any]]:
         """Yield what is kept of the windows in each row, side by side."""
-        for row in self.windows.rows:
+        rows, columns = self.windows.axes
+        for row in rows:
             height, width = row.kept[1] - row.kept[0], self.slide.shape[1]
             band = np.empty((height, width, *like.shape[2:]), like.dtype)
-            for column in self.windows.columns:
+            for column in columns:
                 picture = next(pictures)[row.inside, column.inside]
                 band[:, slice(*column.kept)] = picture
             yield band
 
     def _pictures(self) -> Iterator[NDArray[Any]]:
         """Yield what is to be written of each window, on the rank that writes."""
-        trainer, places = self.trainer, list(self.windows)
-        size, target = trainer.plan.batch_size, self._no_target()
-        full = places + places[-1:] * (-len(places) % size)
-        batches = [full[i : i + size] for i in range(0, len(full), size)]
+        trainer, size = self.trainer, self.trainer.plan.batch_size
+        target = zero_target(trainer, self.part)
+        batches = list(self.windows.batches(size))
         is_first = trainer.transport.rank == 0
         bar = ProgressBar(len(batches), "predict") if is_first else None
-        left = len(places)
-        holders: list[_Holder] | None = None
-        for input in trainer.worker.status.while_reading(self._inputs(batches)):
+        holders = Holders(trainer.transport)
+        inputs = self._inputs([places for places, _ in batches])
+        source = trainer.worker.status.while_reading(inputs)
+        for input, (_, count) in zip(source, batches, strict=True):
             found = trainer.evaluate(input, target, window=self.part)
-            mine = self._drawn(found.output)
-            if holders is None:
-                holders = self._holders(mine)
-            yield from self._brought(mine, holders)[:left]
-            left -= size
+            holders.find(found.output)
+            drawn = holders.join(self._all_drawn(found.output))
+            yield from drawn[:count] if drawn is not None else ()
             if bar is not None:
                 bar.step(None, size)
         if bar is not None:
@@ -176,83 +238,67 @@ class Prediction:
     def _read(self, places: Sequence[Place]) -> Any:
         if not self.reads or not places:
             return ()
-        regions = (
-            self.windows.read(self.slide, *place, self.part.box) for place in places
-        )
+        regions = (self._region(place) for place in places)
         if self.user is None or self.user.predict_input is None:
             samples = [as_input(region, self.picture) for region in regions]
         else:
             samples = [self.user.call("predict_input", region) for region in regions]
         return default_collate(samples)
 
-    def _no_target(self) -> Any:
-        """Return zeros for what the loss takes here: a program computes it, too."""
-        program = self.trainer.program
-        target: Any = {}
-        for item in program.inputs.values():
-            if item.path[0] != "target":
-                continue
-            shape = self.part.shape_of(item.shape)
-            if item.batched:
-                shape = (program.copy_micro_batches * shape[0], *shape[1:])
-            zeros = torch.zeros(shape, dtype=item.dtype)
-            if len(item.path) == 1:
-                return zeros
-            nest = target
-            for part in item.path[1:-1]:
-                nest = nest.setdefault(part, {})
-            nest[item.path[-1]] = zeros
-        return target
+    def _region(self, place: Place) -> NDArray[Any]:
+        """Return what this rank takes of a window: height, width, channels.
+
+        What a small picture lacks is mirrored at its lower and right edge.
+        """
+        corner, windows = [span.start for span in place], self.windows
+        if all(a >= b for a, b in zip(windows.shape, windows.size, strict=True)):
+            both = zip(corner, self.part.box, strict=True)
+            return self.slide.read(*((n + a, n + b) for n, (a, b) in both))
+        sizes = zip(corner, windows.size, windows.shape, strict=True)
+        part = self.slide.read(*((n, min(n + a, b)) for n, a, b in sizes))
+        missing = [(0, n - m) for n, m in zip(windows.size, part.shape, strict=False)]
+        whole = np.pad(part, [*missing, (0, 0)], "symmetric")
+        return whole[tuple(slice(*interval) for interval in self.part.box)]
 
     # ------------------------------------------------ what comes out of it
 
-    def _drawn(self, output: Any) -> NDArray[Any] | None:
+    def _all_drawn(self, output: Any) -> NDArray[Any] | None:
         """Return what is written of the windows of this copy, None without output."""
         if output is None:
             return None
         count = self.trainer.plan.batch_size // self.trainer.worker.place.num_copies
-        return np.stack([self._picture(output, i) for i in range(count)])
+        pictures = []
+        for i in range(count):
+            one = _sample(output, i)
+            pictures.append(_drawn(one, self.picture.size, self.job, self.user))
+        return np.stack(pictures)
 
-    def _picture(self, output: Any, number: int) -> NDArray[Any]:
-        job, size = self.job, self.picture.size
-        one = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[number], output)
-        if self.user is None or self.user.predict_output is None:
-            return as_picture(one, size, job.kind, job.threshold)
-        found = np.asarray(self.user.call("predict_output", one))
-        if found.ndim not in (2, 3) or found.shape[:2] != size:
-            raise GemscError(
-                f"predict_output returns the shape {list(found.shape)} for a window of "
-                f"{size[0]} x {size[1]} pixels",
-                at=self.user.line_of("predict_output"),
-                help="return height x width, or height x width x channels",
-            )
-        return found.astype(np.uint8) if found.dtype == bool else found
 
-    def _holders(self, mine: NDArray[Any] | None) -> list[_Holder]:
-        """Return who has outputs, in the order of the windows; the first one writes."""
-        facts = None if mine is None else (mine.shape, mine.dtype.str)
-        everyone: list[Any] = self.trainer.transport.all_gather_object(facts)
-        return [(rank, *each) for rank, each in enumerate(everyone) if each is not None]
+def _picture(trainer: Trainer) -> Picture:
+    found = picture_of_all(trainer)
+    assert found is not None  # the command has looked
+    return found
 
-    def _brought(
-        self, mine: NDArray[Any] | None, holders: Sequence[_Holder]
-    ) -> list[NDArray[Any]]:
-        """Return the pictures of the batch on the rank that writes, none elsewhere."""
-        transport = self.trainer.transport
-        writer, rank = holders[0][0], transport.rank
-        if mine is None:
-            return []
-        if rank != writer:
-            data = torch.from_numpy(mine.reshape(-1).view(np.uint8))
-            transport.wait(transport.send(data, writer, LARGEST_TAG))
-            return []
-        found = [*mine]
-        for other, shape, dtype in holders[1:]:
-            theirs = np.empty(shape, dtype)
-            data = torch.from_numpy(theirs.reshape(-1).view(np.uint8))
-            transport.wait(transport.receive(data, other, LARGEST_TAG))
-            found += [*theirs]
-        return found
+
+def _sample(output: Any, number: int) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf[number], output)
+
+
+def _drawn(
+    output: Any, size: tuple[int, ...], job: Job, user: UserModel | None
+) -> NDArray[Any]:
+    """Return what is written of the output for a picture of this size."""
+    if user is None or user.predict_output is None:
+        return as_picture(output, size, job.kind, job.threshold)
+    found = np.asarray(user.call("predict_output", output))
+    if found.ndim - len(size) not in (0, 1) or found.shape[: len(size)] != size:
+        raise GemscError(
+            f"predict_output returns the shape {list(found.shape)} for "
+            f"{' x '.join(map(str, size))} pixels",
+            at=user.line_of("predict_output"),
+            help="return an array of that size, or with channels behind",
+        )
+    return found.astype(np.uint8) if found.dtype == bool else found
 
 
 if __name__ == "__main__":

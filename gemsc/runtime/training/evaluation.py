@@ -6,24 +6,23 @@ one rank, which scores the batch as one process would.
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gemsc.base.dtypes import cast
 from gemsc.errors import GemscError
-from gemsc.runtime.data.metrics import Metrics, first_samples, is_texts
+from gemsc.runtime.data.holders import Holders
+from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.runtime.data.shared import SharedData
+from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.training.run_record import RunRecord
 from gemsc.runtime.training.trainer import Trainer
-from gemsc.runtime.transport.transport import LARGEST_TAG, Transport
+from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 
-__all__ = ["Evaluator"]
+__all__ = ["Evaluator", "evaluate_case", "picture_of_all", "zero_target"]
 
 
 @dataclass
@@ -40,36 +39,48 @@ class Evaluator:
         self.loss = self.user.make_loss()
         if isinstance(self.loss, torch.nn.Module) and self.loss.state_dict():
             self.loss = None  # it is trained: only the ranks that do know its weights
-        self._holders: list[int] = []  # of outputs: a rank of each copy
+        self.holders = Holders(self.trainer.transport)
+        self.windows = self.user.make_windows()
+        if self.windows is not None:
+            self._check_windows(self.windows)
+
+    def _check_windows(self, windows: SlidingWindows) -> None:
+        found = picture_of_all(self.trainer)
+        at = self.user.line_of("eval_windows")
+        if found is None:
+            raise GemscError(
+                "eval_windows needs a model of pictures or volumes",
+                at=at,
+                help="leave it out: eval_dataset gives samples as dataset does",
+            )
+        if self.data.batches.window is not None:
+            raise GemscError(
+                "eval_windows takes whole cases, and eval_dataset is read in parts",
+                at=at,
+                help="give an eval_dataset with [index], or leave eval_windows out",
+            )
+        if self.loss is None and self.trainer.program.train_step is not None:
+            raise GemscError(
+                "eval_windows cannot score whole cases with a loss that is trained",
+                at=at,
+                help="leave it out, or let the model compute what the loss learns",
+            )
+        try:
+            windows.steps(found.size)
+        except GemscError as error:
+            error.at = at
+            raise
+        self.picture: Picture = found
 
     def run(self) -> dict[str, float]:
         """Return the figures of all samples, the same on every rank."""
         mean_loss = Metrics(lambda loss, _: {"loss": loss})
         self.metrics.reset()
-        batches, status = self.data.batches, self.trainer.worker.status
-        source = status.while_reading(self.data.epoch(0))
-        for number, (batch, seen) in enumerate(source):
-            self.record.add_evaluated(seen)
-            input, target = batch.data
-            with self.record.draws():
-                result = self.trainer.evaluate(input, target, window=batches.window)
-            self._find_holders(result.output)
-            # The ranks compute the loss of full batches. What is left at the end is
-            # filled up; its loss is that of the outputs without what fills it.
-            is_full, count = batch.is_full, batches.count(number)
-            if is_full and result.loss is not None:
-                mean_loss.add(result.loss, None, count)
-            if self.metrics.is_empty and (is_full or self.loss is None):
-                continue
-            status.enter("metrics")
-            scored = self._together(result.output, batch.targets)
-            if scored is None:
-                continue
-            output, target = (first_samples(value, count) for value in scored)
-            self.metrics.add(output, target, count)
-            if not is_full and self.loss is not None:
-                with torch.no_grad():
-                    mean_loss.add(self.loss(output, target), None, count)
+        if self.windows is None:
+            self._score_batches(mean_loss)
+        else:
+            self._score_cases(mean_loss)
+        status = self.trainer.worker.status
         status.enter("metrics")
         own = self.metrics.figures()
         if "loss" in own:
@@ -78,53 +89,122 @@ class Evaluator:
                 at=self.user.line_of("metrics"),
                 help="give it another name",
             )
-        transport, scorer = self.trainer.transport, self._holders[0]
+        transport, scorer = self.trainer.transport, self.holders.first
         found: Any = transport.broadcast_object(mean_loss.figures() | own, scorer)
         status.idle()
         self.record.add_figures(found)
         return {name: value for name, (value, _) in found.items()}
 
-    def _find_holders(self, output: Any) -> None:
-        """Note who has outputs, once; the others need no whole targets from then on."""
-        if self._holders:
-            return
-        transport = self.trainer.transport
-        has_output = transport.all_gather_object(output is not None)
-        self._holders = [rank for rank, has in enumerate(has_output) if has]
-        if output is None:
-            self.data.batches.whole_targets = "none"
+    def _score_batches(self, mean_loss: Metrics) -> None:
+        batches, status = self.data.batches, self.trainer.worker.status
+        source = status.while_reading(self.data.epoch(0))
+        for number, (batch, seen) in enumerate(source):
+            self.record.add_evaluated(seen)
+            input, target = batch.data
+            with self.record.draws():
+                result = self.trainer.evaluate(input, target, window=batches.window)
+            self.holders.find(result.output)
+            if result.output is None:  # it needs no whole targets from then on
+                batches.whole_targets = "none"
+            # The ranks compute the loss of full batches. What is left at the end is
+            # filled up; its loss is that of the outputs without what fills it.
+            is_full, count = batch.is_full, batches.count(number)
+            if is_full and result.loss is not None:
+                mean_loss.add(result.loss, None, count)
+            if self.metrics.is_empty and (is_full or self.loss is None):
+                continue
+            status.enter("metrics")
+            scored = self.holders.join((result.output, self._cast(batch.targets)))
+            if scored is None:
+                continue
+            output, target = (first_samples(value, count) for value in scored)
+            self.metrics.add(output, target, count)
+            if not is_full and self.loss is not None:
+                with torch.no_grad():
+                    mean_loss.add(self.loss(output, target), None, count)
 
-    def _together(self, output: Any, target: Any) -> tuple[Any, Any] | None:
-        """Return the whole batch's on the rank that scores it, None elsewhere."""
-        ranks, transport = self._holders, self.trainer.transport
-        if transport.rank not in ranks:
-            return None
-        if (dtype := self.trainer.worker.float_dtype) is not None:
-            target = cast(target, dtype)  # as in training
-        if transport.rank != ranks[0]:
-            _send(transport, (output, target), ranks[0])
-            return None
-        parts = [(output, target), *(_receive(transport, rank) for rank in ranks[1:])]
-        joined: tuple[Any, Any] = pytree.tree_map(_join, *parts, is_leaf=is_texts)
-        return joined
+    def _score_cases(self, mean_loss: Metrics) -> None:
+        """Score one whole case after the other: the loss, too, is of the whole."""
+        assert self.windows is not None
+        status = self.trainer.worker.status
+        for batch, seen in status.while_reading(self.data.epoch(0)):
+            self.record.add_evaluated(seen)
+            input, target = batch.data
+            if (shape := self.picture.shape_of(input)) is None:
+                raise GemscError(
+                    f"eval_dataset gives no input of {self.picture.channels} channels "
+                    f"and {len(self.picture.size)} axes",
+                    at=self.user.line_of("eval_dataset"),
+                    help="return whole cases, with the axes of example_inputs()",
+                )
+            case = Case(shape, self.picture.size, self.windows, input)
+            with self.record.draws():
+                output = evaluate_case(self.trainer, case, self.holders)
+            if output is None:
+                continue
+            status.enter("metrics")
+            target = self._cast(target)
+            self.metrics.add(output, target, 1)
+            if self.loss is not None:
+                with torch.no_grad():
+                    mean_loss.add(self.loss(output, target), None, 1)
+
+    def _cast(self, target: Any) -> Any:
+        """Return a target in the dtype that the program runs in, as in training."""
+        dtype = self.trainer.worker.float_dtype
+        return cast(target, dtype) if dtype is not None else target
 
 
-def _join(*leaves: Any) -> Any:
-    if isinstance(leaves[0], Tensor):
-        return torch.cat(leaves)
-    is_list = is_texts(leaves[0])
-    return [text for texts in leaves for text in texts] if is_list else leaves[0]
+def picture_of_all(trainer: Trainer) -> Picture | None:
+    """Return the picture or volume that the model takes; every rank calls it."""
+    inputs = trainer.program.inputs.values()
+    shapes = [item.shape for item in inputs if item.path[0] == "input"]
+    mine = next(filter(None, map(Picture.of_shape, shapes)), None)
+    found: list[Any] = trainer.transport.all_gather_object(mine)
+    return next((each for each in found if each is not None), None)
 
 
-def _send(transport: Transport, value: Any, dest: int) -> None:
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    for tensor in (torch.tensor([data.numel()]), data):
-        transport.wait(transport.send(tensor, dest, LARGEST_TAG))
+def evaluate_case(
+    trainer: Trainer, case: Case, holders: Holders, bar: Any = None
+) -> Any:
+    """Return the model's output of a whole case on the first holder, None elsewhere.
+
+    Each copy of the model takes its part of every batch of windows. `bar` is told of
+    each batch.
+    """
+    size, place = trainer.plan.batch_size, trainer.worker.place
+    part = size // place.num_copies
+    target = zero_target(trainer)
+    for places, count in case.windows.batches(size):
+        own = places[place.copy * part :][:part]
+        output = trainer.evaluate(case.take(own), target).output
+        holders.find(output)
+        whole = holders.join(output)
+        if whole is not None:
+            case.add(places[:count], whole)
+        if bar is not None:
+            bar.step(None, count)
+    return case.output()
 
 
-def _receive(transport: Transport, source: int) -> Any:
-    size = torch.zeros(1, dtype=torch.int64)
-    transport.wait(transport.receive(size, source, LARGEST_TAG))
-    data = torch.empty(int(size), dtype=torch.uint8)
-    transport.wait(transport.receive(data, source, LARGEST_TAG))
-    return pickle.loads(data.numpy().data)  # of a rank of this job
+def zero_target(trainer: Trainer, part: Window | None = None) -> Any:
+    """Return zeros for what the loss takes here: a program computes it, too.
+
+    `part` is the window of a rank's tile, where it reads no more.
+    """
+    program = trainer.program
+    target: Any = {}
+    for item in program.inputs.values():
+        if item.path[0] != "target":
+            continue
+        shape = part.shape_of(item.shape) if part is not None else item.shape
+        if item.batched:
+            shape = (program.copy_micro_batches * shape[0], *shape[1:])
+        zeros = torch.zeros(shape, dtype=item.dtype)
+        if len(item.path) == 1:
+            return zeros
+        nest = target
+        for key in item.path[1:-1]:
+            nest = nest.setdefault(key, {})
+        nest[item.path[-1]] = zeros
+    return target

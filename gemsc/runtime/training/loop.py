@@ -127,15 +127,19 @@ class Training:
         whole_targets = "none"
         if not shuffle and worker.program.tile == 0:  # where outputs may be
             whole_targets = "last" if self.user.metrics is None else "all"
+        size, place = self.plan.batch_size, worker.place
+        part, num_parts = place.copy, place.num_copies
+        if not shuffle and self.user.eval_windows is not None:
+            size, part, num_parts = 1, 0, 1  # whole cases, one at a time
         batches = Batches(
             items,
-            size := self.plan.batch_size,
+            size,
             seed=seed,
             shuffle=shuffle,
             workers=self.options.workers,
             pinned=self.trainer.device.type == "cuda",
-            part=worker.place.copy,
-            num_parts=worker.place.num_copies,
+            part=part,
+            num_parts=num_parts,
             window=window,
             whole_targets=whole_targets,
             compare_all=self.record.is_kept,

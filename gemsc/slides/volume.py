@@ -1,0 +1,160 @@
+"""A volume on disk, read and written as a whole: NIfTI, with its place in space.
+
+volume = Volume("case.nii.gz", orientation="RAS")
+volume.read()                                   # x, y, z, channels: float32
+volume.write("mask.nii.gz", mask)               # lies over case.nii.gz
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gemsc.errors import GemscError
+
+__all__ = ["SUFFIXES", "Volume", "is_volume", "nibabel_module"]
+
+SUFFIXES = (".nii", ".nii.gz")
+OTHERS = {"bool": "uint8", "float16": "float32"}  # types that NIfTI does not have
+
+
+def nibabel_module() -> Any:
+    """Return the module that reads and writes NIfTI.
+
+    Raises:
+        GemscError: it is not installed.
+    """
+    try:
+        import nibabel
+    except ImportError:
+        raise GemscError(
+            "NIfTI files need nibabel", help="pip install 'gemsc[volumes]'"
+        ) from None
+    return nibabel
+
+
+def is_volume(path: Path) -> bool:
+    """Whether a file's name says that it is a volume."""
+    return path.name.endswith(SUFFIXES)
+
+
+class Volume:
+    """A volume on disk. `shape` is that of its first three axes, and `channels`.
+
+    With an `orientation`, such as "RAS", its axes are turned that way for the model,
+    and what is written is turned back.
+    """
+
+    def __init__(self, path: str | Path, orientation: str | None = None) -> None:
+        """Read what the file says of itself.
+
+        Raises:
+            GemscError: it is no such file, or no volume of numbers.
+        """
+        self.path = Path(path)
+        self._nibabel = nibabel = nibabel_module()
+        if not self.path.is_file():
+            raise GemscError(f"there is no file {self.path}", help="give a NIfTI file")
+        try:
+            self._image = nibabel.load(self.path)
+            shape = self._image.shape
+            kind = self._image.get_data_dtype().kind
+        except (nibabel.filebasedimages.ImageFileError, OSError, ValueError) as error:
+            raise GemscError(
+                f"{self.path} is no NIfTI file that can be read: {error}",
+                help="give a .nii or .nii.gz file",
+            ) from None
+        if len(shape) == 5 and shape[3] == 1:  # vectors: no time, and channels
+            shape = (*shape[:3], shape[4])
+        if len(shape) not in (3, 4) or kind not in "iuf":
+            raise GemscError(
+                f"{self.path} has the shape {list(self._image.shape)} and the type "
+                f"{self._image.get_data_dtype()}: no volume of numbers",
+                help="give x, y, z, or x, y, z and channels",
+            )
+        self._stored = (*shape, 1)[:4]
+        self._turn, self._back = self._turns(orientation)
+        self.shape: tuple[int, ...] = shape[:3]
+        if self._turn is not None:
+            pairs = sorted(zip(self._turn[:, 0], shape, strict=False))
+            self.shape = tuple(size for _, size in pairs)
+        self.channels: int = self._stored[3]
+
+    def _turns(self, orientation: str | None) -> tuple[Any, Any]:
+        """Return how axes are turned for the model, and back; None as they are."""
+        if orientation is None:
+            return None, None
+        axes = self._nibabel.orientations
+        try:
+            wanted = axes.axcodes2ornt(orientation.upper())
+        except ValueError:
+            wanted = np.zeros((0, 2))
+        if len(wanted) != 3 or {*wanted[:, 0]} != {0, 1, 2}:
+            raise GemscError(
+                f"there is no orientation {orientation!r}",
+                help="give three letters, of L or R, P or A, I or S: RAS, LPS, ...",
+            )
+        own = axes.io_orientation(self._image.affine)
+        if np.isnan(own).any():
+            raise GemscError(
+                f"{self.path} does not say how its axes lie in space",
+                help="leave --orientation out, if the model has seen such files",
+            )
+        return axes.ornt_transform(own, wanted), axes.ornt_transform(wanted, own)
+
+    def __str__(self) -> str:
+        """Return how its voxels lie: `60 x 48 x 20 voxels of 1 x 1 x 2.5 mm, RAS`."""
+        header = self._image.header
+        sizes = " x ".join(f"{size:.4g}" for size in header.get_zooms()[:3])
+        unit = header.get_xyzt_units()[0].replace("unknown", "")
+        codes = self._nibabel.aff2axcodes(self._image.affine)
+        shape = " x ".join(map(str, self._stored[:3]))
+        axes = "".join(code or "?" for code in codes)
+        return f"{shape} voxels of {sizes} {unit}".rstrip() + f", {axes}"
+
+    def read(self) -> NDArray[np.float32]:
+        """Return all of it, with channels: float32, as the file scales its numbers.
+
+        Raises:
+            GemscError: the file is damaged.
+        """
+        try:
+            data = np.asarray(self._image.dataobj, np.float32).reshape(self._stored)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise GemscError(
+                f"{self.path} cannot be read: {error}", help="copy it again"
+            ) from None
+        if self._turn is not None:
+            data = self._nibabel.apply_orientation(data, self._turn)
+        return np.ascontiguousarray(data)
+
+    def write(self, path: Path, data: NDArray[Any]) -> None:
+        """Write numbers for each voxel, and channels, to lie where this volume lies.
+
+        Raises:
+            GemscError: NIfTI has no such numbers.
+        """
+        image = self._image
+        if self._back is not None:
+            data = self._nibabel.apply_orientation(data, self._back)
+        data = data.astype(OTHERS.get(data.dtype.name, data.dtype))
+        if data.dtype.name in ("int64", "uint64") and abs(data).max() < 2**31:
+            data = data.astype(np.int32)  # few programs read 64 bits
+        header = image.header.copy()
+        header.set_intent("none")
+        header.set_slope_inter(1, 0)
+        header["cal_min"] = header["cal_max"] = 0  # of other numbers
+        header["descrip"] = b"gemsc"
+        header.extensions.clear()
+        try:
+            header.set_data_dtype(data.dtype)
+        except self._nibabel.spatialimages.HeaderDataError as error:
+            raise GemscError(
+                f"NIfTI has no numbers of this type: {error}",
+                help="return another dtype from predict_output: uint8, float32, ...",
+            ) from None
+        self._nibabel.save(type(image)(data, image.affine, header), path)

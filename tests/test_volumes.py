@@ -1,0 +1,479 @@
+"""Whole volumes in windows, predicted and evaluated: as MONAI does in one process."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from command_line import Gemsc
+from numpy.typing import NDArray
+from program_support import on_ranks, written
+from torch import Tensor, nn
+from training_support import pairs, run, user_of
+
+from gemsc.errors import GemscError
+from gemsc.runtime.prediction.predict import Job, VolumePrediction
+from gemsc.runtime.training.trainer import Trainer
+from gemsc.slides.volume import Volume
+from gemsc.slides.windows import Case, SlidingWindows
+from gemsc.user_model import UserModel
+from gemsc.verify.plain_run import PlainRun, RunSettings
+
+nibabel: Any = pytest.importorskip("nibabel")
+SIZE = (8, 6, 4)
+AFFINE = np.array([[0, -2, 0, 10], [1.5, 0, 0, -20], [0, 0, -3, 5], [0, 0, 0, 1.0]])
+
+
+class Net(nn.Sequential):
+    """Sees all of its window: what windows give depends on how they are cut."""
+
+    def __init__(self, outputs: int = 2) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            super().__init__(
+                nn.Conv3d(1, 3, 3, padding=1),
+                nn.Tanh(),
+                nn.InstanceNorm3d(3),
+                nn.Conv3d(3, outputs, 3, padding=1),
+            )
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target.to(output))
+
+
+def program(folder: Path, outputs: int = 2, **options: Any) -> nn.Module:
+    """Write a program for windows; return its model in float64."""
+    model = Net(outputs)
+    inputs, target = torch.rand(1, 1, *SIZE), torch.rand(1, outputs, *SIZE) > 0.5
+    written(folder, model, (inputs,), mse, target, **options)
+    return model.double().eval()
+
+
+@torch.no_grad()
+def blended(
+    model: nn.Module, x: Tensor, overlap: float = 0.25, mode: str = "constant"
+) -> Tensor:
+    """Return what MONAI's `sliding_window_inference` returns, written down again."""
+    sizes = [max(n, size) for n, size in zip(x.shape[2:], SIZE, strict=True)]
+    lacking = [n - m for n, m in zip(sizes, x.shape[2:], strict=True)]
+    pads = [n for lack in lacking[::-1] for n in (lack // 2, lack - lack // 2)]
+    whole = F.pad(x, pads)
+    weight = torch.ones(SIZE)
+    for axis, size in enumerate(SIZE if mode == "gaussian" else ()):
+        place = torch.arange(size) - (size - 1) / 2
+        bell = torch.exp(-(place**2) / 2 / (size / 8) ** 2)
+        weight = (weight.movedim(axis, -1) * bell).movedim(-1, axis)
+    weight = weight.clamp(min=max(float(weight.min()), 1e-3)).double()
+    sums, counts = 0, torch.zeros(sizes, dtype=torch.float64)
+    starts = []
+    for size, length in zip(SIZE, sizes, strict=True):
+        step, at = int(size * (1 - overlap)), 0
+        starts.append([0])
+        while at + size < length:
+            at += step
+            starts[-1].append(min(at, length - size))
+    for a in starts[0]:
+        for b in starts[1]:
+            for c in starts[2]:
+                box = (
+                    slice(a, a + SIZE[0]),
+                    slice(b, b + SIZE[1]),
+                    slice(c, c + SIZE[2]),
+                )
+                found = model(whole[:, :, *box]) * weight
+                sums = sums + F.pad(
+                    found,
+                    [
+                        *(c, sizes[2] - c - SIZE[2], b, sizes[1] - b - SIZE[1]),
+                        *(a, sizes[0] - a - SIZE[0]),
+                    ],
+                )
+                counts[box] += weight
+    first = [lack // 2 for lack in lacking]
+    kept = (slice(at, at + n) for at, n in zip(first, x.shape[2:], strict=True))
+    return (sums / counts)[:, :, *kept]
+
+
+MODES = [{"overlap": 0.5, "mode": "gaussian"}, {}]
+
+
+@pytest.mark.parametrize("shape", [(19, 13, 9), (8, 6, 4), (5, 14, 3)], ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_windows_are_cut_and_blended_as_by_monai(
+    mode: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    model = Net().double().eval()
+    x = torch.randn(1, 1, *shape, dtype=torch.float64)
+    case = Case(shape, SIZE, SlidingWindows.of(mode), {"x": x, "age": torch.ones(1, 2)})
+    for places, count in case.windows.batches(3):
+        taken = case.take(places)
+        assert taken["age"].shape == (3, 2)
+        with torch.no_grad():
+            case.add(places[:count], model(taken["x"]))
+    expected = blended(model, x, **mode)
+    torch.testing.assert_close(case.output(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_blended_is_what_monai_gives(mode: dict[str, Any]) -> None:
+    inferers = pytest.importorskip("monai.inferers")
+    model = Net().double().eval()
+    x = torch.randn(1, 1, 19, 5, 9, dtype=torch.float64)
+    with torch.no_grad():
+        theirs = inferers.sliding_window_inference(x, SIZE, 2, model, **mode)
+    torch.testing.assert_close(blended(model, x, **mode), theirs, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------------- predict
+
+
+def write_case(path: Path, *shape: int, channels: int = 1) -> NDArray[np.float32]:
+    """Write a volume of integers that the file scales; return its numbers."""
+    more = (channels,) if channels > 1 else ()
+    data = np.random.default_rng(0).integers(-90, 90, (*shape, *more)).astype(np.int16)
+    image = nibabel.Nifti1Image(data, AFFINE)
+    image.header.set_slope_inter(0.5, 1)
+    image.header.set_xyzt_units("mm")
+    image.set_sform(AFFINE, code=2)
+    image.set_qform(AFFINE, code=1)
+    nibabel.save(image, path)
+    return nibabel.load(path).get_fdata().astype(np.float32)
+
+
+def predict(
+    folder: Path, ranks: int, user: UserModel | None = None, **options: Any
+) -> Any:
+    """Return the image that a program on threads writes of case.nii.gz."""
+    given: dict[str, Any] = {
+        "program": str(folder),
+        "weights": "",
+        "source": str(folder / "case.nii.gz"),
+        "level": 0,
+        "orientation": None,
+        "output": str(folder / "out.nii.gz"),
+        "overlap": None,
+        "kind": "scores",
+        "threshold": 0.0,
+        "device": "cpu",
+        "dtype": "float64",
+    }
+    job = Job(**given | options)
+    on_ranks(
+        folder,
+        ranks,
+        lambda trainer: VolumePrediction(trainer, job, user).run(),
+        dtype=torch.float64,
+    )
+    return nibabel.load(folder / "out.nii.gz")
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stages": {"ranks": 2, "micro_batches": 2},
+    "tiles": {"ranks": 2, "tiles": ("2x1x1",), "micro_batches": 2},
+    "copies": {"ranks": 2, "data": 2, "micro_batches": 2},
+    "mirrored": {"ranks": 2, "schedule": "mast", "micro_batches": 2},
+}
+
+
+def num_ranks(options: dict[str, Any]) -> int:
+    return options["ranks"] * options.get("data", 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
+    layout: str, tmp_path: Path
+) -> None:
+    model = program(tmp_path, **LAYOUTS[layout])
+    voxels = write_case(tmp_path / "case.nii.gz", 19, 13, 9)
+    user = user_of(eval_windows={"overlap": 0.5, "mode": "gaussian"})
+    found = predict(tmp_path, num_ranks(LAYOUTS[layout]), user)
+    x = torch.from_numpy(voxels)[None, None].double()
+    expected = blended(model, x, 0.5, "gaussian")[0].movedim(0, -1).numpy()
+    np.testing.assert_allclose(found.get_fdata(), expected, rtol=0, atol=1e-11)
+    assert np.array_equal(found.affine, nibabel.load(tmp_path / "case.nii.gz").affine)
+
+
+def test_what_is_written_lies_where_the_volume_lies(tmp_path: Path) -> None:
+    model = program(tmp_path, ranks=2, micro_batches=2)
+    write_case(tmp_path / "case.nii.gz", 19, 13, 9)
+    source = nibabel.load(tmp_path / "case.nii.gz")
+    for orientation in (None, "RAS", "ILP"):
+        mask = predict(tmp_path, 2, kind="mask", orientation=orientation)
+        assert mask.get_data_dtype() == np.uint8
+        assert np.array_equal(mask.affine, source.affine)
+        codes = mask.header["sform_code"], mask.header["qform_code"]
+        assert codes == (2, 1)
+        assert mask.header.get_xyzt_units()[0] == "mm"
+        turned = source
+        if orientation is not None:
+            axes = nibabel.orientations
+            wanted = axes.axcodes2ornt(orientation)
+            turn = axes.ornt_transform(nibabel.io_orientation(source.affine), wanted)
+            turned, mask = source.as_reoriented(turn), mask.as_reoriented(turn)
+        x = torch.from_numpy(turned.get_fdata().copy())[None, None]
+        expected = blended(model, x)[0].argmax(0)
+        assert 0 < expected.double().mean() < 1
+        assert np.array_equal(mask.get_fdata(), expected.numpy())
+
+
+def test_functions_of_the_file_take_and_give_the_whole_volume(tmp_path: Path) -> None:
+    model = program(tmp_path, ranks=2, tiles=("2x1x1",))
+    voxels = write_case(tmp_path / "case.nii.gz", 10, 13, 9, channels=2)
+
+    def predict_input(region: NDArray[Any]) -> Tensor:
+        x = torch.from_numpy(region[..., 1])[None]
+        return (x - x.mean()) / x.std()  # of the whole volume
+
+    def predict_output(output: Tensor) -> NDArray[Any]:
+        return (output[0] > output[0].mean()).numpy()
+
+    user = user_of(predict_input=predict_input, predict_output=predict_output)
+    found = predict(tmp_path, 2, user, overlap=1)
+    scores = blended_by_one(model, predict_input(voxels)[None].double())
+    assert found.get_data_dtype() == np.uint8
+    assert np.array_equal(found.get_fdata(), scores > scores.mean())
+    small = user_of(predict_input=lambda region: predict_input(region)[:, 1:])
+    with pytest.raises(GemscError, match=r"returns a volume of \(9, 13, 9\)"):
+        predict(tmp_path, 2, small)
+    flat = user_of(
+        predict_input=predict_input, predict_output=lambda output: np.zeros((10, 13))
+    )
+    with pytest.raises(
+        GemscError, match=r"predict_output returns the shape \[10, 13\]"
+    ):
+        predict(tmp_path, 2, flat)
+
+
+@torch.no_grad()
+def blended_by_one(model: nn.Module, x: Tensor) -> NDArray[Any]:
+    """Return the first channel, from windows that overlap by a voxel on each side."""
+    how = SlidingWindows([0.25, 2 / 6, 0.5])
+    case = Case(tuple(x.shape[2:]), SIZE, how, x)
+    assert case.windows.steps == tuple(n - 2 for n in SIZE)
+    for place in case.windows:
+        case.add([place], model(case.take([place])))
+    found: NDArray[Any] = case.output()[0, 0].numpy()
+    return found
+
+
+def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.nii.gz"
+    with pytest.raises(GemscError, match="there is no file"):
+        Volume(path)
+    path.write_bytes(b"no")
+    with pytest.raises(GemscError, match="no NIfTI file that can be read"):
+        Volume(path)
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.uint8), np.eye(4)), path)
+    with pytest.raises(GemscError, match=r"\[4, 4\] and the type uint8: no volume"):
+        Volume(path)
+    write_case(path, 9, 9, 9)
+    with pytest.raises(GemscError, match="no orientation 'RRS'"):
+        Volume(path, "RRS")
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(GemscError, match="cannot be read"):
+        Volume(path).read()
+
+
+def test_without_nibabel_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "nibabel":
+            raise ImportError(name)
+        return usual(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(GemscError) as caught:
+        Volume(tmp_path / "x.nii.gz")
+    assert caught.value.help == "pip install 'gemsc[volumes]'"
+
+
+def test_what_does_not_fit_is_said_before_ranks_start(
+    tmp_path: Path, command: Gemsc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(tmp_path / "p", ranks=2, micro_batches=2)
+    monkeypatch.chdir(tmp_path)
+    write_case(tmp_path / "case.nii.gz", 9, 9, 9)
+    write_case(tmp_path / "two.nii.gz", 9, 9, 9, channels=2)
+    np.save("slide.npy", np.zeros((9, 9, 1), np.uint8))
+    for words, message in (
+        (["slide.npy"], "takes volumes (windows of 8 x 6 x 4 voxels), and slide.npy"),
+        (["two.nii.gz"], "two.nii.gz has 2 channels, the model takes 1"),
+        (["case.nii.gz", "-o", "x.tiff"], "x.tiff is to hold what is predicted of a"),
+        (["case.nii.gz", "--overlap", "2"], "cannot overlap by 2 on each side"),
+        (["case.nii.gz", "--orientation", "up"], "there is no orientation 'up'"),
+        (["case.nii.gz", "--level", "1"], "case.nii.gz has no level 1"),
+    ):
+        done = command("predict", "p", *words)
+        assert done.code == 1
+        assert message in done.err.replace("\n", " ")
+        assert "help: " in done.err
+
+
+# ------------------------------------------------------------------------ evaluate
+
+
+class Cases:
+    """Whole cases, each of a size of its own, with a mask."""
+
+    shapes = ((19, 13, 9), (8, 6, 4), (5, 14, 3))
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(1, *self.shapes[index], generator=generator)
+        return x, (x > 0.5).expand(2, -1, -1, -1)
+
+
+class Pieces(Cases):
+    """What is trained on: as large as a window."""
+
+    shapes = (SIZE,) * 4
+
+
+eval_dataset = Cases  # errors name these lines
+eval_windows = {"overlap": 0.5, "mode": "gaussian"}
+
+
+class Largest:
+    """Written as torchmetrics writes a metric."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.found = torch.zeros(())
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        assert output.shape == target.shape
+        self.found = torch.maximum(self.found, output.max().float())
+
+    def compute(self) -> Tensor:
+        return self.found
+
+
+def spread(output: Tensor, target: Tensor) -> float:
+    return float(output[target].std())
+
+
+METRICS = {"spread": spread, "largest": Largest()}
+
+
+def user_with(**names: Any) -> UserModel:
+    """Return a file that trains nothing, and scores cases in windows."""
+    given = {
+        "dataset": Pieces,
+        "eval_dataset": eval_dataset,
+        "eval_windows": eval_windows,
+        "loss": mse,
+        "metrics": METRICS,
+        "optimizer": lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
+    }
+    return user_of(**given | names)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, float]:
+    model = Net().double()
+    outputs = [blended(model, x[None].double(), 0.5, "gaussian") for x, _ in cases()]
+    targets = [target[None] for _, target in cases()]
+    pairs = list(zip(outputs, targets, strict=True))
+    return {
+        "loss": sum(float(mse(*pair)) for pair in pairs) / 3,
+        "spread": sum(spread(*pair) for pair in pairs) / 3,
+        "largest": float(max(output.max() for output in outputs)),
+    }
+
+
+def cases() -> list[Any]:
+    return [Cases()[index] for index in range(3)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_cases_are_scored_on_every_layout_as_in_one_process(
+    layout: str, expected: dict[str, float], tmp_path: Path
+) -> None:
+    program(tmp_path, **LAYOUTS[layout])
+    found: list[dict[str, float]] = []
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
+        found.append(figures)
+
+    user = user_with(on_epoch=on_epoch)
+    words = "--epochs", "2", "--best", "largest:max"
+    ranks = num_ranks(LAYOUTS[layout])
+    run(tmp_path, user, *words, ranks=ranks, dtype=torch.float64)
+    assert len(found) == 2 * ranks
+    for figures in found:
+        assert list(figures) == list(expected)
+        assert figures == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_plain_loop_of_verify_scores_whole_cases(
+    expected: dict[str, float],
+) -> None:
+    user = replace(user_with(), example_inputs=(torch.rand(1, 1, *SIZE),))
+    settings = RunSettings(
+        steps=1, dtype=torch.float64, micro_batch_size=3, micro_batches=1
+    )
+    plain = PlainRun(user, Net(), settings)
+    plain.train()
+    (scores,) = plain.evaluations
+    losses = [figures["loss"] for _, figures in scores if "loss" in figures]
+    assert sum(losses) / 3 == pytest.approx(expected["loss"], rel=1e-6)
+    others = {key: n for _, each in scores[3:] for key, n in each.items()}
+    assert others | {"loss": expected["loss"]} == pytest.approx(expected, rel=1e-6)
+
+
+class Parts(Pieces):
+    shape = SIZE
+
+    def read(self, index: int, box: Any) -> Any:
+        return self[index]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"eval_windows": 0.5}, "eval_windows is float"),
+        ({"eval_windows": {"size": 4}}, r"eval_windows is \['size'\]"),
+        ({"eval_windows": {"overlap": 1}}, "eval_windows overlap by 1"),
+        ({"eval_windows": {"overlap": [0.5, 0]}}, "2 overlaps for windows of 3 axes"),
+        ({"eval_windows": {"mode": "max"}}, "eval_windows has the mode 'max'"),
+        ({"eval_dataset": Parts}, "takes whole cases, and eval_dataset is read in"),
+        ({"loss": nn.Linear(2, 2)}, "cannot score whole cases with a loss that is"),
+        ({"eval_dataset": lambda: pairs(3)}, "no input of 1 channels and 3 axes"),
+    ],
+    ids=range(8),
+)
+def test_what_windows_cannot_score_is_refused(
+    names: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    program(tmp_path, ranks=2, micro_batches=2)
+    with pytest.raises(GemscError, match=message) as caught:
+        run(tmp_path, user_with(**names), "--steps", "1")
+    assert caught.value.help
+    assert "test_volumes.py" in str(caught.value.at)
+
+
+def test_scores_of_something_else_cannot_be_blended() -> None:
+    case = Case((9, 9, 9), SIZE, SlidingWindows(), torch.zeros(1, 1, 9, 9, 9))
+    (place, *_) = case.windows
+    for output, message in (
+        (torch.zeros(1, 7), r"the model returns \[1, 7\] of torch.float32 for windows"),
+        (torch.zeros(1, 1, *SIZE, dtype=torch.int64), "of torch.int64 for windows of"),
+        ({"x": None}, "the model returns NoneType for windows of 8 x 6 x 4"),
+    ):
+        with pytest.raises(GemscError, match=message):
+            case.add([place], output)
