@@ -220,6 +220,19 @@ def test_what_does_not_fit_is_refused(
         predict(tmp_path, 2, picture, user)
 
 
+def test_a_mask_has_the_resolution_of_the_level_that_is_predicted(
+    tmp_path: Path,
+) -> None:
+    program(tmp_path, ranks=2)
+    with tifffile.TiffWriter(path := tmp_path / "slide.tiff") as file:
+        given: dict[str, Any] = {"photometric": "rgb", "metadata": None}
+        per_cm = {"resolution": (40000, 20000), "resolutionunit": "CENTIMETER"}
+        file.write(colours(160, 80), subifds=1, **given, **per_cm)
+        file.write(colours(40, 20), subfiletype=1, **given)
+    predict(tmp_path, 2, colours(1, 1), source=str(path), level=1)
+    assert Slide(tmp_path / "mask.tiff").pixel == pytest.approx((2.0, 1.0))
+
+
 def test_memory_does_not_grow_with_the_slide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

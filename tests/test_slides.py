@@ -149,3 +149,73 @@ def test_bands_become_one_picture(shape: tuple[int, ...], tmp_path: Path) -> Non
     assert np.array_equal(tifffile.imread(tmp_path / "x.tiff"), whole)
     with tifffile.TiffFile(tmp_path / "x.tiff") as file:
         assert file.pages[0].tile[:2] == (512, 512)
+
+
+def described(text: str) -> dict[str, Any]:
+    return {"metadata": None, "description": text}
+
+
+OME = '<OME><Pixels PhysicalSizeX="0.25" PhysicalSizeY="0.5" {}/></OME>'
+RESOLUTIONS: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
+    "centimetres": (
+        {"resolution": (4e4, 2e4), "resolutionunit": "CENTIMETER"},
+        (0.5, 0.25),
+    ),
+    "inches": ({"resolution": (25400, 12700), "resolutionunit": "INCH"}, (2.0, 1.0)),
+    "no unit": ({"resolution": (4e4, 2e4), "resolutionunit": "NONE"}, None),
+    "nothing": ({}, None),
+    "aperio": (
+        described("Aperio Image|AppMag = 20|MPP = 0.499|Left = 3"),
+        (0.499,) * 2,
+    ),
+    "ome": (described(OME.format('PhysicalSizeXUnit="µm"').encode()), (0.5, 0.25)),
+    "ome in mm": (described(OME.format('PhysicalSizeXUnit="mm"').encode()), None),
+}
+
+
+@pytest.mark.parametrize("name", RESOLUTIONS)
+def test_a_slide_knows_the_size_of_its_pixels(name: str, tmp_path: Path) -> None:
+    options, expected = RESOLUTIONS[name]
+    path = tmp_path / "x.tiff"
+    with tifffile.TiffWriter(path) as file:
+        file.write(COLOURS, subifds=1, **options, **RGB)
+        file.write(COLOURS[::4, ::4], subfiletype=1, metadata=None, **RGB)
+    found = Slide(path).pixel
+    assert found == (None if expected is None else pytest.approx(expected))
+    coarse = Slide(path, level=1).pixel
+    if expected is not None:
+        wanted = expected[0] * 333 / 84, expected[1] * 517 / 130
+        assert coarse == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("more", [(), (3,)], ids=str)
+def test_a_mask_is_a_pyramid_with_the_resolution_of_the_slide(
+    more: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole = DRAWN.integers(0, 9, (4501, 1030, *more), np.uint8)
+    bands = np.array_split(whole, 101)  # of 44 or 45 rows: no multiples of 4
+    path = tmp_path / "mask.tiff"
+    write_rows(path, bands, whole.shape, whole.dtype, (0.5, 0.25))
+    with tifffile.TiffFile(path) as file:
+        (series,) = file.series
+        assert len(series.levels) == len(file.pages) == 3
+        for number, page in enumerate(series.levels):
+            step = 4**number
+            assert np.array_equal(page.asarray(), whole[::step, ::step])
+            assert page.keyframe.is_tiled
+            per_cm = page.keyframe.get_resolution("CENTIMETER")
+            assert per_cm == pytest.approx((4e4 / step, 2e4 / step))
+    assert [*tmp_path.iterdir()] == [path]
+    assert Slide(path, level=2).levels == ((4501, 1030), (1126, 258), (282, 65))
+    assert Slide(path).pixel == pytest.approx((0.5, 0.25))
+
+
+def test_openslide_reads_a_mask(tmp_path: Path) -> None:
+    openslide = pytest.importorskip("openslide")
+    whole = DRAWN.integers(0, 9, (4501, 1030), np.uint8)
+    write_rows(path := tmp_path / "x.tiff", [whole], whole.shape, np.uint8, (0.5, 0.25))
+    with openslide.OpenSlide(path) as slide:
+        assert slide.level_dimensions == ((1030, 4501), (258, 1126), (65, 282))
+        assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.25)
+        part = np.asarray(slide.read_region((0, 0), 1, (258, 1126)))
+    assert np.array_equal(part[..., 0], whole[::4, ::4])

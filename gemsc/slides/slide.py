@@ -9,6 +9,7 @@ or as pages of their own. Only the tiles or strips in which the part lies are de
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = ["Slide", "tifffile_module"]
 
 Picture = NDArray[Any]
 CACHE_BYTES = 128 * 2**20  # of decoded tiles: windows overlap
+MICROMETRES = {2: 25400.0, 3: 10000.0}  # of an inch, of a centimetre: TIFF's units
 LARGEST_SEGMENT = 512 * 2**20  # bytes of a tile or strip, decoded
 
 
@@ -45,7 +47,8 @@ class Slide:
     """One level of a picture on disk; each process, or thread, opens its own.
 
     `shape` is (height, width, channels), `dtype` that of the file, `levels` the heights
-    and widths of all levels.
+    and widths of all levels, `pixel` the height and width of a pixel of this level in
+    micrometres, None where the file does not say it.
     """
 
     def __init__(self, path: str | Path, level: int = 0) -> None:
@@ -62,6 +65,11 @@ class Slide:
         self.levels: tuple[tuple[int, int], ...] = self._source.levels
         self.shape: tuple[int, int, int] = self._source.shape
         self.dtype: np.dtype[Any] = self._source.dtype
+        self.pixel: tuple[float, float] | None = None
+        if (finest := self._source.pixel) is not None:
+            sizes = zip(finest, self.levels[0], self.shape, strict=False)
+            height, width = (size * n / m for size, n, m in sizes)
+            self.pixel = (height, width)
 
     def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
         """Return a part, (height, width, channels), in memory of its own.
@@ -87,8 +95,33 @@ def _check_level(path: Path, level: int, shapes: tuple[tuple[int, ...], ...]) ->
         raise GemscError(f"{path} has no level {level}", help=f"it has {sizes}")
 
 
+def _pixel_of(file: Any) -> tuple[float, float] | None:
+    """Return the height and width of a TIFF file's pixels in micrometres."""
+    page = file.pages[0]
+    if file.is_ome:
+        found = [
+            re.search(rf'PhysicalSize{axis}="([^"]+)"', file.ome_metadata)
+            for axis in "YX"
+        ]
+        if all(found) and not re.search('PhysicalSizeXUnit="(?!µm)', file.ome_metadata):
+            height, width = (float(each[1]) for each in found if each)
+            return height, width
+    if aperio := re.search(r"\|\s*MPP = ([\d.]+)", page.description):
+        return float(aperio[1]), float(aperio[1])
+    unit = MICROMETRES.get(int(page.resolutionunit))
+    if "XResolution" not in page.tags or "YResolution" not in page.tags:
+        return None
+    try:
+        across, down = page.get_resolution()
+        return (unit / down, unit / across) if unit else None
+    except (ZeroDivisionError, ValueError):
+        return None
+
+
 class _Array:
     """A NumPy file, mapped into memory."""
+
+    pixel = None
 
     def __init__(self, path: Path, level: int) -> None:
         try:
@@ -137,6 +170,7 @@ class _Tiff:
         shapes = tuple(series.shape for series in levels)
         _check_level(path, level, shapes)
         self.levels: Any = tuple(shape[:2] for shape in shapes)
+        self.pixel = _pixel_of(self._file)
         self._page = levels[level].keyframe
         self.shape: Any = (*shapes[level], 1)[:3]
         self.dtype = np.dtype(self._page.dtype)

@@ -186,7 +186,8 @@ class Prediction:
             return
         shape = (*self.slide.shape[:2], *first.shape[2:])
         bands = self._bands(itertools.chain([first], pictures), first)
-        write_rows(Path(self.job.output), bands, shape, first.dtype)
+        path = Path(self.job.output)
+        write_rows(path, bands, shape, first.dtype, self.slide.pixel)
 
     def _bands(
         self, pictures: Iterator[NDArray[Any]], like: NDArray[Any]
