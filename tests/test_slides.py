@@ -106,20 +106,23 @@ def test_a_damaged_part_and_one_beyond_the_edge_are_refused(tmp_path: Path) -> N
     assert slide.read((64, 65), (128, 129)).shape == (1, 1, 3)
 
 
-def test_without_tifffile_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "file"), [("tifffile", "x.tiff"), ("openslide", "x.svs")]
+)
+def test_without_its_reader_the_extra_is_named(
+    module: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "x.tiff").touch()
+    (tmp_path / file).touch()
     usual = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
-        if name == "tifffile":
+        if name == module:
             raise ImportError(name)
         return usual(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(GemscError) as caught:
-        Slide(tmp_path / "x.tiff")
+        Slide(tmp_path / file)
     assert caught.value.help == "pip install 'gemsc[slides]'"
 
 
@@ -219,3 +222,28 @@ def test_openslide_reads_a_mask(tmp_path: Path) -> None:
         assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.25)
         part = np.asarray(slide.read_region((0, 0), 1, (258, 1126)))
     assert np.array_equal(part[..., 0], whole[::4, ::4])
+
+
+def test_a_scanners_slide_is_read_in_parts(tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    path = tmp_path / "x.svs"
+    text = "Aperio Image Library v1\r\n517x333 (256x256)|AppMag = 20|MPP = 0.5"
+    given: dict[str, Any] = {"tile": (256, 256), "metadata": None, **DEFLATE, **RGB}
+    with tifffile.TiffWriter(path) as file:
+        file.write(COLOURS, description=text, **given)
+        file.write(COLOURS[:64, :64], description=text, **RGB, metadata=None)
+        file.write(COLOURS[::2, ::2], description=text, **given)
+    slide = Slide(path)
+    assert (slide.shape, slide.dtype) == (COLOURS.shape, np.uint8)
+    assert slide.pixel == (0.5, 0.5)
+    assert np.array_equal(slide.read((7, 300), (250, 517)), COLOURS[7:300, 250:517])
+    assert slide.read((5, 5), (0, 9)).shape == (0, 9, 3)
+    coarse = Slide(path, level=1)
+    assert coarse.levels == ((333, 517), (167, 259))
+    assert coarse.pixel == pytest.approx((0.5 * 333 / 167, 0.5 * 517 / 259))
+    assert np.array_equal(coarse.read((0, 99), (0, 200)), COLOURS[:198:2, :400:2])
+    with pytest.raises(GemscError, match="no level 2"):
+        Slide(path, level=2)
+    path.write_bytes(b"no")
+    with pytest.raises(GemscError, match="no slide that OpenSlide can read"):
+        Slide(path)

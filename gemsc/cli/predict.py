@@ -39,7 +39,7 @@ def predict_command(
     ],
     picture: Annotated[
         Path,
-        typer.Argument(help="a TIFF file of any size, a .npy, or a volume: .nii.gz"),
+        typer.Argument(help="a slide (.tiff, .svs, ..., .npy) or a volume (.nii.gz)"),
     ],
     output: Annotated[
         Path | None,
@@ -191,7 +191,7 @@ def _check_picture(
     is_deep = len(taken.size) == 3
     if is_deep != is_volume(path):
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
-        kinds = ".nii.gz or .nii" if is_deep else "TIFF or .npy"
+        kinds = ".nii.gz or .nii" if is_deep else "TIFF, .svs or .npy"
         raise GemscError(
             f"{plan.model} takes {one} (windows of {taken}), and {path} is a {other}",
             help=f"give a {kinds} file",

@@ -1,10 +1,11 @@
-"""A picture of any size, of which parts are read: a TIFF file, or a NumPy array.
+"""A picture of any size, of which parts are read: TIFF, a NumPy array, or OpenSlide's.
 
     slide = Slide("slide.tiff", level=1)
     slide.read((4096, 6144), (0, 2048))     # 2048 x 2048 x 3, uint8
 
 A TIFF file may hold tiles or strips, compressed or not, and coarser levels as SubIFDs
 or as pages of their own. Only the tiles or strips in which the part lies are decoded.
+OpenSlide reads what scanners write: .svs, .ndpi, .mrxs, ...
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gemsc.errors import GemscError
 __all__ = ["Slide", "tifffile_module"]
 
 Picture = NDArray[Any]
+OF_OPENSLIDE = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".vms", ".vmu")
 CACHE_BYTES = 128 * 2**20  # of decoded tiles: windows overlap
 MICROMETRES = {2: 25400.0, 3: 10000.0}  # of an inch, of a centimetre: TIFF's units
 LARGEST_SEGMENT = 512 * 2**20  # bytes of a tile or strip, decoded
@@ -60,8 +62,10 @@ class Slide:
         self.path = Path(path)
         if not self.path.is_file():
             raise GemscError(f"there is no file {self.path}", help="give a TIFF file")
-        opened = _Array if self.path.suffix == ".npy" else _Tiff
-        self._source: _Array | _Tiff = opened(self.path, level)
+        suffix = self.path.suffix.lower()
+        opened: Any = _OpenSlide if suffix in OF_OPENSLIDE else _Tiff
+        opened = _Array if suffix == ".npy" else opened
+        self._source: _Array | _OpenSlide | _Tiff = opened(self.path, level)
         self.levels: tuple[tuple[int, int], ...] = self._source.levels
         self.shape: tuple[int, int, int] = self._source.shape
         self.dtype: np.dtype[Any] = self._source.dtype
@@ -143,6 +147,50 @@ class _Array:
 
     def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
         return np.array(self._array[slice(*rows), slice(*columns)])
+
+
+class _OpenSlide:
+    """A level of what OpenSlide reads; where the scanner saw nothing, it is white."""
+
+    def __init__(self, path: Path, level: int) -> None:
+        try:
+            import openslide
+        except ImportError:
+            raise GemscError(
+                f"{path.suffix} files need OpenSlide",
+                help="pip install 'gemsc[slides]'",
+            ) from None
+        self._error = openslide.OpenSlideError
+        try:
+            self._file = openslide.OpenSlide(path)
+        except self._error as error:
+            raise GemscError(
+                f"{path} is no slide that OpenSlide can read: {error}",
+                help="give the file that belongs to its folder, or a TIFF file",
+            ) from None
+        self.levels: Any = tuple((h, w) for w, h in self._file.level_dimensions)
+        _check_level(path, level, self.levels)
+        self.path, self._level = path, level
+        self.shape: Any = (*self.levels[level], 3)
+        self.dtype = np.dtype(np.uint8)
+        sizes = [self._file.properties.get(f"openslide.mpp-{axis}") for axis in "yx"]
+        self.pixel = tuple(map(float, sizes)) if all(sizes) else None
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
+        size = columns[1] - columns[0], rows[1] - rows[0]
+        if not all(size):
+            return np.zeros((size[1], size[0], 3), np.uint8)
+        factor = self._file.level_downsamples[self._level]
+        place = round(columns[0] * factor), round(rows[0] * factor)
+        try:
+            region = self._file.read_region(place, self._level, size)
+        except self._error as error:
+            raise GemscError(
+                f"a part of {self.path} cannot be read: {error}", help="copy it again"
+            ) from None
+        seen = np.asarray(region)
+        white = np.full_like(seen[..., :3], 255)
+        return np.where(seen[..., 3:] > 0, seen[..., :3], white)
 
 
 class _Tiff:
