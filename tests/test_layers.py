@@ -149,6 +149,7 @@ IN_FUNCTIONS = {
     ("gemsc.runtime.training.arguments", "gemsc.runtime.process.device"),
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
+    ("gemsc.slides.dicom", "pydicom"),
     ("gemsc.slides.slide", "openslide"),
     ("gemsc.slides.slide", "tifffile"),
     ("gemsc.slides.volume", "nibabel"),

@@ -281,6 +281,98 @@ def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
         Volume(path).read()
 
 
+def write_slices(folder: Path, **changes: Any) -> NDArray[Any]:
+    """Write slices that lie obliquely, in files of no order; return their numbers."""
+    pydicom = pytest.importorskip("pydicom")
+    folder.mkdir()
+    (folder / "readme.txt").write_text("no slice")
+    drawn = np.random.default_rng(0)
+    pixels = drawn.integers(-500, 500, (5, 7, 9)).astype(np.int16)
+    turn = np.linalg.qr(drawn.normal(size=(3, 3)))[0]
+    for number, name in enumerate(drawn.permutation(5)):
+        place = turn[0] * 3 - turn[1] * 8 + np.cross(*turn[:2]) * 2.5 * number
+        meta = pydicom.dataset.FileMetaDataset()
+        meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+        meta.MediaStorageSOPClassUID = pydicom.uid.CTImageStorage
+        meta.MediaStorageSOPInstanceUID = pydicom.uid.generate_uid()
+        file = pydicom.Dataset()
+        file.file_meta = meta
+        file.SOPClassUID = meta.MediaStorageSOPClassUID
+        file.SOPInstanceUID = meta.MediaStorageSOPInstanceUID
+        file.SeriesInstanceUID = "1.2"
+        file.InstanceNumber = int(name) + 1  # says nothing
+        file.Rows, file.Columns, file.SamplesPerPixel = 7, 9, 1
+        file.BitsAllocated = file.BitsStored = 16
+        file.HighBit, file.PixelRepresentation = 15, 1
+        file.PhotometricInterpretation = "MONOCHROME2"
+        file.PixelSpacing = [1.5, 0.75]  # from row to row, from column to column
+        file.ImageOrientationPatient = [*map(float, turn[:2].reshape(-1).round(9))]
+        file.ImagePositionPatient = [*map(float, place.round(9))]
+        file.RescaleSlope, file.RescaleIntercept = 2, -24
+        for key, value in changes.items() if number == 1 else ():
+            setattr(file, key, value)
+        file.PixelData = pixels[number].tobytes()
+        file.save_as(folder / f"{name}.dcm", enforce_file_format=True)
+    return pixels * 2.0 - 24
+
+
+def test_a_folder_of_dicom_is_a_volume_that_lies_where_its_slices_say(
+    tmp_path: Path,
+) -> None:
+    numbers = write_slices(tmp_path / "case")
+    volume = Volume(tmp_path / "case")
+    assert (volume.shape, volume.channels) == ((9, 7, 5), 1)
+    assert str(volume).startswith("9 x 7 x 5 voxels of 0.75 x 1.5 x 2.5 mm, ")
+    voxels = volume.read()
+    volume.write(tmp_path / "x.nii.gz", voxels[..., 0])
+    written = nibabel.load(tmp_path / "x.nii.gz")
+    pydicom = pytest.importorskip("pydicom")
+    found = 0
+    for path in (tmp_path / "case").glob("*.dcm"):
+        read = pydicom.dcmread(path)
+        across, down = np.array(read.ImageOrientationPatient).reshape(2, 3)
+        for row, column in ((0, 0), (6, 0), (2, 8)):
+            place = np.array(read.ImagePositionPatient)
+            place = place + across * column * 0.75 + down * row * 1.5
+            place = np.linalg.inv(written.affine) @ [*-place[:2], place[2], 1]
+            x, y, z = place[:3].round().astype(int)
+            np.testing.assert_allclose(place[:3], (x, y, z), atol=1e-4)
+            number = read.pixel_array[row, column] * 2.0 - 24
+            assert written.get_fdata()[x, y, z] == number
+            found += number in numbers
+    assert found == 15
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SeriesInstanceUID": "1.3"}, "holds 2 series: 1.2, 1.3"),
+        ({"PixelSpacing": [1.5, 0.8]}, "has slices of unlike PixelSpacing: "),
+        ({"ImagePositionPatient": [0.0, 0.0, 0.0]}, r"has slices .* mm apart"),
+    ],
+    ids=["two series", "spacing", "a gap"],
+)
+def test_slices_that_are_no_regular_stack_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_slices(tmp_path / "case", **changes)
+    with pytest.raises(GemscError, match=message):
+        Volume(tmp_path / "case")
+
+
+def test_a_folder_without_slices_and_one_that_is_damaged_are_refused(
+    tmp_path: Path,
+) -> None:
+    write_slices(tmp_path / "case")
+    path = tmp_path / "case" / "0.dcm"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(GemscError, match=r"0.dcm cannot be decoded"):
+        Volume(tmp_path / "case").read()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(GemscError, match="holds no grey DICOM slices"):
+        Volume(tmp_path / "empty")
+
+
 def test_without_nibabel_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +398,7 @@ def test_what_does_not_fit_is_said_before_ranks_start(
     write_case(tmp_path / "two.nii.gz", 9, 9, 9, channels=2)
     np.save("slide.npy", np.zeros((9, 9, 1), np.uint8))
     for words, message in (
+        (["nowhere.nii"], "there is no file nowhere.nii"),
         (["slide.npy"], "takes volumes (windows of 8 x 6 x 4 voxels), and slide.npy"),
         (["two.nii.gz"], "two.nii.gz has 2 channels, the model takes 1"),
         (["case.nii.gz", "-o", "x.tiff"], "x.tiff is to hold what is predicted of a"),

@@ -39,7 +39,7 @@ def predict_command(
     ],
     picture: Annotated[
         Path,
-        typer.Argument(help="a slide (.tiff, .svs, ..., .npy) or a volume (.nii.gz)"),
+        typer.Argument(help="a slide (.tiff, .svs, ...) or a volume (.nii.gz, DICOM)"),
     ],
     output: Annotated[
         Path | None,
@@ -188,13 +188,15 @@ def _check_picture(
     plan: Plan, path: Path, level: int, orientation: str | None, taken: Picture
 ) -> None:
     """Refuse what the model cannot take."""
+    if not path.exists():
+        raise GemscError(f"there is no file {path}", help="give a slide or a volume")
     is_deep = len(taken.size) == 3
     if is_deep != is_volume(path):
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
-        kinds = ".nii.gz or .nii" if is_deep else "TIFF, .svs or .npy"
+        kinds = ".nii.gz, .nii or DICOM" if is_deep else "TIFF, .svs or .npy"
         raise GemscError(
             f"{plan.model} takes {one} (windows of {taken}), and {path} is a {other}",
-            help=f"give a {kinds} file",
+            help=f"give {kinds}",
         )
     if is_deep and level:
         raise GemscError(f"{path} has no level {level}", help="leave --level out")

@@ -1,4 +1,4 @@
-"""A volume on disk, read and written as a whole: NIfTI, with its place in space.
+"""A volume on disk, read and written as a whole: NIfTI or DICOM, with its place.
 
 volume = Volume("case.nii.gz", orientation="RAS")
 volume.read()                                   # x, y, z, channels: float32
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
+from gemsc.slides.dicom import read_headers, read_voxels
 
 __all__ = ["SUFFIXES", "Volume", "is_volume", "nibabel_module"]
 
@@ -38,8 +39,30 @@ def nibabel_module() -> Any:
 
 
 def is_volume(path: Path) -> bool:
-    """Whether a file's name says that it is a volume."""
-    return path.name.endswith(SUFFIXES)
+    """Whether a name says that it is a volume: NIfTI, or a folder of DICOM."""
+    return path.name.endswith(SUFFIXES) or path.is_dir()
+
+
+class _Slices:
+    """The voxels of DICOM slices, read when they are asked for."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, files: list[Path], shape: tuple[int, ...]) -> None:
+        self.files, self.shape, self.ndim = files, shape, len(shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return read_voxels(self.files).astype(dtype or self.dtype, copy=False)
+
+
+def _of_dicom(folder: Path, nibabel: Any) -> Any:
+    """Return a folder of slices as an image of nibabel."""
+    files, shape, affine = read_headers(folder)
+    image = nibabel.Nifti1Image(_Slices(files, shape), affine)
+    image.header.set_xyzt_units("mm")
+    image.set_sform(affine, code=1)  # of the scanner
+    image.set_qform(affine, code=1)
+    return image
 
 
 class Volume:
@@ -57,16 +80,19 @@ class Volume:
         """
         self.path = Path(path)
         self._nibabel = nibabel = nibabel_module()
-        if not self.path.is_file():
+        if not self.path.exists():
             raise GemscError(f"there is no file {self.path}", help="give a NIfTI file")
+        is_folder = self.path.is_dir()
         try:
-            self._image = nibabel.load(self.path)
+            self._image = (
+                _of_dicom(self.path, nibabel) if is_folder else nibabel.load(self.path)
+            )
             shape = self._image.shape
             kind = self._image.get_data_dtype().kind
         except (nibabel.filebasedimages.ImageFileError, OSError, ValueError) as error:
             raise GemscError(
                 f"{self.path} is no NIfTI file that can be read: {error}",
-                help="give a .nii or .nii.gz file",
+                help="give a .nii or .nii.gz file, or a folder of DICOM slices",
             ) from None
         if len(shape) == 5 and shape[3] == 1:  # vectors: no time, and channels
             shape = (*shape[:3], shape[4])
