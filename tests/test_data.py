@@ -387,6 +387,36 @@ def test_a_process_that_reads_and_ends_is_an_error() -> None:
     assert "a process that reads the dataset has ended" in done.stdout
 
 
+CLOSES = """
+import time
+from multiprocessing import active_children
+from gemsc.runtime.data.batches import Batches
+from test_data import Noisy
+
+class Slow(Noisy):
+    def __getitem__(self, index):
+        if index:
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+batches = Batches(Slow(), 1, seed=0, shuffle=False, workers=2)
+read = batches.epoch(0)
+next(read)
+readers = active_children()
+batches.close()
+print([reader.exitcode for reader in readers], flush=True)
+time.sleep(0.1)
+"""
+
+
+def test_processes_that_read_end_in_the_middle_of_a_sample() -> None:
+    command = [sys.executable, "-c", CLOSES]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[-9, -9]\n", "", 0)
+
+
 def test_processes_that_read_stay_from_epoch_to_epoch() -> None:
     batches = Batches(Faulty(""), 2, seed=0, shuffle=True, workers=1)
     alone = Batches(Faulty(""), 2, seed=0, shuffle=True)

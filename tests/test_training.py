@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def test_hooks_are_called_on_all_ranks_with_what_happened(tmp_path: Path) -> Non
             (1, 6, 0.005),
             (1, ["loss"]),
         ]
+
+
+def test_a_run_ends_the_processes_that_read_for_it(tmp_path: Path) -> None:
+    """Asked to leave, each would outlast that for half a minute."""
+    readers: set[Any] = set()
+
+    def on_epoch(trainer: Trainer, epoch: int, figures: dict[str, float]) -> None:
+        readers.update(active_children())
+
+    user = user_of(on_epoch=on_epoch, eval_dataset=pairs)
+    run(program(tmp_path), user, "--epochs", "2", "--workers", "1")
+    assert [reader.exitcode for reader in readers] == [-9] * 4  # of two datasets
 
 
 @pytest.mark.parametrize("rank", [0, 1])

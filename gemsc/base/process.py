@@ -52,8 +52,7 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 def outlast_signals(worker: int = 0) -> None:
     """Let a data loader's process go on where a scheduler signals all processes.
 
-    The rank that reads from it is asked to leave after its step, and takes it along.
-    What its rank itself ends, which sends the same signal, has ended by then, too.
+    The rank that reads from it is asked to leave after its step, and kills it then.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(WORKER_SECONDS))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -235,6 +237,22 @@ class Batches:
         """Whether the whole targets of a batch are read."""
         is_last = self.whole_targets == "last" and self.count(batch) < self.size
         return is_last or self.whole_targets == "all"
+
+    def close(self) -> None:
+        """End the processes that read ahead, in the middle of a sample as they are.
+
+        When Python ends it asks them to, and waits until they have outlasted that.
+        """
+        read = getattr(self._loader, "_iterator", None)
+        self._loader = None
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main:  # torch would raise an error of a process that was killed
+            before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for process in getattr(read, "_workers", ()):
+            process.kill()
+            process.join()
+        if is_main:
+            signal.signal(signal.SIGCHLD, before)
 
     def _load(self, keys: Iterator[_Keys]) -> Iterator[Any]:
         """Yield what the samples of each list of keys are, as `_collate` joins them."""

@@ -165,6 +165,10 @@ class Training:
         except BaseException as error:
             self.trainer.tell("on_failure", error)
             raise
+        finally:
+            for data in (self.data, self.evaluator and self.evaluator.data):
+                if data is not None:
+                    data.batches.close()
 
     def _run(self) -> None:
         each, total = len(self._batches), self.total
