@@ -166,9 +166,10 @@ class Training:
             self.trainer.tell("on_failure", error)
             raise
         finally:
-            for data in (self.data, self.evaluator and self.evaluator.data):
-                if data is not None:
-                    data.batches.close()
+            if self.data is not None:
+                self.data.batches.close()
+            if self.evaluator is not None:
+                self.evaluator.data.batches.close()
 
     def _run(self) -> None:
         each, total = len(self._batches), self.total
@@ -296,7 +297,7 @@ class Training:
     def _say_memory(self) -> None:
         """Say what the fullest rank took, beside what its tensors were to take."""
         device = self.trainer.device
-        used: list[int] = self.transport.all_gather_object(peak_bytes(device))
+        used: list[Any] = self.transport.all_gather_object(peak_bytes(device))
         rank = used.index(max(used))
         planned = self.plan.by_rank(self.plan.peak_bytes)[rank % self.plan.copy_ranks]
         where = "its process, with Python and PyTorch"
