@@ -141,6 +141,8 @@ def write_case(path: Path, *shape: int, channels: int = 1) -> NDArray[np.float32
     image = nibabel.Nifti1Image(data, AFFINE)
     image.header.set_slope_inter(0.5, 1)
     image.header.set_xyzt_units("mm")
+    image.header["cal_max"] = 90
+    image.header.set_intent("z score")
     image.set_sform(AFFINE, code=2)
     image.set_qform(AFFINE, code=1)
     nibabel.save(image, path)
@@ -210,6 +212,7 @@ def test_what_is_written_lies_where_the_volume_lies(tmp_path: Path) -> None:
         assert np.array_equal(mask.affine, source.affine)
         codes = mask.header["sform_code"], mask.header["qform_code"]
         assert codes == (2, 1)
+        assert mask.header["cal_max"] == mask.header["intent_code"] == 0
         assert mask.header.get_xyzt_units()[0] == "mm"
         turned = source
         if orientation is not None:
@@ -242,6 +245,12 @@ def test_functions_of_the_file_take_and_give_the_whole_volume(tmp_path: Path) ->
     small = user_of(predict_input=lambda region: predict_input(region)[:, 1:])
     with pytest.raises(GemscError, match=r"returns a volume of \(9, 13, 9\)"):
         predict(tmp_path, 2, small)
+    labels = user_of(
+        predict_input=predict_input, predict_output=lambda y: y.argmax(0) * 70_000
+    )
+    found = predict(tmp_path, 2, labels)
+    assert found.get_data_dtype() == np.int32  # of 64 bits
+    assert set(np.unique(found.dataobj)) == {0, 70_000}
     flat = user_of(
         predict_input=predict_input, predict_output=lambda output: np.zeros((10, 13))
     )
@@ -558,6 +567,23 @@ def test_what_windows_cannot_score_is_refused(
         run(tmp_path, user_with(**names), "--steps", "1")
     assert caught.value.help
     assert "test_volumes.py" in str(caught.value.at)
+
+
+@pytest.mark.parametrize("channels", [1, -1])
+def test_what_looks_at_one_pixel_gives_what_it_gives_at_once(channels: int) -> None:
+    """Pictures, and channels behind; several outputs."""
+    x = torch.rand(1, 23, 17, 2).movedim(-1, channels)
+
+    def model(x: Tensor) -> dict[str, Tensor]:
+        return {"score": x.tanh(), "half": x.half(), "flat": x.sum(channels)}
+
+    case = Case((23, 17), (8, 6), SlidingWindows(0.5, "gaussian"), x)
+    for place in case.windows:
+        case.add([place], model(case.take([place])))
+    found, expected = case.output(), model(x)
+    assert found["half"].dtype == torch.float32
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_scores_of_something_else_cannot_be_blended() -> None:

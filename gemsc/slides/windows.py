@@ -14,6 +14,7 @@ MONAI's `sliding_window_inference` does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -285,8 +286,10 @@ class Case:
         size = self.windows.size
         if self._sums is None:
             self._sums = pytree.tree_map(self._empty, output)
-            self._weights = self._how.weights(size).double()
-            self._counts = torch.zeros(self.whole, dtype=torch.float64)
+            dtypes = [leaf.dtype.to_real() for leaf in pytree.tree_leaves(self._sums)]
+            dtype = functools.reduce(torch.promote_types, dtypes)
+            self._weights = self._how.weights(size).to(dtype)
+            self._counts = torch.zeros(self.whole, dtype=dtype)
         for number, place in enumerate(places):
             for sums, leaf in zip(
                 pytree.tree_leaves(self._sums), pytree.tree_leaves(output), strict=True
