@@ -32,6 +32,9 @@ def dataset():
     return crops("data")
 
 
+eval_windows = {"overlap": 0.5}
+
+
 def optimizer(named):
     return torch.optim.SGD(named, lr=0.1)
 '''

@@ -173,8 +173,9 @@ class _OpenSlide:
         self.path, self._level = path, level
         self.shape: Any = (*self.levels[level], 3)
         self.dtype = np.dtype(np.uint8)
-        sizes = [self._file.properties.get(f"openslide.mpp-{axis}") for axis in "yx"]
-        self.pixel = tuple(map(float, sizes)) if all(sizes) else None
+        notes = self._file.properties
+        sizes = [float(notes.get(f"openslide.mpp-{axis}", 0)) for axis in "yx"]
+        self.pixel: Any = tuple(sizes) if all(sizes) else None
 
     def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
         size = columns[1] - columns[0], rows[1] - rows[0]
