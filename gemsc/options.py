@@ -65,63 +65,75 @@ class CompileOptions:
     `torch_compile` the stages' forwards go through `torch.compile` where they run.
     """
 
-    ranks: int = option(2, "processes in all, as mpirun counts them")
-    data: int = option(1, "data-parallel replicas, or auto", auto=True)
-    per_device: int = option(1, "ranks of replicas on one device, or auto", auto=True)
-    schedule: str = option("1f1b", "who does what when")
+    ranks: int = option(2, "total number of processes, as for mpirun -n")
+    data: int = option(1, "number of data-parallel replicas, or auto", auto=True)
+    per_device: int = option(1, "processes that share each device, or auto", auto=True)
+    schedule: str = option("1f1b", "pipeline schedule")
     micro_batches: int = option(
-        4, "micro-batches (of example_inputs()) in one step, or auto", auto=True
+        4, "micro-batches per step, each like example_inputs(), or auto", auto=True
     )
-    times: int | None = option(None, "master: pairs of runs in one step")
-    chunks: int = option(2, "looped placement: stages on each rank")
-    balance: str = option("compute", "what the stages are balanced by")
-    blocks: tuple[int, ...] = option((), "explicit: blocks of each stage, 3,4,4,5")
+    times: int | None = option(
+        None, "with --schedule master: pairs of micro-batches per step"
+    )
+    chunks: int = option(2, "with looped placement: stages per rank")
+    balance: str = option("compute", "what to balance the stages by")
+    blocks: tuple[int, ...] = option((), "number of blocks in each stage: 3,4,4,5")
     cuts: tuple[str, ...] = option(
-        (), "explicit: modules at which the later stages begin"
+        (), "modules at which the later stages begin: layer2,layer3"
     )
-    placement: str = option("natural", "the rank of each stage, 0,1,1,0, or by a rule")
-    frontend: str = option("record", "how the model is traced")
-    precision: str = option("float32", "what is computed in, within torch.autocast")
-    memory_format: str = option("as-given", "of images, volumes and their weights")
+    placement: str = option("natural", "rank of each stage, as 0,1,1,0 or by rule")
+    frontend: str = option("record", "how to trace the model")
+    precision: str = option("float32", "compute dtype, via torch.autocast")
+    memory_format: str = option(
+        "as-given", "memory layout of images, volumes and their weights"
+    )
     torch_compile: bool = option(
-        False, "forwards of stages through torch.compile: needs a C++ compiler"
+        False, "run the stages through torch.compile; needs a C++ compiler"
     )
     device_memory: int | None = option(
-        None, "memory limit of each rank, for example 16GiB", unit="bytes"
+        None, "memory limit of each device, for example 16GiB", unit="bytes"
     )
-    hardware: str = option("", "machine to plan for: a shipped one, or a .toml file")
-    profile: bool = option(False, "time the model's blocks on this machine")
-    device: str = option("", "profile: cpu or cuda, instead of where the model is")
+    hardware: str = option("", "machine to plan for: a built-in name or a .toml file")
+    profile: bool = option(
+        False, "measure the time of the model's blocks on this machine"
+    )
+    device: str = option("", "device to profile on (default: the model's device)")
     recompute: tuple[str, ...] = option(
-        (), "off, all, auto or blocks to recompute in the backward"
+        (), "blocks to recompute in the backward pass: off, all, auto or names"
     )
     offload: tuple[str, ...] = option(
-        (), "off, auto or blocks whose activations wait on the host"
+        (), "blocks whose activations wait in host memory: off, auto or names"
     )
     check: bool = option(
-        True, "compare the traced graph, and a step of the program, with the model"
+        True, "compare the traced graph, and one step of the program, with the model"
     )
     tiles: tuple[str, ...] = option(
-        (), "split images over ranks: off, auto, 2x2, 4x1, 2x2x2, 2x2,2x1"
+        (), "split images over ranks: off, auto, 2x2, 2x2x2, or by stage: 2x2,2x1"
     )
     local_batchnorm: bool = option(
-        False, "BatchNorm with each tile's own statistics: cheaper, not exact"
+        False, "let BatchNorm use each tile's own statistics: cheaper, but not exact"
     )
-    fuse_halos: int = option(0, "most layers that share one wide halo; 0: none do")
-    overlap_halos: bool = option(True, "convolve a tile while its halo travels")
+    fuse_halos: int = option(
+        0, "maximum number of layers that share one wide halo (0: none)"
+    )
+    overlap_halos: bool = option(
+        True, "compute the inside of a tile while its halo travels"
+    )
     shards: tuple[str, ...] = option(
-        (), "split heads, channels and words over ranks: off, auto, 2, or 2,1,4"
+        (), "split heads, channels and words: off, auto, 2, or by stage: 2,1,4"
     )
     branches: tuple[str, ...] = option(
-        (), "parallel branches on different ranks: off, auto, 2, or 2,1"
+        (), "run parallel branches on different ranks: off, auto, 2, or by stage: 2,1"
     )
-    trunk: str = option("auto", "how ranks with shards hold the values between")
+    trunk: str = option(
+        "auto", "how the ranks of a stage hold values outside of shards and branches"
+    )
     whole: tuple[str, ...] = option(
-        (), "modules that every rank computes whole: head,layers.0"
+        (), "modules that every rank computes in full: head,layers.0"
     )
 
     shard_optimizer: bool = option(
-        False, "optimizer state in parts on the ranks that hold the same weights"
+        False, "shard optimizer state over replicas (ZeRO stage 1)"
     )
 
     def __post_init__(self) -> None:

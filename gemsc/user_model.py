@@ -375,7 +375,7 @@ def _refuse_constants(path: Path, constants: Mapping[str, str]) -> None:
     if constants:
         raise GemscError(
             f"--set cannot change constants of {path.name}, which is in a package",
-            help="move what a run shall change into a file of its own",
+            help="move what runs change into a file of its own",
         )
 
 

@@ -71,7 +71,7 @@ REFUSED = {
     "sequences": r"is no tensor|Sequence '.*' (depends|takes|stacks)",
     "loops and conditions on data": r"(Loop|If) .* (runs as often|chooses|depends on)",
     "sizes that are open": r"has the shape .*\?",
-    "known beforehand, but fed as data": r"from the data, which a program cannot",
+    "known beforehand, but fed as data": r"needs a constant as input",
     "functions that cannot be inlined": r"its functions cannot be inlined|has no value|"
     "onnx cannot replace it by other operators",
     "a mask or indices as output": r"gives (its mask|the indices)",

@@ -111,10 +111,10 @@ def test_the_user_may_give_the_blocks_of_each_stage() -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ((2, 2), "gives 2 stages, 3 are needed"),
-        ((0, 3, 1), "each of at least one block"),
+        ((2, 2), "is for 2 stages, not 3"),
+        ((0, 3, 1), "each with at least one block"),
         ((1, 1, 1), "adds up to 3 blocks, the model has 4: 0, 1, 2, 3"),
-        ((), "gives 0 stages"),
+        ((), "is for 0 stages"),
     ],
 )
 def test_blocks_that_do_not_add_up_are_refused(

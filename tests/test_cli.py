@@ -45,8 +45,8 @@ def test_run_lists_the_options_of_ranks_and_launcher_without_a_program(
 ) -> None:
     outcome = gemsc("run", *words.split())
     assert outcome.code == 0, outcome.err
-    for each in ("--epochs", "--resume", "--hosts", "--restarts", "--detect-anomaly"):
-        assert f"  {each} " in outcome.out
+    for name in ("--epochs", "--resume", "--hosts", "--restarts", "--detect-anomaly"):
+        assert f"  {name} " in outcome.out
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("--version",), ("complie",)])

@@ -120,9 +120,9 @@ def test_a_folder_of_something_else_is_not_touched(small: Path) -> None:
         (net / name).unlink()
     before = files(net)
     for overwrite in (False, True):
-        with pytest.raises(GemscError, match="something else"):
+        with pytest.raises(GemscError, match="something other"):
             import_file(small, net, ImportOptions(), overwrite=overwrite)
-    with pytest.raises(GemscError, match="something else"):
+    with pytest.raises(GemscError, match="something other"):
         import_file(small, small, ImportOptions())
     assert files(net) == before
 

@@ -131,7 +131,7 @@ def test_a_fresh_network_trains_as_the_one_that_made_the_file(model, tmp_path):
     for one in (network, theirs):
         train(one, data)
     check_same(network, theirs)
-    (note,) = [n for n in read.notes if n.startswith("equal tensors that the exporter")]
+    (note,) = [n for n in read.notes if n.startswith("the exporter merged tensors")]
     assert ("blocks.0.norm1.weight (of 7)" in note) == (model is Words)
 
 
@@ -150,7 +150,7 @@ def test_each_of_them_is_written_back_to_a_tensor_of_its_own(model, outside, tmp
     new.parent.mkdir()
     write_back(path.with_suffix(""), new, shapes, state.__getitem__)
     again, read = imported(new)
-    assert not [n for n in read.notes if n.startswith("equal tensors")]
+    assert not [n for n in read.notes if n.startswith("the exporter merged")]
     assert set(again.state_dict()) == set(state)
     for name, tensor in again.state_dict().items():
         if "batches" not in name:

@@ -22,12 +22,14 @@ __all__ = ["compare_command", "draw_run"]
 
 @gives_json
 def compare_command(
-    runs: Annotated[list[Path], typer.Argument(help="folders of runs: PROGRAM/runs/1")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="run folders, for example PROGRAM/runs/1")
+    ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="the drawing, an .svg file")
+        Path, typer.Option("-o", "--output", help=".svg file for the plot")
     ] = Path("compare.svg"),
 ) -> Answer:
-    """Draw the curves of runs, and print how far they came and how they differ."""
+    """Plot runs side by side; print their last figures and how their options differ."""
     if output.suffix != ".svg":
         raise GemscError(
             f"cannot draw {output}", help="give -o a name that ends in .svg"

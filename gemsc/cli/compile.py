@@ -72,7 +72,7 @@ def compile_command(
     output: Annotated[
         Path,
         typer.Option(
-            "-o", "--output", help="folder of the program", rich_help_panel=FILES
+            "-o", "--output", help="folder for the program", rich_help_panel=FILES
         ),
     ] = Path("build/program"),
     overwrite: Annotated[
@@ -86,21 +86,21 @@ def compile_command(
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="an edited plan.toml, instead of options", rich_help_panel=FILES
+            help="edited plan.toml to use instead of options", rich_help_panel=FILES
         ),
     ] = None,
     options: CompileOptions = DEFAULTS,
     print_after: Annotated[
-        str, typer.Option(help="print the program after this pass, or after `all`")
+        str, typer.Option(help="print the program after this pass (or `all`)")
     ] = "",
     time_passes: Annotated[
-        bool, typer.Option(help="print each pass's seconds")
+        bool, typer.Option(help="print the time that each pass takes")
     ] = False,
     constants: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="NAME=VALUE for a constant of the model's file",
+            help="set a constant of the model's file: NAME=VALUE",
             rich_help_panel=FILES,
         ),
     ] = None,
@@ -141,9 +141,9 @@ def plan_command(
         Path | None, typer.Option("-o", "--output", help="write an editable plan.toml")
     ] = None,
     options: CompileOptions = DEFAULTS,
-    most: Annotated[int, typer.Option(help="candidates to print", min=1)] = 8,
+    most: Annotated[int, typer.Option(help="number of candidates to print", min=1)] = 8,
 ) -> Answer:
-    """Compare ways to train on these ranks, without writing a program."""
+    """Compare ways to split a model over ranks, without writing a program."""
     candidates, found = _plan(load_user_model(model), options)
     _report(candidates, found, most=most)
     show_plan(found, console)

@@ -30,7 +30,7 @@ KINDS = (".safetensors", *READERS)
 
 def export_command(
     run: Annotated[
-        Path, typer.Argument(help="a run's folder, its step- folder, or a program")
+        Path, typer.Argument(help="run folder, one of its checkpoints, or a program")
     ],
     output: Annotated[
         Path | None,
@@ -38,14 +38,15 @@ def export_command(
             "-o",
             "--output",
             "--to",
-            help="model.safetensors, model.onnx, or the kind of file that was imported",
+            help="file to write: .safetensors, .onnx, or the format that was imported",
         ),
     ] = None,
     ema: Annotated[
-        bool, typer.Option(help="the averages of the weights that --ema has made")
+        bool,
+        typer.Option(help="the moving average of the weights, as trained with --ema"),
     ] = False,
 ) -> None:
-    """Write a model under your names, or into the file that it was imported from."""
+    """Write the trained weights as one file: .safetensors, .onnx or Keras."""
     if output is None:
         raise UsageError(
             f"the file to write {run} into is not named",

@@ -26,40 +26,46 @@ def import_command(
     weights: Annotated[
         Path | None,
         typer.Argument(
-            help="for a program: a .safetensors or .pt file, or a folder as Hugging "
-            "Face ships it"
+            help="for a program: .safetensors or .pt file, or a Hugging Face model "
+            "folder"
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="where model.py is written; default: model_keras"
+            "-o", "--output", help="folder for model.py (default: model_keras)"
         ),
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
-            help=f"samples of the example inputs; default: {ImportOptions.batch}", min=1
+            help=f"batch size of the example inputs (default: {ImportOptions.batch})",
+            min=1,
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="of an input that leaves it open: name=2x3x512x512"),
+        typer.Option(
+            help="shape of an input that the file leaves open: name=2x3x512x512"
+        ),
     ] = None,
     channels_first: Annotated[
-        bool, typer.Option("--channels-first", help="images of Keras as in PyTorch")
+        bool, typer.Option("--channels-first", help="images in the layout of PyTorch")
     ] = False,
     custom: Annotated[
-        Path | None, typer.Option(help="a file with layers that gemsc does not know")
+        Path | None, typer.Option(help="file that defines layers gemsc does not know")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="lose changes to an earlier import")
+        bool,
+        typer.Option(
+            "--overwrite", help="overwrite an earlier import, discarding your edits"
+        ),
     ] = False,
     check: Annotated[
-        bool, typer.Option(help="run it once beside the file's own definition")
+        bool, typer.Option(help="check the import against a reference run")
     ] = True,
 ) -> None:
-    """Turn a Keras or ONNX file into PyTorch, or let a program start from weights."""
+    """Turn a Keras or ONNX file into PyTorch, or load weights into a program."""
     if source.suffix not in READERS:
         _import_weights(source, weights)
         return

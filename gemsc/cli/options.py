@@ -73,7 +73,10 @@ Model = Annotated[
     ),
 ]
 ModelOrProgram = Annotated[
-    str, typer.Argument(help="a model, or a program directory", callback=imported)
+    str,
+    typer.Argument(
+        help="model, as for compile, or program directory", callback=imported
+    ),
 ]
 Command = Callable[..., Any]
 

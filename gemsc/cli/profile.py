@@ -25,7 +25,7 @@ __all__ = ["profile_command"]
 
 def profile_command(
     program: Annotated[
-        Path | None, typer.Argument(help="per-device: a program directory")
+        Path | None, typer.Argument(help="with --per-device: a program directory")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="time operators of many shapes")
@@ -36,29 +36,34 @@ def profile_command(
     ] = False,
     per_device: Annotated[
         str,
-        typer.Option(help="run PROGRAM with 1,2,4 processes on each device: samples/s"),
+        typer.Option(help="processes per device to run PROGRAM with: 1,2,4"),
     ] = "",
     output: Annotated[
         Path,
         typer.Option(
-            "-o", "--output", help="the file; what is measured is added to it"
+            "-o", "--output", help="file to write; measurements are added to it"
         ),
     ] = Path("hardware.toml"),
     hardware: Annotated[
         str,
-        typer.Option(help="machine or file to take figures from that are not measured"),
+        typer.Option(help="machine or file for the figures that are not measured"),
     ] = "",
-    ranks: Annotated[int, typer.Option(help="network: processes to start", min=2)] = 2,
+    ranks: Annotated[
+        int, typer.Option(help="with --network: processes to start", min=2)
+    ] = 2,
     device: Annotated[
-        str, typer.Option(help="calibrate: cpu, or cuda for the GPU of this machine")
+        str, typer.Option(help="with --calibrate: cpu, or cuda for the GPU")
     ] = "cpu",
     threads: Annotated[
-        int, typer.Option(help="calibrate: threads of one rank", min=1)
+        int, typer.Option(help="with --calibrate: threads per rank", min=1)
     ] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="calibrate: takes seconds, less exact")
+        bool,
+        typer.Option("--quick", help="with --calibrate: takes seconds, less accurate"),
     ] = False,
-    steps: Annotated[int, typer.Option(help="per-device: steps of a round", min=1)] = 5,
+    steps: Annotated[
+        int, typer.Option(help="with --per-device: steps per round", min=1)
+    ] = 5,
 ) -> None:
     """Measure this machine and write a hardware file for `compile --hardware`."""
     counts = check_sharing_options(program, per_device)

@@ -28,7 +28,7 @@ def run_command(
     directory: Directory,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="--epochs, --steps, --save, ...; --help lists all"),
+        typer.Argument(help="--epochs, --steps, --save, ...; --help lists them all"),
     ] = None,
     help: Annotated[bool, HELP] = False,
 ) -> None:

@@ -41,13 +41,14 @@ __all__ = ["graph_command", "show_command", "timeline_command"]
 def show_command(
     directory: Directory,
     html: Annotated[
-        bool, typer.Option("--html", help="rewrite report.html instead")
+        bool, typer.Option("--html", help="rewrite report.html instead of printing")
     ] = False,
     in_browser: Annotated[
-        bool, typer.Option("--open", help="show it and its run in a browser, live")
+        bool,
+        typer.Option("--open", help="open the report and its live run in a browser"),
     ] = False,
     port: Annotated[
-        int | None, typer.Option(help="of --open; default: any that is free", min=0)
+        int | None, typer.Option(help="port for --open (default: any free port)", min=0)
     ] = None,
 ) -> Answer | None:
     """Explain the split; print stages, transfers, memory and the predicted step."""
@@ -55,7 +56,7 @@ def show_command(
         _open(directory, port or 0)
         return None
     if port is not None:
-        raise GemscError("--port is of --open", help="add --open")
+        raise GemscError("--port has no effect without --open", help="add --open")
     plan = Plan.read(directory / "plan.toml")
     if html:
         console.print(f"wrote {write_report(plan, directory)}", highlight=False)
@@ -72,7 +73,7 @@ def graph_command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="an .svg file; default: graph.svg in the program"
+            "-o", "--output", help=".svg file (default: graph.svg in the program)"
         ),
     ] = None,
     options: CompileOptions = DEFAULTS,
@@ -99,22 +100,23 @@ def timeline_command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="an .svg file; default: timeline.svg in the program"
+            "-o", "--output", help=".svg file (default: timeline.svg in the program)"
         ),
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="print the timeline instead")
+        bool, typer.Option("--text", help="print the timeline as text instead")
     ] = False,
     measured: Annotated[
-        bool, typer.Option("--measured", help="run some steps and draw them below")
+        bool,
+        typer.Option("--measured", help="run some steps and draw a measured one below"),
     ] = False,
     steps: Annotated[int, typer.Option(help="training steps to measure", min=1)] = 9,
     device: Annotated[
         str,
-        typer.Option(help="with --measured: cpu, or cuda for the GPU; auto: as run"),
+        typer.Option(help="with --measured: device to run on: auto, cpu or cuda"),
     ] = "auto",
 ) -> None:
-    """Draw the timeline of one step, as predicted and, with --measured, as run."""
+    """Draw the timeline of one step: predicted, and with --measured also measured."""
     if device != "auto":
         device_named(device)
         if not measured:

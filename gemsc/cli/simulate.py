@@ -43,26 +43,27 @@ CHANGED = (
 def simulate_command(
     target: ModelOrProgram,
     ranks: Annotated[
-        int | None, typer.Option(help="processes in all, as mpirun counts them", min=1)
+        int | None,
+        typer.Option(help="total number of processes, as for mpirun -n", min=1),
     ] = None,
     data: Annotated[
-        int | None, typer.Option(help="data-parallel replicas", min=1)
+        int | None, typer.Option(help="number of data-parallel replicas", min=1)
     ] = None,
     curve: Annotated[
-        str, typer.Option(help="numbers of replicas, 1,4,16; default: powers of two")
+        str, typer.Option(help="numbers of replicas: 1,4,16 (default: powers of two)")
     ] = "",
     given: dict[str, Any] | None = None,
     allreduce: Annotated[
-        str, typer.Option(help=f"auto, {', '.join(ROUNDS)}; default: the machine's")
+        str, typer.Option(help=f"auto, {', '.join(ROUNDS)} (default: the machine's)")
     ] = "",
     per_device: Annotated[
-        int, typer.Option(help="processes that share a device, up to these", min=1)
+        int, typer.Option(help="maximum number of processes per device", min=1)
     ] = 1,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="draw the curve: curve.svg")
+        Path | None, typer.Option("-o", "--output", help="file for the plot: curve.svg")
     ] = None,
 ) -> Answer:
-    """Simulate training on many ranks: the real schedule, a modelled network."""
+    """Simulate training on many ranks: real schedule, modelled network."""
     if output is not None and output.suffix != ".svg":
         raise GemscError(
             f"cannot draw {output}", help="give -o a name that ends in .svg"

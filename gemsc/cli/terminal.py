@@ -42,7 +42,9 @@ QUIET_SECONDS = 30.0  # where nobody watches, what ends sooner needs no lines
 console = Console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = UNCUT
-Directory = Annotated[Path, typer.Argument(help="what `gemsc compile -o` wrote")]
+Directory = Annotated[
+    Path, typer.Argument(help="program directory, as `gemsc compile -o` wrote it")
+]
 Answer = tuple[dict[str, Any], int]  # what was found, and the exit code
 JSON = typer.Option("--json", help="print one JSON document instead")
 

@@ -34,7 +34,7 @@ def verify_command(  # noqa: C901
     dtype: Annotated[str, typer.Option(help="float64, float32 or both")] = "both",
     device: Annotated[
         str,
-        typer.Option(help="where both compute: cpu, or cuda for the GPU"),
+        typer.Option(help="device for both: cpu, or cuda for the GPU"),
     ] = "cpu",
     run: Annotated[
         int | None,
@@ -48,8 +48,8 @@ def verify_command(  # noqa: C901
         bool,
         typer.Option(
             "--all-inputs",
-            help="prove one step for all inputs and weights, over a finite field; no "
-            "ranks are started",
+            help="prove one step for all inputs and weights, over a finite field; "
+            "starts no ranks",
         ),
     ] = False,
     arguments: Annotated[
@@ -60,7 +60,9 @@ def verify_command(  # noqa: C901
     """Compare the ranks with one process: loss, gradients, parameters, buffers."""
     names = list(DTYPES) if dtype == "both" else [dtype]
     if not set(names) <= set(DTYPES):
-        raise GemscError(f"unknown dtype '{dtype}'", help="float64, float32 or both")
+        raise GemscError(
+            f"unknown dtype '{dtype}'", help="choose one of float64, float32, both"
+        )
     if arguments and run is None:
         raise GemscError(
             f"unknown argument {arguments[0]}", help="see gemsc verify --help"

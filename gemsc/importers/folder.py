@@ -115,7 +115,7 @@ def _check_free(path: Path, folder: Path, overwrite: bool) -> None:
         return
     if not (folder / ORIGIN_FILE).is_file():
         raise GemscError(
-            f"{folder} holds something else than an import",
+            f"{folder} holds something other than an import",
             help=f"choose another folder: gemsc import {path} -o FOLDER",
         )
     if overwrite:
@@ -123,8 +123,8 @@ def _check_free(path: Path, folder: Path, overwrite: bool) -> None:
     if (edited := Origin.read(folder).edited(folder)) is not None:
         raise GemscError(
             f"{edited} was changed after it was imported",
-            help=f"choose another folder: gemsc import {path} -o FOLDER; or lose the "
-            f"changes: gemsc import {path} -o {folder} --overwrite",
+            help=f"choose another folder: gemsc import {path} -o FOLDER; or discard "
+            f"the changes: gemsc import {path} -o {folder} --overwrite",
         )
 
 

@@ -56,15 +56,15 @@ def run_parser() -> Parser:
 def _launch_parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("starting the ranks")
-    group.add_argument("--hosts", help="hosts with their numbers of ranks: a:2,b:2")
+    group.add_argument("--hosts", help="hosts and how many ranks each takes: a:2,b:2")
     group.add_argument(
-        "--hostfile", type=Path, help="file with a line `a slots=2` for each host"
+        "--hostfile", type=Path, help="file with one line `a slots=2` per host"
     )
     group.add_argument(
         "--restarts",
         type=_number,
         default=0,
-        help="how often to go on from the last checkpoint when a rank dies",
+        help="restarts from the last checkpoint when a rank dies (default: 0)",
     )
     return parser
 

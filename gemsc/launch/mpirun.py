@@ -37,7 +37,7 @@ def find_mpirun() -> Path:
             if found := shutil.which(name, path=place):
                 return Path(found)
     raise GemscError(
-        "no mpirun beside this Python, nor on the path",
+        "no mpirun next to this Python or on the path",
         help="pip install 'gemsc[mpi]'",
     )
 

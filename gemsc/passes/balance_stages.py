@@ -161,8 +161,8 @@ class BalanceStages(Pass):
             return self._from_cuts(blocks)
         if len(self.blocks) != self.num_stages or min(self.blocks) < 1:
             raise GemscError(
-                f"--blocks {_join(self.blocks)} gives {len(self.blocks)} stages, "
-                f"{self.num_stages} are needed, each of at least one block",
+                f"--blocks {_join(self.blocks)} is for {len(self.blocks)} stages, not "
+                f"{self.num_stages}, each with at least one block",
                 help="give one number of blocks for each stage",
             )
         if sum(self.blocks) != len(blocks):

@@ -31,7 +31,7 @@ def read_keras(path: Path, options: ImportOptions) -> ImportedNetwork:
     """Return the network of a file that ends in .keras.
 
     Raises:
-        GemscError: it is damaged, or has layers that gemsc has not.
+        GemscError: it is damaged, or uses layers that gemsc does not support.
     """
     archive = Archive(path)
     custom = custom_layers(options.custom)
@@ -164,7 +164,7 @@ def _check(path: Path, config: Mapping[str, Any], graph: Graph, given: str) -> N
     if unknown:
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise GemscError(
-            f"{path.name} has layers that gemsc has not: "
+            f"{path.name} uses layers that gemsc does not support: "
             f"{', '.join(unknown[:_SHOWN])}{more}",
             help=f"build them of other layers, {given}; the code of a Lambda is "
             "never run",

@@ -59,7 +59,7 @@ class Node:
         operand = self.operand(index)
         if isinstance(operand, Symbol):
             raise self.refuse(
-                f"takes input {index} from the data, which a program cannot follow",
+                f"needs a constant as input {index}, which is computed from data here",
                 help="export the model with fixed shapes, or keep that part outside",
             )
         return None if operand is None else operand.array

@@ -173,7 +173,7 @@ def _weights_in(directory: Path) -> Path:
         )
     if not directory.exists():
         raise GemscError(
-            f"there is no {directory}", help="give the folder that --save wrote"
+            f"there is no folder {directory}", help="give the folder that --save wrote"
         )
     if any(directory.glob("optimizer-rank*.pt")):
         raise GemscError(

@@ -85,19 +85,21 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         epilog="Epochs and steps count from the first start, also after --resume.",
         parents=parents,
     )
-    parser.add_argument("--epochs", type=_count, default=1, help="passes over the data")
+    parser.add_argument(
+        "--epochs", type=_count, default=1, help="passes over the data (default: 1)"
+    )
     parser.add_argument("--steps", type=_count, help="stop after this many steps")
     parser.add_argument(
         "--seed",
         type=int,
-        help="seed of sample order, crops, dropout (0, or that of the checkpoint)",
+        help="seed for sample order, crops, dropout (default: 0, or the checkpoint's)",
     )
     parser.add_argument(
         "--save",
         type=Path,
         metavar="FOLDER",
-        help="the run's folder: log, curves, checkpoints; PROGRAM/runs/1, 2, ... "
-        "without it",
+        help="run folder, for log, curves and checkpoints (default: PROGRAM/runs/1, "
+        "2, ...)",
     )
     parser.add_argument(
         "--resume",
@@ -105,111 +107,116 @@ def make_parser(parents: Sequence[argparse.ArgumentParser] = ()) -> Parser:
         nargs="?",
         const=LAST,
         metavar="FOLDER",
-        help="go on from a checkpoint: that of the run's own folder if none is named",
+        help="go on from a checkpoint (default: the latest in the run's own folder)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="lose the run that --save holds"
+        "--overwrite", action="store_true", help="replace the run in the --save folder"
     )
     parser.add_argument(
         "--tensorboard",
         action="store_true",
-        help="write the log for TensorBoard, too, into FOLDER/tensorboard",
+        help="also write the log for TensorBoard, into FOLDER/tensorboard",
     )
     parser.add_argument(
         "--checkpoint-every",
         type=_cadence,
         default="epoch",
         metavar="WHEN",
-        help="save after each epoch, every 10 steps, every 10min, or never",
+        help="when to save: epoch, 10 (steps), 10min or never (default: epoch)",
     )
     parser.add_argument(
         "--checkpoint-async",
         action="store_true",
-        help="go on while a checkpoint is written",
+        help="keep training while a checkpoint is written",
     )
     parser.add_argument(
-        "--keep", type=_count, default=3, help="newest checkpoints to keep"
+        "--keep", type=_count, default=3, help="recent checkpoints to keep (default: 3)"
     )
     parser.add_argument(
         "--best",
         type=_rule,
         metavar="NAME",
-        help="figure whose best checkpoint is kept: loss, or dice:max of metrics()",
+        help="keep the checkpoint with the best figure: loss, or dice:max of metrics()",
     )
     parser.add_argument(
         "--patience",
         type=_count,
-        help="stop after so many evaluations that bring nothing better",
+        help="stop after this many evaluations without improvement",
     )
     parser.add_argument(
         "--ema",
         type=_share,
         metavar="DECAY",
-        help="evaluate an average of the weights that forgets: 0.999",
+        help="evaluate a moving average of the weights, for example 0.999",
     )
-    parser.add_argument("--workers", type=int, default=0, help="data loader processes")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="data loader processes per rank"
+    )
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="where the ranks compute; auto: each on a GPU, if there is one",
+        help="where to compute (auto: on GPUs, if there are any)",
     )
     parser.add_argument(
         "--per-device",
         type=_count,
         metavar="N",
-        help="so many ranks share each GPU of their machine, by MPS where it is; by "
-        "default as compiled",
+        help="ranks that share each GPU, through MPS if available (default: as "
+        "compiled)",
     )
     parser.add_argument(
         "--dtype",
         choices=["float32", "float64"],
         default="float32",
-        help="of weights, samples and all that is computed of them",
+        help="dtype of weights, samples and results (default: float32)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another value for a constant of the model's file that the model itself "
-        "does not use",
+        help="change a constant of the model's file that the model itself does not use",
     )
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="the same bits in each run, on a GPU too; what cannot is an error",
+        help="same bits in every run, also on GPUs; refuses operations that cannot",
     )
     parser.add_argument(
         "--last-batch",
         choices=["drop", "train"],
         default="drop",
-        help="leave out what does not fill a batch, or train on its micro-batches",
+        help="drop samples that do not fill a batch (default), or train on them",
     )
     parser.add_argument(
-        "--accumulate", type=_count, default=1, help="steps averaged for one update"
+        "--accumulate",
+        type=_count,
+        default=1,
+        help="steps to average for one update (default: 1)",
     )
     parser.add_argument(
-        "--clip-norm", type=float, help="upper bound of the norm of all gradients"
+        "--clip-norm", type=float, help="upper bound for the norm of all gradients"
     )
     parser.add_argument(
         "--timeout",
         type=_limit,
         default=DEFAULT_TIMEOUT,
         metavar="TIME",
-        help="stop with a report if no rank goes on for so long: 60s, 10min, never",
+        help="stop with a report if no rank makes progress for this long: 60s, never "
+        "(default: 10min)",
     )
     parser.add_argument(
         "--on-nonfinite",
         choices=["stop", "skip", "warn"],
         default="stop",
-        help="what follows a loss or gradient that is NaN or infinite: stop (the "
-        "default), leave the update out, or say it and go on",
+        help="after a loss or gradient that is NaN or infinite: stop (default), skip "
+        "the update, or warn and go on",
     )
     parser.add_argument(
         "--detect-anomaly",
         action="store_true",
-        help="name the line whose result or gradient is first NaN or infinite; slow",
+        help="name the line that first gives NaN or infinity; slow",
     )
     for name in ("--verify-into", "--record-into", "--time-into", "--record-run"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)

@@ -78,8 +78,8 @@ def choose_folder(program: Path, options: argparse.Namespace) -> Path | None:
     elif _is_begun(folder) and not options.overwrite:
         raise GemscError(
             f"{folder} holds a run already",
-            help="go on with --resume, name another folder with --save, or lose that "
-            "run with --overwrite",
+            help="go on with --resume, name another folder with --save, or replace "
+            "that run with --overwrite",
         )
     return folder
 

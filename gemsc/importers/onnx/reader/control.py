@@ -62,7 +62,7 @@ class Control:
         value = self._given(proto.input[index], values)
         if not isinstance(value, Static):
             raise self.sheet.refuse(
-                "depends on the data, which a program cannot follow",
+                "depends on data where gemsc needs a constant",
                 help="keep that part outside of the file, or export fixed sizes",
             )
         return value

@@ -190,14 +190,14 @@ def _notes(
     if shared:
         notes.append(
             "one tensor in the file for several layers, and trained as one: "
-            f"{_some(shared)}; if they were several that were equal by chance, "
-            "export with dynamo=True, optimize=False"
+            f"{_some(shared)}; if they only happened to be equal, export with "
+            "dynamo=True, optimize=False"
         )
     if tensors.ties.parted:
         parted = [f"{name} (of {n})" for name, n in tensors.ties.parted.items()]
         notes.append(
-            "equal tensors that the exporter made one are several again, one for each "
-            f"layer: {_some(parted)}"
+            "the exporter merged tensors that happened to be equal; each layer has its "
+            f"own again: {_some(parted)}"
         )
     if tensors.ties.left_out:
         notes.append(
