@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemsc.errors import InternalError
-from gemsc.runtime.transport import mpi
+from gemsc.runtime.transport import mpi, waiting
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
@@ -352,6 +352,7 @@ def main(names: list[str]) -> None:
                 sys.stdout.write(f"passed {name}\n")
                 sys.stdout.flush()
         transport.close()
+        assert not waiting._checks
     except BaseException:
         traceback.print_exc()
         transport.abort(3)

@@ -90,6 +90,24 @@ def test_the_version_is_that_of_the_package(gemsc: Gemsc) -> None:
     assert gemsc("--version").out == f"gemsc {version('gemsc')}\n"
 
 
+@pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-", "2>&-", ">&-"])
+def test_streams_that_the_caller_has_closed_lead_nowhere(
+    closed: str, tmp_path: Path
+) -> None:
+    """Without that a file that is opened is the standard output."""
+    code = "import os, sys\nfrom gemsc.cli import command\n"
+    code += "sys.argv[1:] = ['--version']\ntry:\n    command.main()\nfinally:\n"
+    code += "    print('more')\n    print('more', file=sys.stderr)\n"
+    code += "    file = open(sys.argv[0] + '.txt', 'w')\n    os.write(1, b'out')\n"
+    code += "    os.write(2, b'err')\n    print(file.fileno(), file=file)\n"
+    path = tmp_path / "closed.py"
+    path.write_text(code)
+    line = f"{sys.executable} {path} {closed}"
+    done = subprocess.run(line, shell=True, capture_output=True, timeout=60)
+    assert done.returncode == 0
+    assert int((tmp_path / "closed.py.txt").read_text()) > 2
+
+
 def test_a_command_that_is_not_there_is_refused(gemsc: Gemsc) -> None:
     outcome = gemsc("complie", "model.py")
     assert outcome.code == 2

@@ -521,6 +521,23 @@ def test_a_state_that_the_next_step_would_fail_on_is_refused(
     assert wrong_states[name].is_untouched
 
 
+def test_a_program_without_the_scheduler_of_the_checkpoint_is_refused(
+    program: Path, tmp_path: Path
+) -> None:
+    save(program, tmp_path, (1,), scheduler=by_steps)
+
+    def work(trainer: Trainer) -> Refusal:
+        trainer.step(*BATCH)
+        return attempt(trainer, tmp_path)
+
+    for refusal in on_ranks(program, 2, work, optimizer=adam):
+        assert str(refusal.error).startswith(
+            "error: the checkpoint has the scheduler StepLR, the program none\n"
+            "help: use StepLR again, "
+        )
+        assert refusal.is_untouched
+
+
 @pytest.mark.by_day(30)
 @pytest.mark.parametrize("name", [*DAMAGES, *FOREIGN])
 def test_it_is_refused_by_name_and_nothing_is_taken(

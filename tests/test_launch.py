@@ -101,6 +101,12 @@ def test_open_mpi_gets_its_settings(tmp_path, monkeypatch):
     assert env["GEMSC_NUM_RANKS"] == "4"
 
 
+def test_open_mpi_has_a_home_where_the_caller_has_none(tmp_path, monkeypatch):
+    use_mpirun(monkeypatch, tmp_path, "mpirun (Open MPI) 5.0.11")
+    monkeypatch.delenv("HOME")
+    assert Path(mpirun_command(2, ["python"])[1]["HOME"]).is_dir()
+
+
 def test_hydra_gets_its_own_options(tmp_path, monkeypatch):
     path = use_mpirun(monkeypatch, tmp_path, "HYDRA build details:")
     command, env = mpirun_command(2, ["python"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import default_collate
 from training_support import run, user_of
 
 from gemsc.base.boxes import Box
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.metrics import Metrics
 from gemsc.runtime.training.trainer import Trainer
 
@@ -255,6 +256,32 @@ def evaluate_one(given: Any) -> list[str]:
     metrics = Metrics(user_of(metrics=given).make_metrics())
     metrics.add(*whole(Pictures(2)), 2)
     return [*metrics.figures()]
+
+
+def test_metrics_that_fail_are_named_with_their_line(tmp_path: Path) -> None:
+    def fails(output: Any, target: Any) -> Any:
+        return {"right": output[10**9]}
+
+    with pytest.raises(GemscError, match=r"metrics\(\) fails: IndexError: ") as caught:
+        evaluated(tmp_path, Pictures, fails, **ONE)
+    assert re.search(
+        r'test_metrics.py:\d+: error.*\n +return {"right"', str(caught.value)
+    )
+
+    class Fails(Spread):
+        def compute(self) -> Any:
+            raise ArithmeticError
+
+    at = SourceLocation("model.py", 7)
+    metrics = Metrics({"a": lambda output, target: "text", "b": Fails()}, at)
+    with pytest.raises(GemscError, match=r"metrics\(\) fails: ValueError: could not"):
+        metrics.add(None, None, 2)
+    metrics = Metrics(Fails(), at)
+    metrics.add(*whole(Pictures(2)), 2)
+    with pytest.raises(GemscError, match=r"fails: ArithmeticError\n") as caught:
+        metrics.figures()
+    assert caught.value.at is not None
+    assert caught.value.at.text == "raise ArithmeticError"
 
 
 @pytest.mark.parametrize("given", [5, {"dice": "dice"}])

@@ -38,7 +38,7 @@ def choose(program: Path, *words: object) -> tuple[Path | None, Path | None]:
 
 def used(folder: Path, file: str = "log.jsonl") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / file).touch()
+    (folder / file).write_text('{"event": "step", "step": 1}\n')
     return folder
 
 
@@ -80,6 +80,15 @@ def test_a_run_is_never_overwritten_by_mistake(tmp_path: Path, file: str) -> Non
     assert choose(tmp_path, *words, "--resume", folder) == (folder, folder)
     step = folder / "step-000002"
     assert choose(tmp_path, *words, "--resume", step) == (folder, step)
+
+
+def test_an_attempt_without_a_step_does_not_block_its_folder(tmp_path: Path) -> None:
+    Logged(tmp_path).train(0)
+    assert (tmp_path / "run" / "log.jsonl").is_file()
+    assert choose(tmp_path, "--save", tmp_path / "run") == (tmp_path / "run", None)
+    Logged(tmp_path).train(1)
+    with pytest.raises(GemscError, match="holds a run already"):
+        choose(tmp_path, "--save", tmp_path / "run")
 
 
 def test_what_does_not_train_has_no_folder(tmp_path: Path) -> None:
@@ -166,6 +175,7 @@ class Logged:
             trainer.callbacks.append(Log(options))
             if options.resume is not None:
                 trainer.resume(options.resume)
+            trainer.start()
             for step in range(trainer.step_number, steps):
                 x, target = batch_of((X, X), 2)
                 trainer.step(x * (math.nan if step == fails else 1.0), target)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from nightly import at_night
 from gemsc.errors import GemscError, InternalError
 from gemsc.launch.launch import launch
 from gemsc.launch.mpirun import find_mpirun
-from gemsc.runtime.transport import mpi
+from gemsc.runtime.transport import mpi, waiting
 from gemsc.runtime.transport.device_transport import MOST_DEFERRED, DeviceTransport
 from gemsc.runtime.transport.local import LocalTransport, run_local
 from gemsc.runtime.transport.streams import CudaStreams, Pending, Streams
-from gemsc.runtime.transport.waiting import wait
+from gemsc.runtime.transport.waiting import check_in_waits, check_no_more, wait
 
 PROGRAM = str(Path(__file__).parent / "mpi_transport_program.py")
 
@@ -247,6 +248,17 @@ class Countdown:
     def done(self) -> bool:
         self.turns = max(0, self.turns - 1)
         return self.turns == 0
+
+
+def test_a_wait_of_seconds_is_checked_until_that_is_taken_back(monkeypatch):
+    monkeypatch.setattr(waiting, "CHECK_SECONDS", 0.001)
+    seen = []
+    end = time.monotonic() + 0.02
+    check_in_waits(seen.append)
+    wait(SimpleNamespace(done=lambda: time.monotonic() > end))
+    assert seen
+    check_no_more(seen.append)
+    assert not waiting._checks
 
 
 def test_waiting_asks_each_request_until_it_is_done():

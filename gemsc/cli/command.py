@@ -139,6 +139,7 @@ def main(*, settings: bool = True) -> None:
 
     Without `settings`, what the folder's gemsc.toml says has no effect.
     """
+    _open_streams()
     # torch would print a traceback of its own for every shape that does not fit
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     words = sys.argv[2 if sys.argv[1:2] == ["--"] else 1 :] or ["--help"]
@@ -172,6 +173,18 @@ def main(*, settings: bool = True) -> None:
         say("internal error: see above")
         say("help: this is a bug in gemsc; please report it")
         sys.exit(70)
+
+
+def _open_streams() -> None:
+    """Let what the caller has closed lead nowhere: a file would get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(number, True)
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _check_words(words: Iterable[str]) -> None:

@@ -82,6 +82,7 @@ def mpirun_command(
         "GEMSC_NUM_RANKS": str(num_ranks),
         "PYTHONUNBUFFERED": "1",
         "GLIBC_TUNABLES": MALLOC_SETTING,
+        "HOME": os.path.expanduser("~"),  # Open MPI does not start without
     }
     if not hosts:
         # torch would start a thread per core in every rank. On several hosts a rank

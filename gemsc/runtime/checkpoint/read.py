@@ -232,7 +232,10 @@ class _Reader:
             now = getattr(updates, key)
             for theirs in saved.ranks:
                 before = theirs["kinds"].get(key)
-                if now is not None and before not in (None, kind := type(now).__name__):
+                kind = type(now).__name__ if now is not None else "none"
+                # a rank that updates nothing has none of both
+                is_asked = now is not None or updates.optimizer is not None
+                if is_asked and before not in (None, kind):
                     raise GemscError(
                         f"the checkpoint has the {key} {before}, the program {kind}",
                         help=f"use {before} again, {WEIGHTS_ALONE}",

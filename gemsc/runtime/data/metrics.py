@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError, SourceLocation
 
 __all__ = ["Metrics", "first_samples", "is_texts"]
@@ -65,7 +67,15 @@ class Metrics:
 
     @torch.no_grad()
     def add(self, output: Any, target: Any, count: int) -> None:
-        """Take what the model returned for a batch of `count` samples."""
+        """Take what the model returned for a batch of `count` samples.
+
+        Raises:
+            GemscError: the user's function fails; with its line.
+        """
+        with self._lines():
+            self._add(output, target, count)
+
+    def _add(self, output: Any, target: Any, count: int) -> None:
         self._count += count
         for name, function in self._functions.items():
             found = function(output, target)
@@ -82,7 +92,15 @@ class Metrics:
             getattr(metric, adds)(output, target)
 
     def figures(self) -> dict[str, tuple[float, int]]:
-        """Return each figure, and of how many samples it is."""
+        """Return each figure, and of how many samples it is.
+
+        Raises:
+            GemscError: the user's metric fails; with its line.
+        """
+        with self._lines():
+            return self._figures()
+
+    def _figures(self) -> dict[str, tuple[float, int]]:
         counts = self._counts
         found = {n: (total / counts[n], counts[n]) for n, total in self._sums.items()}
         for name, (metric, adds) in self._states.items():
@@ -91,6 +109,22 @@ class Metrics:
                 name = type(metric).__name__
             found |= {key: (n, self._count) for key, n in _numbers(name, value)}
         return found
+
+    @contextmanager
+    def _lines(self) -> Iterator[None]:
+        """Tell of an error in the user's code as of one in any other hook."""
+        try:
+            yield
+        except GemscError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise GemscError(
+                f"metrics() fails: {type(error).__name__}{': ' * bool(text)}{text}",
+                at=user_place(error.__traceback__) or self._at,
+                help="it is called with what the model returns for a whole batch, and "
+                "with the targets, both in the host's memory",
+            ) from error
 
 
 def _adds(metric: Any) -> str | None:

@@ -166,8 +166,7 @@ class Training:
             self.trainer.tell("on_failure", error)
             raise
         finally:
-            if self.data is not None:
-                self.data.batches.close()
+            self._batches.close()
             if self.evaluator is not None:
                 self.evaluator.data.batches.close()
 

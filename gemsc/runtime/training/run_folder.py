@@ -48,6 +48,7 @@ __all__ = [
 NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
 RUNS = "runs"  # folder of a program
 LOG, TABLE, ABOUT, CURVES = "log.jsonl", "log.csv", "run.json", "curves.svg"
+BEGUN = '{"event": "step"'  # how a line of a step begins
 LOCK = ".lock"  # the system drops what a process held that has ended
 LOCK_SECONDS = 5.0  # for a run that was just killed to be gone
 
@@ -210,8 +211,14 @@ def _new(runs: Path, last: int) -> Path:
 
 
 def _is_begun(folder: Path) -> bool:
-    """Whether a run has left its log or a checkpoint in a folder."""
-    return _is_saved(folder) or (folder / LOG).exists()
+    """Whether a run has left a checkpoint in a folder, or steps in its log."""
+    if _is_saved(folder):
+        return True
+    try:
+        with (folder / LOG).open(encoding="utf-8", errors="replace") as lines:
+            return any(line.startswith(BEGUN) for line in lines)
+    except OSError:
+        return False
 
 
 def _is_saved(folder: Path) -> bool:

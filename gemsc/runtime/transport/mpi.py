@@ -30,7 +30,14 @@ from gemsc.runtime.transport.transport import (
     shape_text,
 )
 from gemsc.runtime.transport.trial import may_carry, try_message
-from gemsc.runtime.transport.waiting import Awaited, Request, Wait, check_in_waits, wait
+from gemsc.runtime.transport.waiting import (
+    Awaited,
+    Request,
+    Wait,
+    check_in_waits,
+    check_no_more,
+    wait,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -389,6 +396,7 @@ class MpiTransport:
         """Wait for the others politely, so that MPI's own end need not."""
         self.barrier()
         self._is_open = False
+        check_no_more(self._check_left)
         for group in self._groups.values():
             group.free()
         self._groups.clear()

@@ -34,6 +34,7 @@ __all__ = [
     "Request",
     "Wait",
     "check_in_waits",
+    "check_no_more",
     "wait",
     "wait_of",
     "waited_seconds",
@@ -96,6 +97,11 @@ def check_in_waits(check: Callable[[Wait], None]) -> None:
     _checks.append(check)
 
 
+def check_no_more(check: Callable[[Wait], None]) -> None:
+    """Take back one `check_in_waits`."""
+    _checks.remove(check)
+
+
 def wait(*requests: Request) -> None:
     """Return when all requests are complete; leave the core to others till then."""
     begin = started = before = checked = time.perf_counter()
@@ -112,7 +118,7 @@ def wait(*requests: Request) -> None:
                 _waits[thread] = Wait(begin, pending)
                 if now - checked > CHECK_SECONDS:
                     checked = now
-                    for check in _checks:
+                    for check in (*_checks,):
                         check(_waits[thread])
                 seconds = (now - started) * SLEEP_SHARE
                 _sleep(min(max(seconds, SHORTEST_SLEEP), _longest_sleep(pending)))
