@@ -122,6 +122,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 FIGURES = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "eval_loss")
 MPIRUN = ("mpirun", "prterun", "mpiexec.hydra")
 PROXY = "hydra_pmi_proxy"  # MPICH has one between mpirun and the ranks
+OF_PYTORCH = ("torchinductor_", "pymp-")  # DataLoader's workers leave these always
 SAVING = ".step-*"  # a checkpoint's folder until it is whole
 EPOCH = 250  # steps
 EVERY = 2.0  # seconds from one checkpoint to the next
@@ -230,15 +231,17 @@ class Job:
                     return Path(value).parent
         return None
 
-    def end(self, victim: str, number: int) -> int:
-        """Send a signal, and return the exit code once nothing is left.
+    def end(self, victim: str, number: int) -> tuple[str, int]:
+        """Send a signal, and return to whom, and the exit code once nothing is left.
+
+        Before there are ranks, and mpirun, `gemsc run` gets it.
 
         Raises:
             ProblemError: something goes on, or a file is left.
         """
         everyone, scratch = self.processes(), self.scratch()
-        pids = everyone[victim] or everyone["command"]
-        os.kill(random.choice(pids), number)
+        victim = victim if everyone[victim] else "command"
+        os.kill(random.choice(everyone[victim]), number)
         how = f"after {signal.Signals(number).name} to {victim}"
         try:
             code = self.process.wait(END)
@@ -253,7 +256,7 @@ class Job:
             for pid in everyone[""]:
                 left += map(str, Path("/dev/shm").glob(f"torch_{pid}_*"))
             if not left:
-                return code
+                return victim, 128 - code if code < 0 else code
         raise ProblemError(f"{how} there still is {', '.join(left)}")
 
 
@@ -331,7 +334,7 @@ def disturb(place: Place, minutes: float, draw: random.Random, report: Report) -
         if moment == "saving":
             job.wait_for(lambda: any(job.run.glob(SAVING)), START)  # noqa: B023
             time.sleep(draw.uniform(0, 0.02))
-        code = job.end(victim, number)
+        victim, code = job.end(victim, number)
         report.endings[victim, number.name, code] += 1
     step = last_step(place.folder / "disturbed") + EPOCH
     job = place.start("disturbed", "--steps", step, *resume)
@@ -376,7 +379,7 @@ def kill_and_compare(
             step = disturb(place, minutes, random.Random(f"{seed} {name}"), report)
             found = differences(place, step)
             left = os.listdir(place.folder / "temporary")
-            left = [name for name in left if not name.startswith("torchinductor_")]
+            left = [name for name in left if not name.startswith(OF_PYTORCH)]
             found += [f"{len(left)} temporary files are left: {left[:5]}"] * bool(left)
         except ProblemError as problem:
             found = [str(problem)]
@@ -479,6 +482,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick:
         options.minutes, options.steps, options.only = 0.3, 1000, "pipeline"
+    random.seed(options.seed)
     report, names = Report(), options.only.split(",")
     with TemporaryDirectory() as folder:
         if options.minutes:

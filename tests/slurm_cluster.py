@@ -46,7 +46,10 @@ AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
 MinJobAge=300
 NodeName=localhost NodeAddr=127.0.0.1 NodeHostname=localhost CPUs=8
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=first Nodes=ALL PriorityTier=2 MaxTime=INFINITE State=UP
 """
 
 

@@ -201,6 +201,17 @@ def test_a_signal_that_ends_mpirun_is_an_exit_code(shell_mpirun, tmp_path):
     assert run("kill -9 $$", tmp_path) == (137, says)
 
 
+def test_ranks_that_left_with_a_checkpoint_are_heard_though_mpirun_ends_first(
+    shell_mpirun, tmp_path
+):
+    script = "printf 'stopped at step 3' > $GEMSC_STATUS_FOLDER/reported; exit 1"
+    assert run(script, tmp_path) == (75, "stopped at step 3\n")
+    killed = f"{script.removesuffix('exit 1')} cat {tmp_path}/text >&2; exit 137"
+    (tmp_path / "text").write_bytes(KILLED)
+    says = "rank 1 was ended by signal 9 (Killed)\n"
+    assert run(killed, tmp_path) == (137, says)
+
+
 def test_a_job_under_nohup_goes_on_when_the_terminal_closes(
     shell_mpirun, tmp_path, monkeypatch
 ):

@@ -12,6 +12,7 @@ import torch
 from command_line import MODEL, Gemsc, gemsc_here, line_of
 from nightly import at_night
 
+from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.batches import NUM_REPEATED, Batches
 from gemsc.runtime.data.digest import digest
@@ -251,3 +252,25 @@ def test_a_generator_that_takes_no_seed_stops_the_run(
     assert message in outcome.err
     assert "draw from no others" in outcome.err
     assert not (tmp_path / "checkpoint" / "latest").exists()
+
+
+def test_what_is_drawn_beside_the_data_is_the_same_on_every_rank() -> None:
+    """In hooks, after a resume too: with other processes that read, or none."""
+
+    def draws(begin: int = 0, *, reads: bool = True, workers: int = 0) -> list[Any]:
+        def read(transport: Transport) -> list[Any]:
+            options = {"seed": 0, "shuffle": True, "workers": workers}
+            batches = Batches(Table(), 4, **options)
+            data = SharedData(batches, transport, "dataset", PLACE)
+            return [
+                (torch.rand(1).item(), random.random(), np.random.rand())
+                for _ in data.epoch(1, begin, reads=reads)
+            ]
+
+        with preserve_rng():
+            return run_local(1, read, timeout=60)[0]
+
+    first, second, third = wanted = draws()
+    assert len({first, second, third}) == 3
+    assert draws(reads=False) == draws(workers=1) == wanted
+    assert draws(1) == draws(1, workers=1) == [second, third]

@@ -1,5 +1,6 @@
 """A real Slurm, of this machine alone: ranks of srun, and the job that is written."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,3 +54,22 @@ def test_a_job_that_is_told_to_stop_goes_on_after_a_requeue(cluster, program):
     assert 6 <= step < 180
     assert last_step(program / "runs" / f"job-{job}") == 180
     assert "Restarts=1 " in cluster.ask("scontrol", "show", "job", job)
+
+
+@pytest.mark.nightly
+def test_a_job_that_is_preempted_goes_on_where_it_was(cluster, program):
+    job = cluster.submit(program / "job.sbatch", "--epochs", "60")
+    cluster.wait_for(job, "epoch 3/60")
+    takes_all = "-p", "first", "-n", "8", "-o", "first", "--wrap", "sleep 1"
+    first = cluster.ask("sbatch", "--parsable", *takes_all)
+    assert cluster.end_of(first) == "COMPLETED"
+    assert cluster.end_of(job) == "COMPLETED", Path(f"out-{job}").read_text()
+    assert "Restarts=1 " in cluster.ask("scontrol", "show", "job", job)
+    run = program / "runs" / f"job-{job}"
+    begun = [
+        start["step"] for start in json.loads((run / "run.json").read_text())["starts"]
+    ]
+    assert len(begun) == 2
+    assert begun[1] >= 6
+    steps = [line.split(",")[0] for line in (run / "log.csv").read_text().splitlines()]
+    assert steps[1:] == [str(step) for step in range(1, 181)]

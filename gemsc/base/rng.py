@@ -15,6 +15,7 @@ __all__ = [
     "generator_lock",
     "may_draw",
     "preserve_rng",
+    "seed_all",
     "seed_of",
     "seeded",
     "torch_seeded",
@@ -46,13 +47,18 @@ def preserve_rng() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed all generators, and put them back afterwards."""
     with preserve_rng():
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_all(seed)
         yield
 
 

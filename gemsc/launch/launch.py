@@ -106,6 +106,9 @@ def launch(
             _write(target, notes.of_all(f"stopped by {signal_name(seen[0])}"))
         elif code < 0:
             _write(target, notes.of_all(f"mpirun was ended by {signal_name(-code)}"))
+        elif code not in (0, STOPPED, TIMED_OUT) and (text := notes.last_words):
+            _write(target, f"{text}\n".encode())  # a mpirun that ends shows no more
+            code = STOPPED
         elif code not in (0, STOPPED, TIMED_OUT) and notes.are_silent and not show_all:
             _write(
                 target,
@@ -183,6 +186,13 @@ class _Notes:
         ranks = range(self.num_ranks)
         has_run = any(read_status(self.folder, rank) for rank in ranks)
         return has_run and not self.told and not self._is_reported
+
+    @property
+    def last_words(self) -> str:
+        """What the ranks said as they left with a checkpoint; "" if one was ended."""
+        if self.told or not self._is_reported:
+            return ""
+        return (self.folder / REPORTED).read_text(encoding="utf-8")
 
     @property
     def _is_reported(self) -> bool:

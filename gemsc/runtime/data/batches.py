@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gemsc.base.nests import num_samples
 from gemsc.base.process import outlast_signals
-from gemsc.base.rng import seed_of
+from gemsc.base.rng import seed_all, seed_of
 from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
@@ -86,10 +84,7 @@ class _Reproducible(Dataset[Any]):
 
     def _read(self, epoch: int, index: int, window: Window | None) -> Any:
         Status.go_on()
-        seed = seed_of(self.seed, epoch, index)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        seed_all(seed_of(self.seed, epoch, index))
         seed_generators(self._held, self.seed, epoch, index)
         if window is not None:
             return self.dataset.read(index, window.box)

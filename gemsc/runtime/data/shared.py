@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Any
 
 from gemsc.base.boxes import Box
+from gemsc.base.rng import seed_all, seed_of
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.batches import Batch, Batches
 from gemsc.runtime.transport.transport import Transport
@@ -63,6 +64,8 @@ class SharedData:
         source = batches.epoch(number, first) if reads else repeat(NOTHING)
         for i in range(first, len(batches)):
             batch = next(source)
+            # what hooks draw does not depend on what this rank reads, and where
+            seed_all(seed_of(batches.seed, number, "batch", i))
             compares = i == first or batches.compare_all
             yield batch, self._compare(batch.digests, number) if compares else {}
 

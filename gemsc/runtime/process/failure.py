@@ -138,11 +138,15 @@ def _report(text: str) -> None:
         time.sleep(REPORT_SECONDS)
 
 
-def is_first(what: str) -> bool:
-    """Whether no other rank has asked for this, as far as the status folder can say."""
+def is_first(what: str, text: str = "") -> bool:
+    """Whether no other rank has asked for this, as far as the status folder can say.
+
+    `gemsc run` finds the text there.
+    """
     try:
         if folder := os.environ.get(STATUS_VARIABLE):
-            os.close(os.open(Path(folder) / what, os.O_CREAT | os.O_EXCL))
+            with (Path(folder) / what).open("x", encoding="utf-8") as file:
+                file.write(text)
     except OSError as error:  # another one: better two reports than none
         return not isinstance(error, FileExistsError)
     return True

@@ -17,8 +17,11 @@ __all__ = ["scratch_folder"]
 SHARED_MEMORY = Path("/dev/shm")
 LOCK = "lock"  # file in a scratch folder, locked while its job runs
 SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open MPI's
-# reads until who made the folder says a word, or is gone; ranks may write a last time
-SWEEP = 'read -r _; for _ in 1 2 3; do rm -rf "$0"; test -e "$0" || exit; sleep 1; done'
+# reads until who made the folder says a word, or is gone: then ranks take a moment, too
+SWEEP = """\
+read -r _ || sleep 1
+for _ in 1 2 3; do rm -rf "$0"; test -e "$0" || exit; sleep 1; done
+"""
 
 
 @contextlib.contextmanager

@@ -272,8 +272,9 @@ class Training:
         if self.checkpoints is not None:
             where = f"checkpoint in {folder}; go on with: gemsc run "
             where += shlex.join([str(self.trainer.directory), *self._arguments()])
-        if self.talks and is_first(REPORTED):
-            self._say(f"stopped on request at step {done}; {where}")
+        text = f"stopped on request at step {done}; {where}"
+        if self.talks and is_first(REPORTED, text):
+            self._say(text)
 
     def _arguments(self) -> list[str]:
         """Return the options of this run, with those that let it go on."""
