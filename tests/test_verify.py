@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from command_line import MODEL, compile_here, gemsc_here
 from nightly import at_night
 from program_support import Net, X, mse, written
 from torch import nn
@@ -194,3 +195,16 @@ def test_what_a_model_computes_in_float32_is_judged_by_float32(
     assert result.inside is not None
     assert result.inside.dtype is NARROW
     assert "_to_copy at test_verify.py:" in result.inside.call
+
+
+@pytest.mark.mpi
+def test_a_dataset_may_give_the_tensors_of_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, build = tmp_path / "model.py", tmp_path / "build"
+    theirs = "class Named(torch.Tensor):\n    pass\n\n\nclass Data"
+    text = MODEL.replace("class Data", theirs)
+    path.write_text(text.replace("randn(8),", "randn(8).as_subclass(Named),"))
+    compile_here(path, "--ranks", 2, "-o", build)
+    said = gemsc_here(monkeypatch, capfd)("verify", build, "--dtype", "float64")
+    assert ": exact" in said.out, said.err

@@ -580,6 +580,11 @@ def initial_model(user: UserModel, directory: Path) -> nn.Module:
     return model
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without what a package adds to it, which no file keeps."""
+    return tensor.as_subclass(Tensor)
+
+
 def _batches(
     user: UserModel, plan: Plan, num_steps: int, seed: int
 ) -> list[tuple[Any, Any]]:
@@ -590,7 +595,8 @@ def _batches(
         data = user.make_dataset(seed=seed)
         batches = Batches(data, plan.batch_size, seed=seed, shuffle=True)
         if len(batches) >= num_steps:
-            pairs = [b.data for b in itertools.islice(batches.epoch(0), num_steps)]
+            first = itertools.islice(batches.epoch(0), num_steps)
+            pairs = [pytree.tree_map_only(Tensor, _plain, b.data) for b in first]
             return [
                 (like_examples(as_structure(input), inputs), target)
                 for input, target in pairs
