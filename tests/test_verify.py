@@ -18,6 +18,8 @@ from torch import nn
 import gemsc
 from gemsc.cli import verify as cli
 from gemsc.errors import GemscError
+from gemsc.messages.message import Input
+from gemsc.runtime.data.batch import BatchShape
 from gemsc.verify.record import StepRecord
 from gemsc.verify.steps import TOLERANCE, Comparison, compare
 
@@ -208,3 +210,13 @@ def test_a_dataset_may_give_the_tensors_of_a_package(
     compile_here(path, "--ranks", 2, "-o", build)
     said = gemsc_here(monkeypatch, capfd)("verify", build, "--dtype", "float64")
     assert ": exact" in said.out, said.err
+
+
+def test_a_rank_computes_with_plain_tensors() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    item = Input(("x",), (2, 3), torch.float32)
+    shape = BatchShape({"x": item}, micro_batches=1)
+    (found,) = shape.bind({"x": torch.ones(2, 3).as_subclass(Named)}).values()
+    assert type(found) is torch.Tensor

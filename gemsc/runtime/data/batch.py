@@ -106,7 +106,9 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
                 help="give it the structure of example_inputs() and of the target",
             ) from None
     try:
-        return value if isinstance(value, Tensor) else torch.as_tensor(value)
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        # of a package's own class, its gradients would be of that class, too
+        return tensor.as_subclass(Tensor)
     except (RuntimeError, TypeError, ValueError):
         raise GemscError(
             f"{item.name} is of type {type(value).__name__}, which is not a tensor",
