@@ -124,7 +124,7 @@ def predict_command(
             source=str(picture),
             level=level,
             orientation=orientation,
-            output=str(folder / output.name),
+            output=str(folder / f"new-{output.name}"),
             overlap=overlap,
             kind=output_kind,
             threshold=threshold,
