@@ -301,3 +301,25 @@ def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path, capf
     for one, other in zip(whole, gone_on, strict=True):
         for name, tensor in one.items():
             assert torch.equal(tensor, other[name]), (name, WIDTH)
+
+
+@pytest.mark.parametrize("words", [("--epochs", "1"), ("--steps", "2")])
+def test_a_run_that_is_asked_to_leave_in_its_last_step_ends_as_ever(
+    words: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def on_step(trainer: Any, report: Any) -> None:
+        if trainer.transport.rank == 1 and report.step == last:
+            trainer.requests.ask("leave", "signal 10 came")
+
+    last = {"--epochs": 3, "--steps": 2}[
+        words[0]
+    ] - 1  # the losses of the next carry it
+    user = user_of(dataset=pairs, eval_dataset=pairs, on_step=on_step)
+    words = (*words, "--save", str(tmp_path / "saved"))
+    program(tmp_path / "program")
+    ends = run(tmp_path / "program", user, *words, result=lambda t: t.is_leaving)
+    assert ends == [True, True]
+    out = capfd.readouterr().out
+    assert "stopped" not in out
+    assert "held-out after epoch 1" in out
+    assert (tmp_path / "saved" / "model.safetensors").exists()

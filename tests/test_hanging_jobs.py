@@ -25,6 +25,7 @@ START = 90.0  # seconds that ranks may take to start on a busy machine
 # `trip` sleeps on one rank at a call of its number
 TRIP = """
 
+import atexit
 import os
 import signal
 import sys
@@ -44,6 +45,14 @@ def trip(kind):
             os.kill(os.getpid(), int(os.environ["TRIP_SIGNAL"]))
             return
         time.sleep(600)
+
+
+def at_end():
+    if os.environ.get("TRIP_SIGNAL") and "OMPI_COMM_WORLD_RANK" in os.environ:
+        print("at the end:", repr(signal.getsignal(signal.SIGTERM)))
+
+
+atexit.register(at_end)
 
 
 class Trip(torch.autograd.Function):
@@ -228,6 +237,7 @@ def test_a_signal_to_one_rank_saves_after_the_step_and_leaves_with_75(
     asked = job(*words, **given)
     assert asked.process.wait(START) == 75
     text = asked.text
+    assert text.count("at the end: <Handlers.SIG_IGN") == 2  # it comes too late
     says = f"stopped on request at step 4; checkpoint in {tmp_path / 'saved'}"
     assert says in text
     command = text[text.index("gemsc run ") :].split()
@@ -323,4 +333,5 @@ def test_an_own_loop_asks_whether_to_leave(
     asked = job(*own_loop("", "60s", saved), **given)
     assert asked.process.wait(START) == 75
     assert "error" not in asked.text
+    assert asked.text.count("at the end: <Handlers.SIG_IGN") == 2
     assert (saved / "latest").exists()

@@ -169,6 +169,7 @@ def watch_exit(transport: MpiTransport) -> None:
         if codes and codes[0] not in (None, 0, STOPPED):
             rank = transport.rank
             end_job(f"error: rank {rank} left with sys.exit({codes[0]!r})", transport)
+        StopSignal.ignore()
         transport.leave()
 
     sys.exit = noting_exit

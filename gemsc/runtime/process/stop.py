@@ -58,6 +58,19 @@ class StopSignal:
         for number in STOPPING:
             signal.signal(number, cls.current._come)
 
+    @classmethod
+    def answer(cls) -> None:
+        """Say that the training loop knows: the step is over."""
+        if cls.current is not None:
+            cls.current.is_answered = True
+
+    @classmethod
+    def ignore(cls) -> None:
+        """Let signals come too late: all is done, and Python takes its time to end."""
+        if cls.current is not None:
+            for number in STOPPING:
+                signal.signal(number, signal.SIG_IGN)
+
     def _come(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.number is None:

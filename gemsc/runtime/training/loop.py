@@ -21,6 +21,7 @@ from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.failure import is_first
 from gemsc.runtime.process.status import REPORTED
+from gemsc.runtime.process.stop import StopSignal
 from gemsc.runtime.training.bar import Bar
 from gemsc.runtime.training.best import Best
 from gemsc.runtime.training.callback import Callback
@@ -114,6 +115,11 @@ class Training:
         steps: int | None = self.options.steps
         return steps or self.options.epochs * len(self._batches)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ends the run before its last step."""
+        return self.trainer.is_leaving and self.trainer.step_number < self.total
+
     def _data(self, name: str, seed: int, *, shuffle: bool) -> SharedData | None:
         if getattr(self.user, name) is None:
             return None
@@ -181,19 +187,20 @@ class Training:
             self.trainer.epoch = epoch
             self._train_epoch(epoch, first, min(each, first + total - done))
             done = self.trainer.worker.steps.done
-            if self.trainer.is_leaving and done % each:
+            if self.trainer.is_leaving and done % each and done < total:
                 break
             figures = self._evaluate(epoch)
             self.trainer.agree()
             self.trainer.tell("on_epoch", epoch, figures)
             self.trainer.agree()
+        StopSignal.answer()
         if self.checkpoints is not None:
             self.checkpoints.save(self.trainer)
             self.trainer.finish_saving()
-        if self.trainer.is_leaving:
+        if self.is_interrupted:
             self._leave(done)
             return
-        if self.trainer.is_stopping:
+        if self.trainer.requests.agreed("stop"):
             self._say_why()
         self.trainer.tell("on_end")
         self._say_memory()

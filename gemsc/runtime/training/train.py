@@ -18,7 +18,7 @@ from gemsc.runtime.checkpoint.folder import saved_seed
 from gemsc.runtime.process.device import claim_device, exact_arithmetic
 from gemsc.runtime.process.failure import install_hooks, is_first, stop_all
 from gemsc.runtime.process.status import REPORTED, Status
-from gemsc.runtime.process.stop import STOPPED
+from gemsc.runtime.process.stop import STOPPED, StopSignal
 from gemsc.runtime.process.watch import start_watch
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
@@ -184,4 +184,5 @@ def train(
     compared = options.record_run is not None
     with exact_arithmetic(trainer.device if compared else torch.device("cpu")):
         training.run()
-    return STOPPED if trainer.is_leaving else 0
+    StopSignal.ignore()
+    return STOPPED if training.is_interrupted else 0

@@ -247,8 +247,8 @@ class Trainer:
         Then save, and leave with exit code 75: who starts jobs may start it again.
         """
         found = self.requests.agreed("leave")
-        if found and StopSignal.current is not None:
-            StopSignal.current.is_answered = True
+        if found:
+            StopSignal.answer()
         return found
 
     def leave_on_signals(self) -> None:
