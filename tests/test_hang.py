@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +22,7 @@ from gemsc.base.units import parse_seconds, show_long
 from gemsc.errors import GemscError
 from gemsc.runtime.process.hang import (
     START_SECONDS,
+    _process,
     explain_hang,
     hang_report,
     is_hanging,
@@ -93,6 +98,57 @@ def test_a_rank_that_cannot_speak_is_told_of():
     gone = replace(state(0, "forward"), seen=90, pid=2**22 + 1)
     seen = states(gone, state(1, "receive", ("message 0", 1)))
     assert "in forward for 60 s (its process has ended)" in explain_hang(seen, 100)[0]
+
+
+def test_what_was_seen_of_a_rank_that_cannot_look_is_over():
+    """A thread in C has the interpreter's lock: the message has come long ago."""
+    held = replace(state(1, "receive", ("message 0", 1)), seen=90, pid=os.getpid())
+    seen = states(state(0, "receive", ("message 1", 0b10)), held)
+    first, zero, one = explain_hang(seen, 100)
+    assert first.startswith("rank 0 waits for rank 1, which has been in receive for 59")
+    assert "holds the interpreter's lock" in first
+    assert zero == "note: rank 0: receive; waits for message 1"
+    assert one == "note: rank 1: receive"
+    seen = states(state(0), held)
+    assert explain_hang(seen, 100)[0].startswith("rank 1 has been in receive for 59 s")
+
+
+@pytest.fixture
+def stopped() -> Iterator[Callable[[str], tuple[int, int]]]:
+    """Start a shell that tells of a process that it starts; stop that or itself."""
+    started: list[tuple[Any, int]] = []
+
+    def begin(what: str) -> tuple[int, int]:
+        command = ["sh", "-c", "sleep 60 & echo $!; wait"]
+        shell = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert shell.stdout is not None
+        child = int(shell.stdout.readline())
+        started.append((shell, child))
+        pid = child if what == "child" else shell.pid
+        os.kill(pid, signal.SIGSTOP)
+        while _process(pid)[0] != "T":
+            time.sleep(0.01)
+        return shell.pid, child
+
+    yield begin
+    for shell, child in started:
+        for pid in (child, shell.pid):
+            os.kill(pid, signal.SIGKILL)
+        shell.wait()
+        shell.stdout.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_a_process_that_is_stopped_is_named_with_what_lets_it_go_on(stopped):
+    """Of a rank that looks on: the one that reads for it, or its mpirun."""
+    cases = [("child", 0, 1, "a process that it started is stopped")]
+    cases += [("shell", 1, 0, "the process that started it is stopped")]
+    cases += [("shell", 0, 0, "its process is stopped")]
+    for what, rank, culprit, words in cases:
+        pids = stopped(what)
+        seen = states(replace(state(0, "reading the dataset"), pid=pids[rank]))
+        text = f"({words}: kill -CONT {pids[culprit]} lets it go on)"
+        assert explain_hang(seen, 100)[0].endswith(text)
 
 
 def test_of_many_ranks_some_are_listed():

@@ -10,6 +10,8 @@ where the chain of waits ends:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,7 +61,14 @@ def hang_report(states: States, now: float) -> str:
 
 
 def explain_hang(states: States, now: float) -> list[str]:
-    """Return the chain of waits in one line, then what each rank does in one each."""
+    """Return the chain of waits in one line, then what each rank does in one each.
+
+    What a watch saw that cannot look any more may be over: such a rank waits for none.
+    """
+    states = {
+        rank: dataclasses.replace(state, needs=()) if _is_lost(state, now) else state
+        for rank, state in states.items()
+    }
     lines = [f"note: rank {rank}: {_doing(state)}" for rank, state in states.items()]
     if len(lines) > LONGEST:
         lines[LONGEST - 1 :] = [f"note: and {len(lines) - LONGEST + 1} more ranks"]
@@ -70,7 +79,7 @@ def _chain(states: States, now: float) -> str:
     """Return who waits for whom, from a rank that waits to the one whose turn it is."""
     waiting = [state.rank for state in states.values() if state.needs]
     if not waiting:
-        first = next(iter(states.values()))
+        first = max(states.values(), key=lambda state: _is_lost(state, now))
         return f"rank {first.rank} {_since(first, now)}"
     chain = [waiting[0]]
     while (others := _awaited(states[chain[-1]], states)) and others[0] not in chain:
@@ -124,16 +133,44 @@ def _doing(state: RankState) -> str:
     return "; ".join(parts)
 
 
+def _is_lost(state: RankState, now: float) -> bool:
+    """Whether the rank's watch has not looked for so long that it could not."""
+    return now - state.seen >= LOST
+
+
 def _why_silent(state: RankState, now: float) -> str:
-    """Return why not even the rank's watch has looked, or ""."""
-    if now - state.seen < LOST:
+    """Return what keeps the rank's process, or not even lets its watch look, or ""."""
+    letter, parent = _process(state.pid)
+    processes = {
+        "its process": [state.pid],
+        "a process that it started": _children(state.pid),
+        "the process that started it": [parent],
+    }
+    for what, pids in processes.items():
+        for pid in pids:
+            if _process(pid)[0] in ("T", "t"):
+                return f"{what} is stopped: kill -CONT {pid} lets it go on"
+    if not _is_lost(state, now):
         return ""
-    try:
-        letter = Path(f"/proc/{state.pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    if not letter:
         return "its process has ended"
-    if letter[0] in "Tt":
-        return f"its process is stopped: kill -CONT {state.pid} lets it go on"
-    if letter[0] == "D":
+    if letter == "D":
         return "its process waits for a disk or a network drive"
     return "its Python cannot run: something holds the interpreter's lock"
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """Return the letter of a process's state and its parent; "" if it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return words[0], int(words[1])
+    except (OSError, ValueError, IndexError):  # or the system has no /proc
+        return "", 0
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
