@@ -33,7 +33,7 @@ from gemsc.planner.edited import EditedPlan
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.make_plan import make_plan
 from gemsc.schedules.loops import find_loops
-from gemsc.search.auto import settled
+from gemsc.search.auto import settled, telling_what_fits
 from gemsc.search.candidates import Candidate
 from gemsc.search.grids import image_sizes
 from gemsc.search.sharing import choose_sharing, sharing_note
@@ -132,7 +132,8 @@ def lower(
     """
     run = Runs(after_each)
     candidates, options = settled_options(traced, options, run)
-    done = schedule_stages(traced, options, run, placed=placed)
+    with telling_what_fits(options, partial(schedule_stages, traced, run=run)):
+        done = schedule_stages(traced, options, run, placed=placed)
     whole, tiles = evaluate(traced, done, options, run)
     lost_nothing(whole.program, [t.program for t in tiles])
     lost_nothing(whole.evaluation, [t.evaluation for t in tiles], draws=False)
@@ -150,7 +151,8 @@ def plan(
     """Return what was compared and the plan of the best, without a program."""
     run = Runs()
     candidates, options = settled_options(traced, options, run)
-    done = schedule_stages(traced, options, run)
+    with telling_what_fits(options, partial(schedule_stages, traced, run=run)):
+        done = schedule_stages(traced, options, run)
     return candidates, _planned(traced, done, options, source, run)
 
 

@@ -239,6 +239,12 @@ class Plan:
     """Of the parameters, as traced."""
     only_dtype: str = ""
     """Why the program can run in no other dtype; empty if it can."""
+    tokens: int = 0
+    """Of one sample; 0 where the model takes no words."""
+    peak_flops: float = 0.0
+    """Operations per second of a device, as its data sheet says."""
+    peak_dtype: str = ""
+    """The dtype in which they are: float32, tf32, bfloat16, ..."""
     weights: str = "weights"
     """The folder that the program starts from."""
     skips: list[dict[str, Any]] = field(default_factory=list)
@@ -310,9 +316,10 @@ class Plan:
     def summary(self) -> str:
         """For example `Net: 2 ranks, stages of 3, 4 blocks, 1f1b, 4 micro-batches`."""
         stages = ", ".join(f"{len(stage.blocks)}" for stage in self.stages)
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         copies = f" in {self.data} replicas" if self.data > 1 else ""
         return (
-            f"{self.model}: {self.ranks} ranks{copies}, stages of {stages} blocks, "
+            f"{self.model}: {ranks}{copies}, stages of {stages} blocks, "
             f"{self.schedule}, {show_micro_batches(self.micro_batches)}"
         )
 

@@ -34,7 +34,7 @@ def document(command: Gemsc, *words: object, code: int = 0) -> dict[str, Any]:
 
 def test_show_gives_the_plan(loud: Gemsc) -> None:
     found = document(loud, "show", "program")
-    assert set(found) == {"why", "plan", "seconds_here", "cores_here"}
+    assert set(found) == {"why", "speed", "plan", "seconds_here", "cores_here"}
     plan = Plan.read(Path("program/plan.toml"))
     assert found["plan"]["peak_bytes"] == list(plan.peak_bytes)
     assert [stage["blocks"] for stage in found["plan"]["stages"]] == [
@@ -49,8 +49,11 @@ def test_plan_gives_what_was_compared_best_first(loud: Gemsc) -> None:
     assert "a model may print" in done.err
     assert "without Python, too" in done.err
     found = json.loads(done.out)
-    assert set(found) == {"why", "candidates", "plan"}
+    assert set(found) == {"why", "speed", "candidates", "plan"}
     first = found["candidates"][0]
+    rate = found["speed"]["samples_per_second"]
+    assert rate == pytest.approx(first["samples_per_second"], rel=0.05)
+    assert found["speed"]["dtype"] == "float32"
     assert set(first) == {
         *("name", "command_line", "fits", "problem", "samples_per_second"),
         *("step_seconds", "peak_bytes", "sent_bytes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
 from gemsc.planner.layout import stage_layout
 from gemsc.schedules import SCHEDULES
+from gemsc.search.advice import what_fits
 from gemsc.search.candidates import Candidate, alternatives, reason
 
 
@@ -134,6 +136,101 @@ def test_where_nothing_fits_the_message_says_what_would(
     (ranks,) = [int(w) for w in help_text.split() if w in ("4", "8")]
     bigger = {**_fields(options), "ranks": ranks, "device_memory": int(0.7 * leanest)}
     assert search(traced, CompileOptions(**bigger))[0].fits()
+
+
+def test_the_optimizer_is_shared_out_where_nothing_else_fits() -> None:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)]
+    heavy = trace(
+        nn.Sequential(*layers),
+        (torch.randn(4, 256),),
+        loss=nn.functional.mse_loss,
+        example_target=torch.randn(4, 256),
+        optimizer=torch.optim.Adam,
+        check=False,
+    )
+    plain = CompileOptions(ranks=1, data=4, schedule="auto", micro_batches=1)
+    shared = replace(plain, shard_optimizer=True)
+    most, least = (assess(heavy, replace(o, schedule="basic")) for o in (plain, shared))
+    assert least.peak_bytes < most.peak_bytes
+    assert not search(heavy, plain)[0].options.shard_optimizer
+    capped = replace(plain, device_memory=most.peak_bytes - 1)
+    found = search(heavy, capped)[0]
+    assert found.options.shard_optimizer
+    assert found.fits()
+    assert found.name.endswith(", sharded optimizer")
+    assert "--shard-optimizer" in found.options.command_line()
+    tight = replace(plain, device_memory=least.peak_bytes // 2)
+    with pytest.raises(GemscError, match=r"the lowest peak, of .*sharded optimizer"):
+        search(heavy, tight)
+    closed = replace(capped, schedule="1f1b")
+    with pytest.raises(GemscError) as caught:
+        gemsc.compiler.lower(heavy, closed)
+    assert "add --shard-optimizer (" in (caught.value.help or "")
+    gemsc.compiler.lower(heavy, replace(closed, shard_optimizer=True))
+
+
+WIDE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(x)))
+
+def model():
+    return nn.Sequential(*[Block() for _ in range(8)])
+
+loss = nn.MSELoss()
+
+def example_inputs():
+    return (torch.randn(2048, 64),)
+
+def example_target():
+    return torch.randn(2048, 64)
+"""
+
+
+def test_what_would_fit_has_been_tried(command: Gemsc, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(WIDE)
+    words = ("compile", "model.py", "--ranks", 1, "--no-check", "--device-memory")
+    refused = command(*words, "40MiB", "-o", "out")
+    assert refused.code == 1
+    assert "for one micro-batch, but the limit is" in refused.err
+    (advice,) = re.findall(r"add (--recompute auto) \((\S+) rank", refused.err)
+    assert command(*words, "40MiB", *advice[0].split(), "-o", "out").code == 0
+    (ranks,) = re.findall(r"use (--ranks \d) \(", refused.err)
+    fits = command(
+        "compile", "model.py", "--no-check", *ranks.split(), *words[-1:], "40MiB"
+    )
+    assert fits.code == 0, fits.err
+    (size,) = re.findall(r"make example_inputs\(\) (\d+) samples", refused.err)
+    (tmp_path / "model.py").write_text(WIDE.replace("2048", size))
+    assert command(*words, "40MiB", "-o", "out").code == 0
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        ({"recompute"}, "add --recompute auto ("),
+        ({"offload"}, "add --offload auto ("),
+        ({"recompute", "offload"}, "add --recompute auto --offload auto ("),
+        ({"shard_optimizer"}, "add --shard-optimizer ("),
+        ({"whatever"}, ""),
+    ],
+)
+def test_the_least_that_fits_is_named(needs: set[str], said: str) -> None:
+    def peak(options: CompileOptions) -> Candidate:
+        fits = all(getattr(options, name, False) for name in needs)
+        return Candidate(options, seconds=1.0, peak_bytes=10 if fits else 1000)
+
+    options = CompileOptions(ranks=1, device_memory=100)
+    found = what_fits(peak(options), peak)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
 
 
 def _fields(options: CompileOptions) -> dict[str, object]:

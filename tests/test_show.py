@@ -7,12 +7,18 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from plan_support import made_up_plan
 from rich.console import Console
+from torch import nn
 
 from gemsc.base.units import show_seconds
+from gemsc.compiler import lower, trace
+from gemsc.costs.hardware import read_hardware
+from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.planner.from_plan import timeline_of
+from gemsc.planner.speed import speed
 from gemsc.viz.columns import column, fitted, sample
 from gemsc.viz.report import report
 from gemsc.viz.strip import strips
@@ -38,6 +44,49 @@ def test_no_line_is_longer_than_the_terminal(width: int, num_ranks: int) -> None
     assert not [line for line in lines if line.startswith("│") != line.endswith("│")]
     for title in ("stages", "skip", "transfers", "memory", "step", "why this split"):
         assert [line for line in lines if title in line]
+
+
+def test_the_speed_is_that_of_all_replicas_with_sums_and_update() -> None:
+    plan = replace(made_up_plan(4, micro_batches=8), step_seconds=0.3)
+    plan = replace(plan, ending_seconds=0.1, data=3, ranks=12, peak_flops=1e12)
+    found = speed(plan)
+    assert found.samples_per_second == pytest.approx(3 * 8 * 2 / 0.4)
+    assert found.flops_per_second == pytest.approx(3 * (3 * 8) * 4e9 / 0.4)
+    assert found.peak_share == pytest.approx(found.flops_per_second / 12e12)
+    assert found.tokens_per_second == 0
+    assert str(replace(found, dtype="tf32")) == (
+        "120 samples/s, 720.0 GFLOP/s: 6% of the devices' peak (tf32)"
+    )
+    shared = speed(replace(plan, options={"per_device": 3}, tokens=50))
+    assert shared.peak_share == pytest.approx(3 * found.peak_share)
+    assert "120 samples/s (6,000 tokens/s), " in str(shared)
+    assert "peak" not in str(speed(replace(plan, peak_flops=0.0)))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_words_are_tokens_and_the_peak_is_that_of_the_precision(precision: str) -> None:
+    layers = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+    options = CompileOptions(ranks=1, precision=precision, hardware="a100")
+    for inputs, tokens in (
+        (torch.zeros(3, 7, dtype=torch.long), 7),
+        (torch.rand(3, 4), 0),
+    ):
+        model = layers if tokens else layers[1]
+        traced = trace(model, (inputs,), check=False, precision=precision)
+        plan = lower(traced, options).plan
+        assert (plan.tokens, plan.micro_batch_size) == (tokens, 3)
+        dtype = "tf32" if precision == "float32" else precision
+        assert plan.peak_dtype == dtype
+        assert plan.peak_flops == read_hardware("a100").device.peak_flops[dtype]
+
+
+def test_the_peak_is_that_of_what_is_computed_in() -> None:
+    device = read_hardware("a100").device
+    assert device.peak("bfloat16") == ("bfloat16", device.peak_flops["bfloat16"])
+    assert device.peak("float32")[0] == "tf32"
+    core = read_hardware("cpu-core").device
+    assert core.peak("float32") == ("float32", core.peak_flops["float32"])
+    assert core.peak("complex64")[0] == "float32"
 
 
 def test_a_wide_terminal_shows_all_of_a_stage() -> None:

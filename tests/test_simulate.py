@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_a_model_is_simulated_and_its_curve_drawn(gemsc: Gemsc, tmp_path: Path) 
     assert re.search(r"scaling efficiency \d+\.\d+% on 256 ranks", outcome.out)
     assert "assumed, not measured" in outcome.out
     ElementTree.parse(tmp_path / "a" / "curve.svg")
+
+
+def test_a_precision_is_simulated_and_a_program_has_its_own(gemsc: Gemsc) -> None:
+    def step(*words: str) -> float:
+        done = gemsc("simulate", *words, "--hardware", "h100", "--json")
+        assert done.code == 0, done.err
+        points = json.loads(done.out)["points"]
+        return float(points[0]["busy_seconds"])
+
+    Path("deep.py").write_text(DEEP.replace('"16"', '"4096"').replace("256", "4096"))
+    half = ("--precision", "bfloat16")
+    assert step("deep.py", *half) < 0.5 * step("deep.py")
+    done = gemsc("compile", "model.py", *half, "--no-check", "-o", "program")
+    assert done.code == 0, done.err
+    assert step("program") == step("program", *half)
+    assert step("program") != step("program", "--precision", "float32")
 
 
 def test_a_program_keeps_its_ranks_and_its_stages(gemsc: Gemsc) -> None:

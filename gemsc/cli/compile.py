@@ -29,6 +29,7 @@ from gemsc.passes.base import Pass
 from gemsc.passes.manager import Observer
 from gemsc.plan import Plan
 from gemsc.planner.edited import EditedPlan
+from gemsc.planner.speed import speed
 from gemsc.runtime.process.device import device_named
 from gemsc.search.candidates import Candidate, reason
 from gemsc.source.constants import split_constants
@@ -155,7 +156,8 @@ def plan_command(
         )
     compared = [_as_data(each) for each in candidates]
     why = reason(candidates) if candidates else ""
-    return {"why": why, "candidates": compared, "plan": asdict(found)}, 0
+    told = {"why": why, "speed": asdict(speed(found)), "candidates": compared}
+    return told | {"plan": asdict(found)}, 0
 
 
 def _as_data(found: Candidate) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gemsc.launch.measure import measure
 from gemsc.options import CompileOptions
 from gemsc.plan import Plan
 from gemsc.planner.explain import explain, seconds_here
+from gemsc.planner.speed import speed
 from gemsc.runtime.process.device import device_named
 from gemsc.user_model import load_user_model
 from gemsc.viz.graph import render
@@ -63,7 +64,8 @@ def show_command(
         return None
     show_plan(plan, console)
     here = seconds_here(plan)
-    found = {"why": explain(plan).line, "plan": asdict(plan)}
+    found = {"why": explain(plan).line, "speed": asdict(speed(plan))}
+    found["plan"] = asdict(plan)
     return found | {"seconds_here": here and here[0], "cores_here": num_cores()}, 0
 
 

@@ -35,6 +35,7 @@ __all__ = ["simulate_command"]
 CHANGED = (
     *("hardware", "schedule", "micro_batches", "times", "chunks", "placement"),
     *("balance", "tiles", "shards", "branches", "trunk", "whole", "shard_optimizer"),
+    "precision",
 )
 
 
@@ -78,7 +79,7 @@ def simulate_command(
             f"have {options.ranks}",
             help="leave it out, or give each replica one rank: --ranks 8 --data 8",
         )
-    traced = trace_unfilled(user, machine, options.frontend)
+    traced = trace_unfilled(user, machine, options.frontend, options.precision)
     copies = read_counts(curve, options.data)
     found = simulate(traced, options, copies, machine=machine)
     _print(found)

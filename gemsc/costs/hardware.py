@@ -68,6 +68,18 @@ class Device:
     fit: dict[str, dict[str, float]] = field(default_factory=dict)
     sharing: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    def peak(self, dtype: str) -> tuple[str, float]:
+        """Return a dtype and the most operations per second that the device does in it.
+
+        It is the one that is asked for; tf32 for float32 where a device has it, as
+        convolutions take it; or one that the file knows.
+        """
+        peaks = self.peak_flops
+        wanted = ("tf32", dtype) if dtype == "float32" else (dtype, "float32")
+        found = next((name for name in wanted if name in peaks), None)
+        found = found or max(peaks, key=lambda name: peaks[name])
+        return found, peaks[found]
+
     def host_seconds(self, num_bytes: int) -> float:
         """Return the time of a copy between the device and the host, one way."""
         return num_bytes / self.host_bandwidth

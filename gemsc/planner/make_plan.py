@@ -61,6 +61,8 @@ def make_plan(
     given = {key: value for key, value in asdict(options).items() if value is not None}
     given["ranks"] = options.all_ranks  # as all entries of a plan count them
     ending = after_backward(first, task, timeline, options.data, hardware)
+    dtype = str(model_dtype(program.module.parameters())).removeprefix("torch.")
+    peak_dtype, peak = hardware.device.peak(_computed_in(dtype, options))
     return Plan(
         gemsc=version("gemsc"),
         torch=torch.__version__,
@@ -98,13 +100,30 @@ def make_plan(
         barriers=[_barrier(first, barrier) for barrier in first.barriers],
         opaque=_opaque(program),
         notes=list(program.notes),
-        dtype=str(model_dtype(program.module.parameters())).removeprefix("torch."),
+        dtype=dtype,
+        tokens=_tokens(program),
+        peak_flops=peak,
+        peak_dtype=peak_dtype,
         only_dtype=program.only_dtype,
         skips=_skips(program),
         order=[" ".join(map(str, order)) for order in timeline.orders],
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
         sources=_fingerprints(program, whole=source is not None),
     )
+
+
+def _computed_in(dtype: str, options: CompileOptions) -> str:
+    return options.precision if options.precision != "float32" else dtype
+
+
+def _tokens(program: Program) -> int:
+    """Return the words of a sample: whole numbers, samples by positions."""
+    shapes = (
+        item.spec.shape
+        for item in program.inputs
+        if not item.spec.dtype.is_floating_point and len(item.spec.shape) == 2
+    )
+    return max((shape[1] for shape in shapes), default=0)
 
 
 def _stages(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from gemsc.costs.hardware import Hardware, read_hardware
@@ -13,10 +13,10 @@ from gemsc.planner.ending import after_backward, reduced_bytes
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import step_traffic
-from gemsc.search.advice import nothing_fits
+from gemsc.search.advice import nothing_fits, what_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
 
-__all__ = ["assess", "search", "settled"]
+__all__ = ["assess", "search", "settled", "telling_what_fits"]
 
 Stage = Callable[..., Scheduled]  # of options; `every_tile`: not two of them only
 
@@ -45,13 +45,16 @@ def search(
 ) -> tuple[Candidate, ...]:
     """Return all that agrees with the options, best first.
 
-    What does not fit the memory cap is tried again with some blocks recomputed.
+    What does not fit the memory cap is tried again with the optimizer's state shared
+    out over replicas, with some blocks recomputed, and with both.
 
     Raises:
         GemscError: nothing fits; says what would.
     """
     tried = alternatives(options, sizes, most_branches)
     found = [assess(each, stage) for each in tried]
+    large = [o for o in map(_sharding, found) if o is not None]
+    found += [c for c in (assess(o, stage) for o in large) if not c.problem]
     smaller = [each.options for each in found if each.may_recompute()]
     found += [assess(replace(o, recompute=("auto",)), stage) for o in smaller]
     found = ranked(found)
@@ -64,6 +67,26 @@ def search(
     if not found[0].fits():
         raise nothing_fits(found, lambda other: assess(other, stage))
     return tuple(found)
+
+
+def _sharding(found: Candidate) -> CompileOptions | None:
+    """Return the options of what is too large, with its optimizer's state shared."""
+    if found.options.shard_optimizer or not found.is_too_large():
+        return None
+    return replace(found.options, shard_optimizer=True)
+
+
+@contextmanager
+def telling_what_fits(options: CompileOptions, stage: Stage) -> Iterator[None]:
+    """Let the error of a program that needs too much memory name what would fit."""
+    try:
+        yield
+    except GemscError as error:
+        if options.device_memory is not None:
+            found = assess(options, stage)
+            if found.is_too_large():
+                error.help = what_fits(found, lambda o: assess(o, stage)) or error.help
+        raise
 
 
 def assess(

@@ -76,6 +76,7 @@ class Candidate:
             f"M={chosen.micro_batches}",
             "by memory" if chosen.balance == "memory" else "",
             "recompute" if "auto" in chosen.recompute else "",
+            "sharded optimizer" if chosen.shard_optimizer else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -100,11 +101,14 @@ class Candidate:
         cap = self.options.rank_memory
         return not self.problem and (cap is None or self.peak_bytes <= cap)
 
+    def is_too_large(self) -> bool:
+        """Whether all that is wrong with it is the memory that it needs."""
+        return not self.problem and not self.fits()
+
     def may_recompute(self) -> bool:
         """Whether recomputed blocks may make it fit; nobody has asked for any yet."""
-        chosen = self.options
-        asked = chosen.recompute or chosen.offload
-        return not (self.problem or self.fits() or asked)
+        asked = self.options.recompute or self.options.offload
+        return self.is_too_large() and not asked
 
 
 def is_open(options: CompileOptions) -> bool:

@@ -104,7 +104,10 @@ def simulate(
 
 
 def trace_unfilled(
-    user: UserModel, hardware: Hardware, frontend: str = "record"
+    user: UserModel,
+    hardware: Hardware,
+    frontend: str = "record",
+    precision: str = "float32",
 ) -> Traced:
     """Trace how a user's model trains, without memory for its weights.
 
@@ -119,6 +122,7 @@ def trace_unfilled(
         loss=user.make_loss() if user.loss is not None else None,
         example_target=target,
         frontend=frontend,
+        precision=precision,
         check=False,
         evaluates=False,
         hardware=hardware,

@@ -12,6 +12,7 @@ from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.costs.hardware import DEFAULT_HARDWARE
 from gemsc.plan import Plan
 from gemsc.planner.explain import explain, seconds_here
+from gemsc.planner.speed import speed
 from gemsc.schedules import Action, Kind
 from gemsc.search.candidates import Candidate, reason
 from gemsc.viz.columns import column, fitted
@@ -134,6 +135,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"{plan.bubble:.0%} of the ranks' time idle; then "
         f"{show_seconds(plan.ending_seconds)} for gradient all-reduces and the update"
     )
+    yield f"that is {speed(plan)}"
     yield from _precision(plan)
     yield from _memory_format(plan)
     if plan.torch_compile:
