@@ -128,3 +128,14 @@ def test_torchrun_is_refused_once_with_what_to_type(command):
     )
     done = run_words(sys.executable, "script.py", TORCHELASTIC_RUN_ID="none")
     assert "help: type mpirun -n RANKS python script.py\n" in done.err
+
+
+def test_a_library_of_mpi_that_is_not_there_is_one_line(started, tmp_path):
+    """As under srun, which does not load what the site's mpirun would."""
+    pytest.importorskip("mpi4py")
+    (tmp_path / "libmpi.so").touch()
+    code = "from gemsc.runtime.transport.launcher import start_mpi\nstart_mpi()"
+    given = {"MPI4PY_LIBMPI": str(tmp_path / "libmpi.so")}
+    done = run_words(sys.executable, "-c", code, **given)
+    says = "GemscError: error: no MPI library for Python: cannot load MPI library\nhelp: "
+    assert says in done.err

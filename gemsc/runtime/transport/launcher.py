@@ -64,9 +64,11 @@ def start_mpi() -> Any:
 
         mpi4py.rc(initialize=False, finalize=True)
         from mpi4py import MPI
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # mpi4py finds no libmpi
+        what = str(error).partition("\n")[0]
         raise GemscError(
-            f"no MPI library for Python: {error}", help="pip install 'gemsc[mpi]'"
+            f"no MPI library for Python: {what}",
+            help="pip install 'gemsc[mpi]', or LD_LIBRARY_PATH=<folder of libmpi.so>",
         ) from error
     if not MPI.Is_initialized():  # the user's script may have done so
         _check_library(MPI.Get_library_version())
