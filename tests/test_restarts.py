@@ -13,6 +13,7 @@ from gemsc.launch.ending import Ending
 from gemsc.launch.hosts import Host
 from gemsc.launch.restarts import calls_for_restart, fewer_ranks, last_step
 from gemsc.plan import Plan
+from gemsc.runtime.checkpoint.manifest import Manifest
 
 KILLED = Ending(137, "rank 1 was ended by signal 9 (Killed)", step=5)
 DIES = """
@@ -186,3 +187,26 @@ def test_training_goes_on_without_a_host_that_is_lost(command, tmp_path):
         assert "restart 1 of 1 from step " in err
         assert Path("program/restart-1-ranks").is_dir()
         assert last_step(Path("program/runs/1")) == 60
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_a_run_that_loses_a_host_goes_on_elsewhere_bit_for_bit(command, tmp_path):
+    Path("model.py").write_text(MODEL)
+    assert command("compile", "model.py", "-o", "program").code == 0
+    words = "gemsc", "run", "program", "--epochs", 60, "--save"
+    with two_hosts(tmp_path) as pair:
+        hosts = "--hosts", ",".join(pair.addresses)
+        with pair.popen(0, "timeout", 200, *words, "lost", *hosts) as job:
+            while job.poll() is None and not Path("lost/latest").exists():
+                time.sleep(0.1)
+            pair.lose(1)
+            _, err = job.communicate()
+        assert job.returncode == 1
+        assert f"error: host {pair.spaces[1]} was lost" in err
+        begun = last_step(Path("lost"))
+        assert 0 < begun < 180
+        for run in (("lost", "--resume"), ("straight",)):
+            code, _, err = pair.run(0, *words, *run)
+            assert code == 0, err
+    assert Manifest.read(Path("lost/latest")) == Manifest.read(Path("straight/latest"))
