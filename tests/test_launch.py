@@ -15,6 +15,7 @@ from nightly import at_night
 
 from gemsc.errors import GemscError
 from gemsc.launch import mpirun
+from gemsc.launch.hosts import Host
 from gemsc.launch.launch import TIMED_OUT, launch
 from gemsc.launch.mpirun import find_mpirun, mpirun_command
 from gemsc.launch.mpirun_words import in_our_words
@@ -210,6 +211,21 @@ def test_ranks_that_left_with_a_checkpoint_are_heard_though_mpirun_ends_first(
     (tmp_path / "text").write_bytes(KILLED)
     says = "rank 1 was ended by signal 9 (Killed)\n"
     assert run(killed, tmp_path) == (137, says)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why"),
+    [((), "it may be by a signal"), ((Host("a", 2),), "as ssh when a host is lost")],
+)
+def test_a_connection_that_mpirun_lost_without_a_word_is_told(
+    shell_mpirun, tmp_path, monkeypatch, hosts, why
+):
+    monkeypatch.setattr(mpirun, "_open_mpi_options", lambda *given: [""] * 4)
+    script = "printf 'step 7\\0' > $GEMSC_STATUS_FOLDER/rank0; exit 255"
+    says = (
+        f"error: mpirun ended with exit code 255, {why}\nnote: rank 0 was in step 7\n"
+    )
+    assert run(script, tmp_path, hosts=hosts) == (255, says)
 
 
 def test_a_job_under_nohup_goes_on_when_the_terminal_closes(

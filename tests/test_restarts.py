@@ -202,8 +202,12 @@ def test_a_run_that_loses_a_host_goes_on_elsewhere_bit_for_bit(command, tmp_path
                 time.sleep(0.1)
             pair.lose(1)
             _, err = job.communicate()
-        assert job.returncode == 1
-        assert f"error: host {pair.spaces[1]} was lost" in err
+        assert job.returncode in (1, 255), err
+        says = (
+            f"error: host {pair.spaces[1]} was lost",
+            "255, as ssh when a host is lost",
+        )
+        assert any(text in err for text in says), err
         begun = last_step(Path("lost"))
         assert 0 < begun < 180
         for run in (("lost", "--resume"), ("straight",)):

@@ -18,6 +18,7 @@ from pathlib import Path
 from gemsc.errors import GemscError, SourceLocation
 
 __all__ = [
+    "UNREACHED",
     "Host",
     "check_hosts",
     "is_here",

@@ -20,7 +20,7 @@ from typing import IO
 
 from gemsc.base.process import end_with_parent
 from gemsc.launch.ending import Ending
-from gemsc.launch.hosts import Host
+from gemsc.launch.hosts import UNREACHED, Host
 from gemsc.launch.mpirun import mpirun_command
 from gemsc.launch.mpirun_words import Tell, in_our_words
 from gemsc.runtime.process.hang import hang_report, is_hanging
@@ -110,12 +110,9 @@ def launch(
             _write(target, f"{text}\n".encode())  # a mpirun that ends shows no more
             code = STOPPED
         elif code not in (0, STOPPED, TIMED_OUT) and notes.are_silent and not show_all:
-            _write(
-                target,
-                notes.of_all(
-                    f"mpirun ended with exit code {code}, it may be by a signal"
-                ),
-            )
+            is_lost = hosts and code == UNREACHED
+            why = "as ssh when a host is lost" if is_lost else "it may be by a signal"
+            _write(target, notes.of_all(f"mpirun ended with exit code {code}, {why}"))
         if seen:
             code = -seen[0]
         elif code == 0 and notes.told:  # mpirun says so where a host is lost
