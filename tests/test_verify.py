@@ -119,7 +119,7 @@ def test_the_exit_code_asks_float64_to_be_exact(
     )
     monkeypatch.setattr(cli, "show_activations", lambda *given: None)
     with pytest.raises(typer.Exit) as ended:
-        cli.verify_command(directory=Path("program"))
+        cli.verify_command(directory=Path("program"), as_json=False)
     assert ended.value.exit_code == code
 
 
