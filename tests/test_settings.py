@@ -109,11 +109,12 @@ def test_a_wrong_value_is_said_after_the_file_that_has_it(command: Gemsc) -> Non
 
 def test_a_restart_on_fewer_ranks_takes_none(command: Gemsc) -> None:
     """What the program had at its default would have another value then."""
-    plan, _ = compiled(command, "--no-check")
-    Path("gemsc.toml").write_text('[compile]\nplacement = "0,1"\nmicro-batches = 8\n')
-    folder = compile_for(Path("program"), plan, 1)
+    plan, _ = compiled(command, "--no-check", "--ranks", 3, "--data", 3)
+    Path("gemsc.toml").write_text('[compile]\nschedule = "gpipe"\nmicro-batches = 8\n')
+    folder = compile_for(Path("program"), plan, 2)
     found = Plan.read(folder / "plan.toml")
-    assert (found.ranks, found.micro_batches) == (1, 4)
+    assert (found.ranks, found.data, found.micro_batches) == (2, 2, 6)
+    assert found.schedule == "1f1b"
 
 
 @pytest.mark.mpi
