@@ -94,3 +94,11 @@ def test_torch_refuses_values_that_skip_a_stage_and_gemsc_is_exact():
     assert re.fullmatch(r"U-Net +2 +same bits +trains", two)
     refusal = "Backward of skip connections not supported yet"
     assert re.fullmatch(rf"U-Net +4 +same bits +{refusal}", four)
+
+
+@pytest.mark.mpi
+def test_a_run_that_is_killed_again_and_again_is_that_of_nobody_killed():
+    title, row, *_, count = run_quickly("soak.py")
+    assert title.split() == ["layout", "signals", "steps", "equal"]
+    assert row.split()[::3] == ["pipeline", "yes"]
+    assert count == "0 problems"

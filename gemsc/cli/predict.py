@@ -35,7 +35,7 @@ USUAL_OVERLAP = 64  # pixels, or an eighth of the window if that is less
 
 def predict_command(
     run: Annotated[
-        Path, typer.Argument(help="a run's folder, its step- folder, or a program")
+        Path, typer.Argument(help="a run's folder, one of its checkpoints, or a program")
     ],
     picture: Annotated[
         Path,
@@ -73,7 +73,7 @@ def predict_command(
         typer.Option(help="score above which a mask of one channel is 1"),
     ] = 0.0,
     ema: Annotated[
-        bool, typer.Option(help="the averages of the weights that --ema has made")
+        bool, typer.Option(help="predict with the averaged weights of --ema")
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the file of -o")
