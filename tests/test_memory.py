@@ -360,7 +360,7 @@ def test_a_cap_that_all_keeps_to_changes_nothing() -> None:
 
 def test_a_cap_that_nothing_keeps_to_is_refused() -> None:
     options = CompileOptions(device_memory=1000, recompute=("auto",))
-    with pytest.raises(GemscError, match="the lowest possible peak is") as error:
+    with pytest.raises(GemscError, match="the lowest peak found is") as error:
         lower(traced("unet"), options)
     assert "--ranks" in error.value.help
 

@@ -69,7 +69,7 @@ def _fitted(
     What the first tile saves decides for all of a grid.
 
     Raises:
-        GemscError: neither fits; says how much the lowest possible peak is.
+        GemscError: neither fits; says what the lowest peak found is.
     """
     cap = options.rank_memory
     assert cap is not None
@@ -93,7 +93,7 @@ def _fitted(
     if not found:
         raise GemscError(
             f"no choice of blocks for --{' and --'.join(kinds)} fits "
-            f"{show_bytes(cap)} on each rank: the lowest possible peak is "
+            f"{show_bytes(cap)} on each rank: the lowest peak found is "
             f"{show_enough_bytes(fit.peak_bytes)}",
             help="use more --ranks, smaller micro-batches in example_inputs(), or a "
             "larger --device-memory",
