@@ -35,7 +35,8 @@ USUAL_OVERLAP = 64  # pixels, or an eighth of the window if that is less
 
 def predict_command(
     run: Annotated[
-        Path, typer.Argument(help="a run's folder, one of its checkpoints, or a program")
+        Path,
+        typer.Argument(help="a run's folder, a checkpoint of it, or a program"),
     ],
     picture: Annotated[
         Path,
