@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from training_support import pairs, program, run, user_of
 
 from gemsc.errors import GemscError
+from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.training import checkpoints
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.trainer import Trainer
@@ -136,6 +139,52 @@ def test_a_figure_that_no_evaluation_gives(tmp_path: Path) -> None:
     assert saved(tmp_path / "saved") == [1]
     with pytest.raises(GemscError, match=r"--patience needs evaluations, and .* no "):
         run(tmp_path, user_of(), "--patience", "3")
+
+
+def dice(output: Tensor, target: Tensor) -> Any:
+    return {"dice": output.mean(), "parts": {"left": target.sum()}}
+
+
+def test_a_figure_that_metrics_cannot_give_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    """As far as its text says what it gives."""
+    program(tmp_path)
+    given = (dice, {"dice": max, "parts": max}, None)
+    for metrics in given:
+        user = user_of(dataset=pairs, eval_dataset=pairs, metrics=metrics)
+        said = "--best dise: an evaluation gives loss"
+        said += ", dice, parts" if metrics else "\n"
+        with pytest.raises(GemscError, match=said):
+            run(tmp_path, user, "--best", "dise:max", "--save", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    user = user_of(dataset=pairs, eval_dataset=pairs, metrics=dice)
+    for rule in ("loss", "dice:max", "parts_left"):
+        run(tmp_path, user, "--steps", "1", "--best", rule)
+
+
+def test_names_are_known_only_if_every_result_says_them() -> None:
+    def some(output: Any, target: Any) -> Any:
+        if output is None:
+            return {}
+        return {"dice": 1}
+
+    def open_ended(output: Any, target: Any) -> Any:
+        return {"dice": 1, **target}
+
+    def other(output: Any, target: Any) -> Any:
+        if output is None:
+            return {"dice": 1}
+        return target
+
+    def computed(output: Any, target: Any) -> Any:
+        return {"dice": 1, str(target): 1}
+
+    assert figure_names(some) == ["dice"]
+    wrapped = functools.wraps(some)(lambda *given: {"best": some(*given)})
+    alone = lambda output, target: {"a": 1}  # noqa: E731
+    for unknown in (open_ended, other, computed, wrapped, max, alone):
+        assert figure_names(unknown) is None
 
 
 @pytest.mark.parametrize(

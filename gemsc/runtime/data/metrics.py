@@ -11,6 +11,9 @@ sums over all batches: their figures do not depend on how many samples a batch h
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +26,7 @@ from torch.utils import _pytree as pytree
 from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError, SourceLocation
 
-__all__ = ["Metrics", "first_samples", "is_texts"]
+__all__ = ["Metrics", "figure_names", "first_samples", "is_texts"]
 
 _RESULTS = {"update": "compute", "__call__": "aggregate"}  # what adds, what sums up
 
@@ -146,6 +149,30 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{name}_{i}" if len(value) > 1 else name, each)
     else:
         yield name, float(value)
+
+
+def figure_names(given: Any) -> list[str] | None:
+    """Return how the names of all figures begin; None if only a call can tell.
+
+    Known are the keys of what is given, or of the dicts that a function's text returns.
+    """
+    if given is None or isinstance(given, Mapping):
+        return [*map(str, given or ())]
+    if not inspect.isfunction(given) or hasattr(given, "__wrapped__"):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(given)))
+    except (OSError, SyntaxError):
+        return None
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return):
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else [None]
+            texts = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if len(texts) < len(keys):
+                return None
+            found += map(str, texts)
+    return found or None
 
 
 def first_samples(value: Any, count: int) -> Any:

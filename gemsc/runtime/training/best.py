@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from gemsc.errors import GemscError
+from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
@@ -35,6 +35,20 @@ class Best(Callback):
         self.step = self.since = 0
         self.is_new = False  # the last evaluation is the best
         self._problem: GemscError | None = None
+
+    def check(self, names: Iterable[str], at: SourceLocation | None) -> None:
+        """Make sure that the figure is one of those whose names begin so.
+
+        Raises:
+            GemscError: it is none of them.
+        """
+        names = ["loss", *names]
+        if not any(f"{self.name}_".startswith(f"{name}_") for name in names):
+            raise GemscError(
+                f"--best {self.name}: an evaluation gives {', '.join(names)}",
+                at=at,
+                help="name one of them, or return it from metrics()",
+            )
 
     def on_start(self, trainer: Trainer) -> None:
         """Refuse to go on where patience has ended already."""

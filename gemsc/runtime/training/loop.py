@@ -17,6 +17,7 @@ from gemsc.runtime.checkpoint.export import export_model
 from gemsc.runtime.checkpoint.folder import LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import Manifest
 from gemsc.runtime.data.batches import Batches
+from gemsc.runtime.data.metrics import figure_names
 from gemsc.runtime.data.shared import SharedData
 from gemsc.runtime.data.tiled import TiledDataset, window_of
 from gemsc.runtime.process.failure import is_first
@@ -81,6 +82,8 @@ class Training:
         found.append(Hooks(self.user))
         if self.evaluator is not None:
             found.append(best := Best(options.best, options.patience))
+            if (names := figure_names(self.user.metrics)) is not None:
+                best.check(names, self.user.line_of("metrics"))
         elif options.best is not None or options.patience is not None:
             name = "--best" if options.patience is None else "--patience"
             raise GemscError(
