@@ -504,6 +504,13 @@ def test_bytes_that_waited_are_known_as_what_they_were() -> None:
         assert not torch.equal(again.exp(), wanted)
 
 
+@pytest.mark.parametrize("n", [3, 7, 10, 49])
+def test_what_is_left_of_a_fraction_is_one_though_it_is_rounded(n: int) -> None:
+    whole = FIELD.number(1) - FIELD.number(1 / n)
+    assert FIELD.number(1 - 1 / n) == FIELD.number(int(whole))
+    assert FIELD.number(1 - 1 / n) != FIELD.number(1 - 1 / (n + 1))
+
+
 def test_constants_are_the_fractions_that_round_to_them() -> None:
     values = np.array([0.1, 1 / 3, np.float32(0.7), -2.5, 5e-324, 1e-300, 1.7e308])
     with warnings.catch_warnings():

@@ -30,6 +30,7 @@ SMALL = 2**10  # integers up to this are counts: as exponents, indices and in or
 _SMALL_DENOMINATORS = 10
 _LARGEST = 2.0**50
 _DENOMINATORS = 2**15
+_SIMPLE = 2**10  # denominators of fractions that may be off by a rounding
 _COUNTS = 2**24  # denominators of exact fractions: the elements that a mean is taken of
 _EPS = float(np.finfo(np.float64).eps)
 _ROUNDED = 2.0**-44  # off by this, if computed from numbers around 1
@@ -91,6 +92,11 @@ class Field:
     def _constants(self, t: Tensor) -> Tensor:
         found, back = np.unique(t.detach().numpy(), return_inverse=True)
         tops, bottoms, is_exact = _fractions(found, most=_COUNTS)
+        # 1 - 1 / 3, off by its rounding, is 2 / 3
+        close = _fractions(found, 2 * _EPS * np.abs(found), _SIMPLE)
+        tops = np.where(close[2], close[0], tops)
+        bottoms = np.where(close[2], close[1], bottoms)
+        is_exact |= close[2]
         is_small = is_exact & (bottoms <= _DENOMINATORS)
         values, p = self._quotients(tops, bottoms), self.p
         # a square root of a fraction is the square of its own root, in attention
