@@ -248,7 +248,11 @@ def test_the_readme_counts_the_networks_of_the_benchmark():
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
     """A folder with the files that pages show as a whole."""
-    folder = tmp_path_factory.mktemp("readme")
+    return write_files(tmp_path_factory.mktemp("readme"))
+
+
+def write_files(folder: Path) -> Path:
+    """Write the files that pages show as a whole."""
     for page in PAGES:
         for text in blocks(page, "python"):
             if name := re.match(r"# (\w+\.py)\n", text):
@@ -309,3 +313,124 @@ def test_the_loop_of_ones_own_works(workplace):
     assert loss, text
     assert float(loss[1]) < 0.2
     assert (workplace / "build/own-trained/latest/manifest.json").is_file()
+
+
+# the first pages: each command that they print, and what they say it prints
+
+FIRST = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{n}.md" for n in ("index", "install", "first-model")),
+]
+# what needs a network, root, a cluster or a shell of its own
+ELSEWHERE = (
+    *(
+        "pip ",
+        "make demo",
+        "docker ",
+        "apptainer ",
+        "rattler-build ",
+        "cp -r ",
+        "spack ",
+    ),
+    *("module ", "python3 -m venv", "srun ", "sbatch ", "gemsc --install-completion"),
+)
+KERAS = ("unet.keras", "train.py", "build/keras", "trained.keras")  # tests of importers
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
+
+
+def printed(page: Path) -> tuple[list[str], list[str]]:
+    """Return the commands that a page prints, and the lines that they print."""
+    text = page.read_text(encoding="utf-8")
+    shown = "".join(blocks(page, "text"))
+    rest = re.sub(r"^ *```(?!sh).*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += re.findall(r"^ {4}(\S.*)$", rest, re.MULTILINE)
+    is_command = re.compile(
+        r"(gemsc|python|python3|make|pip|docker|apptainer|srun|sbatch"
+        r"|rattler-build|cp|spack|module) "
+    )
+    commands = [line for line in lines if is_command.match(line)]
+    return commands, [*shown.splitlines(), *(set(lines) - set(commands))]
+
+
+def words_of(line: str) -> str:
+    """Return a line without what differs from run to run: speeds, and all numbers."""
+    line = re.sub(r"\s+[\d.]+ samples/s.*", "", line).removesuffix("...")
+    return " ".join(NUMBER.sub("#", line).split())
+
+
+def numbers_of(line: str) -> list[float]:
+    line = re.sub(r"\s+[\d.]+ samples/s.*", "", line)
+    return [float(number) for number in NUMBER.findall(line)]
+
+
+def is_run(command: str) -> bool:
+    return not command.startswith(ELSEWHERE) and not any(k in command for k in KERAS)
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.stem)
+def test_the_first_pages_print_what_happens(page, tmp_path):
+    (write_files(tmp_path) / "examples").symlink_to(ROOT / "examples")
+    commands, shown = printed(page)
+    said: list[str] = []
+    for command in filter(is_run, commands):
+        said += run(tmp_path, shlex.split(command, comments=True)).splitlines()
+    found: dict[str, list[list[float]]] = {}
+    for line in said:
+        found.setdefault(words_of(line), []).append(numbers_of(line))
+    for line in shown:
+        if re.match(r"(epoch|saved|held-out|wrote|float|Net)", line):
+            assert words_of(line) in found, line
+        if line.startswith("held-out"):
+            near = pytest.approx(numbers_of(line), rel=0.5, abs=0.1)
+            assert any(numbers == near for numbers in found[words_of(line)])
+    if page.stem == "first-model":
+        tree = blocks(page, "text")[1]
+        names = re.findall(r"(?m)^  (\S+)(?: (\S+\.\w+))?", tree)
+        folder = tmp_path / "build" / "shapes"
+        assert not [n for pair in names for n in pair if not (folder / n).exists()]
+        assert run(tmp_path, [sys.executable, "plain.py"]) in page.read_text()
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_doctor_has_the_lines_of_the_page_of_installing(tmp_path):
+    def labels(text: str) -> set[str]:
+        return {line[:14].strip() for line in text.splitlines() if line.strip()}
+
+    page = blocks(ROOT / "docs" / "install.md", "text")[0]
+    assert labels(page) <= labels(run(tmp_path, ["gemsc", "doctor"]))
+
+
+@pytest.mark.parametrize("page", FIRST, ids=lambda page: page.stem)
+def test_what_the_first_pages_install_from_is_there(page):
+    commands, _ = printed(page)
+    assert commands
+    known = (ROOT / "pyproject.toml").read_text()
+    for command in commands:
+        for extra in re.findall(r"'\.\[([\w,]+)\]'", command):
+            assert not [e for e in extra.split(",") if f"\n{e} = [" not in known]
+        for path in re.findall(r"packaging/\S+|constraints-\w+\.txt", command):
+            assert (ROOT / path).exists()
+        assert "<" not in command  # nothing that cannot be typed
+
+
+def test_the_error_of_the_readme_is_what_compile_says(tmp_path, monkeypatch, capfd):
+    text = next(b for b in blocks(ROOT / "README.md", "text") if b.startswith("bad.py"))
+    model = (
+        (
+            "import torch\nfrom torch import nn\n\nclass Net(nn.Module):\n"
+            "    def forward(self, x):\n    if x.sum() > 0:\n        x = -x\n"
+            "        return x\n\nmodel = Net\n\ndef example_inputs():\n"
+            "    return (torch.ones(2, 3),)\n"
+        )
+        .replace("    if x.sum", "        if x.sum")
+        .replace("        x = -x", "            x = -x")
+    )
+    (tmp_path / "bad.py").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    done = gemsc_here(monkeypatch, capfd)("compile", "bad.py", "-o", "build")
+    assert done.code == 1
+    assert " ".join(text.split()) in " ".join(done.err.split())
