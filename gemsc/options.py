@@ -153,6 +153,8 @@ class CompileOptions:
                 f"--times {self.times} has no effect with --schedule {self.schedule}",
                 help="use --schedule master, or --micro-batches",
             )
+        for name in ("recompute", "offload", "cuts", "whole"):
+            self._split_words(name)
         for name in ("recompute", "offload"):
             _check_names(name, getattr(self, name))
         if self.blocks and self.cuts:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,12 @@ ALL = CompileOptions(
     placement="auto",
     balance="auto",
 )
+
+
+@pytest.mark.parametrize("name", ["recompute", "offload", "cuts", "whole"])
+def test_names_are_taken_from_one_text_as_on_the_command_line(name: str) -> None:
+    given: Any = {"shards": 2, name: "a.b,c"}
+    assert getattr(CompileOptions(**given), name) == ("a.b", "c")
 
 
 def test_every_alternative_uses_all_ranks_and_the_same_batch() -> None:
