@@ -137,7 +137,7 @@ def test_a_plan_of_brackets_is_refused(gemsc: Gemsc, program: Path) -> None:
         ("[[stages]]", "[[stages", "plan plan.toml is not valid TOML: "),
         ("ranks = 2", "", "there is no entry 'ranks'"),
         ("ranks = 2", 'ranks = "two"', "ranks is 'two', which is not a number"),
-        ("flops = ", "flop = ", "unknown entry 'stages[0].flop'"),
+        ("sum_bytes = ", "sum_byte = ", "unknown entry 'stages[0].sum_byte'"),
     ],
 )
 def test_a_damaged_plan_is_refused(

@@ -229,6 +229,12 @@ def test_a_job_hangs_and_says_whose_turn_it_is(
     assert "warning: no rank has gone on for 1 s: rank 1 waits for rank 0" in hung.text
 
 
+def check_too_late(text: str) -> None:
+    """Signals change nothing once the ranks are at their end."""
+    count = text.count("at the end: ")  # more, if a rank has loaded the file twice
+    assert count == text.count("at the end: <Handlers.SIG_IGN") >= 2
+
+
 def test_a_signal_to_one_rank_saves_after_the_step_and_leaves_with_75(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -237,7 +243,7 @@ def test_a_signal_to_one_rank_saves_after_the_step_and_leaves_with_75(
     asked = job(*words, **given)
     assert asked.process.wait(START) == 75
     text = asked.text
-    assert text.count("at the end: <Handlers.SIG_IGN") == 2  # it comes too late
+    check_too_late(text)
     says = f"stopped on request at step 4; checkpoint in {tmp_path / 'saved'}"
     assert says in text
     command = text[text.index("gemsc run ") :].split()
@@ -333,5 +339,5 @@ def test_an_own_loop_asks_whether_to_leave(
     asked = job(*own_loop("", "60s", saved), **given)
     assert asked.process.wait(START) == 75
     assert "error" not in asked.text
-    assert asked.text.count("at the end: <Handlers.SIG_IGN") == 2
+    check_too_late(asked.text)
     assert (saved / "latest").exists()

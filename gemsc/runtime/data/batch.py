@@ -108,7 +108,7 @@ def _pick(sources: Mapping[str, Any], item: Input) -> Tensor:
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
         # of a package's own class, its gradients would be of that class, too
-        return tensor.as_subclass(Tensor)
+        return tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)
     except (RuntimeError, TypeError, ValueError):
         raise GemscError(
             f"{item.name} is of type {type(value).__name__}, which is not a tensor",
