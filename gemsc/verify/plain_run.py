@@ -6,13 +6,11 @@ It follows docs/models.md and uses nothing of the runtime.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -23,7 +21,7 @@ from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast, cast_module
 from gemsc.base.memory_format import converted, like_examples
 from gemsc.base.nests import on_device
-from gemsc.base.rng import seed_of
+from gemsc.base.rng import seed_all, seed_of
 from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.held_generators import held_generators, seed_generators
 from gemsc.runtime.data.metrics import Metrics, first_samples
@@ -85,10 +83,7 @@ class Samples:
     def _read(
         self, held: dict[str, Any], epoch: int, index: int, box: Box | None
     ) -> Any:
-        seed = seed_of(self.seed, epoch, index)
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        seed_all(seed_of(self.seed, epoch, index))
         seed_generators(held, self.seed, epoch, index)
         if not self.is_tiled:
             return self.data[index]
