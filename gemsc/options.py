@@ -228,23 +228,22 @@ class CompileOptions:
         return () if name in self.open_splits else getattr(self, name)
 
     def _shape(self, stage: int, counts: Mapping[str, tuple[str, ...]]) -> GridShape:
-        """Return how ranks share a stage: one number is for all that have no tiles."""
+        """Return how ranks share a stage: one number is for all stages."""
         tiles = counts["tiles"]
         grid = _grid(tiles[stage]) if stage < len(tiles) else ALONE
         found = {}
         for name in BESIDE:
             given = counts[name]
             own = given[stage] if 1 < len(given) > stage else "1"
-            found[name] = int(given[0] if len(given) == 1 and not grid else own)
-            if grid and found[name] > 1:
-                others = list(given)
-                others[stage] = "1"
-                raise GemscError(
-                    f"{typed('tiles', self.tiles)} and {typed(name, given)} both split "
-                    f"stage {stage}",
-                    help="split it by one of them, for example "
-                    f"{typed(name, tuple(others))}",
-                )
+            found[name] = int(given[0] if len(given) == 1 else own)
+        if grid and found["branches"] > 1:
+            raise GemscError(
+                f"{typed('tiles', self.tiles)} and {typed('branches', self.branches)} "
+                f"both split stage {stage}",
+                help="split it by one of them; for two stages, for example "
+                f"{typed('tiles', (tiles[stage], '1'))} "
+                f"{typed('branches', ('1', str(found['branches'])))}",
+            )
         if len({*found.values()} - {1}) > 1:
             both = " and ".join(typed(name, counts[name]) for name in BESIDE)
             raise GemscError(

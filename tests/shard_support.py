@@ -17,10 +17,11 @@ from gemsc.passes.canonicalize import Canonicalize
 from gemsc.passes.choose_shards import ChooseShards
 from gemsc.passes.find_halos import FindHalos
 from gemsc.passes.manager import run_passes
+from gemsc.passes.overlap_halos import overlap
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.split_tiles import SplitTiles
 
-__all__ = ["FREE", "on_branches", "on_shards", "sharded"]
+__all__ = ["FREE", "on_branches", "on_mesh", "on_shards", "sharded"]
 
 LINK = LinkSpeed(latency=1e-6, bandwidth=3e9)
 FREE = LinkSpeed(latency=0.0, bandwidth=1e18)  # over which every fork gains
@@ -46,12 +47,13 @@ def _lowered(
     link: LinkSpeed,
     trunk: str,
     keep_whole: tuple[str, ...] = (),
+    fuse: int = 0,
 ) -> tuple[Program, list[Program]]:
     grids = (grid,)
     traced = run_passes(traced, (Canonicalize(), Annotate(), SeparateTowers()))
     whole = one_stage(traced)
     choose = ChooseShards(grids, link, trunk, keep_whole)
-    whole = run_passes(whole, (Annotate(), choose, FindHalos(grids)))
+    whole = run_passes(whole, (Annotate(), choose, FindHalos(grids, fuse)))
     ranks = range(grid.size)
     return whole, [run_passes(whole, (SplitTiles(grids, rank),)) for rank in ranks]
 
@@ -67,6 +69,23 @@ def on_shards(
 ) -> Step:
     """Run one step on shards, each a thread; put the parts together."""
     whole, ranks = sharded(model, inputs, loss, target, shards, trunk, keep_whole)
+    return on_ranks(whole, ranks, inputs, target)
+
+
+def on_mesh(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    loss: Callable[..., Tensor],
+    target: Any,
+    grid: GridShape,
+    keep_whole: tuple[str, ...] = (),
+    fuse: int = 0,
+) -> Step:
+    """Run one step on ranks that share pictures and channels; halos may be fused."""
+    traced = record(model, inputs, loss=loss, target=target)
+    whole, ranks = _lowered(traced, grid, FREE, "auto", keep_whole, fuse)
+    if fuse:
+        ranks = [overlap(rank) for rank in ranks]
     return on_ranks(whole, ranks, inputs, target)
 
 

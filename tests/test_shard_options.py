@@ -23,14 +23,15 @@ def groups(**choices: object) -> tuple[GridShape, ...]:
     return CompileOptions(**choices).groups  # type: ignore[arg-type]
 
 
-def test_one_number_of_shards_is_that_of_every_stage_without_tiles() -> None:
+def test_one_number_of_shards_is_that_of_every_stage_with_tiles_too() -> None:
     assert groups(ranks=4, shards=("2",)) == (TWO, TWO)
     assert groups(ranks=3, shards=("1",)) == (ALONE,) * 3
-    tiled = GridShape((3, 1))
-    assert groups(ranks=7, tiles=("3x1",), shards=("2",)) == (tiled, TWO, TWO)
-    assert groups(ranks=6, tiles=("1x1", "2x1"), shards=("2",)) == (
+    tiled = GridShape((3, 1), 2)
+    assert tiled.size == 6
+    assert groups(ranks=10, tiles=("3x1",), shards=("2",)) == (tiled, TWO, TWO)
+    assert groups(ranks=8, tiles=("1x1", "2x1"), shards=("2",)) == (
         TWO,
-        GridShape((2, 1)),
+        GridShape((2, 1), 2),
         TWO,
     )
 
@@ -38,8 +39,10 @@ def test_one_number_of_shards_is_that_of_every_stage_without_tiles() -> None:
 def test_a_list_has_the_shards_of_each_stage() -> None:
     found = groups(ranks=7, shards=("2", "1", "4"))
     assert found == (TWO, ALONE, GridShape(shards=4))
-    mixed = groups(ranks=4, tiles=("2x1",), shards=("1", "2"))
+    mixed = groups(ranks=4, tiles=("2x1", "1"), shards=("1", "2"))
     assert mixed == (GridShape((2, 1)), TWO)
+    both = groups(ranks=6, tiles=("2x1",), shards=("2", "2"))
+    assert both == (GridShape((2, 1), 2), TWO)
     assert CompileOptions(ranks=3, shards="2,1").shards == ("2", "1")  # type: ignore[arg-type]
     assert CompileOptions(ranks=4, shards=2).shards == ("2",)  # type: ignore[arg-type]
 
@@ -57,7 +60,7 @@ def test_branches_are_given_as_shards_are_and_both_are_on_the_same_ranks() -> No
     assert groups(ranks=4, shards="2", branches="1,2") == (TWO, both)
     assert groups(ranks=4, shards="1,2", branches=2) == (two, both)
     assert [
-        str(grid) for grid in (*groups(ranks=4, tiles="2x1", branches="2"), both)
+        str(grid) for grid in (*groups(ranks=4, tiles="2x1,1", branches="1,2"), both)
     ] == [
         "2x1 tiles",
         "branches on 2 ranks",
@@ -94,9 +97,9 @@ def test_mirrored_stages_of_as_many_shards_change_places() -> None:
             "use --ranks 4, or list the shards of each stage: --shards 3",
         ),
         (
-            {"ranks": 5, "tiles": ("2x1",), "shards": ("2",)},
+            {"ranks": 7, "tiles": ("2x1",), "shards": ("2",)},
             "--shards 2 does not divide the 3 ranks beside --tiles 2x1",
-            "use --ranks 4 or 6, or list the shards of each stage: --shards 1,2,1",
+            "use --ranks 6 or 8, or list the shards of each stage: --shards 2,2,1",
         ),
         (
             {"ranks": 6, "shards": ("2", "1", "4")},
@@ -105,8 +108,8 @@ def test_mirrored_stages_of_as_many_shards_change_places() -> None:
         ),
         (
             {"ranks": 4, "tiles": ("2x1",), "shards": ("2", "2")},
-            "--tiles 2x1 and --shards 2,2 both split stage 0",
-            "split it by one of them, for example --shards 1,2",
+            "--tiles 2x1 --shards 2,2 needs 6 ranks, --ranks is 4",
+            "use --ranks 6, or other tiles and shards",
         ),
         (
             {"ranks": 5, "shards": ("2",), "branches": ("2",)},
@@ -122,7 +125,7 @@ def test_mirrored_stages_of_as_many_shards_change_places() -> None:
         (
             {"ranks": 4, "tiles": ("2x1",), "branches": ("2", "2")},
             "--tiles 2x1 and --branches 2,2 both split stage 0",
-            "split it by one of them, for example --branches 1,2",
+            "for example --tiles 2x1,1 --branches 1,2",
         ),
         (
             {"ranks": 4, "shards": ("2",), "branches": ("4",)},
@@ -159,7 +162,7 @@ def test_advice_where_shards_do_not_divide_the_ranks_works(
     shards: tuple[str, ...],
 ) -> None:
     assert len(groups(ranks=5, shards=shards)) == 3
-    assert len(groups(ranks=4, tiles=("2x1",), shards=("2",))) == 2
+    assert len(groups(ranks=6, tiles=("2x1",), shards=("2",))) == 2
 
 
 @pytest.mark.parametrize("balance", ["compute", "memory"])

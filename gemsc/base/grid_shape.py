@@ -17,7 +17,8 @@ class GridShape:
 
     Shards are parts of channels, heads, features or words; parallel branches run on
     different ranks. A stage with both has as many ranks as of either: some of its parts
-    are cut, of others the branches are shared out. A stage on one rank is false.
+    are cut, of others the branches are shared out. With tiles and shards, each tile is
+    on as many ranks as there are shards. A stage on one rank is false.
     """
 
     tiles: tuple[int, ...] = ()
@@ -47,7 +48,7 @@ class GridShape:
     @property
     def noun(self) -> str:
         """What each rank computes: a tile, a shard, or a part of another kind."""
-        if self.branches > 1:
+        if self.branches > 1 or (self.tiles and self.beside > 1):
             return "rank"
         return "shard" if self.shards > 1 else "tile"
 

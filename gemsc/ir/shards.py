@@ -27,10 +27,11 @@ class CutTensor:
     noun: str
     parts: tuple[Part, ...]
 
-    def told(self, shard: int) -> str:
-        """Return what a shard has of it: `heads 0 to 2 of 4`."""
-        start, stop = self.parts[shard].rows
-        return f"{self.noun}s {start} to {stop} of {self.parts[shard].units}"
+    def told(self, rank: int) -> str:
+        """Return what a rank of the stage has of it: `heads 0 to 2 of 4`."""
+        part = self.parts[rank % len(self.parts)]
+        start, stop = part.rows
+        return f"{self.noun}s {start} to {stop} of {part.units}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,15 @@ class ChooseShards(Pass):
         others = _elsewhere(program, stage)
         placed = placed_tensors(program, stage, found.rank_of, others)
         found = replace(found, placed=placed)
-        trunk, split = choose_trunk(analysis, found, self.trunk)
-        return replace(found, trunk=trunk, split=split)
+        if not grid.tiles:
+            trunk, split = choose_trunk(analysis, found, self.trunk)
+            return replace(found, trunk=trunk, split=split)
+        if self.trunk in ("batch", "sequence"):
+            raise GemscError(
+                f"--trunk {self.trunk}: tiles split the values of stage {stage.index}",
+                help="leave out --trunk, or the tiles",
+            )
+        return found
 
     def _branches(
         self, program: Program, stage: Stage, keep_whole: Mapping[str, str]

@@ -105,8 +105,8 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
     """Return for each stage who holds its gradients: the whole ones, then parts.
 
     `program` is what the first rank of each grid runs. All ranks of a stage hold the
-    gradients of whole weights, those with the same place in a grid the same parts, or
-    the same weights of branches.
+    gradients of whole weights, those of the same shard the same parts, or the same
+    weights of branches.
     """
     placement = program.placement
     assert placement is not None
@@ -117,8 +117,11 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
         held = [(tuple(sorted({rank for grid in grids for rank in grid})), whole)]
         parts = task.stages[stage].gradient_bytes - whole  # where they are largest
         if parts:
-            alike = zip(*grids, strict=True)
-            held += [(tuple(sorted(set(ranks))), parts) for ranks in alike]
+            count = placement.grid(stage).beside
+            alike = [
+                {r for grid in grids for r in grid[n::count]} for n in range(count)
+            ]
+            held += [(tuple(sorted(ranks)), parts) for ranks in alike]
         found.append(held)
     return found
 

@@ -55,7 +55,7 @@ def _holders(program: Program, stages: tuple[int, ...], key: tuple[str, bool]) -
     placement, (_, is_part) = program.placement, key
     assert placement is not None
     ranks = {r for stage in stages for row in placement.ranks for r in row[stage]}
-    return len(ranks) // placement.grid(stages[0]).size if is_part else len(ranks)
+    return len(ranks) // placement.grid(stages[0]).beside if is_part else len(ranks)
 
 
 def _most_updated(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from gemsc.base.grid_shape import BESIDE, SPLITS
@@ -126,8 +127,8 @@ def alternatives(
     `sizes` are those of the image that grids split, along each spatial axis; no more
     than `most_branches` are side by side.
     Where the number of copies is open, `ranks` and `micro_batches` are those of all
-    copies together; what cannot be divided is left out. Where tiles and others are
-    open, one of them is tried at a time; shards and branches also on the same ranks.
+    copies together; what cannot be divided is left out. Where several splits are open,
+    shards and branches are also tried on the same ranks, and shards of each tile.
 
     Raises:
         GemscError: nothing agrees.
@@ -206,7 +207,10 @@ def _splits(
             if opened.issuperset(names):
                 yield none | dict.fromkeys(names, (str(count),))
     for grid in grids(ranks, sizes) if "tiles" in opened else ():
-        yield none | {"tiles": ("x".join(map(str, grid)),)}
+        tiles = none | {"tiles": ("x".join(map(str, grid)),)}
+        yield tiles
+        for count in range(2, ranks // prod(grid) + 1) if "shards" in opened else ():
+            yield tiles | {"shards": (str(count),)}
 
 
 class _Share(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -11,8 +11,9 @@ from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.passes.shards.analysis import Analysis, cut_parts
-from gemsc.passes.shards.factors import Factor
+from gemsc.passes.shards.factors import Dims, Factor
 from gemsc.passes.spatial.calls import Call
+from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local
 
@@ -47,7 +48,13 @@ class Inside:
         of = source or self.node
         if not isinstance(meta.value(of), Tensor):
             return ()
-        return cut_parts(self.analysis.dims(of), self.factor, self.low.tiles)
+        return self.cut(self.analysis.dims(of))
+
+    def cut(self, dims: Dims) -> tuple[Part, ...]:
+        """Return what each rank has of these dimensions, () if all."""
+        assert self.low.shards is not None
+        count = self.low.shards.count
+        return self.low.by_rank(cut_parts(dims, self.factor, count))
 
     @property
     def own(self) -> Part:
@@ -76,8 +83,28 @@ class Inside:
 
     def parameter(self, path: str) -> fx.Node:
         """Return the node of this rank's part of a parameter, or of all of it."""
-        parts = cut_parts(self.analysis.dims(path), self.factor, self.low.tiles)
+        parts = self.cut(self.analysis.dims(path))
         return self.low.parameter(self.node, path, parts)
+
+    def placed(self, source: fx.Node) -> Local:
+        """Return a value of which shards have their parts, as tiles have cut it."""
+        if source.op == "get_attr":
+            return Local(self.parameter(str(source.target)), None)
+        if not isinstance(meta.value(source), Tensor):
+            return self.low.local(source)
+        return self.low.shared(source, self.parts(source))
+
+    @property
+    def local_call(self) -> Call:
+        """The call with the number of groups that this rank has."""
+        call = self.call
+        settings = dict(call.arguments)
+        for name in ("groups", "num_groups"):
+            if self.letter("g") and isinstance(settings.get(name), int):
+                part = self.parts(call.input)[self.low.place]
+                rows = part.rows[1] - part.rows[0]
+                settings[name] = settings[name] * rows // part.units
+        return replace(call, arguments=settings)
 
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> Local:
         """Add a node of this rank's part of the result."""
@@ -87,9 +114,12 @@ class Inside:
             self.node, op, target, args, kwargs, None, parts=parts, partial=partial
         )
 
-    def added_up(self, addend: fx.Node) -> Local:
-        """Return the sum over the ranks, of all or of this rank's part of the trunk."""
-        axes = self.low.split_axes(self.node)
-        if axes is None:
-            return self.low.all_reduce(self.node, addend)
-        return self.low.reduce_scatter(self.node, addend, axes)
+    def added_up(self, addend: fx.Node, axes: Axes | None = None) -> Local:
+        """Return the sum over the shards, of all or of this rank's part of the trunk.
+
+        `axes` say how tiles cut it.
+        """
+        split = self.low.split_axes(self.node)
+        if split is None:
+            return self.low.all_reduce(self.node, addend, axes, self.low.beside)
+        return self.low.reduce_scatter(self.node, addend, split)

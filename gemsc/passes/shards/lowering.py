@@ -39,7 +39,7 @@ def trunk_axes(low: Lowering, node: fx.Node) -> Axes | None:
     if low.shards is None or not low.shards.split:
         return None
     analysis = analysis_of(low.program, low.stage)
-    return _axes(analysis.dims(node), _trunk(low, analysis), low.tiles)
+    return _axes(analysis.dims(node), _trunk(low, analysis), low.shards.count)
 
 
 def lower_on_shards(low: Lowering, node: fx.Node) -> Local:
@@ -71,8 +71,11 @@ def _outside(low: Lowering, analysis: Analysis, node: fx.Node) -> Local:
         if low.flattened(source) is not None:
             continue  # held with other dimensions: as on tiles
         if source.op != "get_attr" and isinstance(meta.value(source), Tensor):
-            axes = _axes(analysis.dims(source), trunk, low.tiles)
             local = low.local(source)
+            if low.pictures:
+                given[source] = low.shared(source, ())
+                continue
+            axes = _axes(analysis.dims(source), trunk, low.shards.count)
             if local.axes != axes or local.parts:
                 given[source] = Local(low.spread(source, axes), axes)
     with low.instead(given):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import fx
 
 from gemsc.base.boxes import Interval
 from gemsc.ir import meta
-from gemsc.passes.shards.analysis import WORDS, cut_parts
+from gemsc.ir.mutation import elements
+from gemsc.passes.shards.analysis import WORDS
 from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.spatial.emit import masked, on_tiles
 from gemsc.passes.spatial.lowering import Local, Refused
+from gemsc.passes.spatial.rules import lower_call
 from gemsc.passes.spatial.values import layout_of, whole_shape
 from gemsc.runtime import tiles
 
@@ -31,6 +33,9 @@ def compute(x: Inside) -> Local:
         Refused: all of its inputs must be gathered.
     """
     kind = x.call.kind if x.node in x.analysis.calls else ""
+    sources = elements(x.node)
+    if any(x.low.axes(source) is not None and x.low.pictures for source in sources):
+        return _on_tiles(x, kind, sources)
     if kind in OPERATIONS:
         found = OPERATIONS[kind](x)
         if found is not None:
@@ -47,6 +52,46 @@ def _same_call(x: Inside) -> Local:
     if name in _SIZED:
         return _SIZED[name](x, args, kwargs)
     return x.create(x.node.op, x.node.target, args, kwargs)
+
+
+# --------------------------------------------------- parts of a tile's part
+
+# what the rules for tiles compute as addends, and what they compute of no parts
+_ADDENDS = frozenset({"conv", "conv_transpose", "linear", "matmul", "sum", "mean"})
+_OF_TILES = frozenset({"embedding", "cross_entropy", "attention", "addmm", "einsum"})
+
+
+def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
+    """Compute a shard's part of what the rule for tiles computes of a tile's part.
+
+    Raises:
+        Refused: the rule cannot, or looks at what shards cut.
+    """
+    low = x.low
+    if kind in _OF_TILES or (x.is_summed and kind not in _ADDENDS):
+        raise Refused("tiles and shards cut it")
+    if any(low.flattened(source) is not None for source in sources):
+        raise Refused("shards have parts of it, and it is flattened")
+    given = {source: x.placed(source) for source in sources}
+    with low.instead(given), low.sharing(x.parts, addend=x.is_summed):
+        local = lower_call(low, x.node, x.local_call if kind else None)
+    if not x.is_summed:
+        return local
+    addend = local.node
+    if kind == "mean":
+        parts = next(filter(None, map(x.parts, sources)))
+        addend = _weighted(x, addend, parts[low.place].share)
+    total = x.added_up(addend, local.axes)
+    if kind in ("conv", "conv_transpose"):
+        return _with_bias(x, total, (-1, *(1,) * x.call.rank))
+    return _with_bias(x, total, ()) if kind == "linear" else total
+
+
+def _weighted(x: Inside, value: fx.Node, share: float) -> fx.Node:
+    """Add a mean times its share of all elements."""
+    make, args = x.low.create, (value, share)
+    target = operator.mul
+    return make(x.node, "call_function", target, args, {}, None, partial=True).node
 
 
 # --------------------------------------------------------- sizes in arguments
@@ -128,9 +173,7 @@ def _of_groups(x: Inside, setting: str) -> Local | None:
     """Call a function that is told the number of groups, of which the rank has some."""
     if x.call.layer is not None or not x.letter("g"):
         return None
-    count = int(x.call[setting])
-    part = x.parts(x.call.input)[x.low.place]
-    own = count * (part.rows[1] - part.rows[0]) // part.units
+    own = x.local_call[setting]
     args = list(fx.node.map_arg(x.node.args, x.input))
     kwargs = dict(fx.node.map_arg(x.node.kwargs, x.input))
     place = x.call.names.index(setting)
@@ -152,7 +195,7 @@ def _addmm(x: Inside) -> Local | None:
     if len(whole_shape(bias)) == 1:
         total = x.added_up(addend.node)
     else:
-        total = x.low.all_reduce(x.node, addend.node)
+        total = x.low.all_reduce(x.node, addend.node, None, x.low.beside)
     args = total.node, _as_added(x, _met(x, x.input(bias), total, -1))
     return x.low.create(x.node, "call_function", operator.add, args, {}, total.axes)
 
@@ -196,8 +239,7 @@ def _as_added(x: Inside, bias: fx.Node) -> fx.Node:
 def _words(x: Inside) -> tuple[Interval, int]:
     """Return which words the rank has, and how many there are."""
     words = x.analysis.roles[x.node].letters[WORDS[x.call.kind]]
-    part = cut_parts([words], x.factor, x.low.tiles)[x.low.place]
-    ((start, stop),) = part.intervals
+    ((start, stop),) = x.cut([words])[x.low.place].intervals
     return (start, stop), size_of(words)
 
 
@@ -220,6 +262,7 @@ def _cross_entropy(x: Inside) -> Local | None:
     words, count = _words(x)
     args = x.low.here, x.input(x.call.input), x.low.whole(x.call["target"])
     settings: dict[str, Any] = {"words": words, "num_words": count}
+    settings["among"] = x.low.beside
     function = tiles.parallel_cross_entropy
     return on_tiles(x.low, x.call, function, args, None, **settings)
 
@@ -257,14 +300,11 @@ def _reduced(x: Inside) -> Local | None:
     mean = x.call.kind == "mean" or (
         x.call.kind == "loss" and x.call.get("reduction", "mean") == "mean"
     )
+    addend = local.node
     if mean:
         parts = next(filter(None, map(x.parts, x.node.all_input_nodes)))
-        args = local.node, parts[x.low.place].share
-        make = x.low.create
-        local = make(
-            x.node, "call_function", operator.mul, args, {}, None, partial=True
-        )
-    return x.added_up(local.node)
+        addend = _weighted(x, addend, parts[x.low.place].share)
+    return x.added_up(addend)
 
 
 def _dropout(x: Inside) -> Local:

@@ -40,9 +40,12 @@ def call_again(
 
     A layer whose settings change is replaced by a copy. What stands among the
     positional arguments changes in its place. `partial`: what the tile computes is not
-    yet its part of the result.
+    yet its part of the result. An addend has no bias.
     """
     changed = _different(call, changes or {})
+    if low.is_addend and call.kind in _AS_FUNCTION:
+        source = inputs[call.input]
+        return _as_function(low, call, axes, source, changed, partial=True)
     for source in call.node.all_input_nodes:
         if source not in inputs:
             inputs[source] = low.whole(source)
@@ -70,6 +73,7 @@ def call_again(
 
 
 _AS_FUNCTION: dict[str, tuple[str, ...]] = {
+    "linear": (),
     "conv": ("stride", "padding", "dilation", "groups"),
     "conv_transpose": ("stride", "padding", "output_padding", "groups", "dilation"),
     "max_pool": (
@@ -95,19 +99,28 @@ def _as_function(
     """Add the function of a layer that is called elsewhere with other settings."""
     parameters = [
         _given(low, call, name)
-        for name in ("weight", "bias")
-        if hasattr(call.layer, name)
+        for name in (("weight",) if low.is_addend else ("weight", "bias"))
+        if hasattr(call.layer, name) or name in call.arguments
     ]
     kwargs = {
         name: changed.get(name, call[name])
         for name in _AS_FUNCTION[call.kind]
         if name in call.arguments
     }
-    function = getattr(F, f"{call.kind}{call.rank}d")
+    if call.kind in ("conv", "conv_transpose"):
+        kwargs = {n: v for n, v in kwargs.items() if not _is_default(n, v)}
+    function = getattr(F, f"{call.kind}{call.rank}d" if call.detail else call.kind)
     inputs = (source, *parameters)
     return low.create(
         call.node, "call_function", function, inputs, kwargs, axes, partial=partial
     )
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a setting of a convolution is what it is if it is not given."""
+    default = int(name in ("stride", "dilation", "groups"))
+    values = value if isinstance(value, tuple | list) else [value]
+    return all(each == default for each in values)
 
 
 def on_tiles(

@@ -148,11 +148,11 @@ class Placeholders:
 
     def _image_axes(self, node: fx.Node, grid: GridShape) -> Axes | None:
         """Return how an input is cut: images and masks, not labels or sequences."""
-        if grid.beside > 1 or node in self._others:
+        if not grid.tiles or node in self._others:
             return None
         shape = whole_shape(node)
-        num_axes = len(grid.axes)
-        axes = last_axes(len(shape), grid.axes)
+        num_axes = len(grid.tiles)
+        axes = last_axes(len(shape), grid.tiles)
         if axes is None:
             return None
         images = self._images(num_axes)

@@ -35,9 +35,11 @@ from gemsc.passes.spatial.values import (
     Refused,
     annotate_part,
     covers,
+    folded,
     held_boxes,
     last_axes,
-    layout_of,
+    refined,
+    unfolded,
     whole_shape,
 )
 from gemsc.runtime import tiles
@@ -46,6 +48,7 @@ __all__ = ["Local", "Lowering", "Refused", "Rule"]
 
 
 Rule = Callable[["Lowering", fx.Node], Local | None]  # None: on another rank
+PartsOf = Callable[[fx.Node], tuple[Part, ...]]
 
 
 class Lowering:
@@ -88,6 +91,8 @@ class Lowering:
         }
         self._env: dict[fx.Node, Local] = {}
         self._replaced: dict[fx.Node, Local] = {}  # see `instead`
+        self._cut: PartsOf | None = None  # see `sharing`
+        self.is_addend = False
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
         self._flattened: dict[fx.Node, Flattened] = {}
         self._halos = halos or Halos()
@@ -208,6 +213,18 @@ class Lowering:
             for node in locals_:
                 del self._replaced[node]
 
+    @contextmanager
+    def sharing(self, parts: PartsOf, *, addend: bool) -> Iterator[None]:
+        """Let shards have these parts of the results that rules for tiles create.
+
+        What they create may be an `addend` of the result.
+        """
+        self._cut, self.is_addend = parts, addend
+        try:
+            yield
+        finally:
+            self._cut, self.is_addend = None, False
+
     @property
     def stage(self) -> Stage:
         """The stage at hand."""
@@ -228,7 +245,8 @@ class Lowering:
         dim = self.shards.split_dims.get(node.name)
         if dim is None or dim < 0:
             return None
-        return tuple(0 if d == dim else None for d in range(len(whole_shape(node))))
+        rank, axis = len(whole_shape(node)), len(self.pictures)
+        return tuple(axis if d == dim else None for d in range(rank))
 
     def is_split(self, stage: Stage) -> bool:
         """Whether a stage has a grid."""
@@ -269,8 +287,22 @@ class Lowering:
 
     @property
     def tiles(self) -> int:
-        """How many tiles the stage's grid has."""
+        """How many tiles the stage's grid has, each counted for all of its shards."""
         return num_tiles(self.grid)
+
+    @property
+    def pictures(self) -> tuple[int, ...]:
+        """The parts along the axes of pictures; () where the ranks share none."""
+        return self._form.tiles
+
+    @property
+    def beside(self) -> tuple[int, ...]:
+        """The ranks that share the same part of pictures; () for all."""
+        return self.among([len(self.pictures)])
+
+    def by_rank(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return what each rank has, of what each shard has."""
+        return tuple(parts) * (self.tiles // len(parts)) if parts else ()
 
     def owned(self, shape: tuple[int, ...], axes: Axes | None) -> tuple[Box, ...]:
         """Return what each tile of the stage holds of a value with these axes."""
@@ -330,8 +362,10 @@ class Lowering:
         """Let a flattened value be held with all dimensions.
 
         Raises:
-            Refused: the model returns it.
+            Refused: the model returns it, or shards have parts of it.
         """
+        if self._cut is not None and self._cut(node):
+            raise Refused("shards have parts of it, and it is flattened")
         if node in self.program.output.all_input_nodes:
             raise Refused("the model returns it flattened")
         self._flattened[node] = how
@@ -365,10 +399,10 @@ class Lowering:
         """Let a value arrive from a stage with another grid, as what it sends."""
         shape, local = self.shape(node), self._env[node]
         axes = None
-        if self.shards is not None:
+        if len(shape) == len(self.pictures) + 2:
+            axes = last_axes(len(shape), self.pictures)
+        if axes is None and self.shards is not None:
             axes = self.split_axes(node)
-        elif len(shape) == len(self.grid) + 2:
-            axes = last_axes(len(shape), self.grid)
         if axes is not None and not fits(shape, axes, self.grid):
             axes = None
         held = held_boxes(shape, local.axes, source)
@@ -394,6 +428,17 @@ class Lowering:
         """
         wide = self._halos.wide.get(node.name) if axes is not None else None
         return wide or self.owned(self.shape(node), axes)
+
+    def box(self, node: fx.Node, axes: Axes) -> Box:
+        """Return what the rank computes of a value with these axes.
+
+        Raises:
+            Refused: it is several boxes.
+        """
+        parts = self._cut(node) if self._cut is not None else ()
+        if parts and parts[0].outer > 1:
+            raise Refused("its mask is drawn for the whole value")
+        return refined(self.result(node, axes), parts)[self.place]
 
     def own_rows(self, node: fx.Node, axes: Axes | None) -> Box | None:
         """Return where the tile's own part is in what it computes; None if all is."""
@@ -422,20 +467,24 @@ class Lowering:
     ) -> Local:
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
-        self._describe(new, like, axes)
-        if parts:
-            own = parts[self.place]
-            layout = layout_of(parts) if own.outer == 1 else None
-            self._describe_part(new, like, layout, own.local_shape)
+        if self._cut is not None:
+            parts = self._cut(like)
+        self._describe(new, like, axes, parts)
         if op != "call_module" and (path := meta.layer(like)):
             meta.set_layer(new, path)
         if partial:
             meta.set_layout(new, None)
         return Local(new, axes, parts)
 
-    def _describe(self, new: fx.Node, old: fx.Node, axes: Axes | None) -> None:
-        wide = self._halos.wide.get(old.name)
-        annotate_part(new, old, axes, self.grid, self._tile, wide, self.shape(old))
+    def _describe(
+        self,
+        new: fx.Node,
+        old: fx.Node,
+        axes: Axes | None,
+        parts: tuple[Part, ...] = (),
+    ) -> None:
+        wide, shape = self._halos.wide.get(old.name), self.shape(old)
+        annotate_part(new, old, axes, self.grid, self._tile, wide, shape, parts)
 
     def copy(
         self,
@@ -479,13 +528,14 @@ class Lowering:
             return self._part_of_input(node, wanted, fill, wraps)
         local, shape, held = self.local(node), self.shape(node), self.held(node)
         source, owned = local.node, self.owned(shape, local.axes)
+        parts = local.parts
         fetched = self._halos.fetched.get((node.name, self._stage))
         if fetched and not wraps and not covers(held, wanted, shape):
-            source = self._part_of(source, shape, held, fetched, 0.0)
+            source = self._part_of(source, shape, held, fetched, 0.0, parts=parts)
             held = fetched
         if held not in (wanted, owned) and all(map(is_inside, wanted, held)):
-            return self.cropped(source, shape, held, wanted)
-        return self._part_of(source, shape, held, wanted, fill, owned, wraps)
+            return self.cropped(source, shape, held, wanted, parts)
+        return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
 
     def _part_of_input(
         self, node: fx.Node, wanted: tuple[Box, ...], fill: float, wraps: bool
@@ -505,54 +555,79 @@ class Lowering:
             if all(self._stage_of.get(user) == self._stage for user in old.users):
                 return Local(new, axes)
             new = self._create("call_function", getitem, (new, (...,)), {}, old.name)
-        self._describe(new, old, axes)
-        return Local(new, axes)
+        parts = self._cut(old) if self._cut is not None else ()
+        self._describe(new, old, axes, parts)
+        return Local(new, axes, parts)
 
-    def shard(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
-        """Return the node that holds this rank's part of a value."""
+    def shared(self, node: fx.Node, parts: tuple[Part, ...]) -> Local:
+        """Return a value of which shards have these parts; tiles cut it as before."""
         local = self.local(node)
         if local.parts == parts:
-            return local.node
-        source, layout = self.whole(node), layout_of(parts)
-        whole = Layout.whole(layout.shape, len(parts))
-        source = self._viewed(source, layout.shape, whole)
-        part = self._part_of(source, layout.shape, whole.boxes, layout.boxes, 0.0)
-        return self._viewed(part, parts[self.place].local_shape, layout)
+            return local
+        if local.parts:
+            found = self._beside(node, local, local.parts, gathers=True)
+            local = Local(found, local.axes)
+        if parts:
+            found = self._beside(node, local, parts, gathers=False)
+            local = Local(found, local.axes, parts)
+        return local
 
-    def _gathered(self, node: fx.Node, local: Local) -> fx.Node:
-        """Return the node that holds all of a value that is cut among shards."""
-        layout = layout_of(local.parts)
-        whole = Layout.whole(layout.shape, self.tiles)
-        source = self._viewed(local.node, layout.local_shape(self.place), layout)
-        found = self._part_of(source, layout.shape, layout.boxes, whole.boxes, 0.0)
-        return self._viewed(found, whole_shape(node), whole)
+    def shard(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
+        """Return the node of what a shard has of a value that no tiles cut."""
+        if self.local(node).parts == parts:
+            return self.local(node).node
+        with self.instead({node: Local(self.whole(node), None)}):
+            return self.shared(node, parts).node
+
+    def _beside(
+        self, node: fx.Node, local: Local, parts: tuple[Part, ...], *, gathers: bool
+    ) -> fx.Node:
+        """Return the node of what a tile has of a value: all of it, or a shard's."""
+        shape = whole_shape(node)
+        owned = self.owned(shape, local.axes)
+        boxes = self.result(node, local.axes) if local.axes is not None else owned
+        held, wanted = (
+            refined(boxes, parts, cut=cut) for cut in (gathers, not gathers)
+        )
+        given = () if boxes == owned else refined(owned, parts, cut=gathers)
+        shape = unfolded(shape, parts)
+        source = self._viewed(local.node, Layout(shape, held))
+        found = self._part_of(source, shape, held, wanted, 0.0, given)
+        sizes = shape_of(boxes[self.place])
+        if not gathers:
+            sizes = folded(sizes, parts, self.place)
+        return self._viewed(found, Layout(shape, wanted), sizes)
 
     def _viewed(
-        self, source: fx.Node, shape: tuple[int, ...], layout: Layout
+        self, source: fx.Node, layout: Layout, shape: tuple[int, ...] = ()
     ) -> fx.Node:
-        """Return the node of the same elements, with other dimensions."""
+        """Return the node of the same elements in a shape, by default the layout's."""
+        here = layout.local_shape(self.place)
+        shape = shape or here
         if tuple(meta.value(source).shape) == shape:
             return source
         key = (source, shape, self._stage)
         if key not in self._parts:
             args = (source, *shape)
             new = self._create("call_method", "reshape", args, {}, source.name)
-            same = layout.local_shape(self.place) == shape
-            self._describe_part(new, source, layout if same else None, shape)
+            self._describe_part(new, source, layout if here == shape else None, shape)
             self._parts[key] = new
         return self._parts[key]
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """Return the node that holds all of a value on every tile."""
+        """Return the node that holds all of a value on every tile.
+
+        Of one that stands there instead, shards keep their parts.
+        """
         local = self.local(node)
-        if local.parts:
-            return self._gathered(node, local)
+        if local.parts and node not in self._replaced:
+            with self.instead({node: self.shared(node, ())}):
+                return self.whole(node)
         whole = local.node
         if local.axes is not None:
             whole = self.part(node, (everything(self.shape(node)),) * self.tiles)
-        shape = whole_shape(node)
-        given = Layout.whole(shape, self.tiles)
-        return self._viewed(whole, shape, given) if node in self._flattened else whole
+        given = Layout.whole(whole_shape(node), self.tiles)
+        return self._viewed(whole, given) if node in self._flattened else whole
 
     def spread(self, node: fx.Node, axes: Axes | None) -> fx.Node:
         """Return the node that holds a value cut like this."""
@@ -652,6 +727,7 @@ class Lowering:
         shape: tuple[int, ...],
         held: tuple[Box, ...],
         wanted: tuple[Box, ...],
+        parts: tuple[Part, ...] = (),
     ) -> fx.Node:
         """Return the node of the rows that are wanted of those held."""
         key = (source, wanted, 0.0, self._stage)
@@ -670,10 +746,23 @@ class Lowering:
             new = self._create(
                 "call_function", getitem, (source, index), {}, source.name
             )
-            layout = Layout(shape, wanted)
-            self._describe_part(new, source, layout, layout.local_shape(self.place))
+            self._describe_box(new, source, shape, wanted, parts)
             self._parts[key] = new
         return self._parts[key]
+
+    def _describe_box(
+        self,
+        new: fx.Node,
+        source: fx.Node,
+        shape: tuple[int, ...],
+        boxes: tuple[Box, ...],
+        parts: tuple[Part, ...],
+    ) -> None:
+        """Give a node the layout of boxes of which shards have parts."""
+        sizes = folded(shape_of(boxes[self.place]), parts, self.place)
+        repeats = bool(parts) and parts[0].outer > 1
+        layout = None if repeats else Layout(shape, refined(boxes, parts))
+        self._describe_part(new, source, layout, sizes)
 
     def _describe_part(
         self,
@@ -698,20 +787,27 @@ class Lowering:
         fill: float,
         owned: tuple[Box, ...] = (),
         wraps: bool = False,
+        parts: tuple[Part, ...] = (),
     ) -> fx.Node:
+        """Return the node of the wanted boxes; `parts` are what shards have of both."""
         if wanted == held:
             return source
         key = (source, wanted, fill, self._stage, wraps)
         if key in self._parts:
             return self._parts[key]
         owned = () if owned == held else owned
+        sizes = folded(shape_of(wanted[self.place]), parts, self.place)
+        repeats = unfolded(shape, parts) != shape
+        shape = unfolded(shape, parts)
+        held, wanted, owned = (refined(b, parts) for b in (held, wanted, owned))
+        given = self._viewed(source, Layout(shape, held)) if repeats else source
         exchange = self.exchange(shape, held, wanted, fill, owned, wraps)
-        args = (self.here, source, exchange)
+        args = (self.here, given, exchange)
         new = self._create("call_function", tiles.redistribute, args, {}, source.name)
         layout = Layout(shape, wanted)
         self._describe_part(new, source, layout, layout.local_shape(self.place))
-        self._parts[key] = new
-        return new
+        self._parts[key] = self._viewed(new, layout, sizes) if repeats else new
+        return self._parts[key]
 
     def exchange(
         self,

@@ -33,7 +33,6 @@ def _channels_whole(low: Lowering, call: Call) -> Axes:
     axes = _axes(low, call)
     if any(axis is not None for axis in axes[:2]):
         raise Refused("it is cut along batch or channels")
-    low.require_all_axes(axes)
     return axes
 
 
@@ -43,6 +42,7 @@ def _normalized(low: Lowering, call: Call, function: Any, **settings: Any) -> Lo
     if own is not None:
         settings["own"] = own
     args = (low.here, alike(low, call, call.input, axes))
+    settings["among"] = low.among(axes)
     return on_tiles(low, call, function, args, axes, **settings)
 
 
@@ -51,7 +51,6 @@ def batch_norm(low: Lowering, call: Call) -> Local:
     axes = _axes(low, call)
     if len(axes) > 1 and axes[1] is not None:
         raise Refused("it is cut along channels")
-    low.require_all_axes(axes)
     if call.layer is None:
         return _normalized(low, call, tiles.functional_batch_norm)
     return _normalized(low, call, tiles.batch_norm, layer=low.layer(call.node))
@@ -86,10 +85,9 @@ def layer_norm(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, {call.input: low.get(call.input).node})
     if any(axis is not None for axis in axes[: len(axes) - len(shape)]):
         raise Refused("some of the dimensions that are cut are normalized")
-    low.require_all_axes(axes)
     box = low.result(call.node, axes)[low.place][len(axes) - len(shape) :]
     args = (low.here, alike(low, call, call.input, axes), box)
-    return on_tiles(low, call, tiles.layer_norm, args, axes)
+    return on_tiles(low, call, tiles.layer_norm, args, axes, among=low.among(axes))
 
 
 def rms_norm(low: Lowering, call: Call) -> Local:
@@ -104,7 +102,7 @@ def rms_norm(low: Lowering, call: Call) -> Local:
 def dropout(low: Lowering, call: Call) -> Local:
     """Multiply by the tile's part of the mask of the whole value."""
     axes = _axes(low, call)
-    box = low.result(call.node, axes)[low.place]
+    box = low.box(call.node, axes)
     source = alike(low, call, call.input, axes)
     return masked(low, call, source, low.shape(call.input), box, axes)
 

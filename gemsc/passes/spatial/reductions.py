@@ -240,7 +240,6 @@ def cross_entropy(low: Lowering, call: Call) -> Local:
     axes = low.axes(output)
     if axes is None or len(axes) < 2 or axes[1] is not None:
         raise Refused("it is cut along classes")
-    low.require_all_axes(axes)
     pixels = axes
     if not meta.spec(target).dtype.is_floating_point:
         pixels = (axes[0], *axes[2:])
@@ -251,4 +250,5 @@ def cross_entropy(low: Lowering, call: Call) -> Local:
     if reduction == "none":
         return call_again(low, call, (axes[0], *axes[2:]), inputs)
     args = (low.here, *inputs.values())
-    return on_tiles(low, call, tiles.cross_entropy, args, None)
+    among = low.among(axes)
+    return on_tiles(low, call, tiles.cross_entropy, args, None, among=among)

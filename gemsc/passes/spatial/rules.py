@@ -83,16 +83,16 @@ OF_ANY_OPERAND = CUTS_AGAIN | {
 }
 
 
-def lower_call(low: Lowering, node: fx.Node) -> Local:
-    """Lower one node of a stage that is split.
+def lower_call(low: Lowering, node: fx.Node, call: Call | None = None) -> Local:
+    """Lower one node of a stage that is split; `call` is what it calls.
 
     Raises:
         Refused: its inputs must be gathered.
     """
-    call = call_of(node, low.program.module)
+    call = call or call_of(node, low.program.module)
     sources = elements(node)
     is_cut = any(low.axes(source) is not None for source in sources)
-    if not is_cut and (call.kind not in CUTS_AGAIN or low.shards is not None):
+    if not is_cut and (call.kind not in CUTS_AGAIN or not low.pictures):
         return low.copy(node, None)
     if opaque_of(call.layer) is not None:
         raise Refused("its forward depends on data")

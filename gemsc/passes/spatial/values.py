@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from gemsc.base.boxes import Box, everything, intersection, is_inside
+from gemsc.base.boxes import Box, everything, intersection, is_inside, shape_of
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import put_layer, shallow_copy
@@ -23,9 +23,12 @@ __all__ = [
     "Refused",
     "annotate_part",
     "covers",
+    "folded",
     "held_boxes",
     "last_axes",
     "layout_of",
+    "refined",
+    "unfolded",
     "whole_shape",
 ]
 
@@ -40,7 +43,7 @@ class Local:
 
     `axes` says which of its dimensions are cut; None: every tile holds all of it. Of a
     tuple of tensors, all have the same axes. `parts` are what each rank has of a value
-    that is cut among shards: heads, features, channels or words.
+    that is cut among shards, too: heads, features, channels or words.
     """
 
     node: fx.Node
@@ -89,16 +92,40 @@ def layout_of(parts: tuple[Part, ...]) -> Layout:
 
     Where units repeat, their dimension stands there as two: repetitions, and the rest.
     """
-    first = parts[0]
-    before, after = first.shape[: first.dim], first.shape[first.dim + 1 :]
-    size = first.shape[first.dim] // first.outer
-    repeats = (first.outer,) if first.outer > 1 else ()
-    head, tail = everything((*before, *repeats)), everything(after)
-    boxes = tuple(
-        (*head, (part.rows[0] * part.inner, part.rows[1] * part.inner), *tail)
-        for part in parts
-    )
-    return Layout((*before, *repeats, size, *after), boxes)
+    shape = parts[0].shape
+    whole = (everything(shape),) * len(parts)
+    return Layout(unfolded(shape, parts), refined(whole, parts))
+
+
+def unfolded(shape: tuple[int, ...], parts: tuple[Part, ...]) -> tuple[int, ...]:
+    """Return the shape in which parts of a value are boxes; it is as it is without."""
+    if not parts or parts[0].outer == 1:
+        return shape
+    dim, outer = parts[0].dim, parts[0].outer
+    return (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+
+
+def refined(
+    boxes: tuple[Box, ...], parts: tuple[Part, ...], *, cut: bool = True
+) -> tuple[Box, ...]:
+    """Return what ranks have of boxes whose other dimensions shards cut, unfolded.
+
+    Without `cut` it is all that the boxes have.
+
+    Raises:
+        Refused: tiles cut the same dimension.
+    """
+    if not parts or not boxes:
+        return boxes
+    found = []
+    for box, part in zip(boxes, parts, strict=True):
+        if box[part.dim] != (0, part.shape[part.dim]):
+            raise Refused("tiles and shards cut the same dimension")
+        repeats = ((0, part.outer),) if part.outer > 1 else ()
+        start, stop = part.rows if cut else (0, part.units)
+        rows = start * part.inner, stop * part.inner
+        found.append((*box[: part.dim], *repeats, rows, *box[part.dim + 1 :]))
+    return tuple(found)
 
 
 def covers(
@@ -120,11 +147,13 @@ def annotate_part(
     tile: int,
     wide: tuple[Box, ...] | None = None,
     shape: tuple[int, ...] | None = None,
+    parts: tuple[Part, ...] = (),
 ) -> None:
     """Give a node the facts of the old one, with local shapes and a layout.
 
     `wide` is what the tiles compute of it, where that is more than they own; `shape`
-    that in which it is held, where that is another one.
+    that in which it is held, where that is another one; `parts` what shards have of it.
+    A layout cannot say units that repeat.
     """
     meta.copy_meta(old, new)
     fake = meta.value(old)
@@ -137,12 +166,24 @@ def annotate_part(
             with fake.fake_mode:  # type: ignore[attr-defined]
                 meta.set_value(new, fake.new_empty(shape))
         return
-    layout = Layout(shape, held_boxes(shape, axes, grid))
-    if wide is not None and axes is not None:
-        layout = Layout(shape, wide, layout.boxes)
-    meta.set_layout(new, layout)
+    owned, place = held_boxes(shape, axes, grid), tile % num_tiles(grid)
+    boxes = wide if wide is not None and axes is not None else owned
+    if not parts or parts[0].outer == 1:
+        given = refined(owned, parts) if boxes is not owned else ()
+        meta.set_layout(new, Layout(shape, refined(boxes, parts), given))
+    local = shape_of(boxes[place])
     with fake.fake_mode:  # type: ignore[attr-defined]
-        meta.set_value(new, fake.new_empty(layout.local_shape(tile % num_tiles(grid))))
+        meta.set_value(new, fake.new_empty(folded(local, parts, place)))
+
+
+def folded(
+    sizes: tuple[int, ...], parts: tuple[Part, ...], place: int
+) -> tuple[int, ...]:
+    """Return the sizes of what a rank has of a box of which shards have parts."""
+    if not parts:
+        return sizes
+    dim, own = parts[place].dim, parts[place].local_shape
+    return (*sizes[:dim], own[dim], *sizes[dim + 1 :])
 
 
 class Layers:

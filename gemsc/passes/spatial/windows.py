@@ -61,8 +61,8 @@ def spatial_axes(low: Lowering, source: fx.Node, rank: int) -> Axes:
     axes = low.axes(source)
     dims = len(low.shape(source))
     if axes is None:
-        axes = last_axes(dims, low.grid)
-        if axes is None or len(low.grid) != rank:
+        axes = last_axes(dims, low.pictures)
+        if axes is None or len(low.pictures) != rank:
             raise Refused("the grid has other dimensions")
     if any(axis is not None for axis in axes[: dims - rank]):
         raise Refused("it is cut along batch or channels")

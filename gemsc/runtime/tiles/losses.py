@@ -20,8 +20,9 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return `F.cross_entropy` of all tiles' pixels.
+    """Return `F.cross_entropy` of all tiles' pixels, or of those among some.
 
     Targets are classes (N x ...) or probabilities (N x C x ...). The mean over classes
     is weighted by `weight` of the target, and leaves out `ignore_index`; that over
@@ -36,7 +37,7 @@ def cross_entropy(
         label_smoothing=label_smoothing,
     )
     if reduction == "sum":
-        return all_reduce(grid, total)
+        return all_reduce(grid, total, among)
     pixels = target
     if target.is_floating_point():
         pixels = target.detach()[:, 0]
@@ -48,5 +49,5 @@ def cross_entropy(
         else:
             chosen = torch.where(used, pixels, 0)
             count = (weight.detach()[chosen] * used).sum()
-    sums = all_reduce(grid, torch.stack([total, count.to(total.dtype)]))
+    sums = all_reduce(grid, torch.stack([total, count.to(total.dtype)]), among)
     return sums[0] / sums[1].detach()

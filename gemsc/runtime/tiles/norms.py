@@ -46,11 +46,17 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def batch_norm(
-    grid: TileGrid, value: Tensor, layer: _BatchNorm, own: Box | None = None
+    grid: TileGrid,
+    value: Tensor,
+    layer: _BatchNorm,
+    own: Box | None = None,
+    *,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return the layer's result; its statistics are those of all tiles.
 
-    `own` says where the tile's own elements are, if it has more: only these count.
+    `own` says where the tile's own elements are, if it has more: only these count. Here
+    and below, `among` are the tiles that are meant, () for all.
     """
     momentum: float | Tensor = layer.momentum or 0.0
     if layer.training and layer.num_batches_tracked is not None:
@@ -69,6 +75,7 @@ def batch_norm(
         layer.eps,
         own,
         correction=0 if isinstance(layer, BiasedBatchNorm) else 1,
+        among=among,
     )
 
 
@@ -85,6 +92,7 @@ def functional_batch_norm(
     own: Box | None = None,
     *,
     correction: int = 1,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `F.batch_norm` of all tiles' elements.
 
@@ -92,7 +100,8 @@ def functional_batch_norm(
     """
     if not training:
         return F.batch_norm(value, running_mean, running_var, weight, bias, eps=eps)
-    normalized = _NormalizeChannels.apply(value, weight, bias, grid, eps, _rows(own))  # type: ignore[no-untyped-call]
+    grid, rows = grid.among(among), _rows(own)
+    normalized = _NormalizeChannels.apply(value, weight, bias, grid, eps, rows)  # type: ignore[no-untyped-call]
     result: Tensor
     result, mean, variance, count = normalized
     if running_mean is not None and running_var is not None:
@@ -112,6 +121,8 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     own: Box | None = None,
+    *,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `F.group_norm` of all tiles' elements."""
     batch, channels, *rest = value.shape
@@ -122,7 +133,8 @@ def group_norm(
         own = (own[0], (0, num_groups), (0, groups.shape[2]), *own[2:])
     weight, bias = _view(weight, shape), _view(bias, shape)
     result: Tensor
-    result, *_ = _Normalize.apply(groups, weight, bias, grid, dims, eps, _rows(own))  # type: ignore[no-untyped-call]
+    grid, inside = grid.among(among), _rows(own)
+    result, *_ = _Normalize.apply(groups, weight, bias, grid, dims, eps, inside)  # type: ignore[no-untyped-call]
     return result.view(value.shape)
 
 
@@ -133,9 +145,12 @@ def instance_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     own: Box | None = None,
+    *,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `F.instance_norm` of all tiles' elements."""
-    return group_norm(grid, value, value.shape[1], weight, bias, eps, own)
+    groups = value.shape[1]
+    return group_norm(grid, value, groups, weight, bias, eps, own, among=among)
 
 
 def layer_norm(
@@ -145,6 +160,8 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `F.layer_norm` over the last dimensions, `box` of which are here."""
     part = tuple(slice(start, stop) for start, stop in box)
@@ -153,6 +170,7 @@ def layer_norm(
     weight = None if weight is None else weight[part].reshape(shape)
     bias = None if bias is None else bias[part].reshape(shape)
     result: Tensor
+    grid = grid.among(among)
     result, *_ = _Normalize.apply(value, weight, bias, grid, dims, eps, ...)  # type: ignore[no-untyped-call]
     return result
 

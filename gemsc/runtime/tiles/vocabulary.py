@@ -59,14 +59,16 @@ def parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    among: tuple[int, ...] = (),
 ) -> Tensor:
     """Return `F.cross_entropy` of logits of which this tile has those of some classes.
 
     `logits` (N x C x ...) are those of `words` of all `num_words` classes; `target`
     (N x ...) are classes, `weight` one number for each of all classes. Every tile gets
-    the same result, bit for bit.
+    the same result, bit for bit. `among` are the tiles that have some, () for all.
     """
     how = _Loss(words, num_words, ignore_index, reduction, label_smoothing)
+    grid = grid.among(among)
     result: Tensor = _CrossEntropy.apply(logits, target, weight, grid, how)  # type: ignore[no-untyped-call]
     return result
 

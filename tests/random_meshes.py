@@ -1,0 +1,127 @@
+"""Random networks whose pictures tiles cut, and whose channels shards cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from random_networks import RandomNetwork, Shape
+from torch import Tensor, nn
+
+from gemsc.base.grid_shape import GridShape
+
+__all__ = ["random_mesh"]
+
+GRIDS = {
+    1: [(2,), (3,)],
+    2: [(2, 1), (1, 2), (2, 2)],
+    3: [(2, 1, 1), (1, 1, 2)],
+}
+
+
+class Dropped(nn.Module):
+    """A layer called as a function, with weights of its own."""
+
+    def __init__(self, layer: nn.Module, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight, self.bias)
+
+
+class MeshNetwork(RandomNetwork):
+    """Blocks that widen and narrow again: what is wide, shards cut."""
+
+    def step(self, shape: Shape, *, simple: bool = False) -> tuple[nn.Module, Shape]:
+        if simple or self.rng.random() < 0.25:
+            return super().step(shape, simple=simple)
+        narrow, wide = shape[1], self.rng.choice([4, 6, 8])
+        layers: list[nn.Module] = [self.widened(narrow, wide)]
+        now = (shape[0], wide, *shape[2:])
+        for _ in range(self.rng.randint(0, 3)):
+            layer, found = self.kept(now)
+            layers.append(layer)
+            now = found
+        layers.append(self.narrowed(wide, narrow))
+        body = nn.Sequential(*layers)
+        with torch.no_grad():
+            result = tuple(body.train()(torch.randn(shape)).shape)
+        return body, result
+
+    def kept(self, shape: Shape) -> tuple[nn.Module, Shape]:
+        """Return a layer that keeps the channels, mostly one by one."""
+        for _ in range(20):
+            layer, found = super().step(shape, simple=True)
+            mixes = isinstance(layer, nn.modules.conv._ConvNd | nn.LayerNorm)
+            if found[1] == shape[1] and not mixes:
+                return layer, found
+        return nn.ReLU(), shape
+
+    def widened(self, narrow: int, wide: int) -> nn.Module:
+        conv = self.layer("Conv")
+        kind = self.pick("conv", "conv", "function", "last", "transposed")
+        bias = self.pick(True, True, False)
+        if kind == "transposed":
+            return self.layer("ConvTranspose")(narrow, wide, 3, padding=1, bias=bias)
+        if kind == "last":
+            return Last(nn.Linear(narrow, wide, bias=bias))
+        kernel = self.pick(1, 3, 5)
+        layer = conv(narrow, wide, kernel, padding=kernel // 2, bias=bias)
+        if kind == "function":
+            call = getattr(F, f"conv{self.rank}d")
+            return Dropped(layer, lambda x, w, b: call(x, w, b, padding=kernel // 2))
+        return layer
+
+    def narrowed(self, wide: int, narrow: int) -> nn.Module:
+        kind = self.pick("conv", "conv", "strided", "last", "transposed", "function")
+        bias = self.pick(True, True, False)
+        if kind == "last":
+            return Last(nn.Linear(wide, narrow, bias=bias))
+        if kind == "transposed":
+            stride = self.pick(1, 2)
+            return self.layer("ConvTranspose")(wide, narrow, 3, stride, 1, bias=bias)
+        kernel, stride = self.pick(1, 3), 2 if kind == "strided" else 1
+        conv = self.layer("Conv")
+        mode = self.pick("zeros", "zeros", "reflect", "circular")
+        padding = kernel // 2
+        layer = conv(
+            wide, narrow, kernel, stride, padding, bias=bias, padding_mode=mode
+        )
+        if kind == "function":
+            call = getattr(F, f"conv{self.rank}d")
+            return Dropped(layer, lambda x, w, b: call(x, w, b, padding=padding))
+        return layer
+
+
+class Last(nn.Module):
+    """A linear layer of channels, of each pixel alone."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def random_mesh(
+    seed: int,
+) -> tuple[nn.Module, tuple[Tensor], Callable[..., Tensor], Tensor, GridShape]:
+    """Return (model, inputs, loss, target, grid); float64 must be the default."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    rank = rng.choice([1, 2, 2, 2, 3])
+    sizes = {1: range(8, 30), 2: range(6, 16), 3: range(4, 8)}[rank]
+    shape = (2, rng.choice([2, 3]), *(rng.choice(sizes) for _ in range(rank)))
+    model = MeshNetwork(rng, shape, rng.randint(2, 4))
+    x, target = torch.randn(shape), torch.randn(model.out_shape)
+    grid = GridShape(rng.choice(GRIDS[rank]), shards=rng.choice([2, 2, 3]))
+
+    def loss(output: Tensor, wanted: Tensor) -> Tensor:
+        return (output * wanted).mean() + output.square().mean()
+
+    return model, (x,), loss, target, grid
