@@ -171,7 +171,7 @@ def test_the_documentation_has_what_sharing_a_device_gains(
     assert len(lines) == len(samples)
     found = {(line.name, line.published, line.simulated) for line in lines}
     assert found >= rows_in_docs("accdp") or samples != "14"
-    text = (ROOT / "docs" / "sharing-a-gpu.md").read_text().replace(" %", "%")
+    text = (ROOT / "docs" / "data.md").read_text().replace(" %", "%")
     for line in lines:
         others = line.details
         cells = (
