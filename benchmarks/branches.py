@@ -107,7 +107,7 @@ def inside(options: argparse.Namespace) -> None:
     model, half = f"two branches{size}", f"one branch{size}"
     choices: dict[str, dict[str, Any]] = {
         "branches": {"ranks": 2, "branches": 2, "trunk": "whole"},
-        "data 2": {"ranks": 1, "data": 2},
+        "data 2": {"ranks": 2, "data": 2},
     }
     print(HEADER)
     for count in map(int, options.micro_batches.split(",")):

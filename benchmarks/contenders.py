@@ -189,7 +189,7 @@ def compile_job(
     ).write(directory)
     return Job(
         case_name,
-        ranks * replicas,
+        ranks,
         micro_batches,
         schedule,
         str(directory),

@@ -76,7 +76,7 @@ def compiled(folder: Path) -> None:
         (x,),
         loss=nn.MSELoss(),
         example_target=x,
-        ranks=1,
+        ranks=2,
         data=2,
         micro_batches=1,
     )

@@ -26,7 +26,7 @@ def measure(
 ) -> tuple[list[Round], str]:
     """Return what each contender took in each round, and a note on the rounds."""
     one = compile_job(model, 1, 1, "1f1b", folder / "one")
-    two = compile_job(model, 1, 1, "1f1b", folder / "two", data=2)
+    two = compile_job(model, 2, 1, "1f1b", folder / "two", data=2)
     jobs = {
         ONE: ("gemsc", one),
         THREADS: ("gemsc", replace(one, threads=2)),

@@ -171,7 +171,7 @@ def settled_options(
 
 def _shared(traced: Traced, options: CompileOptions, run: Runs) -> SharedDevice:
     name, program = options.hardware, traced.program
-    step = options.micro_batches, options.ranks
+    step = options.micro_batches, options.copy_ranks
     return run.once(
         ("shared", id(program), name, *step),
         lambda: share(program, read_hardware(name).device, *step),

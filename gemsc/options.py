@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from gemsc.base.grid_shape import ALONE, BESIDE, SPLITS, GridShape
 from gemsc.errors import GemscError, one_of
@@ -31,6 +31,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 MEMORY_FORMATS = ("as-given", "channels_last")
 TRUNKS = ("auto", "whole", "batch", "sequence")
 AUTO = -1  # a number that is left to the compiler
+RANKS = 2  # of each replica, if nothing is said
 MOST = 1_000_000  # ranks, replicas, micro-batches: more is a slip of the hand
 GRID = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
@@ -44,19 +45,18 @@ def option(default: Any, help: str = "", *, auto: bool = False, unit: str = "") 
 class CompileOptions:
     """The user's choices: the same names on the command line and in Python.
 
-    In Python `ranks` are those of one data-parallel replica; on the command line, and
-    in plan.toml, they are those of all, as mpirun counts them: `all_ranks`.
-    Either `blocks` or `cuts` makes `balance` "explicit". "auto", for numbers AUTO, is
-    what is predicted to be fastest and fits `device_memory`; with `data` AUTO, `ranks`
-    and `micro_batches` are those of all data-parallel replicas together. In schedules
+    `ranks` are all processes, as `mpirun -n` counts them; by default two for each of
+    `data` replicas. Either `blocks` or `cuts` makes `balance` "explicit". "auto", for
+    numbers AUTO, is what is predicted to be fastest and fits `device_memory`; with
+    `data` AUTO, `micro_batches` are those of all replicas together. In schedules
     with two mirrored replicas each gets half of the micro-batches; `master` has
     2 x `times`. A `placement` "0,1,1,0" lists the rank of each stage. `tiles` "2x2,2x1"
     splits the first stage over four ranks and the second over two; each of the
     remaining ranks has one stage. `shards` "2" gives two ranks to every stage without
     tiles; "2,1,4" gives two to the first stage, one to the second and four to the last.
     `branches` is like it, on the same ranks where a stage has both.
-    Of `data` replicas, `per_device` share each device and its memory; AUTO makes `data`
-    so many times as large. `hardware` "" is one core of a CPU. `recompute` and
+    Of `data` replicas, `per_device` share each device and its memory; AUTO is what gets
+    most out of a device. `hardware` "" is one core of a CPU. `recompute` and
     `offload` "auto" take as few blocks as `device_memory` requires, "all" every block
     where that frees anything.
     `precision` "bfloat16" or "float16" computes within `torch.autocast`; weights and
@@ -65,7 +65,7 @@ class CompileOptions:
     `torch_compile` the stages' forwards go through `torch.compile` where they run.
     """
 
-    ranks: int = option(2, "total number of processes, as for mpirun -n")
+    ranks: int = option(None, "total number of processes, as for mpirun -n")
     data: int = option(1, "number of data-parallel replicas, or auto", auto=True)
     per_device: int = option(1, "processes that share each device, or auto", auto=True)
     schedule: str = option("1f1b", "pipeline schedule")
@@ -145,7 +145,7 @@ class CompileOptions:
         self._check_counts()
         self._check_tiles()
         self._check_shards()
-        if self.data != AUTO:  # else `ranks` are those of all copies
+        if self.data != AUTO:
             _ = self.groups
         choose("balance", self.balance, dict.fromkeys(BALANCES))
         if self.times is not None and self.schedule != "master":
@@ -188,13 +188,12 @@ class CompileOptions:
         return self.device_memory and self.device_memory // max(1, self.per_device)
 
     @property
-    def all_ranks(self) -> int:
-        """The processes of all replicas together: `--ranks`."""
-        return self.ranks * self._copies
+    def copy_ranks(self) -> int:
+        """The ranks of one data-parallel replica; all of them with `data` AUTO."""
+        return self.ranks // self._copies
 
     @property
     def _copies(self) -> int:
-        """How many times `ranks` there are; with `data` AUTO they count all."""
         return 1 if self.data == AUTO else self.data
 
     @property
@@ -213,9 +212,9 @@ class CompileOptions:
             max(len(counts[n]) for n in SPLITS) if listed else len(counts["tiles"])
         )
         leading = tuple(self._shape(index, counts) for index in range(longest))
-        left = self.ranks - sum(grid.size for grid in leading)
+        left = self.copy_ranks - sum(grid.size for grid in leading)
         if left < 0 or (listed and left):
-            raise self._too_few(self.ranks - left)
+            raise self._too_few(self.copy_ranks - left)
         if listed:
             return leading
         each = self._shape(longest, counts)
@@ -264,11 +263,12 @@ class CompileOptions:
             typed(name, (*(getattr(grid, name) for grid in leading), *rest))
             for name in names
         )
-        fitting = (self.ranks - over, self.ranks - over + each.size)
+        whole = self.copy_ranks - over
+        fitting = (whole, whole + each.size)
         of_all = (str(count * self._copies) for count in fitting if count)
         whose = f"--ranks {self.ranks}"
         if self._copies > 1:
-            whose = f"the {self.ranks} ranks of a replica"
+            whose = f"the {self.copy_ranks} ranks of a replica"
         if leading:
             whose = f"the {left} ranks beside {typed('tiles', self.tiles)}"
         return GemscError(
@@ -285,7 +285,7 @@ class CompileOptions:
         listed = any(len(getattr(self, name)) > 1 for name in BESIDE)
         held = f"--ranks is {self.ranks}"
         if self._copies > 1:
-            held = f"a replica has {self.ranks}"
+            held = f"a replica has {self.copy_ranks}"
         return GemscError(
             f"{given} needs {needed} ranks, {held}",
             help=f"use --ranks {needed * self._copies}"
@@ -374,10 +374,26 @@ class CompileOptions:
                     help=f"give {flag(name)} a value from 1 to {MOST:,}",
                 )
 
+        if cast("int | None", self.ranks) is None:
+            object.__setattr__(self, "ranks", RANKS * self._copies)
+        if self.ranks % self._copies:
+            count = self.ranks * self.data
+            raise GemscError(
+                f"--ranks {self.ranks} is not a multiple of --data {self.data}",
+                help="--ranks counts the processes of all replicas: "
+                f"{self.data} replicas of {self.ranks} each are --ranks {count}",
+            )
         if self.per_device == AUTO and AUTO in (self.data, self.micro_batches):
             raise GemscError(
                 "--per-device auto takes numbers for --data and --micro-batches",
-                help="--data 1 is one replica on each device, before they are shared",
+                help="--ranks 8 --data 8 are the replicas that share devices",
+            )
+        if self.per_device == AUTO and self.data == 1:
+            raise GemscError(
+                "--per-device auto has nothing to choose: replicas share devices, and "
+                "--data is 1",
+                help="give the replicas that are to share: "
+                f"--ranks {4 * self.ranks} --data 4",
             )
         if self.data != AUTO and self.data % max(1, self.per_device):
             raise GemscError(
@@ -387,13 +403,8 @@ class CompileOptions:
 
     def flags(self) -> list[str]:
         """Return the flags that differ from the defaults, as a user would type them."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values["ranks"] = self.all_ranks
-        return [
-            typed(each.name, values[each.name])
-            for each in fields(self)
-            if each.name == "ranks" or values[each.name] != each.default
-        ]
+        values = ((each, getattr(self, each.name)) for each in fields(self))
+        return [typed(e.name, value) for e, value in values if value != e.default]
 
     def command_line(self) -> str:
         """Return those flags in one line."""

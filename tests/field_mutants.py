@@ -22,8 +22,8 @@ PROGRAMS = {
     "pipeline": ("mlp", options(ranks=2, micro_batches=2)),
     "split backward": ("mlp", options(ranks=2, micro_batches=4, schedule="zb-h1")),
     "mirror": ("mlp", options(ranks=2, micro_batches=2, schedule="mast")),
-    "replicas": ("mlp", options(ranks=4, micro_batches=2, data=2)),
-    "norms": ("densecnn", options(ranks=2, micro_batches=2, data=2)),
+    "replicas": ("mlp", options(ranks=8, micro_batches=2, data=2)),
+    "norms": ("densecnn", options(ranks=4, micro_batches=2, data=2)),
     "mirrored norms": ("densecnn", options(ranks=2, micro_batches=2, schedule="mast")),
     "offload": ("mlp", options(ranks=1, micro_batches=2, offload=("all",))),
     "offloaded weights": (

@@ -63,8 +63,8 @@ GRID_PLANS = (
     options(ranks=4, tiles="2x1,2x1", schedule="chimera", micro_batches=4),
     options(ranks=3, tiles="1x2", micro_batches=3, placement="folded"),
     options(ranks=3, tiles="2x1", schedule="interleaved", micro_batches=4),
-    options(ranks=3, tiles="2x1", data=2, micro_batches=2),
-    options(ranks=3, tiles="2x1", data=2, schedule="master", times=2),
+    options(ranks=6, tiles="2x1", data=2, micro_batches=2),
+    options(ranks=6, tiles="2x1", data=2, schedule="master", times=2),
 )
 
 

@@ -153,11 +153,10 @@ def against_one_process(
         micro_batches=micro_batches,
         **options,
     )
-    batch = batch_of((inputs, target), micro_batches)
-    record = run_on_threads(directory, ranks, [batch] * steps, optimizer=optimizer)
-    expected = reference_steps(
-        model, loss, [batch] * steps, micro_batches, torch.float64, optimizer
-    )
+    count = micro_batches * options.get("data", 1)
+    batches = [batch_of((inputs, target), count)] * steps
+    record = run_on_threads(directory, ranks, batches, optimizer=optimizer)
+    expected = reference_steps(model, loss, batches, count, torch.float64, optimizer)
     return compare(record, expected)
 
 

@@ -23,7 +23,7 @@ def plans(name: str) -> dict[str, CompileOptions]:
         "recompute": options(ranks=2, micro_batches=2, recompute=("all",)),
         "offload": options(ranks=1, micro_batches=2, offload=("all",)),
         "mast": options(ranks=2, micro_batches=2, schedule="mast"),
-        "data": options(ranks=2, micro_batches=2, data=2),
+        "data": options(ranks=4, micro_batches=2, data=2),
     }
     if name in PICTURES:
         found["tiles"] = options(ranks=3, micro_batches=2, tiles="2x1")

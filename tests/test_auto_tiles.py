@@ -33,11 +33,11 @@ def test_grids_for_ranks_and_pictures() -> None:
 def test_every_grid_has_its_ranks() -> None:
     plan = options(ranks=4, tiles="auto", data=AUTO, micro_batches=8, schedule="auto")
     found = alternatives(plan, (64, 64))
-    assert {o.tiles for o in found if o.ranks == 4} == {
+    assert {o.tiles for o in found if o.copy_ranks == 4} == {
         (),
         *((grid,) for grid in ("1x2", "2x1", "2x2", "1x4", "4x1")),
     }
-    assert {o.tiles for o in found if o.ranks == 1} == {()}
+    assert {o.tiles for o in found if o.copy_ranks == 1} == {()}
     alone = [o for o in found if o.tiles == ("2x2",)]
     assert len(alone) == 1  # one stage: schedules are all the same
 

@@ -77,11 +77,11 @@ def test_a_batch_of_one_value_has_no_variance() -> None:
 
 PLANS = (
     options(ranks=2, micro_batches=3),
-    options(ranks=1, data=2, micro_batches=2),
+    options(ranks=2, data=2, micro_batches=2),
     options(ranks=2, tiles="1x2", micro_batches=2),
     options(ranks=5, tiles="2x2", micro_batches=2),
     options(ranks=4, tiles="2x2", fuse_halos=2, micro_batches=2),
-    options(ranks=3, tiles="2x1", data=2, micro_batches=2),
+    options(ranks=6, tiles="2x1", data=2, micro_batches=2),
     options(ranks=2, shards="2", micro_batches=2),
     options(ranks=2, branches="2", micro_batches=2),
     options(ranks=2, schedule="mast", micro_batches=2),
@@ -101,7 +101,7 @@ def test_every_plan_is_exact(plan: CompileOptions, tmp_path: Path) -> None:
 
 AVERAGES = (
     options(ranks=2, micro_batches=3),
-    options(ranks=2, data=2, micro_batches=2),
+    options(ranks=4, data=2, micro_batches=2),
     options(ranks=3, tiles="2x1", micro_batches=2),
     options(ranks=2, micro_batches=2, recompute=("all",)),
 )

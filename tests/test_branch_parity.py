@@ -67,7 +67,7 @@ def plan(name: str, column: Column) -> CompileOptions:
         "one stage": {"ranks": ranks, "branches": ranks},
         "1f1b": {**staged, "micro_batches": 3},
         "master": {"ranks": 2 * ranks, "branches": ranks, "schedule": "master"},
-        "data": {"ranks": ranks, "branches": ranks, "data": 2},
+        "data": {"ranks": 2 * ranks, "branches": ranks, "data": 2},
         "tiles": {"ranks": 2 + ranks, "tiles": "2x1", "branches": f"1,{ranks}"},
         "shards": {"ranks": ranks, "branches": ranks, "shards": ranks},
     }[kind]

@@ -192,13 +192,13 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "data of three": ({"ranks": 1, "data": 3, "micro_batches": 1}, {}),
+    "data of three": ({"ranks": 3, "data": 3, "micro_batches": 1}, {}),
     "mast": ({"ranks": 2, "schedule": "mast", "micro_batches": 2}, {"clip_norm": 0.05}),
-    "chimera and data": ({"ranks": 2, "schedule": "chimera", "data": 2}, {}),
-    "deferred": ({"ranks": 2, "schedule": "zb-h1", "data": 2}, {"accumulate": 2}),
-    "shares": ({"ranks": 2, "data": 2, "shard_optimizer": True}, {"freeze": True}),
-    "recomputed": ({"ranks": 1, "data": 2, "recompute": ("all",)}, {}),
-    "shards": ({"ranks": 2, "data": 2, "shards": ("2",)}, {}),
+    "chimera and data": ({"ranks": 4, "schedule": "chimera", "data": 2}, {}),
+    "deferred": ({"ranks": 4, "schedule": "zb-h1", "data": 2}, {"accumulate": 2}),
+    "shares": ({"ranks": 4, "data": 2, "shard_optimizer": True}, {"freeze": True}),
+    "recomputed": ({"ranks": 2, "data": 2, "recompute": ("all",)}, {}),
+    "shards": ({"ranks": 4, "data": 2, "shards": ("2",)}, {}),
 }
 
 
@@ -253,7 +253,7 @@ def branches() -> Net:
 def test_sums_start_early_where_that_is_predicted(
     model: Callable[[], nn.Module], plan: dict[str, Any], is_early: bool, tmp_path: Path
 ) -> None:
-    _, early, program = trained(tmp_path, {**plan, "data": 2}, model())
+    _, early, program = trained(tmp_path, {**plan, "ranks": 4, "data": 2}, model())
     assert any(early) is is_early
     assert start_early(program.compilation.tiles[0].program) is is_early
 

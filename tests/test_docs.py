@@ -206,7 +206,7 @@ def models(workplace) -> dict[str, Shown]:
         "unet": compile_file(UNET, ranks=4, micro_batches=8, check=False),
         "rings": compile_file(workplace / "rings.py", ranks=2),
         "shapes": compile_file(workplace / "model.py", ranks=2),
-        "digits": compile_file(workplace / "digits.py", ranks=1, data=2),
+        "digits": compile_file(workplace / "digits.py", ranks=2, data=2),
     }
 
 

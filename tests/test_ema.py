@@ -28,7 +28,7 @@ def averages(trainer: Trainer) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"data": 2, "shard_optimizer": True}, {"shards": (2,)}],
+    [{}, {"ranks": 4, "data": 2, "shard_optimizer": True}, {"shards": (2,)}],
     ids=["stages", "shard-optimizer", "shards"],
 )
 def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_they_are_those_of_torch(options: dict[str, Any], tmp_path: Path) -> Non
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, wanted[name])
 
-    on_ranks(tmp_path, count if options.get("data") else 2, work)
+    on_ranks(tmp_path, options.get("ranks", 2), work)
 
 
 def test_a_run_evaluates_and_resumes_them(tmp_path: Path) -> None:

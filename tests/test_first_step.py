@@ -81,7 +81,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return change
 
 
-@pytest.mark.parametrize("options", [TILES, STAGES, {**STAGES, "data": 2}])
+@pytest.mark.parametrize("options", [TILES, STAGES, {**STAGES, "ranks": 4, "data": 2}])
 def test_a_right_program_is_not_refused(options: dict[str, Any]) -> None:
     assert compiled(**options).plan.unchecked == ""
 
@@ -171,7 +171,7 @@ def test_what_replicas_add_up_is_compared_too(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(LocalGroup, "all_reduce", changed)
     with pytest.raises(InternalError, match=r"wrong program: (loss|gradient)"):
-        compiled(ranks=1, data=2)
+        compiled(ranks=2, data=2)
 
 
 def rank_with(text: str, options: dict[str, Any]) -> int:

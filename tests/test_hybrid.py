@@ -55,7 +55,7 @@ def grouped(parameters: Any) -> torch.optim.Optimizer:
 def test_all_copies_are_bit_identical_after_20_steps(
     name: str, optimizer: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    plan = compiled(name, tmp_path, ranks=2, schedule="master", times=2, data=2)
+    plan = compiled(name, tmp_path, ranks=4, schedule="master", times=2, data=2)
     inputs, target = MODELS[name].inputs(plan.data * plan.micro_batches, DOUBLE)
 
     def train(transport: LocalTransport) -> dict[str, list[torch.Tensor]]:
@@ -132,9 +132,9 @@ CASES: list[dict[str, Any]] = [
     "options",
     [
         {"ranks": 3, "micro_batches": 2},
-        {"ranks": 2, "schedule": "master", "times": 1, "data": 2},
+        {"ranks": 4, "schedule": "master", "times": 1, "data": 2},
         {"ranks": 3, "schedule": "mast", "micro_batches": 2},
-        {"ranks": 2, "placement": "folded", "micro_batches": 2, "data": 2},
+        {"ranks": 4, "placement": "folded", "micro_batches": 2, "data": 2},
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ PLANS = (
     options(ranks=4, tiles="2x1", micro_batches=4, fuse_halos=3),
     options(ranks=4, tiles="2x1,1x2", micro_batches=2),
     options(ranks=4, tiles="2x1", schedule="master", times=2),
-    options(ranks=3, tiles="1x2", data=2, micro_batches=2),
+    options(ranks=6, tiles="1x2", data=2, micro_batches=2),
 )
 CASES = [
     *(("tiled", plan) for plan in PLANS if plan.schedule != "master"),

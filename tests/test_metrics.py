@@ -112,10 +112,10 @@ ONE = {"ranks": 1, "micro_batches": 4}
 TILED = {"ranks": 2, "tiles": ("2x1",), "micro_batches": 4}
 LAYOUTS = {
     "mirrored": {"ranks": 2, "schedule": "mast", "micro_batches": 4},
-    "replicas": {"ranks": 1, "data": 2, "micro_batches": 2},
+    "replicas": {"ranks": 2, "data": 2, "micro_batches": 2},
     "tiles": TILED,
     "tiles and a whole stage": {**TILED, "ranks": 3},
-    "replicas of tiles": {**TILED, "data": 2, "micro_batches": 2},
+    "replicas of tiles": {**TILED, "ranks": 4, "data": 2, "micro_batches": 2},
 }
 
 
@@ -139,7 +139,7 @@ def evaluated(
         on_epoch=on_epoch,
         optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
     )
-    ranks = options["ranks"] * options.get("data", 1)
+    ranks = options["ranks"]
     run(folder, user, "--epochs", "2", *words, ranks=ranks)
     assert len(found) == 2 * ranks
     assert all(figures == found[0] for figures in found)

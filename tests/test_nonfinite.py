@@ -75,7 +75,7 @@ def is_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
         {},
         {"schedule": "master"},
         {"shard_optimizer": True, "schedule": "master"},
-        {"ranks": 4, "data": 2},
+        {"ranks": 8, "data": 2},
     ],
 )
 def test_the_first_bad_loss_stops_before_the_update(

@@ -23,7 +23,7 @@ CASES = (
     ("unet", "enter.0,down.1,up.2.conv.0", CompileOptions(ranks=1, micro_batches=2)),
     ("resnet18", "layer2,layer3", CompileOptions(ranks=3, schedule="gpipe")),
     ("resnet18", "all", CompileOptions(ranks=2, schedule="master", times=2)),
-    ("encoder", "layers", CompileOptions(ranks=2, data=2, micro_batches=2)),
+    ("encoder", "layers", CompileOptions(ranks=4, data=2, micro_batches=2)),
     ("encoder", "all", CompileOptions(ranks=2, placement="folded", micro_batches=3)),
 )
 

@@ -258,7 +258,9 @@ class UsesScores(nn.Module):
         return out + found.first
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": ("all",)}, {"data": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": ("all",)}, {"ranks": 4, "data": 2}]
+)
 def test_a_module_may_return_a_dataclass(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -118,7 +118,7 @@ def test_the_table_of_all_has_the_runs_that_say_why_they_differ(
     simulate = compare.simulate
 
     def noted(traced, options, copies, **others):
-        simulated.append((options.ranks, options.data, copies))
+        simulated.append((options.copy_ranks, options.data, copies))
         return simulate(traced, options, copies, **others)
 
     monkeypatch.setattr(compare, "simulate", noted)

@@ -201,7 +201,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
         ADAMW,
     ),
     "1f1b": ({**TWO, **CUT, "ranks": 4, "trunk": "whole"}, MOMENTUM),
-    "data": ({**TWO, "data": 2, "shard_optimizer": True}, ADAMW),
+    "data": ({**TWO, "ranks": 4, "data": 2, "shard_optimizer": True}, ADAMW),
     "mast": (
         {
             **TWO,

@@ -116,7 +116,7 @@ def whole(model: nn.Module, picture: NDArray[Any]) -> NDArray[Any]:
     [
         (2, {"ranks": 2}),
         (4, {"ranks": 4, "tiles": ("2x2",)}),
-        (4, {"ranks": 2, "data": 2}),
+        (4, {"ranks": 4, "data": 2}),
         (2, {"ranks": 2, "schedule": "mast"}),
     ],
     ids=["stages", "tiles", "copies", "mirrored"],

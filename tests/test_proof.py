@@ -44,7 +44,7 @@ def compiled(name: str) -> CompiledProgram:
             return compile(*unet, ranks=4, tiles=("2x1",), **pictures)
     return compile(
         networks.TiedEncoder(), (networks.TOKENS,), loss=networks.cross_entropy,
-        example_target=networks.TOKENS, ranks=2, schedule="zb-h1", data=2, **options,
+        example_target=networks.TOKENS, ranks=4, schedule="zb-h1", data=2, **options,
     )  # fmt: skip
 
 

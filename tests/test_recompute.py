@@ -33,7 +33,7 @@ gemsc = pytest.fixture(gemsc_here)
 CHOICES = (
     CompileOptions(ranks=2, micro_batches=4),
     CompileOptions(ranks=2, schedule="master", times=2),
-    CompileOptions(ranks=2, data=2, micro_batches=2),
+    CompileOptions(ranks=4, data=2, micro_batches=2),
     CompileOptions(ranks=3, schedule="gpipe", micro_batches=3),
     CompileOptions(ranks=2, placement="folded", micro_batches=3),
 )

@@ -109,7 +109,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "8 ranks, tiles": {"ranks": 8, "tiles": ("2x2",), "micro_batches": 4},
     "2 replicas, gpipe": {
-        **{"ranks": 4, "data": 2, "schedule": "gpipe"},
+        **{"ranks": 8, "data": 2, "schedule": "gpipe"},
         **{"micro_batches": 4, "shard_optimizer": True},
     },
     "4 ranks, chimera": {

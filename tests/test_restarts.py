@@ -107,11 +107,11 @@ def test_it_goes_on_in_the_folder_that_the_run_got(endings, command):
 @pytest.mark.parametrize(
     ("options", "ranks", "slots", "fewer"),
     [
-        ({"ranks": 2, "data": 2, "micro_batches": 3}, 4, 3, (2, 1, 6)),
-        ({"ranks": 1, "data": 4, "micro_batches": 3}, 4, 3, (1, 3, 4)),
-        ({"ranks": 1, "data": 4, "micro_batches": 1}, 4, 3, (1, 2, 2)),
+        ({"ranks": 4, "data": 2, "micro_batches": 3}, 4, 3, (2, 1, 6)),
+        ({"ranks": 4, "data": 4, "micro_batches": 3}, 4, 3, (3, 3, 4)),
+        ({"ranks": 4, "data": 4, "micro_batches": 1}, 4, 3, (2, 2, 2)),
         ({"ranks": 4, "micro_batches": 3, "blocks": [1, 1, 1, 1]}, 4, 3, (3, 1, 3)),
-        ({"ranks": 4, "data": 2, "tiles": ["2x2"]}, 8, 3, (3, 1, 8)),
+        ({"ranks": 8, "data": 2, "tiles": ["2x2"]}, 8, 3, (3, 1, 8)),
     ],
 )
 def test_fewer_ranks_have_the_same_batch(endings, options, ranks, slots, fewer):

@@ -62,7 +62,7 @@ PLANS = (
     options(ranks=3, micro_batches=1),
     options(ranks=3, micro_batches=2, schedule="gpipe"),
     options(ranks=2, micro_batches=3, placement="0,1,0"),
-    options(ranks=4, micro_batches=3, data=2),
+    options(ranks=8, micro_batches=3, data=2),
 )
 
 

@@ -128,13 +128,13 @@ def trained(
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "data": {"ranks": 2, "data": 2},
-    "data of three": {"ranks": 1, "data": 3},
+    "data": {"ranks": 4, "data": 2},
+    "data of three": {"ranks": 3, "data": 3},
     "mast": {"ranks": 2, "schedule": "mast", "micro_batches": 2},
     "mast on three": {"ranks": 3, "schedule": "mast", "micro_batches": 2},
     "master": {"ranks": 2, "schedule": "master", "times": 2},
-    "chimera and data": {"ranks": 2, "schedule": "chimera", "data": 2},
-    "deferred": {"ranks": 2, "schedule": "zb-h1", "data": 2, "micro_batches": 3},
+    "chimera and data": {"ranks": 4, "schedule": "chimera", "data": 2},
+    "deferred": {"ranks": 4, "schedule": "zb-h1", "data": 2, "micro_batches": 3},
 }
 
 
@@ -212,7 +212,7 @@ def test_gradients_that_are_absent_stay_so(schedule: str, tmp_path: Path) -> Non
             adamw,
             shard=shard,
             trainer={},
-            ranks=2,
+            ranks=4,
             data=2,
             schedule=schedule,
         )[0]

@@ -224,7 +224,7 @@ def test_auto_tries_branches_and_with_shards_both_on_the_same_ranks() -> None:
 
 def test_copies_that_shards_do_not_fit_are_left_out() -> None:
     options = CompileOptions(ranks=8, shards=("2", "2"), data=AUTO, micro_batches=8)
-    assert [(o.data, o.ranks) for o in alternatives(options)] == [(2, 4)]
+    assert [(o.data, o.ranks) for o in alternatives(options)] == [(2, 8)]
     with pytest.raises(GemscError, match=r"--shards 2,2 needs 4 ranks, --ranks is 6"):
         alternatives(CompileOptions(ranks=6, shards=("2", "2"), data=AUTO))
 

@@ -45,7 +45,7 @@ def plan(kind: str, shards: int, trunk: str, name: str = "") -> CompileOptions:
         "one stage": {"ranks": shards, "micro_batches": 2},
         "1f1b": {"ranks": 2 * shards, "micro_batches": 3},
         "mast": {"ranks": 2 * shards, "schedule": "mast", "micro_batches": 2},
-        "data": {"ranks": shards, "data": 2, "micro_batches": 2},
+        "data": {"ranks": 2 * shards, "data": 2, "micro_batches": 2},
         "tiles": {"ranks": 2 + shards, "tiles": "2x1", "micro_batches": 2},
     }[kind]
     whole = TWO_HEADS.get(name, ()) if shards > 2 else ()

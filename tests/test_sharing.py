@@ -345,12 +345,11 @@ def chosen(gain: float, fits: int, cap: int | None = None) -> int:
     shared = SharedDevice(launch=gain, kernels=1.0, full=1.0, sum_seconds=0.01)
 
     def stage(options: CompileOptions) -> None:
-        assert options.data == 3 * options.per_device
         assert options.rank_memory == (cap and cap // options.per_device)
         if options.per_device > fits:
             raise GemscError("too large")
 
-    asked = CompileOptions(data=3, per_device=AUTO, device_memory=cap)
+    asked = CompileOptions(data=8, per_device=AUTO, device_memory=cap)
     found = choose_sharing(asked, shared, lambda o: ((), o), stage)  # type: ignore[arg-type]
     return found[1].per_device
 

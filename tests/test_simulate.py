@@ -165,7 +165,7 @@ def test_every_schedule_can_be_simulated(tmp_path: Path) -> None:
         load_user_model(str(tmp_path / "deep.py")), read_hardware("v100")
     )
     for schedule in (*SCHEDULES, "auto"):
-        options = CompileOptions(ranks=4, data=4, schedule=schedule, hardware="v100")
+        options = CompileOptions(ranks=16, data=4, schedule=schedule, hardware="v100")
         found = simulate(traced, options)
         assert [point.copies for point in found.points] == [1, 2, 4]
         assert 0 < found.efficiency <= 1

@@ -39,7 +39,7 @@ CHOICES = {
     "chimera": {"ranks": 4, "schedule": "chimera", "micro_batches": 8},
     "folded": {"ranks": 2, "placement": "folded"},
     "interleaved": {"ranks": 2, "schedule": "interleaved"},
-    "copies": {"ranks": 2, "data": 2},
+    "copies": {"ranks": 4, "data": 2},
 }
 
 

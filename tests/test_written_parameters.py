@@ -101,7 +101,7 @@ def trained(directory: Path, model: nn.Module, ranks: int = 2, **options: Any) -
     generator = torch.Generator().manual_seed(1)
     words, target = torch.randint(0, NUM, (2, 2 * count, 3), generator=generator)
     batches = [((words,), target)] * 2
-    record = run_on_threads(directory, ranks * copies, batches, measure=False)
+    record = run_on_threads(directory, ranks, batches, measure=False)
     expected = reference_steps(model, word_loss, batches, count, torch.float64)
     return compare(record, expected).worst
 
@@ -123,7 +123,7 @@ def test_rows_are_scaled_on_the_one_rank_that_has_them(
 def test_replicas_would_scale_other_rows(
     look_up: Callable[..., Tensor], tmp_path: Path
 ) -> None:
-    for options in ({"data": 2}, {"schedule": "mast", "micro_batches": 2}):
+    for options in ({"ranks": 4, "data": 2}, {"schedule": "mast", "micro_batches": 2}):
         with pytest.raises(
             GemscError, match=r"forward changes '.*weight', and each of 2"
         ) as caught:
@@ -135,7 +135,7 @@ def test_replicas_would_scale_other_rows(
 
 
 @pytest.mark.parametrize(
-    "options", [{"data": 2}, {"schedule": "mast", "micro_batches": 2}]
+    "options", [{"ranks": 4, "data": 2}, {"schedule": "mast", "micro_batches": 2}]
 )
 def test_the_advice_about_rows_works(options: dict[str, Any], tmp_path: Path) -> None:
     assert trained(tmp_path, Words(by_hand), **options) < EXACT
@@ -238,7 +238,7 @@ def test_a_write_that_others_would_see_is_refused(
 ) -> None:
     model = around(kind(write))
     with pytest.raises(GemscError, match="each of 2 replicas of the model would"):
-        against_one_process(tmp_path, model, data=2)
+        against_one_process(tmp_path, model, ranks=4, data=2)
     with pytest.raises(GemscError, match="an earlier micro-batch still") as caught:
         against_one_process(tmp_path, model)
     assert "--micro-batches 1" in str(caught.value.help)
@@ -269,7 +269,9 @@ def test_a_write_that_changes_nothing_more_is_exact(
 
 def test_two_such_writes_to_one_tensor_are_not_one(tmp_path: Path) -> None:
     with pytest.raises(GemscError, match="each of 2 replicas of the model would"):
-        against_one_process(tmp_path, around(Writing(clamped_and_a_row)), data=2)
+        against_one_process(
+            tmp_path, around(Writing(clamped_and_a_row)), ranks=4, data=2
+        )
 
 
 # ------------------------------------------------- vectors that a norm iterates upon
@@ -340,7 +342,7 @@ def test_replicas_would_iterate_too_seldom(
     kind: Callable[..., nn.Module], tmp_path: Path
 ) -> None:
     """Each runs a part of the micro-batches, and each of these is one iteration."""
-    for options in ({"data": 2}, {"schedule": "mast", "micro_batches": 2}):
+    for options in ({"ranks": 4, "data": 2}, {"schedule": "mast", "micro_batches": 2}):
         with pytest.raises(
             GemscError, match=r"changes '.*_[uv]', and each of 2 replicas"
         ) as caught:

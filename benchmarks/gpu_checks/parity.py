@@ -37,7 +37,7 @@ PARITY = {
     "zb-h1": Plan({**TWO, "schedule": "zb-h1"}),
     "offload": Plan({**TWO, "offload": ("all",)}),
     "mast": Plan({**TWO, "schedule": "mast"}, same_bits=False),
-    "data": Plan({"ranks": 1, "data": 2, "micro_batches": 2}, same_bits=False),
+    "data": Plan({"ranks": 2, "data": 2, "micro_batches": 2}, same_bits=False),
     "tiles": Plan({"ranks": 2, "tiles": "2x1", "micro_batches": 2}, same_bits=False),
 }
 

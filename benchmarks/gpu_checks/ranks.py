@@ -145,7 +145,7 @@ def _copies(
     subject = SUBJECTS["resnet50"]
     folder = place.scratch / f"{copies}-{samples}"
     resized = replace(subject, batch=samples, tiny=samples)
-    compiled(resized, place, folder, ranks=1, data=copies, micro_batches=1)
+    compiled(resized, place, folder, ranks=copies, data=copies, micro_batches=1)
     work = {"kind": "steps", "directory": str(folder), "subject": "resnet50"}
     work |= {"samples": copies * samples, "steps": 2 if place.is_tiny else 20}
     work |= {"turns": 3, "is_tiny": place.is_tiny}

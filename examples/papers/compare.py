@@ -88,7 +88,7 @@ def simulate_runs(
             environment = run.get("environment")
             traced = trace_run(paper, run)
         options = CompileOptions(
-            ranks=run["ranks"] // run["data"],
+            ranks=run["ranks"],
             data=run["data"],
             hardware=paper.hardware,
             **{name: run[name] for name in KNOWN if name in run},

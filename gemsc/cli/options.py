@@ -20,6 +20,7 @@ from gemsc.options import (
     BALANCES,
     MEMORY_FORMATS,
     PRECISIONS,
+    RANKS,
     TRUNKS,
     CompileOptions,
     flag,
@@ -33,7 +34,6 @@ __all__ = [
     "DEFAULTS",
     "Model",
     "ModelOrProgram",
-    "ranks_of_replica",
     "takes_options",
     "typed_flags",
 ]
@@ -101,9 +101,6 @@ def takes_options(
             if only_typed:
                 given = {k: value for k, value in values.items() if value is not None}
                 return command(given=given, **others)
-            if "ranks" in values:
-                counts = values["ranks"], values.get("data", DEFAULTS.data)
-                values["ranks"] = ranks_of_replica(*counts)
             return command(options=CompileOptions(**values), **others)
 
         shown: list[inspect.Parameter] = []
@@ -113,7 +110,7 @@ def takes_options(
                 continue
             for f in chosen:
                 default = defaults.get(f.name, f.default)
-                if only_typed or f.name == "ranks":
+                if only_typed:
                     default = None
                 shown.append(_parameter(f, default))
         with_flags.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
@@ -134,7 +131,7 @@ def _parameter(field: Field[Any], default: Any) -> inspect.Parameter:
     about = field.metadata["help"]
     shown: bool | str = True
     if field.name == "ranks":
-        shown = f"{DEFAULTS.ranks} for each replica"
+        shown = f"{RANKS} for each replica"
     if field.name == "placement":
         about += f": natural, auto, {', '.join(PLACEMENTS)}"
     (panel,) = (name for name, held in PANELS.items() if field.name in held)
@@ -170,25 +167,6 @@ def _reader(field: Field[Any]) -> Callable[[str, str], Any] | None:
 def _read(field: Field[Any], value: Any) -> Any:
     reader = _reader(field)
     return value if reader is None or value is None else reader(value, flag(field.name))
-
-
-def ranks_of_replica(ranks: int | None, data: int) -> int:
-    """Return the ranks of each replica where `--ranks`, those of all, is typed so.
-
-    Raises:
-        GemscError: they cannot be shared out evenly.
-    """
-    if ranks is None:
-        return DEFAULTS.ranks
-    if data == AUTO or data < 1:  # what is below is refused, with all other options
-        return ranks
-    if ranks % data:
-        raise GemscError(
-            f"--ranks {ranks} is not a multiple of --data {data}",
-            help="--ranks counts the processes of all replicas: "
-            f"{data} replicas of {ranks} each are --ranks {ranks * data}",
-        )
-    return ranks // data
 
 
 def typed_flags(context: typer.Context) -> list[str]:

@@ -59,11 +59,18 @@ def profile_sharing(
     plan = trainable(program)
     user, options = read_program(program)
     base = base_of(output, hardware or ("" if output.is_file() else options.hardware))
-    copies = plan.data // (plan.per_device or 1)
+    devices = plan.ranks // (plan.per_device or 1)
     loads: dict[int, Load] = {}
     shared: SharedDevice | None = None
     for count in counts:
-        asked = replace(options, per_device=count, data=copies * count, check=False)
+        ranks = devices * count
+        asked = replace(
+            options,
+            ranks=ranks,
+            data=ranks // plan.copy_ranks,
+            per_device=count,
+            check=False,
+        )
         try:
             made = compiled(user, asked)
             loads[count] = _measured(made, steps)
@@ -74,7 +81,7 @@ def profile_sharing(
             break
         if shared is None:
             whole = made.compilation.program
-            numbers = options.micro_batches, options.ranks
+            numbers = options.micro_batches, options.copy_ranks
             shared = share(whole, base.device, *numbers)
     assert shared is not None  # one process is always measured
     rates = {count: load.samples_per_second for count, load in loads.items()}

@@ -10,7 +10,7 @@ import typer
 
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_seconds
-from gemsc.cli.options import ModelOrProgram, ranks_of_replica, takes_options
+from gemsc.cli.options import ModelOrProgram, takes_options
 from gemsc.cli.terminal import Answer, console, gives_json
 from gemsc.costs.collectives import ROUNDS
 from gemsc.costs.hardware import Hardware, LinkSpeed, read_hardware
@@ -73,10 +73,10 @@ def simulate_command(
     counts = _counts(options, ranks, data, fixed=Path(target).is_dir())
     options = replace(options, **{**(given or {}), **counts})
     machine = _machine(options.hardware, allreduce)
-    if per_device > 1 and options.ranks > 1:
+    if per_device > 1 and options.copy_ranks > 1:
         raise GemscError(
             f"--per-device {per_device} is simulated for replicas of one rank, these "
-            f"have {options.ranks}",
+            f"have {options.copy_ranks}",
             help="leave it out, or give each replica one rank: --ranks 8 --data 8",
         )
     traced = trace_unfilled(user, machine, options.frontend, options.precision)
@@ -125,25 +125,24 @@ def _read(target: str) -> tuple[UserModel, CompileOptions]:
 
 def _counts(
     options: CompileOptions, ranks: int | None, data: int | None, *, fixed: bool
-) -> dict[str, int]:
-    """Return the options that say the ranks of a replica and the number of replicas.
+) -> dict[str, int | None]:
+    """Return the options that say how many ranks and replicas there are.
 
-    `ranks` counts those of all replicas. A program's replica has its ranks already.
+    A program's replica has its ranks already.
 
     Raises:
         GemscError: the ranks cannot be divided among the replicas.
     """
     if fixed:
-        size = options.ranks
+        size = options.copy_ranks
         copies = data or (ranks // size if ranks else options.data)
         if ranks not in (None, size * copies):
             raise GemscError(
                 f"--ranks {ranks}: each replica of this program has {size} ranks",
                 help=f"give a multiple of {size}, or leave --data out",
             )
-        return {"data": copies}
-    copies = data or 1
-    return {"ranks": ranks_of_replica(ranks, copies), "data": copies}
+        return {"ranks": size * copies, "data": copies}
+    return {"ranks": ranks, "data": data or 1}
 
 
 def _machine(name: str, allreduce: str) -> Hardware:
@@ -163,7 +162,7 @@ def _heading(found: Simulation) -> str:
     return (
         f"{found.name} on {found.last.ranks:,} ranks of {found.hardware.name}: "
         f"{found.options.schedule}, {found.options.data:,} replicas of "
-        f"{found.options.ranks} ranks"
+        f"{found.options.copy_ranks} ranks"
     )
 
 

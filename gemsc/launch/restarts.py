@@ -66,7 +66,7 @@ def fewer_ranks(plan: Plan, slots: int) -> CompileOptions:
         copies, ranks = 1, slots
         given = {n: v for n, v in given.items() if n not in OF_A_NUMBER_OF_RANKS}
     given.pop("per_device", None)
-    each = {"ranks": ranks, "data": copies, "micro_batches": batches // copies}
+    each = {"ranks": ranks * copies, "data": copies, "micro_batches": batches // copies}
     return CompileOptions(**{**given, **each})
 
 
@@ -80,7 +80,7 @@ def compile_for(directory: Path, plan: Plan, slots: int) -> Path:
         options = fewer_ranks(plan, slots)
     except GemscError as error:
         raise _impossible(plan, slots, str(error)) from error
-    folder = directory / f"restart-{options.all_ranks}-ranks"
+    folder = directory / f"restart-{options.ranks}-ranks"
     words = [plan.spec, "-o", str(folder)]
     for flag in options.flags():
         words += flag.split(" ", 1)

@@ -145,7 +145,7 @@ def options_of(plan: Plan, file: TomlFile) -> CompileOptions:
             help=f"choose one of {', '.join(SCHEDULES)}",
         )
     changed = {
-        "ranks": plan.copy_ranks,
+        "ranks": plan.ranks,
         "data": plan.data,
         "schedule": plan.schedule,
         "micro_batches": plan.micro_batches,

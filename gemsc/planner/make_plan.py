@@ -59,7 +59,6 @@ def make_plan(
     weights = largest_weights(tiles)
     shown = os.path.relpath(source) if source else program.name
     given = {key: value for key, value in asdict(options).items() if value is not None}
-    given["ranks"] = options.all_ranks  # as all entries of a plan count them
     ending = after_backward(first, task, timeline, options.data, hardware)
     dtype = str(model_dtype(program.module.parameters())).removeprefix("torch.")
     peak_dtype, peak = hardware.device.peak(_computed_in(dtype, options))

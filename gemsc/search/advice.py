@@ -57,7 +57,7 @@ def _more_ranks(lowest: Candidate, assess: Assess) -> list[str]:
             continue
         if found.fits():
             return [
-                f"use --ranks {found.options.all_ranks} ({found.name} needs "
+                f"use --ranks {ranks} ({found.name} needs "
                 f"{show_bytes(found.peak_bytes)})"
             ]
     return []

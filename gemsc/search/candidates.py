@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemsc.base.grid_shape import BESIDE, SPLITS
 from gemsc.base.units import show_bytes, show_seconds
@@ -68,7 +68,7 @@ class Candidate:
             placement = f" {chosen.placement}"
         copies = f" x{chosen.data}" if chosen.data > 1 else ""
         way = f"{chosen.schedule}{placement}" if _has_stages(chosen) else "one stage"
-        if chosen.ranks == 1:
+        if chosen.copy_ranks == 1:
             way = "one rank"
         split = ((name, getattr(chosen, name)) for name in SPLITS)
         parts = [
@@ -126,9 +126,9 @@ def alternatives(
 
     `sizes` are those of the image that grids split, along each spatial axis; no more
     than `most_branches` are side by side.
-    Where the number of copies is open, `ranks` and `micro_batches` are those of all
-    copies together; what cannot be divided is left out. Where several splits are open,
-    shards and branches are also tried on the same ranks, and shards of each tile.
+    Where the number of copies is open, `micro_batches` are those of all copies
+    together; what cannot be divided is left out. Where several splits are open, shards
+    and branches are also tried on the same ranks, and shards of each tile.
 
     Raises:
         GemscError: nothing agrees.
@@ -169,23 +169,22 @@ def _shared(
     options: CompileOptions, sizes: tuple[int, ...], most_branches: int
 ) -> Iterator[CompileOptions]:
     """Yield the options for each number of copies, and each split of their ranks."""
-    for share in _shares(options):
-        for split in _splits(options, share.ranks, sizes, most_branches):
+    for data, micro_batches in _shares(options):
+        for split in _splits(options, options.ranks // data, sizes, most_branches):
             with suppress(GemscError):  # they do not come to so many ranks
-                yield _split(options, share, split)
+                yield _split(options, data, micro_batches, split)
 
 
 def _split(
-    options: CompileOptions, share: _Share, split: dict[str, Any]
+    options: CompileOptions, data: int, micro_batches: int, split: dict[str, Any]
 ) -> CompileOptions:
     """Return the options of one split, without those that have no effect on it."""
     given = {name: getattr(options, name) for name in SPLITS} | split
     tiles, beside = given["tiles"], any(given[name] for name in BESIDE)
     return replace(
         options,
-        ranks=share.ranks,
-        data=share.data,
-        micro_batches=share.micro_batches,
+        data=data,
+        micro_batches=micro_batches,
         local_batchnorm=options.local_batchnorm and bool(tiles),
         fuse_halos=options.fuse_halos if tiles else 0,
         trunk=options.trunk if beside else "auto",
@@ -213,29 +212,19 @@ def _splits(
             yield tiles | {"shards": (str(count),)}
 
 
-class _Share(NamedTuple):
-    """Ranks and micro-batches of one copy, and the number of copies."""
-
-    ranks: int
-    data: int
-    micro_batches: int
-
-
-def _shares(options: CompileOptions) -> list[_Share]:
+def _shares(options: CompileOptions) -> Iterator[tuple[int, int]]:
+    """Yield numbers of copies, each with the micro-batches of one of them."""
     copies: Iterable[int] = (options.data,)
     if options.data == AUTO:
         copies = (d for d in range(1, options.ranks + 1) if options.ranks % d == 0)
-    found = []
     for data in copies:
-        ranks = options.ranks // data if options.data == AUTO else options.ranks
         counts: Sequence[int] = (options.micro_batches,)
         if options.micro_batches == AUTO:
             counts = MICRO_BATCHES
         elif options.data == AUTO:
             divides = options.micro_batches % data == 0
             counts = (options.micro_batches // data,) if divides else ()
-        found += [_Share(ranks, data, count) for count in counts]
-    return found
+        yield from ((data, count) for count in counts)
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:

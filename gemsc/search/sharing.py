@@ -27,12 +27,13 @@ def choose_sharing(
 ) -> Settled:
     """Settle the rest for the number of replicas that gains most, of those that fit.
 
-    Where gains were measured, others do not count.
+    It divides `options.data`. Where gains were measured, others do not count.
 
     Raises:
         GemscError: not even one fits.
     """
-    gains = shared.known_gains(COUNTS)
+    known = shared.known_gains(COUNTS)
+    gains = {n: gain for n, gain in known.items() if options.data % n == 0}
 
     def order(count: int) -> tuple[float, int]:
         return -round(gains[count], 2), count
@@ -40,9 +41,8 @@ def choose_sharing(
     for count in sorted(gains, key=order):
         if count > 1 and gains[count] < LEAST_GAIN:
             continue
-        wanted = replace(options, per_device=count, data=options.data * count)
         try:
-            candidates, found = settle(wanted)
+            candidates, found = settle(replace(options, per_device=count))
             if not candidates:
                 stage(found)
         except GemscError:

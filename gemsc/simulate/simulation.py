@@ -72,7 +72,7 @@ def simulate(
     """Play one step of each number of copies, by default 1, 2, 4, ... `options.data`.
 
     `traced` was traced for the device of the machine, by default that of
-    `options.hardware`; `options.ranks` share one copy. Without `defers` every backward
+    `options.hardware`. Without `defers` every backward
     is whole, as in systems that compute input and weight gradients at once, and with
     `torch_compile`.
 
@@ -148,7 +148,7 @@ def read_program(directory: Path) -> tuple[UserModel, CompileOptions]:
         for key, value in plan.options.items()
     }
     blocks = tuple(len(stage.blocks) for stage in plan.stages)
-    given |= {"ranks": plan.copy_ranks, "data": plan.data, "per_device": 1}
+    given |= {"ranks": plan.ranks, "data": plan.data, "per_device": 1}
     given |= {"balance": "explicit", "blocks": blocks, "cuts": ()}
     user = load_user_model(plan.spec, constants=plan.constants)
     return user, CompileOptions(**given)
