@@ -67,7 +67,9 @@ class CompileOptions:
 
     ranks: int = option(None, "total number of processes, as for mpirun -n")
     data: int = option(1, "number of data-parallel replicas, or auto", auto=True)
-    per_device: int = option(1, "processes that share each device, or auto", auto=True)
+    per_device: int = option(
+        1, "replicas that share each device, or auto: as many as gain most", auto=True
+    )
     schedule: str = option("1f1b", "pipeline schedule")
     micro_batches: int = option(
         4, "micro-batches per step, each like example_inputs(), or auto", auto=True

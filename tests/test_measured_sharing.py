@@ -31,7 +31,7 @@ def chosen(rates: dict[int, float], fits: int = 8) -> int:
         if options.per_device > fits:
             raise GemscError("too large")
 
-    asked = CompileOptions(per_device=AUTO)
+    asked = CompileOptions(data=24, per_device=AUTO)
     found = choose_sharing(asked, shared, lambda o: ((), o), stage)  # type: ignore[arg-type]
     return found[1].per_device
 
@@ -95,9 +95,10 @@ def test_what_is_measured_decides_the_next_compilation(
     (rates,) = read_hardware(str(mine)).device.sharing.values()
     assert rates == {"1": 100.0, "2": 130.0, "4": 170.0}
 
-    words = ("compile", model, "-o", tmp_path / "x", "--ranks", 1, "--hardware", mine)
-    auto = ("--per-device", "auto")
+    words = ("compile", model, "-o", tmp_path / "x", "--ranks", 8, "--hardware", mine)
+    auto = ("--data", 8, "--per-device", "auto")
     done = gemsc(*words, *auto, "--micro-batches", 2)
+    assert "Net: 8 ranks in 8 replicas" in done.out
     assert "note: 4 ranks share each device: measured +70%, predicted" in done.out
     text = mine.read_text().replace("2 = 130.0", "2 = 180.0")
     mine.write_text(text.replace("overhead = 8e-06", "overhead = 9e-06"))  # calibrated

@@ -267,6 +267,14 @@ def test_ranks_are_those_of_all_replicas_in_every_command(
 STAYS = {"compile": ("-o", "out"), "plan": ("-o", "out/plan.toml")}
 
 
+def test_ranks_are_all_processes_in_python_too() -> None:
+    assert CompileOptions(data=3).ranks == 6  # two of each replica
+    assert CompileOptions(ranks=6, data=3).copy_ranks == 2
+    with pytest.raises(GemscError, match="--ranks 1 is not a multiple") as caught:
+        CompileOptions(ranks=1, data=2)
+    assert "2 replicas of 1 each are --ranks 2" in str(caught.value.help)
+
+
 @pytest.mark.parametrize("name", ["compile", "plan"])
 def test_a_plan_counts_the_ranks_of_all_replicas(
     name: str, command: Gemsc, tmp_path: Path

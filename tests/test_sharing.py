@@ -363,3 +363,8 @@ def test_auto_takes_the_fewest_that_gain_most_and_fit() -> None:
     assert chosen(1.05, fits=8) == 1  # the sums cost more
     with pytest.raises(GemscError, match="too large"):
         chosen(4.0, fits=0)
+    with pytest.raises(GemscError, match="nothing to choose") as caught:
+        CompileOptions(ranks=2, per_device=AUTO)
+    assert caught.value.help == (
+        "give the replicas that are to share: --ranks 8 --data 4"
+    )
