@@ -75,7 +75,7 @@ def is_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
         {},
         {"schedule": "master"},
         {"shard_optimizer": True, "schedule": "master"},
-        {"ranks": 8, "data": 2},
+        {"ranks": 4, "data": 2},
     ],
 )
 def test_the_first_bad_loss_stops_before_the_update(
@@ -95,7 +95,9 @@ def test_the_first_bad_loss_stops_before_the_update(
         tmp_path, options.get("ranks", 2), work, optimizer=adam
     ):
         # batch normalization keeps micro-batches apart
-        assert error.message == "the loss is nan at step 2, in micro-batch 3"
+        # each replica was given the same part
+        where = "micro-batches 3, 7" if "data" in options else "micro-batch 3"
+        assert error.message == f"the loss is nan at step 2, in {where}"
         assert kept
 
 
