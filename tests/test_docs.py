@@ -28,6 +28,7 @@ from gemsc.viz.tables import show
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 UNET = ROOT / "examples" / "unet_histology" / "model.py"
 # `<!-- from unet annotate: %a; %b -->` above a block says what the block shows
 SHOWN = re.compile(
@@ -288,8 +289,15 @@ def test_the_commands_of_the_readme_work(workplace, monkeypatch, capfd):
         if "verify" in command:
             assert text.count(": exact") == 2
         if "gemsc run" in command:
+            shown = [line.strip() for line in printed(ROOT / "README.md")[1]]
+            for line in (s for s in shown if s.startswith(("epoch", "saved"))):
+                near = pytest.approx(numbers_of(line), rel=0.02)
+                same = (s for s in text.splitlines() if words_of(s) == words_of(line))
+                assert any(numbers_of(s) == near for s in same), line
+            first, last = re.findall(r"falls from (\S+) in .* to (\S+) in", README)[0]
             losses = [float(found) for found in re.findall(r"  loss (\S+)  ", text)]
-            assert losses[-1] < 0.1 < losses[0]  # it learns
+            assert losses[0] == pytest.approx(float(first), abs=0.01)
+            assert losses[-1] == pytest.approx(float(last), abs=0.01)
     assert (workplace / "build/rings-trained/model.safetensors").is_file()
 
 
