@@ -150,7 +150,8 @@ def test_a_figure_that_metrics_cannot_give_is_refused_at_the_start(
 ) -> None:
     """As far as its text says what it gives."""
     program(tmp_path)
-    given = (dice, {"dice": max, "parts": max}, None)
+    short = lambda output, target: {"dice": 1, "parts": 1}  # noqa: E731
+    given = (dice, {"dice": max, "parts": max}, short, None)
     for metrics in given:
         user = user_of(dataset=pairs, eval_dataset=pairs, metrics=metrics)
         said = "--best dise: an evaluation gives loss"
@@ -182,8 +183,11 @@ def test_names_are_known_only_if_every_result_says_them() -> None:
 
     assert figure_names(some) == ["dice"]
     wrapped = functools.wraps(some)(lambda *given: {"best": some(*given)})
-    alone = lambda output, target: {"a": 1}  # noqa: E731
-    for unknown in (open_ended, other, computed, wrapped, max, alone):
+    alone = lambda output, target: {"a": 1, "b": target}  # noqa: E731
+    assert figure_names(alone) == ["a", "b"]
+    passed = lambda output, target: some(output, target)  # noqa: E731
+    two = [lambda output, target: {"a": 1}, lambda output, target: {"b": 1}]
+    for unknown in (open_ended, other, computed, wrapped, max, passed, *two):
         assert figure_names(unknown) is None
 
 

@@ -154,7 +154,8 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 def figure_names(given: Any) -> list[str] | None:
     """Return how the names of all figures begin; None if only a call can tell.
 
-    Known are the keys of what is given, or of the dicts that a function's text returns.
+    Known are the keys of what is given, or of the dicts that the text of a function or
+    of a lambda returns.
     """
     if given is None or isinstance(given, Mapping):
         return [*map(str, given or ())]
@@ -164,14 +165,18 @@ def figure_names(given: Any) -> list[str] | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(given)))
     except (OSError, SyntaxError):
         return None
+    is_lambda = given.__name__ == "<lambda>"
+    lambdas = [n.body for n in ast.walk(tree) if isinstance(n, ast.Lambda)]
+    returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
+    if is_lambda and len(lambdas) > 1:  # which of them?
+        return None
     found: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Return):
-            keys = node.value.keys if isinstance(node.value, ast.Dict) else [None]
-            texts = [key.value for key in keys if isinstance(key, ast.Constant)]
-            if len(texts) < len(keys):
-                return None
-            found += map(str, texts)
+    for value in lambdas if is_lambda else returned:
+        keys = value.keys if isinstance(value, ast.Dict) else [None]
+        texts = [key.value for key in keys if isinstance(key, ast.Constant)]
+        if len(texts) < len(keys):
+            return None
+        found += map(str, texts)
     return found or None
 
 
