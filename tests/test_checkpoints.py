@@ -65,10 +65,17 @@ def test_every_ten_minutes_by_the_clock_of_the_first_rank(
     assert saved(tmp_path / "saved") == [5, 20]
 
 
+def score(value: float) -> dict[str, float]:
+    return {"score": value}
+
+
 def figures_of(values: list[float]) -> Any:
-    """Return what gives one of the values in each evaluation, on the loss's rank."""
-    left = iter(values)
-    return lambda output, target: {"score": next(left)}
+    """Return what gives one of the values in each evaluation, on the loss's rank.
+
+    Only a call can tell the name of the figure.
+    """
+    left = map(score, values)
+    return lambda output, target: next(left)
 
 
 def evaluated(values: list[float], folder: Path, *words: str) -> int:
