@@ -1,6 +1,6 @@
 """A training run in plain PyTorch and one process: what `gemsc run` must equal.
 
-It follows docs/models.md and uses nothing of the runtime.
+It follows docs/models.md; of the runtime it uses what seeds samples, and metrics.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gemsc.base.draws import same_draws
 from gemsc.base.dtypes import cast, cast_module
 from gemsc.base.memory_format import converted, like_examples
 from gemsc.base.nests import on_device
-from gemsc.base.rng import seed_all, seed_of
+from gemsc.base.rng import seed_of
 from gemsc.runtime.data.digest import digest
-from gemsc.runtime.data.held_generators import held_generators, seed_generators
+from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.metrics import Metrics, first_samples
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
@@ -67,6 +67,9 @@ class Samples:
     seed: int
     seen: dict[tuple[int, int, Box | None], str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._reader = SeededReader(self.data, self.seed)
+
     @property
     def is_tiled(self) -> bool:
         """Whether images are read by their box."""
@@ -74,20 +77,13 @@ class Samples:
 
     def read(self, epoch: int, index: int, box: Box | None = None) -> Any:
         """Return a sample, or the part of it that lies in a box."""
-        before = held_generators(self.data)
-        sample = self._read(before, epoch, index, box)
-        if (held := held_generators(self.data)) != before:  # the sample made some
-            sample = self._read(held, epoch, index, box)
-        return sample
 
-    def _read(
-        self, held: dict[str, Any], epoch: int, index: int, box: Box | None
-    ) -> Any:
-        seed_all(seed_of(self.seed, epoch, index))
-        seed_generators(held, self.seed, epoch, index)
-        if not self.is_tiled:
-            return self.data[index]
-        return self.data.read(index, box or tuple((0, n) for n in self.data.shape))
+        def sample() -> Any:
+            if not self.is_tiled:
+                return self.data[index]
+            return self.data.read(index, box or tuple((0, n) for n in self.data.shape))
+
+        return self._reader.read(epoch, index, sample)
 
     def take(self, epoch: int, indices: Sequence[int]) -> list[Any]:
         """Return several samples, and note what was read."""

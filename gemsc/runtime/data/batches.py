@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gemsc.base.nests import num_samples
 from gemsc.base.process import outlast_signals
-from gemsc.base.rng import seed_all, seed_of
+from gemsc.base.rng import seed_of
 from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.data.digest import digest
-from gemsc.runtime.data.held_generators import held_generators, seed_generators
+from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status
 
@@ -39,24 +39,21 @@ class _Reproducible(Dataset[Any]):
     """A dataset whose samples depend on nothing but seed, epoch and index.
 
     Every rank that needs a sample reads it itself, so random crops and flips must come
-    out alike: all generators are seeded for each sample, also those that the dataset
-    holds. They are looked for once an epoch, and after the first sample, which may make
-    some. A key is (epoch, index, how many digests to give, each of another reading of
-    the sample, whether to give its whole target). An error is returned, not raised: of
-    one that another process raises, DataLoader keeps the text alone.
+    out alike: see `SeededReader`. A key is (epoch, index, how many digests to give,
+    each of another reading of the sample, whether to give its whole target). An error
+    is returned, not raised: of one that another process raises, DataLoader keeps the
+    text alone.
     """
 
     def __init__(self, dataset: Any, seed: int, window: Window | None) -> None:
         self.dataset = dataset
-        self.seed = seed
         self.window = window
-        self._epoch = -1
-        self._held: dict[str, Any] = {}
+        self._reader = SeededReader(dataset, seed)
 
     def __getitem__(self, key: tuple[int, int, int, bool]) -> _Read | GemscError:
         epoch, index, num_digests, is_whole = key
         try:
-            sample = self._sample(epoch, index)
+            sample = self._read(epoch, index, self.window)
             texts = [digest(sample)] if num_digests else []
             for _ in range(1, num_digests):
                 texts.append(digest(self._read(epoch, index, self.window)))
@@ -71,24 +68,14 @@ class _Reproducible(Dataset[Any]):
                 help=f"try dataset()[{index}] in Python, or leave the sample out",
             )
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        """Return a sample, and see which generators the dataset has in this epoch."""
-        is_first = self._epoch < 0
-        if epoch != self._epoch:
-            self._epoch, self._held = epoch, held_generators(self.dataset)
-        sample = self._read(epoch, index, self.window)
-        if is_first and (held := held_generators(self.dataset)) != self._held:
-            self._held = held
-            sample = self._read(epoch, index, self.window)
-        return sample
-
     def _read(self, epoch: int, index: int, window: Window | None) -> Any:
-        Status.go_on()
-        seed_all(seed_of(self.seed, epoch, index))
-        seed_generators(self._held, self.seed, epoch, index)
-        if window is not None:
-            return self.dataset.read(index, window.box)
-        return self.dataset[index]
+        def sample() -> Any:
+            Status.go_on()
+            if window is not None:
+                return self.dataset.read(index, window.box)
+            return self.dataset[index]
+
+        return self._reader.read(epoch, index, sample)
 
 
 class _Sampler:

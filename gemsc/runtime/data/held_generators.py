@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path, PurePath
 from types import (
@@ -21,16 +21,18 @@ from types import (
     MemberDescriptorType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gemsc.base.rng import seed_of
+from gemsc.base.rng import seed_all, seed_of
 from gemsc.base.user_place import is_users
 
-__all__ = ["held_generators", "seed_generators"]
+__all__ = ["SeededReader", "held_generators"]
+
+Sample = TypeVar("Sample")
 
 MOST_OBJECTS = 100_000
 MOST_ITEMS = 1000  # of a list: a longer one holds samples, not what draws
@@ -48,7 +50,37 @@ _SHARED = (  # seeded for each sample anyway
 )
 
 
-def seed_generators(held: dict[str, Any], *parts: int) -> None:
+class SeededReader:
+    """Reads a dataset with all generators seeded for each sample, its own among them.
+
+    They are looked for once an epoch, and after the first sample, which may make some.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = -1
+        self._held: dict[str, Any] = {}
+
+    def read(self, epoch: int, index: int, sample: Callable[[], Sample]) -> Sample:
+        """Return what `sample` gives, as that of an index in an epoch."""
+        is_first = self._epoch < 0
+        if epoch != self._epoch:
+            self._epoch, self._held = epoch, held_generators(self._dataset)
+        self._seed_all(epoch, index)
+        found = sample()
+        if is_first and (held := held_generators(self._dataset)) != self._held:
+            self._held = held
+            self._seed_all(epoch, index)
+            found = sample()
+        return found
+
+    def _seed_all(self, *numbers: int) -> None:
+        seed_all(seed_of(self._seed, *numbers))
+        _seed_generators(self._held, self._seed, *numbers)
+
+
+def _seed_generators(held: dict[str, Any], *parts: int) -> None:
     """Seed each generator with a number of its own, made of its path and the parts."""
     for path, generator in held.items():
         seed = seed_of(*parts, path)
