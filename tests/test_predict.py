@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from program_support import on_ranks, written
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from training_support import user_of
+from training_support import predict_job, user_of
 
 from gemsc.errors import GemscError
 from gemsc.runtime.prediction.predict import Job, Prediction
@@ -62,20 +62,8 @@ def program(folder: Path, outputs: int = 2, size: int = SIZE, **options: Any) ->
 
 
 def job(folder: Path, **options: Any) -> Job:
-    given: dict[str, Any] = {
-        "program": str(folder),
-        "weights": "",
-        "source": str(folder / "slide.npy"),
-        "level": 0,
-        "orientation": None,
-        "output": str(folder / "mask.tiff"),
-        "overlap": OVERLAP,
-        "kind": "scores",
-        "threshold": 0.0,
-        "device": "cpu",
-        "dtype": "float64",
-    }
-    return Job(**given | options)
+    files = {"source": str(folder / "slide.npy"), "output": str(folder / "mask.tiff")}
+    return predict_job(folder, **files | {"overlap": OVERLAP} | options)
 
 
 def predict(

@@ -15,10 +15,10 @@ from command_line import Gemsc
 from numpy.typing import NDArray
 from program_support import on_ranks, written
 from torch import Tensor, nn
-from training_support import pairs, run, user_of
+from training_support import pairs, predict_job, run, user_of
 
 from gemsc.errors import GemscError
-from gemsc.runtime.prediction.predict import Job, VolumePrediction
+from gemsc.runtime.prediction.predict import VolumePrediction
 from gemsc.runtime.training.trainer import Trainer
 from gemsc.slides.volume import Volume
 from gemsc.slides.windows import Case, SlidingWindows
@@ -153,20 +153,8 @@ def predict(
     folder: Path, ranks: int, user: UserModel | None = None, **options: Any
 ) -> Any:
     """Return the image that a program on threads writes of case.nii.gz."""
-    given: dict[str, Any] = {
-        "program": str(folder),
-        "weights": "",
-        "source": str(folder / "case.nii.gz"),
-        "level": 0,
-        "orientation": None,
-        "output": str(folder / "out.nii.gz"),
-        "overlap": None,
-        "kind": "scores",
-        "threshold": 0.0,
-        "device": "cpu",
-        "dtype": "float64",
-    }
-    job = Job(**given | options)
+    source, output = (str(folder / f"{name}.nii.gz") for name in ("case", "out"))
+    job = predict_job(folder, source=source, output=output, **options)
     on_ranks(
         folder,
         ranks,
@@ -184,10 +172,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def num_ranks(options: dict[str, Any]) -> int:
-    return options["ranks"]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     layout: str, tmp_path: Path
@@ -195,7 +179,7 @@ def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     model = program(tmp_path, **LAYOUTS[layout])
     voxels = write_case(tmp_path / "case.nii.gz", 19, 13, 9)
     user = user_of(eval_windows={"overlap": 0.5, "mode": "gaussian"})
-    found = predict(tmp_path, num_ranks(LAYOUTS[layout]), user)
+    found = predict(tmp_path, LAYOUTS[layout]["ranks"], user)
     x = torch.from_numpy(voxels)[None, None].double()
     expected = blended(model, x, 0.5, "gaussian")[0].movedim(0, -1).numpy()
     np.testing.assert_allclose(found.get_fdata(), expected, rtol=0, atol=1e-11)
@@ -514,7 +498,7 @@ def test_whole_cases_are_scored_on_every_layout_as_in_one_process(
 
     user = user_with(on_epoch=on_epoch)
     words = "--epochs", "2", "--best", "largest:max"
-    ranks = num_ranks(LAYOUTS[layout])
+    ranks = LAYOUTS[layout]["ranks"]
     run(tmp_path, user, *words, ranks=ranks, dtype=torch.float64)
     assert len(found) == 2 * ranks
     for figures in found:

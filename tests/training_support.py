@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from gemsc.errors import SourceLocation
 from gemsc.plan import Plan
+from gemsc.runtime.prediction.predict import Job
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.loop import Training
 from gemsc.runtime.training.trainer import Trainer
@@ -88,3 +89,19 @@ def run(
         clip_norm=parsed.clip_norm,
         **options,
     )
+
+
+def predict_job(folder: Path, **options: Any) -> Job:
+    """Return what `gemsc predict` is asked for; `source` and `output` must be given."""
+    given: dict[str, Any] = {
+        "program": str(folder),
+        "weights": "",
+        "level": 0,
+        "orientation": None,
+        "overlap": None,
+        "kind": "scores",
+        "threshold": 0.0,
+        "device": "cpu",
+        "dtype": "float64",
+    }
+    return Job(**given | options)
