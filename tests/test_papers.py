@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from command_line import DEEP
+from command_line import DEEP, gemsc_here
 from models import AmoebaNet
 from nightly import at_night
 from rich.console import Console
@@ -194,6 +194,25 @@ def test_the_documentation_has_the_figures(compare: ModuleType, name: str) -> No
     found = {(line.name, line.published, line.simulated) for line in lines}
     assert found
     assert found == rows_in_docs(name)
+
+
+@pytest.mark.nightly
+def test_the_documentation_has_what_data_parallelism_gains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "simulation.md").read_text()
+    (model,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    (tmp_path / "imagenet.py").write_text(model)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    (words,) = re.findall(r"gemsc (simulate imagenet.py .*)\\\n(.*)\n", text)
+    done = gemsc_here(monkeypatch, capfd)(*" ".join(words).split())
+    assert done.code == 0, done.err
+    rows = [line.split("│") for line in done.out.splitlines() if " ms │" in line]
+    one, all_ = (float(row[6].replace(",", "")) for row in rows)
+    assert f"| one GPU | 334.0 | {one:,.1f} |" in text
+    assert f"| 1,536 GPUs | about 420,000 | {all_:,.0f} |" in text
+    assert f"Efficiency {all_ / one / 1536:.1%}".replace("%", " %") in text
 
 
 @pytest.mark.parametrize("name", NAMES)
