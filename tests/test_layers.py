@@ -150,6 +150,7 @@ IN_FUNCTIONS = {
     ("gemsc.launch.start", "gemsc.runtime.process.device"),
     ("gemsc.runtime.training.logs", "torch.utils.tensorboard"),
     ("gemsc.slides.dicom", "pydicom"),
+    ("gemsc.slides.ome_zarr", "zarr"),
     ("gemsc.slides.slide", "openslide"),
     ("gemsc.slides.slide", "tifffile"),
     ("gemsc.slides.volume", "nibabel"),

@@ -40,7 +40,9 @@ def predict_command(
     ],
     picture: Annotated[
         Path,
-        typer.Argument(help="a slide (.tiff, .svs, ...) or a volume (.nii.gz, DICOM)"),
+        typer.Argument(
+            help="a slide (.tiff, .svs, ...), a volume (.nii.gz, DICOM), or OME-Zarr"
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -194,20 +196,18 @@ def _check_picture(
     is_deep = len(taken.size) == 3
     if is_deep != is_volume(path):
         one, other = ("volumes", "picture") if is_deep else ("pictures", "volume")
-        kinds = ".nii.gz, .nii or DICOM" if is_deep else "TIFF, .svs or .npy"
+        kinds = ".nii.gz, DICOM or OME-Zarr" if is_deep else "TIFF, .svs or OME-Zarr"
         raise GemscError(
             f"{plan.model} takes {one} (windows of {taken}), and {path} is a {other}",
             help=f"give {kinds}",
         )
-    if is_deep and level:
-        raise GemscError(f"{path} has no level {level}", help="leave --level out")
     if not is_deep and orientation is not None:
         raise GemscError(
             f"--orientation is of volumes, and {path} is a picture",
             help="leave it out",
         )
     if is_deep:
-        channels = Volume(path, orientation).channels
+        channels = Volume(path, orientation, level).channels
     else:
         tifffile_module()
         channels = Slide(path, level).shape[2]

@@ -1,4 +1,4 @@
-"""A picture of any size, of which parts are read: TIFF, a NumPy array, or OpenSlide's.
+"""A picture of any size, of which parts are read: TIFF, NumPy, OpenSlide, OME-Zarr.
 
     slide = Slide("slide.tiff", level=1)
     slide.read((4096, 6144), (0, 2048))     # 2048 x 2048 x 3, uint8
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
+from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
 
 __all__ = ["Slide", "tifffile_module"]
 
@@ -60,12 +61,13 @@ class Slide:
             GemscError: it is no such file, holds no picture, or has no such level.
         """
         self.path = Path(path)
-        if not self.path.is_file():
+        if not (self.path.is_file() or is_zarr(self.path)):
             raise GemscError(f"there is no file {self.path}", help="give a TIFF file")
         suffix = self.path.suffix.lower()
         opened: Any = _OpenSlide if suffix in OF_OPENSLIDE else _Tiff
         opened = _Array if suffix == ".npy" else opened
-        self._source: _Array | _OpenSlide | _Tiff = opened(self.path, level)
+        opened = _Zarr if is_zarr(self.path) else opened
+        self._source: _Array | _OpenSlide | _Tiff | _Zarr = opened(self.path, level)
         self.levels: tuple[tuple[int, int], ...] = self._source.levels
         self.shape: tuple[int, int, int] = self._source.shape
         self.dtype: np.dtype[Any] = self._source.dtype
@@ -91,12 +93,6 @@ class Slide:
                     help="read a part that is",
                 )
         return self._source.read(rows, columns)
-
-
-def _check_level(path: Path, level: int, shapes: tuple[tuple[int, ...], ...]) -> None:
-    if not 0 <= level < len(shapes):
-        sizes = ", ".join(f"{n}: {h} x {w}" for n, (h, w, *_) in enumerate(shapes))
-        raise GemscError(f"{path} has no level {level}", help=f"it has {sizes}")
 
 
 def _pixel_of(file: Any) -> tuple[float, float] | None:
@@ -143,10 +139,30 @@ class _Array:
         self.shape: Any = self._array.shape
         self.levels: Any = (self.shape[:2],)
         self.dtype = self._array.dtype
-        _check_level(path, level, self.levels)
+        check_level(path, level, self.levels)
 
     def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
         return np.array(self._array[slice(*rows), slice(*columns)])
+
+
+class _Zarr:
+    """A level of a plane in OME-Zarr."""
+
+    def __init__(self, path: Path, level: int) -> None:
+        self._image = image = OmeZarr(path, level)
+        if len(image.space) == 3:
+            raise GemscError(
+                f"{path} has {image.levels[0][0]} planes: a volume, no picture",
+                help="write one plane of it as an image of its own",
+            )
+        self.shape: Any = image.shape
+        self.levels: Any = image.levels
+        self.dtype = image.dtype
+        finest = OmeZarr(path).spacing * 1e3
+        self.pixel: Any = tuple(finest.tolist()) if image.has_unit else None
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Picture:
+        return self._image.read(slice(*rows), slice(*columns))
 
 
 class _OpenSlide:
@@ -169,7 +185,7 @@ class _OpenSlide:
                 help="give the file that belongs to its folder, or a TIFF file",
             ) from None
         self.levels: Any = tuple((h, w) for w, h in self._file.level_dimensions)
-        _check_level(path, level, self.levels)
+        check_level(path, level, self.levels)
         self.path, self._level = path, level
         self.shape: Any = (*self.levels[level], 3)
         self.dtype = np.dtype(np.uint8)
@@ -217,8 +233,8 @@ class _Tiff:
                 "tifffile.imwrite(path, picture, photometric='rgb', tile=(512, 512))",
             )
         shapes = tuple(series.shape for series in levels)
-        _check_level(path, level, shapes)
         self.levels: Any = tuple(shape[:2] for shape in shapes)
+        check_level(path, level, self.levels)
         self.pixel = _pixel_of(self._file)
         self._page = levels[level].keyframe
         self.shape: Any = (*shapes[level], 1)[:3]

@@ -1,4 +1,4 @@
-"""A volume on disk, read and written as a whole: NIfTI or DICOM, with its place.
+"""A volume on disk, with its place: NIfTI, DICOM or OME-Zarr in, NIfTI out.
 
 volume = Volume("case.nii.gz", orientation="RAS")
 volume.read()                                   # x, y, z, channels: float32
@@ -8,6 +8,8 @@ volume.write("mask.nii.gz", mask)               # lies over case.nii.gz
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
 from gemsc.slides.dicom import read_headers, read_voxels
+from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
 
 __all__ = ["SUFFIXES", "Volume", "is_volume", "nibabel_module"]
 
@@ -39,29 +42,45 @@ def nibabel_module() -> Any:
 
 
 def is_volume(path: Path) -> bool:
-    """Whether a name says that it is a volume: NIfTI, or a folder of DICOM."""
+    """Whether it is a volume: NIfTI by its name, a folder of DICOM, deep OME-Zarr.
+
+    Raises:
+        GemscError: OME-Zarr cannot be read.
+    """
+    if is_zarr(path):
+        return len(OmeZarr(path).space) == 3
     return path.name.endswith(SUFFIXES) or path.is_dir()
 
 
-class _Slices:
-    """The voxels of DICOM slices, read when they are asked for."""
+class _Voxels:
+    """Voxels that are read when they are asked for."""
 
     dtype = np.dtype(np.float32)
 
-    def __init__(self, files: list[Path], shape: tuple[int, ...]) -> None:
-        self.files, self.shape, self.ndim = files, shape, len(shape)
+    def __init__(self, read: Callable[[], Any], shape: tuple[int, ...]) -> None:
+        self.read, self.shape, self.ndim = read, shape, len(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return read_voxels(self.files).astype(dtype or self.dtype, copy=False)
+        return np.asarray(self.read(), dtype or self.dtype)
 
 
 def _of_dicom(folder: Path, nibabel: Any) -> Any:
     """Return a folder of slices as an image of nibabel."""
     files, shape, affine = read_headers(folder)
-    image = nibabel.Nifti1Image(_Slices(files, shape), affine)
+    image = nibabel.Nifti1Image(_Voxels(partial(read_voxels, files), shape), affine)
     image.header.set_xyzt_units("mm")
     image.set_sform(affine, code=1)  # of the scanner
     image.set_qform(affine, code=1)
+    return image
+
+
+def _of_zarr(folder: Path, nibabel: Any, level: int) -> Any:
+    """Return an image in OME-Zarr as one of nibabel."""
+    found = OmeZarr(folder, level)
+    is_long = max(found.shape) >= 2**15  # more than a header of NIfTI-1 can say
+    opened = nibabel.Nifti2Image if is_long else nibabel.Nifti1Image
+    image = opened(_Voxels(found.read, found.shape), found.affine)
+    image.header.set_xyzt_units("mm" if found.has_unit else "unknown")
     return image
 
 
@@ -72,21 +91,20 @@ class Volume:
     and what is written is turned back.
     """
 
-    def __init__(self, path: str | Path, orientation: str | None = None) -> None:
-        """Read what the file says of itself.
+    def __init__(
+        self, path: str | Path, orientation: str | None = None, level: int = 0
+    ) -> None:
+        """Read what the file says of itself; of OME-Zarr, a level of its pyramid.
 
         Raises:
-            GemscError: it is no such file, or no volume of numbers.
+            GemscError: it is no such file, no volume of numbers, or has no such level.
         """
         self.path = Path(path)
         self._nibabel = nibabel = nibabel_module()
         if not self.path.exists():
             raise GemscError(f"there is no file {self.path}", help="give a NIfTI file")
-        is_folder = self.path.is_dir()
         try:
-            self._image = (
-                _of_dicom(self.path, nibabel) if is_folder else nibabel.load(self.path)
-            )
+            self._image = self._opened(level)
             shape = self._image.shape
             kind = self._image.get_data_dtype().kind
         except (nibabel.filebasedimages.ImageFileError, OSError, ValueError) as error:
@@ -109,6 +127,14 @@ class Volume:
             pairs = sorted(zip(self._turn[:, 0], shape, strict=False))
             self.shape = tuple(size for _, size in pairs)
         self.channels: int = self._stored[3]
+
+    def _opened(self, level: int) -> Any:
+        if is_zarr(self.path):
+            return _of_zarr(self.path, self._nibabel, level)
+        is_folder, nibabel = self.path.is_dir(), self._nibabel
+        image = _of_dicom(self.path, nibabel) if is_folder else nibabel.load(self.path)
+        check_level(self.path, level, (image.shape,))
+        return image
 
     def _turns(self, orientation: str | None) -> tuple[Any, Any]:
         """Return how axes are turned for the model, and back; None as they are."""

@@ -106,7 +106,7 @@ class VolumePrediction:
 
     def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
         self.trainer, self.job, self.user = trainer, job, user
-        self.volume = Volume(job.source, job.orientation)
+        self.volume = Volume(job.source, job.orientation, job.level)
         self.picture = _picture(trainer)
         given = user.make_windows() if user is not None else None
         how, size = given or SlidingWindows(), self.picture.size
