@@ -5,7 +5,7 @@
 
 A TIFF file may hold tiles or strips, compressed or not, and coarser levels as SubIFDs
 or as pages of their own. Only the tiles or strips in which the part lies are decoded.
-OpenSlide reads what scanners write: .svs, .ndpi, .mrxs, ...
+OpenSlide reads what scanners write: .svs, .ndpi, .mrxs, ...; zarr reads OME-Zarr.
 """
 
 from __future__ import annotations
