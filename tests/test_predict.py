@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -165,6 +166,18 @@ def test_functions_of_the_models_file_say_what_goes_in_and_comes_out(
     scores = whole(model, np.repeat(grey[..., None] - 127.5, 3, axis=2))
     assert mask.dtype == np.uint8
     assert np.array_equal(mask, scores[..., 0] > scores[..., 1])
+
+
+def test_a_mask_has_one_type_that_other_programs_read(tmp_path: Path) -> None:
+    model, picture = program(tmp_path, ranks=2), colours(70, 50)
+    user = user_of(predict_output=lambda output: output.argmax(0).numpy() * 70_000)
+    mask = predict(tmp_path, 2, picture, user)
+    assert mask.dtype == np.int32  # of 64 bits
+    assert np.array_equal(mask, whole(model, picture).argmax(-1) * 70_000)
+    sizes = itertools.count(1)
+    user = user_of(predict_output=lambda output: np.full((32, 32), 9 ** next(sizes)))
+    with pytest.raises(GemscError, match=r"returns \(32, 32\) of int64, and of the fi"):
+        predict(tmp_path, 2, colours(150, 150), user)
 
 
 class Sum(nn.Module):

@@ -194,8 +194,6 @@ class Volume:
         if self._back is not None:
             data = self._nibabel.apply_orientation(data, self._back)
         data = data.astype(OTHERS.get(data.dtype.name, data.dtype))
-        if data.dtype.name in ("int64", "uint64") and abs(data).max() < 2**31:
-            data = data.astype(np.int32)  # few programs read 64 bits
         header = image.header.copy()
         header.set_intent("none")
         header.set_slope_inter(1, 0)

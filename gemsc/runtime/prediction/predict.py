@@ -198,8 +198,15 @@ class Prediction:
             height, width = row.kept[1] - row.kept[0], self.slide.shape[1]
             band = np.empty((height, width, *like.shape[2:]), like.dtype)
             for column in columns:
-                picture = next(pictures)[row.inside, column.inside]
-                band[:, slice(*column.kept)] = picture
+                picture = next(pictures)
+                kinds = [f"{each.shape} of {each.dtype}" for each in (picture, like)]
+                if kinds[0] != kinds[1]:
+                    raise GemscError(
+                        f"predict_output returns {kinds[0]}, and of the first window "
+                        f"{kinds[1]}",
+                        help="return the same shape and dtype for each, no int64",
+                    )
+                band[:, slice(*column.kept)] = picture[row.inside, column.inside]
             yield band
 
     def _pictures(self) -> Iterator[NDArray[Any]]:
@@ -299,6 +306,8 @@ def _drawn(
             at=user.line_of("predict_output"),
             help="return an array of that size, or with channels behind",
         )
+    if found.dtype.name in ("int64", "uint64") and abs(found).max() < 2**31:
+        return found.astype(np.int32)  # few programs read 64 bits
     return found.astype(np.uint8) if found.dtype == bool else found
 
 
