@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import io
 import itertools
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,3 +249,43 @@ def test_a_scanners_slide_is_read_in_parts(tmp_path: Path) -> None:
     path.write_bytes(b"no")
     with pytest.raises(GemscError, match="no slide that OpenSlide can read"):
         Slide(path)
+
+
+def write_ndpi(path: Path, picture: np.ndarray) -> None:
+    """Write two levels as Hamamatsu does: one JPEG each, and links of 8 bytes."""
+    image: Any = pytest.importorskip("PIL.Image")
+    data, link = bytearray(b"II*\0" + bytes(8)), 4
+    for step in (1, 4):
+        part = picture[::step, ::step]
+        image.fromarray(part).save(jpeg := io.BytesIO(), "JPEG", quality=100)
+        strip, length = len(data), len(jpeg.getvalue())
+        data += jpeg.getvalue() + struct.pack("<4I", 40_000, step, 20_000, step)
+        height, width, channels = part.shape
+        tags = {256: width, 257: height, 259: 7, 262: 6, 273: strip, 277: channels}
+        tags |= {278: height, 279: length, 282: strip + length}  # pixels per ...
+        tags |= {283: strip + length + 8, 296: 3}  # ... centimetre
+        tags |= {65420: 1, 65421: 20 / step, 65424: 0}  # NDPI, lens, focus
+        data[link : link + 8] = struct.pack("<Q", len(data))
+        data += struct.pack("<H", len(tags))
+        kinds = {282: (5, "I"), 283: (5, "I"), 65421: (11, "f"), 65424: (9, "i")}
+        for tag, value in tags.items():
+            kind, form = kinds.get(tag, (4, "I"))
+            data += struct.pack(f"<HHI{form}", tag, kind, 1, value)
+        link = len(data)
+        data += bytes(8)
+    path.write_bytes(data)
+
+
+def test_a_slide_of_hamamatsu_is_read_in_parts(tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    smooth = np.mgrid[:333, :517].transpose(1, 2, 0).repeat(2, axis=2)[..., :3] // 3
+    write_ndpi(path := tmp_path / "x.ndpi", picture := smooth.astype(np.uint8))
+    slide, coarse = Slide(path), Slide(path, level=1)
+    assert (slide.shape, slide.pixel) == ((333, 517, 3), (0.5, 0.25))
+    assert slide.levels[:2] == ((333, 517), (84, 130))  # then what OpenSlide adds
+    assert coarse.pixel == pytest.approx((0.5 * 333 / 84, 0.25 * 517 / 130))
+    for part, expected in (
+        (slide.read((100, 300), (50, 500)), picture[100:300, 50:500]),
+        (coarse.read((3, 84), (0, 129)), picture[12::4, :516:4]),
+    ):
+        np.testing.assert_allclose(part.astype(int), expected, atol=4)  # JPEG
