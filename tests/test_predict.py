@@ -166,6 +166,9 @@ def test_functions_of_the_models_file_say_what_goes_in_and_comes_out(
     scores = whole(model, np.repeat(grey[..., None] - 127.5, 3, axis=2))
     assert mask.dtype == np.uint8
     assert np.array_equal(mask, scores[..., 0] > scores[..., 1])
+    bare = user_of(predict_input=lambda region: predict_input(region)[:1])
+    with pytest.raises(GemscError, match=r"returns \[1, \d+, \d+\] for \d+ x \d+ x 1 of"):
+        predict(tmp_path, 4, grey, bare)
 
 
 def test_a_mask_has_one_type_that_other_programs_read(tmp_path: Path) -> None:
@@ -301,6 +304,7 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
     for words, message in (
         (["slide.npy", "-o", "there.tiff"], "there.tiff exists already"),
         (["slide.npy", "-o", "no/where.tiff"], "no/where.tiff cannot be written"),
+        (["slide.npy", "-o", "mask.png"], "mask.png is to hold what is predicted of a"),
         (["there.tiff"], "there.tiff is no TIFF file"),
         (["slide.npy", "--level", "3"], "slide.npy has no level 3"),
         (["slide.npy", "--overlap", "16"], "cannot overlap by 16 on each side"),
@@ -312,6 +316,7 @@ def test_what_cannot_be_predicted_is_said_before_ranks_start(
         assert message in done.err
         assert "help: " in done.err
     assert "there is no folder q" in command("predict", "q", "slide.npy").err
+    assert "slide.npy is a file" in command("predict", "slide.npy", "p").err
 
 
 @pytest.mark.nightly

@@ -30,6 +30,7 @@ from gemsc.weights.write import write_stream
 __all__ = ["predict_command"]
 
 DEVICES = ("auto", "cpu", "cuda")
+TIFF_SUFFIXES = (".tiff", ".tif")
 USUAL_OVERLAP = 64  # pixels, or an eighth of the window if that is less
 
 
@@ -94,14 +95,15 @@ def predict_command(
             raise GemscError(f"{name}: unknown '{value}'", help=", ".join(choices))
     if device == "cuda":
         require_gpu()
+    if not run.is_dir():
+        raise GemscError(
+            f"{run} is a file" if run.exists() else f"there is no folder {run}",
+            help="give the folder of a run, or a program, and then the picture",
+        )
+    program = program_of(run)
     if output is None:
         output = Path("mask.nii.gz" if is_volume(picture) else "mask.tiff")
     _check_output(output, picture, overwrite=overwrite)
-    if not run.exists():
-        raise GemscError(
-            f"there is no folder {run}", help="give a run's folder, or a program"
-        )
-    program = program_of(run)
     plan = check_program(program, Plan.read(program / "plan.toml").ranks)
     taken = _taken(program, plan)
     _check_picture(plan, picture, level, orientation, taken)
@@ -154,13 +156,21 @@ def _launch(plan: Plan, job: Path) -> int:
 
 
 def _check_output(output: Path, picture: Path, *, overwrite: bool) -> None:
-    if is_volume(picture) and not output.name.endswith(SUFFIXES):
+    is_deep = is_volume(picture)
+    suffixes = SUFFIXES if is_deep else TIFF_SUFFIXES
+    if not output.name.lower().endswith(suffixes):
+        what = "a volume" if is_deep else "a picture"
         raise GemscError(
-            f"{output} is to hold what is predicted of a volume",
-            help="name a file that ends in .nii.gz or .nii",
+            f"{output} is to hold what is predicted of {what}",
+            help=f"name a file that ends in {' or '.join(suffixes)}",
         )
-    if output.is_dir() or not output.parent.is_dir():
-        raise GemscError(f"{output} cannot be written", help="name a file in a folder")
+    if output.is_dir():
+        raise GemscError(f"{output} is a folder", help="name a file with -o")
+    if not output.parent.is_dir():
+        raise GemscError(
+            f"{output} cannot be written: there is no folder {output.parent}",
+            help=f"make it (mkdir -p {output.parent}), or name another file with -o",
+        )
     if output.exists() and not overwrite:
         raise GemscError(
             f"{output} exists already",

@@ -250,8 +250,26 @@ class Prediction:
         if self.user is None or self.user.predict_input is None:
             samples = [as_input(region, self.picture) for region in regions]
         else:
-            samples = [self.user.call("predict_input", region) for region in regions]
+            samples = [self._given(self.user, region) for region in regions]
         return default_collate(samples)
+
+    def _given(self, user: UserModel, region: NDArray[Any]) -> Any:
+        """Return what the user makes of a region: as many pixels, the model's channels.
+
+        Raises:
+            GemscError: it is something else.
+        """
+        found = user.call("predict_input", region)
+        if self.picture.shape_of(default_collate([found])) != region.shape[:2]:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
+            raise GemscError(
+                f"predict_input returns {shape} for {' x '.join(map(str, region.shape))}"
+                f" of {self.job.source}: rows, columns, channels",
+                at=user.line_of("predict_input"),
+                help=f"return {self.picture.channels} channels and as many pixels: a "
+                "slide with other channels is to become one that the model takes",
+            )
+        return found
 
     def _region(self, place: Place) -> NDArray[Any]:
         """Return what this rank takes of a window: height, width, channels.
