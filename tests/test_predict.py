@@ -167,7 +167,9 @@ def test_functions_of_the_models_file_say_what_goes_in_and_comes_out(
     assert mask.dtype == np.uint8
     assert np.array_equal(mask, scores[..., 0] > scores[..., 1])
     bare = user_of(predict_input=lambda region: predict_input(region)[:1])
-    with pytest.raises(GemscError, match=r"returns \[1, \d+, \d+\] for \d+ x \d+ x 1 of"):
+    with pytest.raises(
+        GemscError, match=r"returns \[1, \d+, \d+\] for \d+ x \d+ x 1 of"
+    ):
         predict(tmp_path, 4, grey, bare)
 
 

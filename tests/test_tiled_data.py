@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemsc.base.boxes import Box
 from gemsc.codegen.package import write_directory
+from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
 from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.data.tiled import TiledDataset, Window, window_of
@@ -156,3 +157,19 @@ def test_pictures_with_their_channels_last_are_cut_by_rows_and_columns(
         assert losses == pytest.approx([float(mse(model(inputs), targets))] * 4)
     rows, columns = ((0, 6), (6, 12)), ((0, 8), (8, 16))
     assert list(boxes) == [{(row, column)} for row in rows for column in columns]
+
+
+def test_a_part_that_cannot_be_read_is_named_with_the_call_that_reads_it() -> None:
+    class Refusing(Parts):
+        def read(self, index: int, box: Box) -> tuple[Tensor, Tensor]:
+            raise GemscError("rows (0, 4) are not within it", help="read others")
+
+    images, window = torch.zeros(2, 1, 4, 4), Window((4, 4), ((2, 4), (0, 4)))
+    dataset = Refusing(images, images)
+    batches = Batches(dataset, 2, seed=0, shuffle=False, window=window)
+    with pytest.raises(GemscError) as caught:
+        next(batches.epoch(0))
+    assert caught.value.message == (
+        "sample 0 cannot be read: rows (0, 4) are not within it"
+    )
+    assert "try dataset().read(0, ((2, 4), (0, 4)))" in str(caught.value)

@@ -22,7 +22,13 @@ from gemsc.base.dtypes import (
     other_dtype,
     within,
 )
-from gemsc.base.nests import Inputs, Path, map_tensors, normalize_inputs
+from gemsc.base.nests import (
+    Inputs,
+    Path,
+    map_tensors,
+    normalize_inputs,
+    tensor_leaves,
+)
 from gemsc.base.rng import preserve_rng
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.dtypes import mark_dtypes
@@ -176,7 +182,8 @@ def _trace(
     loss = None
     if request.loss is not None:
         arguments = (output,) if request.target is None else (output, target)
-        loss = tracer.run("the loss fails", copied.loss, arguments)
+        given = " and ".join(map(_shown, arguments))
+        loss = tracer.run(f"the loss fails on {given}", copied.loss, arguments)
         _check_loss(loss, request)
     with tracer.pause():
         writer.output(loss, outputs)
@@ -184,6 +191,15 @@ def _trace(
         trace.frozen = frozenset(_frozen(tracer.called, request.opaque))
         trace.checkpoints = tracer.checkpoints
     return trace
+
+
+def _shown(nest: Any) -> str:
+    """Return what a loss is given, by dtypes and shapes: `float32 [2, 1, 64, 64]`."""
+    leaves = [leaf for _, leaf in tensor_leaves(nest)]
+    if not leaves:
+        return type(nest).__name__
+    parts = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves)
+    return ", ".join(parts)
 
 
 def _frozen(

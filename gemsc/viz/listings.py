@@ -98,8 +98,10 @@ def _list_stages(plan: Plan, most: int) -> Listing:
         column("forward", (s.cost.forward for s in stages), show_seconds),
         column("backward", (s.cost.backward for s in stages), show_seconds),
         column("share", (seconds[r] / total for r in rows), "{:.0%}".format, drop=4),
-        column("", (SLOWEST * (r == slowest) for r in rows), drop=5, left=True),
     )
+    if len(plan.stages) > 1:
+        marks = (SLOWEST * (r == slowest) for r in rows)
+        columns += (column("", marks, drop=5, left=True),)
     return "stages (one micro-batch)" + _of(rows, plan.stages), columns
 
 

@@ -12,6 +12,7 @@ __all__ = ["drawing", "legend", "line", "n", "rect", "text"]
 
 LINE = 20  # px, of a legend
 SWATCH = 18
+WIDER = 1.2  # DejaVu Sans is, than Helvetica
 STYLE = f"""
 .sheet {{ fill: $sheet }}
 text {{ font: {NORMAL}px {FONT}; fill: $ink }}
@@ -84,11 +85,12 @@ def legend(
 ) -> tuple[list[str], float]:
     """Return what boxes of some classes mean, in as many lines as needed, and the end.
 
-    A class with `stroke-` is shown as a line.
+    A class with `stroke-` is shown as a line. There is room for a font that is wider,
+    which takes the place of one that a viewer does not have.
     """
     parts, x = [], left
     for kind, words in entries:
-        wide = SWATCH + 6 + width_of(words, SMALL)
+        wide = SWATCH + 6 + WIDER * width_of(words, SMALL)
         if x > left and x + wide > right:
             x, y = left, y + LINE
         if "stroke-" in kind:
@@ -96,7 +98,7 @@ def legend(
         else:
             parts.append(rect(kind, x, y - 10, SWATCH, 12))
         parts.append(text(x + SWATCH + 6, y, words, "note"))
-        x += wide + 18
+        x += wide + 12
     return parts, y + LINE
 
 

@@ -62,10 +62,15 @@ class _Reproducible(Dataset[Any]):
                 target = self._read(epoch, index, whole_window(self.window.shape))[1]
             return index, sample, (*texts,), target
         except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            if isinstance(error, GemscError):  # of a Slide
+                what = error.message
+            box = self.window and self.window.box
+            call = f".read({index}, {box})" if box else f"[{index}]"
             return GemscError(
-                f"sample {index} cannot be read: {type(error).__name__}: {error}",
+                f"sample {index} cannot be read: {what}",
                 at=user_place(error.__traceback__),
-                help=f"try dataset()[{index}] in Python, or leave the sample out",
+                help=f"try dataset(){call} in Python, or leave the sample out",
             )
 
     def _read(self, epoch: int, index: int, window: Window | None) -> Any:

@@ -261,7 +261,9 @@ class Prediction:
         """
         found = user.call("predict_input", region)
         if self.picture.shape_of(default_collate([found])) != region.shape[:2]:
-            shape = list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
+            shape = (
+                list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
+            )
             raise GemscError(
                 f"predict_input returns {shape} for {' x '.join(map(str, region.shape))}"
                 f" of {self.job.source}: rows, columns, channels",
