@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from training_support import run, user_of
 
 from gemsc.base.boxes import Box
 from gemsc.errors import GemscError, SourceLocation
+from gemsc.plan import Plan
 from gemsc.runtime.data.metrics import Metrics
 from gemsc.runtime.training.trainer import Trainer
 
@@ -292,3 +294,65 @@ def test_what_is_no_metric_is_refused(given: Any) -> None:
         GemscError, match=r"metrics\(\) returns an object of type float"
     ):
         Metrics(lambda output, target: 0.5).add(None, None, 2)
+
+
+@dataclass
+class Result:
+    """What a model may return, as those of transformers do."""
+
+    picture: Tensor
+    size: Tensor | None = None
+    loss: Tensor | None = None
+
+
+class Returns(Convolutions):
+    def forward(self, x: Tensor) -> Any:
+        picture = super().forward(x)
+        return Result(picture, loss=picture.square().mean())
+
+
+def of_result(folder: Path, loss: Any, metrics: Any = None) -> dict[str, float]:
+    """Return the figures of 5 samples, in batches of 4."""
+    found: list[dict[str, float]] = []
+    x = torch.zeros(1, 1, SIZE, SIZE)
+    written(folder, Returns(), (x,), loss, {"mask": x > 0}, **ONE)
+    user = user_of(
+        dataset=lambda: Pictures(4),
+        eval_dataset=lambda: Pictures(5),
+        loss=loss,
+        metrics=metrics,
+        on_epoch=lambda trainer, epoch, figures: found.append(figures),
+        optimizer=lambda pairs: torch.optim.SGD([p for _, p in pairs], lr=0.0),
+    )
+    run(folder, user, ranks=1)
+    return found[0]
+
+
+def test_a_loss_and_metrics_take_fields_of_what_the_model_returns(
+    tmp_path: Path,
+) -> None:
+    def metrics(output: Any, target: Any) -> dict[str, float]:
+        assert output.picture is output["picture"] is output[0]
+        assert output.size is None
+        with pytest.raises(AttributeError, match="no 'logits', but picture, size, lo"):
+            _ = output.logits
+        assert len(output[:2]) == 2
+        return {"mean": float(output.picture.mean())}
+
+    def of_fields(output: Any, target: Any) -> Tensor:
+        return loss(output.picture, target)
+
+    found = of_result(tmp_path, of_fields, metrics)
+    output, target = whole(Pictures(5))
+    assert found["loss"] == pytest.approx(float(loss(output, target)), rel=1e-5)
+    assert found["mean"] == pytest.approx(float(output.mean()), rel=1e-5)
+
+
+def test_a_loss_that_the_model_computes_cannot_leave_samples_out(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(GemscError, match="eval_dataset, 1 samples of 4") as caught:
+        of_result(tmp_path, lambda output, target: output.loss)
+    assert "a multiple of 4 samples" in str(caught.value.help)
+    (note,) = Plan.read(tmp_path / "plan.toml").notes
+    assert "eval_dataset must be a multiple of 4" in note

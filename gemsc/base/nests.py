@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from gemsc.errors import GemscError, SourceLocation
 
 __all__ = [
+    "Fields",
     "Inputs",
     "Path",
     "dense_leaves",
@@ -21,10 +22,47 @@ __all__ = [
     "num_samples",
     "on_device",
     "tensor_leaves",
+    "with_attributes",
 ]
 
 Path = tuple[str | int, ...]
 Inputs = tuple[Any, ...] | dict[str, Any]
+
+
+class Fields(dict[Any, Any]):
+    """A dict whose values are attributes, too, and have numbers if they are not None.
+
+    It stands for what a model returns, so that a loss or metrics can take it apart as
+    they do a dataclass, or a ModelOutput of transformers.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"the output has no '{name}', but {', '.join(self)}")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice) or (isinstance(key, int) and key not in self):
+            return tuple(value for value in self.values() if value is not None)[key]
+        return super().__getitem__(key)
+
+
+pytree.register_pytree_node(
+    Fields,
+    lambda fields: (list(fields.values()), list(fields)),
+    lambda values, keys: Fields(zip(keys, values, strict=True)),
+)
+
+
+def with_attributes(value: Any) -> Any:
+    """Return a nest with `Fields` in place of each dict."""
+    if isinstance(value, dict):
+        return Fields({key: with_attributes(item) for key, item in value.items()})
+    if isinstance(value, list):
+        return [with_attributes(item) for item in value]
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return named_tuple(value, [with_attributes(item) for item in value])
+    return value
 
 
 def normalize_inputs(inputs: object) -> Inputs:

@@ -98,7 +98,7 @@ def make_plan(
         groups=[list(ranks) for ranks in placement.groups if placement.grids],
         barriers=[_barrier(first, barrier) for barrier in first.barriers],
         opaque=_opaque(program),
-        notes=list(program.notes),
+        notes=[*program.notes, *_loss_note(program, task, options)],
         dtype=dtype,
         tokens=_tokens(program),
         peak_flops=peak,
@@ -109,6 +109,17 @@ def make_plan(
         options={k: list(v) if isinstance(v, tuple) else v for k, v in given.items()},
         sources=_fingerprints(program, whole=source is not None),
     )
+
+
+def _loss_note(program: Program, task: Task, options: CompileOptions) -> list[str]:
+    """Say what evaluation asks for if the model itself computes the loss."""
+    if program.loss is None or program.loss not in program.outputs:
+        return []
+    size = options.data * sum(task.micro_batches) * micro_batch_size(program)
+    return [
+        "the model computes the loss, of whole micro-batches: the length of "
+        f"eval_dataset must be a multiple of {size}"
+    ]
 
 
 def _computed_in(dtype: str, options: CompileOptions) -> str:

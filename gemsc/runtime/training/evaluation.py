@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gemsc.base.dtypes import cast
 from gemsc.errors import GemscError
@@ -120,8 +121,28 @@ class Evaluator:
             output, target = (first_samples(value, count) for value in scored)
             self.metrics.add(output, target, count)
             if not is_full and self.loss is not None:
-                with torch.no_grad():
-                    mean_loss.add(self.loss(output, target), None, count)
+                mean_loss.add(self._loss_of_rest(output, target, count), None, count)
+
+    @torch.no_grad()
+    def _loss_of_rest(self, output: Any, target: Any, count: int) -> Tensor:
+        """Return the loss of a last batch that is not full.
+
+        Raises:
+            GemscError: it is not one number, as the model has computed some of it.
+        """
+        assert self.loss is not None
+        loss: Tensor = self.loss(output, target)
+        if loss.dim() == 0:
+            return loss
+        size = self.data.batches.size
+        raise GemscError(
+            "loss takes a number that the model computes of a whole micro-batch: it "
+            f"cannot be told for the last batch of eval_dataset, {count} samples of "
+            f"{size}",
+            at=self.user.line_of("loss"),
+            help="let loss(output, target) compute it of what the model returns for "
+            f"each sample, or give eval_dataset a multiple of {size} samples",
+        )
 
     def _score_cases(self, mean_loss: Metrics) -> None:
         """Score one whole case after the other: the loss, too, is of the whole."""

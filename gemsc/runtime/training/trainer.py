@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.base.elementwise import check_elementwise, updated_whole
+from gemsc.base.nests import with_attributes
 from gemsc.errors import GemscError
 from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.read import resume
@@ -470,7 +471,8 @@ def as_structure(value: Any) -> Any:
 def concatenated(outputs: list[Any]) -> Any:
     """Join the micro-batches' outputs in dimension 0 (scalars are stacked), on the CPU.
 
-    There the batch's targets are, and the user's metrics.
+    There the batch's targets are, and the user's metrics. Dicts, which stand for any
+    object with fields, have these as attributes.
     """
 
     def join(*parts: Any) -> Any:
@@ -481,4 +483,4 @@ def concatenated(outputs: list[Any]) -> Any:
             return torch.stack(parts)
         return torch.cat(parts)
 
-    return pytree.tree_map(join, outputs[0], *outputs[1:])
+    return with_attributes(pytree.tree_map(join, outputs[0], *outputs[1:]))
