@@ -46,10 +46,14 @@ def plan(kind: str, shards: int, trunk: str, name: str = "") -> CompileOptions:
         "1f1b": {"ranks": 2 * shards, "micro_batches": 3},
         "mast": {"ranks": 2 * shards, "schedule": "mast", "micro_batches": 2},
         "data": {"ranks": 2 * shards, "data": 2, "micro_batches": 2},
-        "tiles": {"ranks": 2 + shards, "tiles": "2x1", "micro_batches": 2},
+        "tiles": {"ranks": 2 + shards, "tiles": "2x1,1", "micro_batches": 2},
+        "mesh": {"ranks": 2 * shards, "tiles": "2x1", "micro_batches": 2},
+        "mesh 1f1b": {"ranks": 4 * shards, "tiles": "2x1,1x2", "micro_batches": 3},
+        "mesh data": {"ranks": 4 * shards, "tiles": "1x2", "data": 2},
     }[kind]
     whole = TWO_HEADS.get(name, ()) if shards > 2 else ()
-    return options(shards=str(shards), trunk=trunk, whole=whole, **choices)
+    count = f"1,{shards}" if kind == "tiles" else str(shards)
+    return options(shards=count, trunk=trunk, whole=whole, **choices)
 
 
 def columns(name: str) -> list[tuple[str, int, str]]:
@@ -59,6 +63,8 @@ def columns(name: str) -> list[tuple[str, int, str]]:
     table = list(itertools.product(kinds, (2, 3, 4), trunks))
     if name in PICTURES:
         table += itertools.product(["tiles"], (2, 3, 4), trunks)
+        meshes = ["mesh", "mesh 1f1b", "mesh data"]
+        table += itertools.product(meshes, (2, 3), ["whole"])
     return table
 
 

@@ -87,7 +87,7 @@ def _list_stages(plan: Plan, most: int) -> Listing:
     rows = sample(len(plan.stages), most, (slowest,))
     stages = [plan.stages[row] for row in rows]
     total = sum(seconds) or 1.0
-    columns = (
+    columns: tuple[Column, ...] = (
         column("stage", rows, left=True),
         column("blocks", (len(s.blocks) for s in stages), drop=6),
         column("from ... to", map(block_names, stages), left=True, shrinks=True),

@@ -98,13 +98,14 @@ class Inside:
     def local_call(self) -> Call:
         """The call with the number of groups that this rank has."""
         call = self.call
-        settings = dict(call.arguments)
-        for name in ("groups", "num_groups"):
-            if self.letter("g") and isinstance(settings.get(name), int):
-                part = self.parts(call.input)[self.low.place]
-                rows = part.rows[1] - part.rows[0]
-                settings[name] = settings[name] * rows // part.units
-        return replace(call, arguments=settings)
+        counts = {n: call.get(n) for n in ("groups", "num_groups")}
+        if not self.letter("g") or not any(counts.values()):
+            return call
+        part = self.parts(call.input)[self.low.place]
+        rows = part.rows[1] - part.rows[0]
+        own = {n: count * rows // part.units for n, count in counts.items() if count}
+        groups = own if call.layer is None else {}
+        return replace(call, arguments=call.arguments | own, groups=groups)
 
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> Local:
         """Add a node of this rank's part of the result."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Call:
     """One node: its kind, its arguments by name, and the layer if it calls one.
 
     A layer's settings count as arguments; its parameters do not. `names` are those of
-    what the call itself may be given, in order.
+    what the call itself may be given, in order. `groups` are the settings of a function
+    that are a shard's own: how many groups of channels it has.
     """
 
     node: fx.Node
@@ -53,6 +54,7 @@ class Call:
     layer: nn.Module | None = None
     names: tuple[str, ...] = ()
     detail: str = ""  # of the kind: the rank of windows, the mode of a padding layer
+    groups: dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

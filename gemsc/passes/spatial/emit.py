@@ -42,7 +42,7 @@ def call_again(
     positional arguments changes in its place. `partial`: what the tile computes is not
     yet its part of the result. An addend has no bias.
     """
-    changed = _different(call, changes or {})
+    changed = _different(call, changes or {}) | call.groups
     if low.is_addend and call.kind in _AS_FUNCTION:
         source = inputs[call.input]
         return _as_function(low, call, axes, source, changed, partial=True)

@@ -264,9 +264,10 @@ class Prediction:
             shape = (
                 list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
             )
+            given = " x ".join(map(str, region.shape))
             raise GemscError(
-                f"predict_input returns {shape} for {' x '.join(map(str, region.shape))}"
-                f" of {self.job.source}: rows, columns, channels",
+                f"predict_input returns {shape} for {given} of {self.job.source}: "
+                "rows, columns, channels",
                 at=user.line_of("predict_input"),
                 help=f"return {self.picture.channels} channels and as many pixels: a "
                 "slide with other channels is to become one that the model takes",
