@@ -48,8 +48,11 @@ class MeshNetwork(RandomNetwork):
             now = found
         layers.append(self.narrowed(wide, narrow))
         body = nn.Sequential(*layers)
-        with torch.no_grad():
-            result = tuple(body.train()(torch.randn(shape)).shape)
+        try:
+            with torch.no_grad():
+                result = tuple(body.train()(torch.randn(shape)).shape)
+        except (RuntimeError, ValueError):  # too few rows for what it pads or norms
+            return super().step(shape, simple=True)
         return body, result
 
     def kept(self, shape: Shape) -> tuple[nn.Module, Shape]:
