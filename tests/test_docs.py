@@ -89,6 +89,14 @@ def test_files_and_commands_that_are_named_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_code_and_no_prose(page):
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    names = "|".join(str(command.name) for command in make_app().registered_commands)
+    assert not re.findall(rf"^gemsc (?:{names}) .*", prose, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_are_python(page):
     for block in blocks(page, "python"):
         ast.parse(block)
