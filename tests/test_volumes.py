@@ -210,6 +210,67 @@ def test_what_is_written_lies_where_the_volume_lies(tmp_path: Path) -> None:
         assert np.array_equal(mask.get_fdata(), expected.numpy())
 
 
+def test_voxels_get_another_size_for_the_model_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "case.nii.gz"
+    i, j, k = np.indices((9, 7, 5), np.float32)
+    nibabel.save(nibabel.Nifti1Image(i + 10 * j + 100 * k, AFFINE), path)
+    volume = Volume(path, spacing=(1, 1, 2.5))  # of 1.5 x 2 x 3
+    assert volume.shape == (13, 13, 6)
+    assert str(volume) == "9 x 7 x 5 voxels of 1.5 x 2 x 3, ALI, as 13 x 13 x 6"
+    i, j, k = np.indices(volume.shape)
+    exact = i / 1.5 + 10 * j / 2 + 100 * k * 2.5 / 3
+    inside = volume.read()[..., 0]
+    assert inside.dtype == np.float32
+    assert np.allclose(inside[:, :, :5], exact[:, :, :5], atol=1e-4)
+    assert np.allclose(inside[:, :, 5], exact[:, :, 0] + 400, atol=1e-4)  # the edge
+    volume.write(tmp_path / "back.nii.gz", inside)
+    back = nibabel.load(tmp_path / "back.nii.gz")
+    assert np.array_equal(back.affine, AFFINE)
+    first = nibabel.load(path).get_fdata()[:, :, :4]
+    assert np.allclose(back.get_fdata()[:, :, :4], first, atol=1e-4)
+    volume.write(tmp_path / "back.nii.gz", (inside > 200).astype(np.uint8))
+    mask = np.asarray(nibabel.load(tmp_path / "back.nii.gz").dataobj)
+    assert mask.dtype == np.uint8
+    places = [np.rint(np.arange(n) * step) for n, step in ((9, 1.5), (7, 2), (5, 1.2))]
+    expected = (inside > 200)[np.ix_(*(place.astype(int) for place in places))]
+    assert np.array_equal(mask, expected)
+    with pytest.raises(GemscError, match="3 cannot become ones of 1 x 0 x 1"):
+        Volume(path, spacing=(1, 0, 1))
+
+
+@pytest.mark.parametrize("orientation", [None, "SLP"])
+def test_voxels_are_resampled_as_by_monai(
+    orientation: str | None, tmp_path: Path
+) -> None:
+    transforms: Any = pytest.importorskip("monai.transforms")
+    path, spacing = tmp_path / "case.nii.gz", (1.3, 2.2, 1.7)
+    write_case(path, 9, 7, 5)
+    volume = Volume(path, orientation, spacing)
+    steps = [transforms.LoadImage(), transforms.EnsureChannelFirst()]
+    steps += [transforms.Orientation(orientation)] if orientation else []
+    steps.append(transforms.Spacing(spacing))
+    expected = transforms.Compose(steps)(path)
+    assert np.allclose(volume.read()[..., 0], expected[0], atol=1e-4)
+
+
+def test_a_model_gets_voxels_of_its_size_and_the_mask_lies_over_the_file(
+    tmp_path: Path,
+) -> None:
+    model = program(tmp_path, ranks=2, micro_batches=2)
+    path = tmp_path / "case.nii.gz"
+    write_case(path, 19, 13, 9)
+    turned: dict[str, Any] = {"orientation": "RAS", "spacing": (1.0, 2.5, 3.5)}
+    volume = Volume(path, **turned)
+    x = torch.from_numpy(volume.read()).movedim(-1, 0)[None].double()
+    expected = blended(model, x)[0].argmax(0).byte().numpy()
+    volume.write(tmp_path / "expected.nii.gz", expected)
+    mask = predict(tmp_path, 2, kind="mask", **turned)
+    again = nibabel.load(tmp_path / "expected.nii.gz")
+    assert mask.shape == (19, 13, 9)
+    assert 0 < mask.get_fdata().mean() < 1
+    assert np.array_equal(mask.get_fdata(), again.get_fdata())
+
+
 def test_functions_of_the_file_take_and_give_the_whole_volume(tmp_path: Path) -> None:
     model = program(tmp_path, ranks=2, tiles=("2x1x1",))
     voxels = write_case(tmp_path / "case.nii.gz", 10, 13, 9, channels=2)
@@ -398,6 +459,7 @@ def test_what_does_not_fit_is_said_before_ranks_start(
         (["case.nii.gz", "--overlap", "2"], "cannot overlap by 2 on each side"),
         (["case.nii.gz", "--orientation", "up"], "there is no orientation 'up'"),
         (["case.nii.gz", "--level", "1"], "case.nii.gz has no level 1"),
+        (["case.nii.gz", "--spacing", "1", "0", "1"], "cannot become ones of 1 x 0 x"),
     ):
         done = command("predict", "p", *words)
         assert done.code == 1

@@ -69,6 +69,13 @@ def predict_command(
             "by default they stay as in the file"
         ),
     ] = None,
+    spacing: Annotated[
+        tuple[float, float, float] | None,
+        typer.Option(
+            help="size of the voxels that the model gets, along its axes, in the unit "
+            "of the file: 1.5 1.5 2; what is written has the file's"
+        ),
+    ] = None,
     output_kind: Annotated[
         str, typer.Option(help="mask, probabilities or scores (what the model returns)")
     ] = "mask",
@@ -106,7 +113,7 @@ def predict_command(
     _check_output(output, picture, overwrite=overwrite)
     plan = check_program(program, Plan.read(program / "plan.toml").ranks)
     taken = _taken(program, plan)
-    _check_picture(plan, picture, level, orientation, taken)
+    _check_picture(plan, picture, level, orientation, spacing, taken)
     if overlap is None and not is_volume(picture):
         overlap = min(USUAL_OVERLAP, min(taken.size) // 8)
     if overlap is not None and 2 * overlap >= min(taken.size):
@@ -129,6 +136,7 @@ def predict_command(
             source=str(picture),
             level=level,
             orientation=orientation,
+            spacing=spacing,
             output=str(folder / f"new-{output.name}"),
             overlap=overlap,
             kind=output_kind,
@@ -198,7 +206,12 @@ def _taken(program: Path, plan: Plan) -> Picture:
 
 
 def _check_picture(
-    plan: Plan, path: Path, level: int, orientation: str | None, taken: Picture
+    plan: Plan,
+    path: Path,
+    level: int,
+    orientation: str | None,
+    spacing: tuple[float, float, float] | None,
+    taken: Picture,
 ) -> None:
     """Refuse what the model cannot take."""
     if not path.exists():
@@ -211,13 +224,13 @@ def _check_picture(
             f"{plan.model} takes {one} (windows of {taken}), and {path} is a {other}",
             help=f"give {kinds}",
         )
-    if not is_deep and orientation is not None:
-        raise GemscError(
-            f"--orientation is of volumes, and {path} is a picture",
-            help="leave it out",
-        )
+    for name, value in (("--orientation", orientation), ("--spacing", spacing)):
+        if not is_deep and value is not None:
+            raise GemscError(
+                f"{name} is of volumes, and {path} is a picture", help="leave it out"
+            )
     if is_deep:
-        channels = Volume(path, orientation, level).channels
+        channels = Volume(path, orientation, level, spacing).channels
     else:
         tifffile_module()
         channels = Slide(path, level).shape[2]

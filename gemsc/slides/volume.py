@@ -8,7 +8,7 @@ volume.write("mask.nii.gz", mask)               # lies over case.nii.gz
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gemsc.errors import GemscError
 from gemsc.slides.dicom import read_headers, read_voxels
 from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
+from gemsc.slides.resample import at_places, size_of, steps_of
 
 __all__ = ["SUFFIXES", "Volume", "is_volume", "nibabel_module"]
 
@@ -88,11 +89,16 @@ class Volume:
     """A volume on disk. `shape` is that of its first three axes, and `channels`.
 
     With an `orientation`, such as "RAS", its axes are turned that way for the model,
-    and what is written is turned back.
+    and what is written is turned back. With a `spacing`, the sizes of a voxel along
+    these axes, mostly in mm, it is resampled for the model, and back.
     """
 
     def __init__(
-        self, path: str | Path, orientation: str | None = None, level: int = 0
+        self,
+        path: str | Path,
+        orientation: str | None = None,
+        level: int = 0,
+        spacing: Sequence[float] | None = None,
     ) -> None:
         """Read what the file says of itself; of OME-Zarr, a level of its pyramid.
 
@@ -127,6 +133,10 @@ class Volume:
             pairs = sorted(zip(self._turn[:, 0], shape, strict=False))
             self.shape = tuple(size for _, size in pairs)
         self.channels: int = self._stored[3]
+        self._there: list[NDArray[Any]] = []  # places of what is read
+        self._home: list[NDArray[Any]] = []  # places of what is written
+        if spacing is not None:
+            self._resample(spacing)
 
     def _opened(self, level: int) -> Any:
         if is_zarr(self.path):
@@ -158,6 +168,23 @@ class Volume:
             )
         return axes.ornt_transform(own, wanted), axes.ornt_transform(wanted, own)
 
+    def _resample(self, spacing: Sequence[float]) -> None:
+        """Find the places of the voxels for the model, and of the file's in them."""
+        sizes = self._nibabel.affines.voxel_sizes(self._image.affine)
+        if self._turn is not None:
+            sizes = sizes[np.argsort(self._turn[:, 0])]
+        if len(spacing) != 3 or not all(0 < n < np.inf for n in (*spacing, *sizes)):
+            raise GemscError(
+                f"voxels of {' x '.join(f'{n:.4g}' for n in sizes)} cannot become ones "
+                f"of {' x '.join(f'{n:.4g}' for n in spacing)}",
+                help="give three lengths above 0, as of MONAI's Spacingd",
+            )
+        old = [*zip(self.shape, sizes, spacing, strict=True)]
+        self.shape = tuple(size_of(n, a, b) for n, a, b in old)
+        new = zip(self.shape, sizes, spacing, strict=True)
+        self._there = [steps_of(n, a, b) for n, a, b in new]
+        self._home = [steps_of(n, b, a) for n, a, b in old]
+
     def __str__(self) -> str:
         """Return how its voxels lie: `60 x 48 x 20 voxels of 1 x 1 x 2.5 mm, RAS`."""
         header = self._image.header
@@ -166,10 +193,13 @@ class Volume:
         codes = self._nibabel.aff2axcodes(self._image.affine)
         shape = " x ".join(map(str, self._stored[:3]))
         axes = "".join(code or "?" for code in codes)
-        return f"{shape} voxels of {sizes} {unit}".rstrip() + f", {axes}"
+        taken = f", as {' x '.join(map(str, self.shape))}" if self._there else ""
+        return f"{shape} voxels of {sizes} {unit}".rstrip() + f", {axes}{taken}"
 
     def read(self) -> NDArray[np.float32]:
         """Return all of it, with channels: float32, as the file scales its numbers.
+
+        It is turned and resampled as the model wants it.
 
         Raises:
             GemscError: the file is damaged.
@@ -182,15 +212,18 @@ class Volume:
             ) from None
         if self._turn is not None:
             data = self._nibabel.apply_orientation(data, self._turn)
-        return np.ascontiguousarray(data)
+        return np.ascontiguousarray(at_places(data, self._there))
 
     def write(self, path: Path, data: NDArray[Any]) -> None:
         """Write numbers for each voxel, and channels, to lie where this volume lies.
+
+        They are resampled and turned back.
 
         Raises:
             GemscError: NIfTI has no such numbers.
         """
         image = self._image
+        data = at_places(data, self._home)
         if self._back is not None:
             data = self._nibabel.apply_orientation(data, self._back)
         data = data.astype(OTHERS.get(data.dtype.name, data.dtype))

@@ -59,6 +59,7 @@ class Job:
     source: str
     level: int
     orientation: str | None
+    spacing: Sequence[float] | None = None
     output: str
     overlap: int | None
     kind: str
@@ -106,7 +107,7 @@ class VolumePrediction:
 
     def __init__(self, trainer: Trainer, job: Job, user: UserModel | None) -> None:
         self.trainer, self.job, self.user = trainer, job, user
-        self.volume = Volume(job.source, job.orientation, job.level)
+        self.volume = Volume(job.source, job.orientation, job.level, job.spacing)
         self.picture = _picture(trainer)
         given = user.make_windows() if user is not None else None
         how, size = given or SlidingWindows(), self.picture.size
@@ -151,8 +152,8 @@ class VolumePrediction:
                 f"predict_input returns a volume of {shape} for one of "
                 f"{self.volume.shape}",
                 at=self.user.line_of("predict_input"),
-                help=f"return {self.picture.channels} channels and as many voxels: a "
-                "volume of another size is to be resampled before and after",
+                help=f"return {self.picture.channels} channels and as many voxels; "
+                "--spacing gives it voxels of another size",
             )
         return found
 
