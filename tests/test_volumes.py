@@ -245,7 +245,7 @@ def test_voxels_are_resampled_as_by_monai(
     transforms: Any = pytest.importorskip("monai.transforms")
     path, spacing = tmp_path / "case.nii.gz", (1.3, 2.2, 1.7)
     write_case(path, 9, 7, 5)
-    volume = Volume(path, orientation, spacing)
+    volume = Volume(path, orientation, spacing=spacing)
     steps = [transforms.LoadImage(), transforms.EnsureChannelFirst()]
     steps += [transforms.Orientation(orientation)] if orientation else []
     steps.append(transforms.Spacing(spacing))

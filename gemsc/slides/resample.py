@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["at_places", "size_of", "steps_of"]
+__all__ = ["at_places", "count_voxels", "steps_of"]
 
 
-def size_of(count: int, old: float, new: float) -> int:
+def count_voxels(count: int, old: float, new: float) -> int:
     """Return how many voxels of size `new` replace `count` of size `old`."""
     return int(np.round((count - 1) * old / new + 1))
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gemsc.errors import GemscError
 from gemsc.slides.dicom import read_headers, read_voxels
 from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
-from gemsc.slides.resample import at_places, size_of, steps_of
+from gemsc.slides.resample import at_places, count_voxels, steps_of
 
 __all__ = ["SUFFIXES", "Volume", "is_volume", "nibabel_module"]
 
@@ -180,7 +180,7 @@ class Volume:
                 help="give three lengths above 0, as of MONAI's Spacingd",
             )
         old = [*zip(self.shape, sizes, spacing, strict=True)]
-        self.shape = tuple(size_of(n, a, b) for n, a, b in old)
+        self.shape = tuple(count_voxels(n, a, b) for n, a, b in old)
         new = zip(self.shape, sizes, spacing, strict=True)
         self._there = [steps_of(n, a, b) for n, a, b in new]
         self._home = [steps_of(n, b, a) for n, a, b in old]

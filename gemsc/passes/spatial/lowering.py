@@ -35,9 +35,9 @@ from gemsc.passes.spatial.values import (
     Refused,
     annotate_part,
     covers,
-    folded,
     held_boxes,
     last_axes,
+    local_sizes,
     refined,
     unfolded,
     whole_shape,
@@ -595,7 +595,7 @@ class Lowering:
         found = self._part_of(source, shape, held, wanted, 0.0, given)
         sizes = shape_of(boxes[self.place])
         if not gathers:
-            sizes = folded(sizes, parts, self.place)
+            sizes = local_sizes(sizes, parts, self.place)
         return self._viewed(found, Layout(shape, wanted), sizes)
 
     def _viewed(
@@ -759,7 +759,7 @@ class Lowering:
         parts: tuple[Part, ...],
     ) -> None:
         """Give a node the layout of boxes of which shards have parts."""
-        sizes = folded(shape_of(boxes[self.place]), parts, self.place)
+        sizes = local_sizes(shape_of(boxes[self.place]), parts, self.place)
         repeats = bool(parts) and parts[0].outer > 1
         layout = None if repeats else Layout(shape, refined(boxes, parts))
         self._describe_part(new, source, layout, sizes)
@@ -796,7 +796,7 @@ class Lowering:
         if key in self._parts:
             return self._parts[key]
         owned = () if owned == held else owned
-        sizes = folded(shape_of(wanted[self.place]), parts, self.place)
+        sizes = local_sizes(shape_of(wanted[self.place]), parts, self.place)
         repeats = unfolded(shape, parts) != shape
         shape = unfolded(shape, parts)
         held, wanted, owned = (refined(b, parts) for b in (held, wanted, owned))

@@ -23,10 +23,10 @@ __all__ = [
     "Refused",
     "annotate_part",
     "covers",
-    "folded",
     "held_boxes",
     "last_axes",
     "layout_of",
+    "local_sizes",
     "refined",
     "unfolded",
     "whole_shape",
@@ -173,10 +173,10 @@ def annotate_part(
         meta.set_layout(new, Layout(shape, refined(boxes, parts), given))
     local = shape_of(boxes[place])
     with fake.fake_mode:  # type: ignore[attr-defined]
-        meta.set_value(new, fake.new_empty(folded(local, parts, place)))
+        meta.set_value(new, fake.new_empty(local_sizes(local, parts, place)))
 
 
-def folded(
+def local_sizes(
     sizes: tuple[int, ...], parts: tuple[Part, ...], place: int
 ) -> tuple[int, ...]:
     """Return the sizes of what a rank has of a box of which shards have parts."""
