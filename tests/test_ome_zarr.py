@@ -121,7 +121,7 @@ def test_a_volume_is_predicted_as_by_plain_pytorch_in_windows(
     monkeypatch.chdir(tmp_path)
     data = grey(19, 13, 9)
     write_image(tmp_path / "a.ome.zarr", data, "zyx", 2)
-    found = predict(tmp_path / "p", 2, source="a.ome.zarr")
+    found = predict(tmp_path / "p", 2, source=str(tmp_path / "a.ome.zarr"))
     expected = scores(model, data).movedim(0, -1).numpy()
     np.testing.assert_allclose(found.get_fdata(), expected, rtol=0, atol=1e-11)
     assert found.affine[0].tolist() == pytest.approx([0, 0, 250e-6, 8 * 250e-6])

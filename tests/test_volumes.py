@@ -153,8 +153,11 @@ def predict(
     folder: Path, ranks: int, user: UserModel | None = None, **options: Any
 ) -> Any:
     """Return the image that a program on threads writes of case.nii.gz."""
-    source, output = (str(folder / f"{name}.nii.gz") for name in ("case", "out"))
-    job = predict_job(folder, source=source, output=output, **options)
+    files = {
+        "source": str(folder / "case.nii.gz"),
+        "output": str(folder / "out.nii.gz"),
+    }
+    job = predict_job(folder, **files | options)
     on_ranks(
         folder,
         ranks,
