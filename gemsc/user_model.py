@@ -19,7 +19,13 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
-from gemsc.base.nests import Inputs, normalize_inputs, num_samples, tensor_leaves
+from gemsc.base.nests import (
+    Inputs,
+    normalize_inputs,
+    num_samples,
+    pair_error,
+    tensor_leaves,
+)
 from gemsc.base.rng import seeded
 from gemsc.errors import GemscError, SourceLocation
 from gemsc.slides.windows import SlidingWindows
@@ -251,17 +257,13 @@ class UserModel:
             if not (count := num_samples(data, at)):
                 raise GemscError("the dataset is empty", at=at, help="give it samples")
             items = [_sample(data, index % count) for index in range(batch)]
+            if wrong := pair_error(items[0], at):
+                raise wrong
             collated = default_collate(items)
         except GemscError:
             raise
         except (Exception, SystemExit) as error:
             raise _failure("dataset fails", error, self.path, at, advice) from error
-        if not isinstance(collated, (tuple, list)) or len(collated) != 2:
-            raise GemscError(
-                "dataset does not return (input, target) pairs",
-                at=at,
-                help="return a pair from __getitem__, or add example_target()",
-            )
         return collated[1]
 
     def _make(self, name: str, value: Any, seed: int) -> Any:

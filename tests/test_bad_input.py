@@ -143,6 +143,11 @@ FILES = {
         MODEL + f"def dataset():{HERE}\n    return [torch.zeros(8)] * 9\n",
         advises="return a pair",
     ),
+    "dataset of dictionaries": Mistake(
+        ("(input, target) pairs: a sample is of type dict, with the keys 'x', 'y'",),
+        MODEL + f"def dataset():{HERE}\n    return [dict(x=torch.zeros(8), y=0)] * 9\n",
+        advises="({name of an argument of forward: tensor}, target)",
+    ),
     "empty dataset": Mistake(
         ("the dataset is empty",), MODEL + f"def dataset():{HERE}\n    return []\n"
     ),

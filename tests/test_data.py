@@ -158,6 +158,8 @@ def test_a_dataset_without_a_length_is_refused() -> None:
     ("samples", "message"),
     [
         ([torch.zeros(2), torch.zeros(2)], "does not return .input, target. pairs"),
+        ([{"x": 1, "y": None}] * 2, "type dict, with the keys 'x', 'y'"),
+        ([(1, 2, 3)] * 2, "type tuple, of length 3"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "cannot be collated"),
         ([(object(), 0), (object(), 0)], "cannot be collated"),
     ],

@@ -21,6 +21,7 @@ __all__ = [
     "normalize_inputs",
     "num_samples",
     "on_device",
+    "pair_error",
     "tensor_leaves",
     "with_attributes",
 ]
@@ -172,3 +173,20 @@ def num_samples(dataset: Any, at: SourceLocation | None = None) -> int:
             "batches",
         )
     return len(dataset)
+
+
+def pair_error(sample: Any, at: SourceLocation | None = None) -> GemscError | None:
+    """Return what is wrong with a sample that is no (input, target) pair."""
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        return None
+    found, example = f"a sample is of type {type(sample).__name__}", "(input, target)"
+    if isinstance(sample, Mapping):
+        found += f", with the keys {', '.join(map(repr, sample))}"
+        example = "({name of an argument of forward: tensor}, target)"
+    elif isinstance(sample, (tuple, list)):
+        found += f", of length {len(sample)}"
+    return GemscError(
+        f"the dataset does not return (input, target) pairs: {found}",
+        at=at,
+        help=f"return a pair from __getitem__: {example}",
+    )

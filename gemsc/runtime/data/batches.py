@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gemsc.base.nests import num_samples
+from gemsc.base.nests import num_samples, pair_error
 from gemsc.base.process import outlast_signals
 from gemsc.base.rng import seed_of
 from gemsc.base.user_place import user_place
@@ -286,6 +286,8 @@ def _collate(
             return each
         good.append(each)
     samples = [sample for _, sample, _, _ in good]
+    if wrong := pair_error(samples[0]):
+        return wrong
     targets = [target for *_, target in good if target is not None]
     try:
         batch = default_collate(samples)
@@ -295,11 +297,6 @@ def _collate(
             f"samples of the dataset cannot be collated into a batch: "
             f"{_odd_one(good) or error}",
             help="return samples of the same structure, shapes and dtypes",
-        )
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        return GemscError(
-            "the dataset does not return (input, target) pairs",
-            help="return a pair from __getitem__",
         )
     return (batch[0], batch[1]), [texts for _, _, texts, _ in good], whole_targets
 
