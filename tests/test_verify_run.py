@@ -191,6 +191,7 @@ def test_a_run_is_a_plain_loop(
     assert found, outcome.out
     assert float(found[1]) <= {"float32": 1e-4, "float64": 1e-9}[dtype]
     assert "held-out after epoch 1: " in outcome.out
+    assert f"plain loop in {dtype} 5/5  loss " in outcome.out
 
 
 @pytest.mark.mpi

@@ -6,7 +6,7 @@ It follows docs/models.md; of the runtime it uses what seeds samples, and metric
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,8 +152,11 @@ class PlainRun:
         """Whether an evaluation may leave out samples: a loss that is trained does."""
         return isinstance(self.loss, nn.Module) and bool(self.loss.state_dict())
 
-    def train(self) -> None:
-        """Make all steps; evaluate after each epoch and at the end."""
+    def train(self, told: Callable[[float, int], None] | None = None) -> None:
+        """Make all steps; evaluate after each epoch and at the end.
+
+        `told` is called after each step, with its loss and the number of its samples.
+        """
         settings, count = self.settings, len(self.samples.data)
         size, order = settings.replicas * settings.part_size, list(range(count))
         for step in range(settings.steps):
@@ -168,6 +171,8 @@ class PlainRun:
             self.losses.append(self._step(self.samples.take(epoch, self.rows[-1])))
             if (step + 1) % settings.accumulate == 0:
                 self._update()
+            if told is not None:
+                told(self.losses[-1], whole)
             is_end = number + 1 == self.steps_per_epoch or step + 1 == settings.steps
             if is_end and self.eval_samples.data is not None:
                 self.evaluations.append(self._evaluate())

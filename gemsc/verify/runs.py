@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gemsc.errors import GemscError
 from gemsc.launch.start import start
 from gemsc.plan import Plan
 from gemsc.runtime.process.device import exact_arithmetic, require_gpu
+from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.training.run_record import Figures, RunRecord
 from gemsc.user_model import UserModel
@@ -181,9 +183,11 @@ def _plain(
 ) -> PlainRun:
     """Train in a plain loop; with a record, make sure that it has the same data."""
     with default_dtype(settings.dtype):
+        title = f"plain loop in {str(settings.dtype).removeprefix('torch.')}"
         with plain_forward():
             plain = PlainRun(user, model, settings)
-            plain.train()
+            with closing(ProgressBar(settings.steps, title)) as bar:
+                plain.train(bar.step)
         if record is not None:
             check_data(plain, record)
     return plain
