@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import os
 import re
 import shlex
@@ -13,8 +14,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import gemsc_here
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.main import get_command
 
 from gemsc.cli import make_app
@@ -408,6 +411,39 @@ def test_the_first_pages_print_what_happens(page, tmp_path):
         folder = tmp_path / "build" / "shapes"
         assert not [n for pair in names for n in pair if not (folder / n).exists()]
         assert run(tmp_path, [sys.executable, "plain.py"]) in page.read_text()
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
+def test_the_gpt_of_the_page_of_libraries_prints_what_happens(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    section = (
+        (ROOT / "docs" / "libraries.md").read_text().partition("# Hugging Face")[2]
+    )
+    page = write_files(tmp_path) / "page.md"
+    page.write_text(section.partition("### A Llama")[0])
+    said: list[str] = []
+    commands, shown = printed(page)
+    assert sum(command.startswith("gemsc") for command in commands) == 6
+    for command in filter(is_run, commands):
+        if command.startswith("gemsc import"):
+            said += run(tmp_path, [sys.executable, "write.py"]).splitlines()
+        said += run(tmp_path, shlex.split(command)).splitlines()
+        text = (tmp_path / "text.txt").read_text()
+        (tmp_path / "text.txt").write_text(text[:20_000])  # five steps an epoch
+    told = {words_of(line) for line in said}
+    kinds = r"(GPT2|float|held-out|perplexity|saved|build|epoch 1/1)"
+    wanted = [words_of(line) for line in shown if re.match(kinds, line)]
+    assert len(set(wanted)) > 6
+    assert not [words for words in wanted if words not in told]
+    figures = [numbers_of(s) for s in said if re.match("held-out|perplexity", s)]
+    for (_, loss), (perplexity,) in zip(figures[::2], figures[1::2], strict=True):
+        assert perplexity == pytest.approx(math.exp(loss), rel=1e-3, abs=0.1)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    weights = load_file(tmp_path / "trained-gpt" / "model.safetensors")
+    assert weights.keys() == found.state_dict().keys()
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
 
 
 @pytest.mark.mpi
