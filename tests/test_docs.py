@@ -448,6 +448,27 @@ def test_the_gpt_of_the_page_of_libraries_prints_what_happens(tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.nightly
+def test_the_page_of_monai_prints_what_happens(tmp_path):
+    pytest.importorskip("monai")
+    pytest.importorskip("nibabel")
+    text = (ROOT / "docs" / "libraries.md").read_text(encoding="utf-8")
+    page = write_files(tmp_path) / "monai.md"
+    page.write_text(text.split("\n## ")[1], encoding="utf-8")
+    commands, shown = printed(page)
+    said: dict[str, list[list[float]]] = {}
+    for command in filter(is_run, commands):
+        for line in run(tmp_path, shlex.split(command)).splitlines():
+            said.setdefault(words_of(line), []).append(numbers_of(line))
+    for line in shown:
+        if re.match(r"(UNet|float|held-out|saved|wrote|dice)", line):
+            assert words_of(line) in said, line
+        if re.match(r"(held-out|dice)", line):
+            near = pytest.approx(numbers_of(line), rel=0.05)
+            assert any(numbers == near for numbers in said[words_of(line)]), line
+
+
+@pytest.mark.mpi
+@pytest.mark.nightly
 def test_doctor_has_the_lines_of_the_page_of_installing(tmp_path):
     def labels(text: str) -> set[str]:
         return {line[:14].strip() for line in text.splitlines() if line.strip()}
