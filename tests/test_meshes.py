@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from plan_support import metered_peaks
+from program_support import written
 from random_meshes import random_mesh
 from random_networks import is_fixed, seeds
 from shard_support import on_mesh
+from support import run_on_threads
 from tile_support import Step, assert_same, eager
+from torch import nn
 
 from gemsc.errors import GemscError
+from gemsc.planner.ending import held_gradients
+from gemsc.planner.from_plan import task_of
 
 pytestmark = pytest.mark.usefixtures("in_double")
 PER_TEST = 6
@@ -48,3 +58,40 @@ def test_random_networks_on_tiles_of_shards_are_the_networks(first: int) -> None
             error.add_note(f"seed {seed}, {grid}: {model}")
             raise
     assert not is_fixed(first) or cut >= PER_TEST
+
+
+def picture() -> nn.Module:
+    torch.manual_seed(0)
+    up, down = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 2, 3, padding=1)
+    return nn.Sequential(up, nn.BatchNorm2d(6), nn.ReLU(), down)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_who_adds_up_gradients_and_what_a_rank_takes(
+    shares: bool, tmp_path: Path
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    x, options = torch.randn(2, 2, 8, 8), {"tiles": ("2x1",), "shards": ("2",)}
+    model, adam = picture(), partial(torch.optim.Adam, lr=0.1)
+    program = written(
+        tmp_path,
+        model,
+        (x,),
+        F.mse_loss,
+        x,
+        ranks=4,
+        micro_batches=2,
+        optimizer=adam,
+        shard_optimizer=shares,
+        **options,
+    )
+    first, task = program.compilation.tiles[0].program, task_of(program.plan)
+    ((whole, *parts),) = held_gradients(first, task)
+    assert [whole[0], *(ranks for ranks, _ in parts)] == [(0, 1, 2, 3), (0, 2), (1, 3)]
+    file = program.rank_modules()["rank3.py"]
+    assert '"stage0": (0, 1, 2, 3), "stage0 parts": (1, 3)' in file
+    batch = ((x.repeat(2, 1, 1, 1),), x.repeat(2, 1, 1, 1))
+    record = run_on_threads(
+        tmp_path, 4, [batch] * 2, dtype=torch.float32, optimizer=adam
+    )
+    assert [max(record.peak_bytes)] == metered_peaks(program.plan)
