@@ -16,8 +16,9 @@ from random_networks import is_fixed, seeds
 from shard_support import on_mesh
 from support import run_on_threads
 from tile_support import Step, assert_same, eager
-from torch import nn
+from torch import Tensor, nn
 
+from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
 from gemsc.planner.ending import held_gradients
 from gemsc.planner.from_plan import task_of
@@ -58,6 +59,41 @@ def test_random_networks_on_tiles_of_shards_are_the_networks(first: int) -> None
             error.add_note(f"seed {seed}, {grid}: {model}")
             raise
     assert not is_fixed(first) or cut >= PER_TEST
+
+
+class Grouped(nn.Module):
+    """Groups of channels in a function, and a mean over channels that shards cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv2d(2, 12, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(12, 3, 3, 3))
+        self.more = nn.Conv2d(2, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.conv2d(self.up(x).tanh(), self.weight, padding=1, groups=4)
+        return y.square().mean(1, keepdim=True) + self.more(x).exp().mean((1, 2, 3))[0]
+
+
+class Rows(nn.Sequential):
+    """What tiles cut is what a linear layer multiplies, which shards would cut."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(2, 2, 3, padding=1), nn.Linear(8, 32))
+
+
+@pytest.mark.parametrize("kind", [Grouped, Rows])
+@pytest.mark.parametrize("tiles", [(2, 1), (1, 2)])
+def test_what_tiles_and_shards_both_meet(
+    kind: type[nn.Module], tiles: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 2, 8, 8)
+    target = torch.randn_like(model(x))
+    case = model, (x,), F.mse_loss, target
+    step = on_mesh(*case, GridShape(tiles, shards=2))
+    assert step.programs[0].parts
+    assert_same(step, eager(*case))
 
 
 def picture() -> nn.Module:

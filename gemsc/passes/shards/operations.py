@@ -14,6 +14,7 @@ from torch import fx
 from gemsc.base.boxes import Interval
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
+from gemsc.ir.program import Barrier
 from gemsc.passes.shards.analysis import WORDS
 from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
@@ -33,9 +34,12 @@ def compute(x: Inside) -> Local:
         Refused: all of its inputs must be gathered.
     """
     kind = x.call.kind if x.node in x.analysis.calls else ""
-    sources = elements(x.node)
-    if any(x.low.axes(source) is not None and x.low.pictures for source in sources):
-        return _on_tiles(x, kind, sources)
+    if x.low.pictures:
+        sources = elements(x.node)
+        cut = [source for source in sources if x.low.axes(source) is not None]
+        if cut:
+            found = x.low.tried(x.node, lambda *_: _on_tiles(x, kind, sources))
+            return found if isinstance(found, Local) else _gathered(x, cut, str(found))
     if kind in OPERATIONS:
         found = OPERATIONS[kind](x)
         if found is not None:
@@ -85,6 +89,16 @@ def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
     if kind in ("conv", "conv_transpose"):
         return _with_bias(x, total, (-1, *(1,) * x.call.rank))
     return _with_bias(x, total, ()) if kind == "linear" else total
+
+
+def _gathered(x: Inside, cut: Sequence[fx.Node], reason: str) -> Local:
+    """Compute a shard's part of whole pictures, on every tile; report it."""
+    given = {source: Local(x.low.whole(source), None) for source in cut}
+    with x.low.instead(given):
+        local = compute(x)
+    num_bytes = sum(meta.spec(source).num_bytes for source in cut)
+    x.low.barriers.append(Barrier(local.node, reason, num_bytes))
+    return local
 
 
 def _weighted(x: Inside, value: fx.Node, share: float) -> fx.Node:

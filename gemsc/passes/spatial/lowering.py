@@ -142,14 +142,23 @@ class Lowering:
         """Lower a node by a rule, or of whole inputs where that refuses."""
         before = self._made_so_far()
         try:
+            found = self.tried(node, rule)
+            if isinstance(found, Refused):
+                return self.barrier(node, str(found))
+            return found
+        finally:  # what it takes of other values, it takes here
+            for made in self._made[before[0] :]:
+                meta.set_traced_place(made, meta.traced_place(node))
+
+    def tried(self, node: fx.Node, rule: Rule) -> Local | Refused | None:
+        """Return what a rule gives, or why it refused: then nothing is left of it."""
+        before = self._made_so_far()
+        try:
             return rule(self, node)
         except Refused as refused:
             self._take_back(*before)
             self._flattened.pop(node, None)
-            return self.barrier(node, str(refused))
-        finally:  # what it takes of other values, it takes here
-            for made in self._made[before[0] :]:
-                meta.set_traced_place(made, meta.traced_place(node))
+            return refused
 
     def _lower_run(self, run: tuple[fx.Node, ...]) -> None:
         """Lower nodes that share memory: the tile's own part, or all of it whole."""
@@ -206,12 +215,11 @@ class Lowering:
     @contextmanager
     def instead(self, locals_: Mapping[fx.Node, Local]) -> Iterator[None]:
         """Let rules find other values for these nodes."""
-        self._replaced.update(locals_)
+        before, self._replaced = self._replaced, {**self._replaced, **locals_}
         try:
             yield
         finally:
-            for node in locals_:
-                del self._replaced[node]
+            self._replaced = before
 
     @contextmanager
     def sharing(self, parts: PartsOf, *, addend: bool) -> Iterator[None]:
