@@ -18,10 +18,12 @@ from support import run_on_threads
 from tile_support import Step, assert_same, eager
 from torch import Tensor, nn
 
+from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
 from gemsc.planner.ending import held_gradients
 from gemsc.planner.from_plan import task_of
+from gemsc.verify.steps import compare, reference_steps
 
 pytestmark = pytest.mark.usefixtures("in_double")
 PER_TEST = 6
@@ -131,3 +133,15 @@ def test_who_adds_up_gradients_and_what_a_rank_takes(
         tmp_path, 4, [batch] * 2, dtype=torch.float32, optimizer=adam
     )
     assert [max(record.peak_bytes)] == metered_peaks(program.plan)
+
+
+def test_each_rank_drops_its_part_of_one_mask(tmp_path: Path) -> None:
+    model, x = picture(), torch.randn(2, 2, 8, 8)
+    model.insert(3, nn.Dropout(0.5))
+    options = {"ranks": 4, "tiles": ("2x1",), "shards": ("2",), "micro_batches": 2}
+    written(tmp_path, model, (x,), F.mse_loss, x, **options)
+    batches = [((x.repeat(2, 1, 1, 1),), x.repeat(2, 1, 1, 1))]
+    record = run_on_threads(tmp_path, 4, batches, measure=False, draws=same_draws)
+    with same_draws():
+        expected = reference_steps(model, F.mse_loss, batches, 2, torch.float64)
+    assert compare(record, expected).worst < 1e-9
