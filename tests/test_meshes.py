@@ -77,6 +77,17 @@ class Grouped(nn.Module):
         return y.square().mean(1, keepdim=True) + self.more(x).exp().mean((1, 2, 3))[0]
 
 
+class Kept(nn.Module):
+    """A slice that takes all rows: what stands for it is what it is a slice of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(2, 12, 3, padding=1), nn.Conv2d(12, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)[:, :, 0:8, 0:8].tanh())
+
+
 class Rows(nn.Sequential):
     """What tiles cut is what a linear layer multiplies, which shards would cut."""
 
@@ -84,7 +95,7 @@ class Rows(nn.Sequential):
         super().__init__(nn.Conv2d(2, 2, 3, padding=1), nn.Linear(8, 32))
 
 
-@pytest.mark.parametrize("kind", [Grouped, Rows])
+@pytest.mark.parametrize("kind", [Grouped, Kept, Rows])
 @pytest.mark.parametrize("tiles", [(2, 1), (1, 2)])
 def test_what_tiles_and_shards_both_meet(
     kind: type[nn.Module], tiles: tuple[int, int]

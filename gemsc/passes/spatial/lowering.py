@@ -558,12 +558,12 @@ class Lowering:
 
         What leaves the stage needs a node of its own, for its own layout.
         """
+        parts = self._cut(old) if self._cut is not None else ()
         is_other = any(new is local.node for local in self._env.values())
         if new.op == "placeholder" or is_other:
             if all(self._stage_of.get(user) == self._stage for user in old.users):
-                return Local(new, axes)
+                return Local(new, axes, parts)
             new = self._create("call_function", getitem, (new, (...,)), {}, old.name)
-        parts = self._cut(old) if self._cut is not None else ()
         self._describe(new, old, axes, parts)
         return Local(new, axes, parts)
 
