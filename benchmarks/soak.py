@@ -483,6 +483,8 @@ def main() -> int:
     if options.quick:
         options.minutes, options.steps, options.only = 0.3, 1000, "pipeline"
     random.seed(options.seed)
+    # a shell lets what it starts with & ignore SIGINT, and so all that this starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     report, names = Report(), options.only.split(",")
     with TemporaryDirectory() as folder:
         if options.minutes:

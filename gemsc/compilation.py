@@ -103,9 +103,12 @@ class Compilation:
         return found | {alias: found[name] for alias, name in pairs if name in found}
 
     def placed(self, rank: int) -> dict[str, int]:
-        """Return which tile of a rank's grid alone holds what, by paths: `by_path`."""
+        """Return which tile of a rank's grid alone holds what, by paths: `by_path`.
+
+        On tiles, that is each time one of those that share the rank's part of pictures.
+        """
         stages, _ = self._place(rank)
-        placed = self._placed(*stages)
+        placed = self._placed(rank, *stages)
         aliases = self.program.aliases
         names = {a: a for owned in self.owned for a in owned} | aliases
         found = {n: placed[first] for n, first in names.items() if first in placed}
@@ -113,7 +116,7 @@ class Compilation:
 
     def held(self, rank: int, stage: int) -> tuple[str, ...]:
         """Return the parameters and buffers that a rank has of one of its stages."""
-        (_, tile), placed = self._place(rank), self._placed(stage)
+        (_, tile), placed = self._place(rank), self._placed(rank, stage)
         return tuple(n for n in self.owned[stage] if placed.get(n, tile) == tile)
 
     def _place(self, rank: int) -> tuple[list[int], int]:
@@ -124,10 +127,18 @@ class Compilation:
         stages = {i for row in placement.ranks for i, r in enumerate(row) if rank in r}
         return sorted(stages), grid.index(rank)
 
-    def _placed(self, *stages: int) -> dict[str, int]:
-        """Return the tile that alone holds each tensor of branches in some stages."""
-        shards = self.program.shards
-        return dict(each for i in stages if i in shards for each in shards[i].placed)
+    def _placed(self, rank: int, *stages: int) -> dict[str, int]:
+        """Return which tile of a rank's grid alone holds each tensor of branches.
+
+        It is one of those that share the rank's part of pictures.
+        """
+        _, tile = self._place(rank)
+        shards = [s for i, s in self.program.shards.items() if i in stages]
+        return {
+            name: tile - tile % each.count + member
+            for each in shards
+            for name, member in each.placed
+        }
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:

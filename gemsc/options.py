@@ -237,14 +237,6 @@ class CompileOptions:
             given = counts[name]
             own = given[stage] if 1 < len(given) > stage else "1"
             found[name] = int(given[0] if len(given) == 1 else own)
-        if grid and found["branches"] > 1:
-            raise GemscError(
-                f"{typed('tiles', self.tiles)} and {typed('branches', self.branches)} "
-                f"both split stage {stage}",
-                help="split it by one of them; for two stages, for example "
-                f"{typed('tiles', (tiles[stage], '1'))} "
-                f"{typed('branches', ('1', str(found['branches'])))}",
-            )
         if len({*found.values()} - {1}) > 1:
             both = " and ".join(typed(name, counts[name]) for name in BESIDE)
             raise GemscError(

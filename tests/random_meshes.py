@@ -1,9 +1,10 @@
-"""Random networks whose pictures tiles cut, and whose channels shards cut."""
+"""Random networks whose pictures tiles cut, whose channels or branches ranks share."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from gemsc.base.grid_shape import GridShape
 
-__all__ = ["random_mesh"]
+__all__ = ["JOINS", "Case", "random_forked_mesh", "random_mesh"]
 
 GRIDS = {
     1: [(2,), (3,)],
@@ -100,6 +101,70 @@ class MeshNetwork(RandomNetwork):
         return layer
 
 
+class Forked(nn.Module):
+    """Branches side by side, and how they meet."""
+
+    def __init__(self, how: str, branches: list[nn.Module], narrow: nn.Module) -> None:
+        super().__init__()
+        self.how, self.branches = how, nn.ModuleList(branches)
+        self.narrow = narrow if how == "cat" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [branch(x) for branch in self.branches]
+        if self.how == "cat":
+            return self.narrow(torch.cat(found, 1))
+        if self.how == "sum":
+            return sum(found) + x
+        return reduce(JOINS[self.how], found)
+
+
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda a, b: a.tanh() * b,
+    "largest": torch.maximum,
+    "chosen": lambda a, b: torch.where(a > 0, b, b.cos()),
+}
+
+
+class ForkedNetwork(MeshNetwork):
+    """Blocks of branches, of which some end in one number for each channel."""
+
+    def step(self, shape: Shape, *, simple: bool = False) -> tuple[nn.Module, Shape]:
+        if simple or self.rng.random() < 0.35:
+            return super().step(shape, simple=simple)
+        how = self.pick("cat", "cat", "sum", *JOINS)
+        branches = [self.branch(shape) for _ in range(self.rng.randint(2, 4))]
+        narrow = self.layer("Conv")(len(branches) * shape[1], shape[1], 1)
+        block = Forked(how, branches, narrow)
+        try:
+            with torch.no_grad():
+                result = tuple(block.train()(torch.randn(shape)).shape)
+        except (RuntimeError, ValueError):
+            return super().step(shape, simple=True)
+        return (block, result) if result == shape else super().step(shape, simple=True)
+
+    def branch(self, shape: Shape) -> nn.Module:
+        """Return a branch that keeps the shape, or leaves one pixel of it."""
+        channels = shape[1]
+        kernel = self.pick(1, 3, 5)
+        conv = self.layer("Conv")(channels, channels, kernel, padding=kernel // 2)
+        layers: list[nn.Module] = [conv]
+        for _ in range(self.rng.randint(0, 2)):
+            layer, found = super().step(shape, simple=True)
+            layers += [layer] if found == shape else [nn.Dropout(0.3)]
+        if self.rng.random() < 0.2:
+            layers += [self.layer("AdaptiveAvgPool")(1), nn.Sigmoid()]
+        return nn.Sequential(*layers)
+
+
+class Behind(nn.Sequential):
+    """A network behind a layer with weights: all that it computes has a gradient."""
+
+    def __init__(self, network: MeshNetwork, shape: Shape) -> None:
+        conv = getattr(nn, f"Conv{network.rank}d")
+        super().__init__(conv(shape[1], shape[1], 3, padding=1), network)
+        self.out_shape = network.out_shape
+
+
 class Last(nn.Module):
     """A linear layer of channels, of each pixel alone."""
 
@@ -111,20 +176,30 @@ class Last(nn.Module):
         return self.linear(x.movedim(1, -1)).movedim(-1, 1)
 
 
-def random_mesh(
-    seed: int,
-) -> tuple[nn.Module, tuple[Tensor], Callable[..., Tensor], Tensor, GridShape]:
+Case = tuple[nn.Module, tuple[Tensor], Callable[..., Tensor], Tensor, GridShape]
+
+
+def random_mesh(seed: int, make: type[MeshNetwork] = MeshNetwork) -> Case:
     """Return (model, inputs, loss, target, grid); float64 must be the default."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     rank = rng.choice([1, 2, 2, 2, 3])
     sizes = {1: range(8, 30), 2: range(6, 16), 3: range(4, 8)}[rank]
     shape = (2, rng.choice([2, 3]), *(rng.choice(sizes) for _ in range(rank)))
-    model = MeshNetwork(rng, shape, rng.randint(2, 4))
+    model: nn.Module = make(rng, shape, rng.randint(2, 4))
+    if make is ForkedNetwork:
+        model = Behind(model, shape)
     x, target = torch.randn(shape), torch.randn(model.out_shape)
-    grid = GridShape(rng.choice(GRIDS[rank]), shards=rng.choice([2, 2, 3]))
+    tiles, count = rng.choice(GRIDS[rank]), rng.choice([2, 2, 3])
 
     def loss(output: Tensor, wanted: Tensor) -> Tensor:
         return (output * wanted).mean() + output.square().mean()
 
-    return model, (x,), loss, target, grid
+    return model, (x,), loss, target, GridShape(tiles, shards=count)
+
+
+def random_forked_mesh(seed: int) -> Case:
+    """Return the same with branches, of which ranks share some tensors, too."""
+    *case, grid = random_mesh(seed, ForkedNetwork)
+    shards = grid.shards if seed % 3 == 0 else 1
+    return *case, GridShape(grid.tiles, shards, branches=grid.shards)

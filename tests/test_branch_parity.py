@@ -70,8 +70,23 @@ def plan(name: str, column: Column) -> CompileOptions:
         "data": {"ranks": 2 * ranks, "branches": ranks, "data": 2},
         "tiles": {"ranks": 2 + ranks, "tiles": "2x1", "branches": f"1,{ranks}"},
         "shards": {"ranks": ranks, "branches": ranks, "shards": ranks},
+        **meshes(ranks),
     }[kind]
     return options(**{"micro_batches": 2, "trunk": trunk, **choices})
+
+
+def meshes(ranks: int) -> dict[str, dict[str, object]]:
+    """Return columns in which so many ranks share the branches of each tile."""
+    one = {"ranks": 2 * ranks, "tiles": "2x1", "branches": ranks}
+    two = {"ranks": 4 * ranks, "tiles": "2x1,1x2", "branches": f"{ranks},{ranks}"}
+    return {
+        "mesh": one,
+        "mesh shards": {**one, "shards": ranks},
+        "mesh data": {**one, "ranks": 4 * ranks, "data": 2},
+        "mesh recompute": {**one, "recompute": "all"},
+        "mesh 1f1b": {**two, "micro_batches": 3},
+        "mesh mast": {**two, "schedule": "mast"},
+    }
 
 
 def columns(name: str) -> list[Column]:
@@ -83,7 +98,13 @@ def columns(name: str) -> list[Column]:
     trunks = ["whole", "batch", *["sequence"] * (name in TEXTS)]
     most = MOST_SHARDS.get(name, 4)
     table = itertools.product(kinds, (2, 3, 4), trunks)
-    return [each for each in table if each[0] != "shards" or each[1] <= most]
+    found = [each for each in table if each[0] != "shards" or each[1] <= most]
+    if name in PICTURES:
+        deep = ("mesh 1f1b", "mesh mast") if name in DEEP else ()
+        deep += ("mesh recompute",) if name in ("inception", "amoebanet") else ()
+        found += [(kind, 2, "whole") for kind in ("mesh", "mesh data", *deep)]
+        found += [("mesh shards", 2, "whole"), ("mesh", 3, "whole")]
+    return found
 
 
 # each kind of column and each trunk, where a model has what it is about; two of them
@@ -97,6 +118,7 @@ BY_DAY: dict[str, Column] = {
     "all shared": ("one stage", 3, "whole"),
     "two branches": ("data", 2, "whole"),
     "nested": ("1f1b", 2, "whole"),
+    "googlenet": ("mesh", 2, "whole"),
 }
 
 
@@ -131,6 +153,7 @@ COUNTED = [
     ("shared", ("1f1b", 2, "whole")),
     # FX numbers what the experts' sum is called otherwise on a rank with other experts
     ("mixture", ("1f1b", 4, "batch")),
+    ("inception", ("mesh 1f1b", 2, "whole")),
     pytest.param(
         "parallel t5", ("one stage", 2, "sequence"), marks=pytest.mark.nightly
     ),
@@ -162,6 +185,7 @@ SAMPLE = {
         ("joins", ("master", 2, "batch")),
         ("shared", ("data", 2, "batch")),
         ("amoebanet", ("1f1b", 2, "whole")),
+        ("inception", ("mesh", 2, "whole")),
         ("mixture", ("shards", 4, "whole")),
     ],
 }

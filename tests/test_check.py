@@ -229,18 +229,18 @@ DOWN = replace(UP, sends=(), receives=(MessageEnd(1, 9, ("[0:1]",)),))
 
 
 def tiles(*calls: Sequence[GridCall]) -> None:
-    """Prove one stage whose tiles, on two ranks, make these calls."""
+    """Prove one stage whose tiles, each on a rank, make these calls."""
     task = Task.chain((StageCost(1.0, 2.0),), (1,))
     (rank,) = ranks_of(
         task, [[Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]]
     )
-    ranks = []
+    ranks, everyone = [], tuple(range(len(calls)))
     for number, made in enumerate(calls):
         runs = {**rank.runs, (Kind.FORWARD, 0, 0): StageRun(calls=tuple(made))}
-        sums = AllReduce("stage0", (0, 1)), *ENDS
+        sums = AllReduce("stage0", everyone), *ENDS
         steps = (*rank.actions, *sums)
-        ranks.append(RankStep(number, runs, steps, (0, 1)))
-    prove(ranks, task, groups=[(0, 1)], shared=shared_by(task))
+        ranks.append(RankStep(number, runs, steps, everyone))
+    prove(ranks, task, groups=[everyone], shared=shared_by(task))
 
 
 def test_tiles_make_the_same_calls_in_the_same_order() -> None:
@@ -250,12 +250,25 @@ def test_tiles_make_the_same_calls_in_the_same_order() -> None:
     for second, message in [
         ([ALL], "rank 1 does nothing where the tile on rank 0 does redistribute: 0F0"),
         ([down, ALL], r"rank 1 does redistribute where .* batch_norm \(model.py:7\)"),
-        ([alone, down], r"together with ranks \(0, 1\), rank 1 with others: 0F0"),
+        ([alone, down], r"rank 1 does redistribute where .* batch_norm \(model.py:7\)"),
+        (
+            [replace(ALL, ranks=(1, 0)), down],
+            r"ranks \(0, 1\), rank 1 with others: 0F0",
+        ),
         ([ALL, replace(down, receives=())], "the tile on rank 1 receives nothing"),
         ([ALL, UP], r"rank 1 sends \[0:1\] with tag 9|rank 1 receives nothing"),
     ]:
         with pytest.raises(InternalError, match=message):
             tiles([ALL, UP], second)
+
+
+def test_calls_of_some_tiles_wait_for_these_alone() -> None:
+    first, second, third = (replace(ALL, ranks=r) for r in ((0, 1), (1, 2), (0, 2)))
+    tiles([first, third], [first, second], [second, third])
+    with pytest.raises(InternalError, match="rank 1 with others: 0F0"):
+        tiles([first, third], [second, first], [third, second])  # round in a circle
+    with pytest.raises(InternalError, match="rank 2 does nothing where the tile"):
+        tiles([first, third], [first, second], [third])
 
 
 # -- memory and all-reduces ------------------------------------------------------------

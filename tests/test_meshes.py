@@ -1,17 +1,20 @@
-"""Tiles that shards share: random networks on a mesh of ranks are the networks."""
+"""Tiles whose ranks share channels or branches: random networks are the networks."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tile_support
 import torch
 import torch.nn.functional as F
 from plan_support import metered_peaks
 from program_support import written
-from random_meshes import random_mesh
+from random_meshes import JOINS, Case, random_forked_mesh, random_mesh
 from random_networks import is_fixed, seeds
 from shard_support import on_mesh
 from support import run_on_threads
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
+from gemsc.ir.interpret import run_nodes
 from gemsc.planner.ending import held_gradients
 from gemsc.planner.from_plan import task_of
 from gemsc.verify.steps import compare, reference_steps
@@ -29,38 +33,95 @@ pytestmark = pytest.mark.usefixtures("in_double")
 PER_TEST = 6
 
 
-def step_of(seed: int, whole: tuple[str, ...] = ()) -> Step | None:
-    """Return a network's step on a mesh, every second with fused halos.
+NOTHING = r"nothing in stage 0 can be cut|stage 0 (gains nothing|has no branches)"
 
-    None if nothing can be cut.
-    """
-    model, inputs, loss, target, grid = random_mesh(seed)
+
+def step_of(case: Case, fuse: int, whole: tuple[str, ...] = ()) -> Step | None:
+    """Return a network's step on a mesh; None if there is nothing to share."""
     try:
-        return on_mesh(model, inputs, loss, target, grid, whole, fuse=2 * (seed % 2))
+        return on_mesh(*case, whole, fuse=fuse)
     except GemscError as error:
         advice = re.search(r"--whole (\S+)", str(error))
-        if advice is None and "nothing in stage 0 can be cut" in str(error):
+        if advice is None and re.search(NOTHING, str(error)):
             return None
         if advice is None or advice[1] in whole:
             raise
-        return step_of(seed, (*whole, *advice[1].split(",")))
+        return step_of(case, fuse, (*whole, *advice[1].split(",")))
+
+
+def check(seed: int, make: Callable[[int], Case]) -> int:
+    """Compare a network with itself; return how much of it ranks share."""
+    case = model, *_, grid = make(seed)
+    with same_draws():
+        expected = eager(*case[:-1])
+    step = step_of(case, fuse=2 * (seed % 2))  # every second with fused halos
+    if step is None or not expected.is_finite:
+        return 0
+    try:
+        assert_same(step, expected)
+    except AssertionError as error:
+        error.add_note(f"seed {seed}, {grid}: {model}")
+        raise
+    return len(step.programs[0].parts)
+
+
+@pytest.fixture(autouse=True)
+def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks, which are threads, draw what the model alone draws."""
+
+    def run(*args: Any) -> None:
+        with same_draws():
+            run_nodes(*args)
+
+    monkeypatch.setattr(tile_support, "run_nodes", run)
 
 
 @pytest.mark.parametrize("first", seeds(12, 300, PER_TEST))
 def test_random_networks_on_tiles_of_shards_are_the_networks(first: int) -> None:
-    cut = 0
-    for seed in range(first, first + PER_TEST):
-        model, inputs, loss, target, grid = random_mesh(seed)
-        expected, step = eager(model, inputs, loss, target), step_of(seed)
-        if step is None or not expected.is_finite:
-            continue
-        cut += len(step.programs[0].parts)
-        try:
-            assert_same(step, expected)
-        except AssertionError as error:
-            error.add_note(f"seed {seed}, {grid}: {model}")
-            raise
+    seeds_here = range(first, first + PER_TEST)
+    cut = sum(check(seed, random_mesh) for seed in seeds_here)
     assert not is_fixed(first) or cut >= PER_TEST
+
+
+@pytest.mark.parametrize("first", seeds(12, 300, PER_TEST))
+def test_random_branches_on_tiles_are_the_networks(first: int) -> None:
+    seeds_here = range(first, first + PER_TEST)
+    placed = sum(check(seed, random_forked_mesh) for seed in seeds_here)
+    assert not is_fixed(first) or placed >= PER_TEST
+
+
+class Pooled(nn.Module):
+    """Branches that begin at the picture itself; one ends in a number per channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three, self.seven = (nn.Conv2d(2, 6, k, padding=k // 2) for k in (3, 7))
+        self.one = nn.Sequential(nn.Conv2d(2, 6, 1), nn.AdaptiveAvgPool2d(1))
+        self.join = JOINS["product"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(self.join(self.three(x), self.seven(x)), self.one(x))
+
+
+class Written(Pooled):
+    """One branch changes in place what tiles share: all ranks compute it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.three(x).clone()
+        y[:, :1] = 0.5
+        return y + self.seven(x) + self.one(x)
+
+
+@pytest.mark.parametrize("kind", [Pooled, Written])
+@pytest.mark.parametrize("fuse", [0, 2])
+def test_branches_that_tiles_compute(kind: type[nn.Module], fuse: int) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 2, 9, 8)
+    target = torch.randn_like(model(x))
+    case = model, (x,), F.mse_loss, target
+    step = on_mesh(*case, GridShape((2, 1), branches=2), fuse=fuse)
+    assert step.programs[0].parts
+    assert_same(step, eager(*case))
 
 
 class Grouped(nn.Module):

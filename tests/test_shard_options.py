@@ -124,8 +124,8 @@ def test_mirrored_stages_of_as_many_shards_change_places() -> None:
         ),
         (
             {"ranks": 4, "tiles": ("2x1",), "branches": ("2", "2")},
-            "--tiles 2x1 and --branches 2,2 both split stage 0",
-            "for example --tiles 2x1,1 --branches 1,2",
+            "--tiles 2x1 --branches 2,2 needs 6 ranks, --ranks is 4",
+            "use --ranks 6, or other tiles and branches",
         ),
         (
             {"ranks": 4, "shards": ("2",), "branches": ("4",)},

@@ -60,6 +60,11 @@ class Part:
         return cls(shape, rows=(0, 0))
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it is all of the tensor or nothing of it."""
+        return self.units == 1
+
+    @property
     def inner(self) -> int:
         """How many elements a unit has along the dimension."""
         return self._sizes[self.dim] // (self.outer * self.units)

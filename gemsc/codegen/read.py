@@ -431,7 +431,9 @@ class _File:
         name = _name(bound["exchange"])
         line = f"{name}, {line}" if line else name
         sent, received = ends(view.sent), ends(view.received)
-        return GridCall(call.func.attr, ranks, sent, received, line)
+        present = exchange.present if own in exchange.present else (own,)
+        together = tuple(ranks[tile] for tile in present)
+        return GridCall(call.func.attr, together, sent, received, line)
 
 
 def _compiled(node: ast.expr) -> CodeType:

@@ -8,6 +8,7 @@ a source, although all its shapes are right.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -159,13 +160,10 @@ def sources(*programs: Program) -> dict[str, fx.Node]:
     """Return what loss and outputs are computed from, each with a node that takes it.
 
     The programs are those of the ranks, each the whole graph. An exchange is one call
-    of all of them: where one rank uses its result, all that is given to it counts.
+    of all that take part: where one rank uses its result, all that is given to it
+    counts.
     """
-    exchanges = [
-        [node for node in program.graph.nodes if node.target in _EXCHANGES]
-        for program in programs
-    ]
-    partners = {n: ranks for ranks in zip(*exchanges, strict=True) for n in ranks}
+    partners = _partners(programs)
     owners = {program.graph: program for program in programs}
     writes = {graph: _writes(program) for graph, program in owners.items()}
     seen: set[fx.Node] = set()
@@ -181,6 +179,23 @@ def sources(*programs: Program) -> dict[str, fx.Node]:
         waiting += partners.get(node, ())
         waiting += writes[node.graph].get(meta.glue(node), ())
     return found
+
+
+def _partners(programs: Iterable[Program]) -> dict[fx.Node, list[fx.Node]]:
+    """Return the nodes of all ranks that are one exchange, by each of them.
+
+    Ranks that compute the same node of the model make the same exchanges for it; one
+    without its branch makes none.
+    """
+    found: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    for program in programs:
+        times: Counter[int] = Counter()
+        for node in program.graph.nodes:
+            if node.target in _EXCHANGES:
+                place = meta.traced_place(node)
+                found[place, times[place]].append(node)
+                times[place] += 1
+    return {node: nodes for nodes in found.values() for node in nodes}
 
 
 def lost_nothing(

@@ -178,6 +178,12 @@ class Exchange:
         ]
 
     @cached_property
+    def present(self) -> tuple[int, ...]:
+        """The tiles of one grid that hold or want something."""
+        boxes = enumerate(zip(self.held, self.wanted, strict=True))
+        return tuple(t for t, both in boxes if any(map(volume, both)))
+
+    @cached_property
     def is_local(self) -> bool:
         """Whether no tile needs anything from another one."""
         return all(piece.source == piece.dest for piece in self.pieces)

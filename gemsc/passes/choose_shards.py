@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import ClassVar
 
 from gemsc.base.elementwise import check_elementwise
@@ -125,6 +126,7 @@ class ChooseShards(Pass):
             self.link,
             keep_whole=keep_whole,
             placed=self.placed,
+            tiles=prod(self.grids[stage.index].tiles),
         )
         return StageShards(count, "whole", (), forks=forks)
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,11 @@ def make_plan(
             for rank in range(task.num_ranks)
         ],
         places=[list(row) for row in task.placement],
-        stages=_stages(program, first, task, hardware),
+        stages=_stages(program, tiles, task, hardware),
         transfers=_transfers(first, task),
-        traffic=asdict(step_traffic(first, task)),
+        traffic=asdict(step_traffic(tiles, task)),
         groups=[list(ranks) for ranks in placement.groups if placement.grids],
-        barriers=[_barrier(first, barrier) for barrier in first.barriers],
+        barriers=_barriers(tiles),
         opaque=_opaque(program),
         notes=[*program.notes, *_loss_note(program, task, options)],
         dtype=dtype,
@@ -137,15 +138,15 @@ def _tokens(program: Program) -> int:
 
 
 def _stages(
-    program: Program, first: Program, task: Task, hardware: Hardware
+    program: Program, tiles: Sequence[Program], task: Task, hardware: Hardware
 ) -> list[PlannedStage]:
-    """Return what each stage holds; `first` is what the first tile of a grid runs."""
-    placement = program.placement
+    """Return what each stage holds; `tiles` are what those of the largest grid run."""
+    placement, first = program.placement, tiles[0]
     assert placement is not None
     found = []
     stages = zip(program.require_stages(), first.require_stages(), strict=True)
     for (stage, own), cost in zip(stages, task.stages, strict=True):
-        halos = exchanges(first, own)
+        grid, halos = placement.grid(stage.index), exchanges(first, own)
         size = len(halos), sum(each.num_bytes for each in halos)
         unfused = first.unfused.get(stage.index, size)
         found.append(
@@ -158,12 +159,12 @@ def _stages(
                 cost=cost,
                 recompute=_names(program, stage.index, "recompute"),
                 offload=_names(program, stage.index, "offload"),
-                tiles=list(placement.grid(stage.index).tiles),
-                shards=placement.grid(stage.index).shards,
-                branches=placement.grid(stage.index).branches,
+                tiles=list(grid.tiles),
+                shards=grid.shards,
+                branches=grid.branches,
                 talking_seconds=sum(talking(first, own, hardware.network)),
-                **asdict(stage_traffic(first, own)),
-                **_shards(stage, first.shards.get(stage.index)),
+                **asdict(stage_traffic(tiles, stage.index)),
+                **_shards(stage, first.shards.get(stage.index), prod(grid.tiles)),
                 exchanges=size[0],
                 halo_bytes=size[1],
                 unfused_exchanges=unfused[0],
@@ -174,7 +175,7 @@ def _stages(
     return found
 
 
-def _shards(stage: Stage, shards: StageShards | None) -> dict[str, Any]:
+def _shards(stage: Stage, shards: StageShards | None, tiles: int) -> dict[str, Any]:
     """Return what a stage's ranks share of it, and what they do not."""
     if shards is None:
         return {}
@@ -193,7 +194,7 @@ def _shards(stage: Stage, shards: StageShards | None) -> dict[str, Any]:
     ]
     whole.sort(key=lambda each: -each.num_bytes)
     ranks = range(shards.count if shards.placed else 0)
-    trunk = _trunk_seconds(stage, shards)
+    trunk = _trunk_seconds(stage, shards, tiles)
     return {
         "trunk": shards.trunk,
         "cut": [_cut_text(each) for each in shards.cut],
@@ -206,7 +207,7 @@ def _shards(stage: Stage, shards: StageShards | None) -> dict[str, Any]:
     }
 
 
-def _trunk_seconds(stage: Stage, shards: StageShards) -> dict[str, float]:
+def _trunk_seconds(stage: Stage, shards: StageShards, tiles: int) -> dict[str, float]:
     """Return how long a rank computes the trunk before each fork, by its join.
 
     That is since the join of the fork before.
@@ -216,7 +217,7 @@ def _trunk_seconds(stage: Stage, shards: StageShards) -> dict[str, float]:
     seconds = 0.0
     for node in stage.nodes:
         if node.name not in shards.rank_of:
-            each = shards.count if node.name in shards.split_dims else 1
+            each = shards.count if node.name in shards.split_dims else tiles
             seconds += meta.facts(node).seconds / each
         elif joins[node.name] not in found:
             found[joins[node.name]] = seconds
@@ -310,6 +311,16 @@ def _stages_of(program: Program, path: str) -> list[int]:
         for stage in program.require_stages()
         if any(n.op == "call_module" and n.target == path for n in stage.nodes)
     ]
+
+
+def _barriers(tiles: Sequence[Program]) -> list[dict[str, object]]:
+    """Return what is gathered: by all tiles, or in a branch that some of them have."""
+    found: dict[tuple[int, str], dict[str, object]] = {}
+    for tile in tiles:
+        for each in tile.barriers:
+            key = meta.traced_place(each.node), each.reason
+            found.setdefault(key, _barrier(tile, each))
+    return [found[key] for key in sorted(found)]
 
 
 def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:

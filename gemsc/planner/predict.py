@@ -9,10 +9,11 @@ from operator import add
 from gemsc.costs.collectives import sum_seconds
 from gemsc.costs.hardware import Hardware, Network
 from gemsc.ir import meta
-from gemsc.ir.flow import is_exchange
+from gemsc.ir.flow import exchange_of, is_exchange
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage, Transfer, busy_seconds
 from gemsc.ir.segments import recomputed_nodes
+from gemsc.messages.exchange import Exchange
 from gemsc.planner.activations import (
     activations,
     again_seconds,
@@ -220,13 +221,21 @@ def _in_step(
 
 
 def _parts(stage: Stage, fact: str) -> list[float]:
-    """Return the seconds of the nodes before, between and after the exchanges."""
+    """Return the seconds of the nodes before, between and after joins of branches.
+
+    Those are the exchanges in which all ranks of the stage have something.
+    """
     found = [0.0]
     for node in stage.nodes:
-        if is_exchange(node):
+        if is_exchange(node) and _meets_all(exchange_of(node)):
             found.append(0.0)
         found[-1] += getattr(meta.facts(node), fact)
     return found
+
+
+def _meets_all(exchange: Exchange) -> bool:
+    """Whether all ranks take part: not in a branch of some of them."""
+    return exchange.arrives or len(exchange.present) == len(exchange.held)
 
 
 def _edge(program: Program, transfer: Transfer, network: Network) -> Edge:

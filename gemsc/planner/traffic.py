@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -57,27 +57,47 @@ class StepTraffic:
         )
 
 
-def step_traffic(program: Program, task: Task) -> StepTraffic:
+def step_traffic(tiles: Sequence[Program], task: Task) -> StepTraffic:
     """Return what one copy of the model sends in a step.
 
-    `program` is what the first tile of a grid runs; it knows what all tiles hold.
+    `tiles` are what the tiles of the largest grid run. The first one knows what all
+    hold, but for what is inside of branches of others.
     """
-    total = StepTraffic()
+    program, total = tiles[0], StepTraffic()
     for replica, count in enumerate(task.micro_batches):
         row = task.placement[replica]
-        for stage in program.require_stages():
-            total += stage_traffic(program, stage).times(count)
+        for stage in range(len(row)):
+            total += stage_traffic(tiles, stage).times(count)
         for transfer in program.transfers or ():
             if row[transfer.source] != row[transfer.dest]:
                 total += _between(program, transfer).times(count)
     return total
 
 
-def stage_traffic(program: Program, stage: Stage) -> StepTraffic:
-    """Return what the ranks of a stage send each other for one micro-batch."""
+def stage_traffic(tiles: Sequence[Program], index: int) -> StepTraffic:
+    """Return what the ranks of a stage send each other for one micro-batch.
+
+    `tiles` are as for `step_traffic`.
+    """
+    placement = tiles[0].placement
+    assert placement is not None
+    branches = placement.grid(index).branches  # each rank of a tile has its own
+    ranks = len(placement.ranks[0][index])
+    found = StepTraffic()
+    for member, program in enumerate(tiles[:branches]):
+        found += _sent_by(program, program.require_stages()[index], member, branches)
+    if ranks > 1 and opaques(tiles[0].module):  # do they all lack a gradient?
+        gives = len(flow(tiles[0], index, with_outputs=False).gives)
+        size = torch.float32.itemsize * gives
+        found += StepTraffic(sums=ranks, sum_bytes=ranks * size)
+    return found
+
+
+def _sent_by(program: Program, stage: Stage, member: int, branches: int) -> StepTraffic:
+    """Return what every `branches`-th rank of a stage sends, from `member` on."""
     placement = program.placement
     assert placement is not None
-    tiles = len(placement.ranks[0][stage.index])
+    ranks = len(placement.ranks[0][stage.index]) // branches
     again = recomputed_nodes(program, stage)
     sizes: list[int] = []
     for node in exchanging(program, stage):
@@ -85,19 +105,16 @@ def stage_traffic(program: Program, stage: Stage) -> StepTraffic:
         item = meta.spec(value).dtype.itemsize
         pairs: Counter[tuple[int, int]] = Counter()  # one message for all their pieces
         for piece in exchange_of(node).pieces:
-            if piece.source != piece.dest:
+            if piece.source != piece.dest and piece.source % branches == member:
                 pairs[piece.source, piece.dest] += item * prod(piece.shape)
         sizes += [*pairs.values()] * traffic_of(node, again=node in again).trips
     sums = [
-        tiles * each.num_bytes
+        ranks * each.num_bytes
         for node in stage.nodes
         for each in meta.facts(node).sums
         for _ in range(2 if node in again and not each.backward else 1)
     ]
-    if tiles > 1 and opaques(program.module):  # do they all lack a gradient?
-        gives = flow(program, stage.index, with_outputs=False).gives
-        sums.append(tiles * torch.float32.itemsize * len(gives))
-    return StepTraffic(len(sizes), sum(sizes), tiles * len(sums), sum(sums))
+    return StepTraffic(len(sizes), sum(sizes), ranks * len(sums), sum(sums))
 
 
 def _between(program: Program, transfer: Transfer) -> StepTraffic:

@@ -20,7 +20,7 @@ was predicted.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -289,7 +289,7 @@ class _Proof:
     # -- tiles -------------------------------------------------------------------------
 
     def tiles_go_in_step(self) -> None:
-        """All tiles of a grid do the same actions and the same calls, in one order."""
+        """All tiles do the same actions, and make calls with others in one order."""
         for group in self.groups:
             first = self.ranks[group[0]]
             for number in group:
@@ -303,43 +303,46 @@ class _Proof:
                         text = f"rank {number} does {here} where the tile on rank "
                         raise self.wrong(there, f"{text}{first.rank} does an action")
             for kind, replica, stage in first.runs if len(group) > 1 else ():
-                runs = [self.ranks[n].runs[kind, replica, stage] for n in group]
-                for calls in zip_longest(*(run.calls for run in runs)):
-                    self._meet(Action(kind, stage, 0, replica), group, calls)
+                key = kind, replica, stage
+                left = {n: deque(self.ranks[n].runs[key].calls) for n in group}
+                while any(left.values()):
+                    self._meet(Action(kind, stage, 0, replica), left)
 
-    def _meet(
-        self,
-        action: Action,
-        group: tuple[int, ...],
-        calls: tuple[GridCall | None, ...],
-    ) -> None:
-        """Make sure that what tiles call at one point of an action fits together."""
-        here = dict(zip(group, calls, strict=True))
-        leader, first = next((n, call) for n, call in here.items() if call is not None)
+    def _meet(self, action: Action, left: Mapping[int, deque[GridCall]]) -> None:
+        """Let ranks make a call that all who take part in it have come to.
+
+        `left` are the calls of an action that each rank of the grid has not made yet.
+        Ranks without something to give or to get do not take part.
+        """
+        for calls in left.values():
+            if calls and all(_fits(calls[0], left.get(n)) for n in calls[0].ranks):
+                together = {n: left[n].popleft() for n in calls[0].ranks}
+                self._messages_of_tiles(action, together)
+                return
+        leader, first = next((n, calls[0]) for n, calls in left.items() if calls)
+        peer = next(n for n in first.ranks if not _fits(first, left.get(n)))
+        other = next(iter(left.get(peer, ())), None)
+        if peer in left and (other is None or other.method != first.method):
+            text = f"rank {peer} does {other or 'nothing'} where the tile on rank "
+            raise self.wrong(action, f"{text}{leader} does {first}")
+        text = f"rank {leader} does {first} together with ranks {first.ranks}, rank "
+        raise self.wrong(action, f"{text}{peer} with others")
+
+    def _messages_of_tiles(self, action: Action, calls: Mapping[int, GridCall]) -> None:
+        """Make sure that what tiles send each other in one call is what they await."""
         sent: dict[Way, MessageEnd] = {}
         received: dict[Way, MessageEnd] = {}
-        ranks: dict[int, tuple[int, ...]] = {}
-        for number, call in here.items():
-            if call is None or call.method != first.method:
-                text = f"rank {number} does {call or 'nothing'} where the tile on rank "
-                raise self.wrong(action, f"{text}{leader} does {first}")
+        for number, call in calls.items():
             sent |= {(number, each.peer, each.tag): each for each in call.sends}
             received |= {(each.peer, number, each.tag): each for each in call.receives}
-            ranks[number] = call.ranks
-        for number in group:
-            for peer in {number, *ranks[number]}:
-                if ranks.get(peer) != ranks[number]:
-                    text = f"rank {number} does {first} together with ranks "
-                    text += f"{ranks[number]}, rank {peer} with others"
-                    raise self.wrong(action, text)
         for way in sorted(sent.keys() | received.keys()):
             given = ", ".join(sent[way].values) if way in sent else "nothing"
             taken = ", ".join(received[way].values) if way in received else "nothing"
             if given != taken:
                 raise self.wrong(
                     action,
-                    f"in {first} rank {way[0]} sends {given} with tag {way[2]}, and "
-                    f"the tile on rank {way[1]} receives {taken}",
+                    f"in {next(iter(calls.values()))} rank {way[0]} sends {given} with "
+                    f"tag {way[2]}, and the tile on rank {way[1]} receives {taken}",
                 )
 
     # -- gradients ---------------------------------------------------------------------
@@ -351,12 +354,21 @@ class _Proof:
         return {**self.shared, **of_parts}
 
     def branches_are_on_one_tile(self) -> None:
-        """All tiles of a grid say alike which one of them alone holds what."""
+        """All ranks of a grid say alike which one of them alone holds what.
+
+        On tiles, one of the ranks that share a tile does.
+        """
         for group in self.groups:
-            for number in group:
-                rank, first = self.ranks[number], self.ranks[group[0]]
-                there = {*rank.placed.values()} <= {*range(len(group))}
-                if rank.placed != first.placed or not there:
+            first = self.ranks[group[0]]
+            said = [self.ranks[number].placed for number in group]
+            for place, number in enumerate(group):
+                rank = self.ranks[number]
+                wanted = {}
+                for path, holder in first.placed.items():
+                    count = len(group) // len({own.get(path) for own in said})
+                    wanted[path] = place - place % count + holder
+                there = {*wanted.values()} <= {*range(len(group))}
+                if rank.placed != wanted or not there:
                     text = f"rank {number} holds branches as {rank.placed}, rank "
                     text += f"{first.rank} of its grid as {first.placed}"
                     raise self.wrong(rank.actions[0], text)
@@ -494,6 +506,13 @@ class _Proof:
                 if resident + held.total > cap:
                     text = f"rank {rank.rank} holds {resident + held.total:,} of "
                     raise self.wrong(held.action, f"{text}{cap:,} bytes")
+
+
+def _fits(call: GridCall, others: Sequence[GridCall] | None) -> bool:
+    """Whether the next call of a rank is this one, with the same ranks."""
+    if not others:
+        return False
+    return (others[0].method, others[0].ranks) == (call.method, call.ranks)
 
 
 def _by_micro_batch(posted: list[Posted]) -> list[Posted]:

@@ -107,7 +107,7 @@ def assess(
     ends = after_backward(first, done.task, done.timeline, options.data, hardware)
     highest = max(range(len(peaks)), key=lambda group: peaks[group])
     size = micro_batch_size(done.program)
-    sent = step_traffic(first, done.task)
+    sent = step_traffic(done.tiles, done.task)
     return Candidate(
         options,
         seconds=done.timeline.makespan + ends.seconds,

@@ -128,7 +128,7 @@ def alternatives(
     than `most_branches` are side by side.
     Where the number of copies is open, `micro_batches` are those of all copies
     together; what cannot be divided is left out. Where several splits are open, shards
-    and branches are also tried on the same ranks, and shards of each tile.
+    and branches are also tried on the same ranks, and on those of each tile.
 
     Raises:
         GemscError: nothing agrees.
@@ -199,17 +199,14 @@ def _splits(
     """Yield the tiles, shards and branches to try where they are open: first none."""
     opened = set(options.open_splits)
     none: dict[str, tuple[str, ...]] = dict.fromkeys(opened, ())
-    yield none
-    for count in range(2, ranks + 1):
-        few = () if count > most_branches else (("branches",), BESIDE)
-        for names in (("shards",), *few):
-            if opened.issuperset(names):
-                yield none | dict.fromkeys(names, (str(count),))
-    for grid in grids(ranks, sizes) if "tiles" in opened else ():
-        tiles = none | {"tiles": ("x".join(map(str, grid)),)}
+    for grid in ((), *(grids(ranks, sizes) if "tiles" in opened else ())):
+        tiles = none | ({"tiles": ("x".join(map(str, grid)),)} if grid else {})
         yield tiles
-        for count in range(2, ranks // prod(grid) + 1) if "shards" in opened else ():
-            yield tiles | {"shards": (str(count),)}
+        for count in range(2, ranks // prod(grid) + 1):
+            few = () if count > most_branches else (("branches",), BESIDE)
+            for names in (("shards",), *few):
+                if opened.issuperset(names):
+                    yield tiles | dict.fromkeys(names, (str(count),))
 
 
 def _shares(options: CompileOptions) -> Iterator[tuple[int, int]]:

@@ -39,15 +39,17 @@ def choose_forks(
     *,
     keep_whole: Mapping[str, str] = {},
     placed: Placed | None = None,
+    tiles: int = 1,
 ) -> tuple[Fork, ...]:
     """Return the forks whose branches `count` ranks share, in order, then others.
 
     The others have a reason: they were considered, and sharing them gains nothing.
     `link` connects the ranks; the trunk is whole on each. `keep_whole` are modules and
     tensors that all ranks use, each with the reason. With `placed`, by the names of
-    joins the names of each rank's branches, these are shared out so, and no others.
+    joins the names of each rank's branches, these are shared out so, and no others. Of
+    several `tiles`, so many ranks share each; seconds are those of one.
     """
-    finder = Finder(program, stage, keep_whole)
+    finder = Finder(program, stage, keep_whole, tiles=tiles)
     ranks = Ranks(count, link)
     choose = _Chooser(finder, ranks)
     again = _recomputed(program, finder)
@@ -69,7 +71,7 @@ def choose_forks(
     if placed is not None:
         found = [replace(each, reason=NOT_PLACED) for each in found]
         chosen = heaviest(wanted, 1.0 + sum(abs(c.saved) for c in wanted))
-    seconds = sum(meta.facts(node).seconds for node in stage.nodes)
+    seconds = sum(meta.facts(node).seconds for node in stage.nodes) / tiles
     least = LEAST_TOLD * seconds if chosen else 0.0
     told = _told([each for each in found if each.reason], chosen, least)
     return tuple(each.fork() for each in (*chosen, *told))
@@ -109,13 +111,13 @@ class _Chooser:
         parts, ranks = window.components, [ALL] * len(window.components)
         free = [number for number, each in enumerate(parts) if not each.stays]
         free.sort(key=lambda number: -parts[number].seconds)
-        pieces = tuple(_piece(parts[n].seconds, parts[n].results) for n in free)
-        chosen, least = self.assign(pieces, _total(window))
+        pieces = tuple(self._piece(parts[n].seconds, parts[n].results) for n in free)
+        chosen, least = self.assign(pieces, self._total(window))
         seconds = sum(piece.seconds for piece in pieces)
         gains = least < seconds * (1 - 1e-9) and len({*chosen} - {ALL}) > 1
         if not gains:
             chosen = self.ranks.spread(pieces)
-            least = self.ranks.seconds(pieces, chosen, _total(window))
+            least = self.ranks.seconds(pieces, chosen, self._total(window))
         for number, rank in zip(free, chosen, strict=True):
             ranks[number] = rank
         return ForkChoice.of(
@@ -131,11 +133,22 @@ class _Chooser:
         rank_of = {name: rank for rank, own in enumerate(placed) for name in own}
         free = {n for n, each in zip(names, parts, strict=True) if not each.stays}
         if rank_of.keys() <= free:
-            pieces = [_piece(each.seconds, each.results) for each in parts]
+            pieces = [self._piece(each.seconds, each.results) for each in parts]
             ranks = [rank_of.get(name, ALL) for name in names]
             seconds = sum(piece.seconds for piece in pieces)
-            saved = seconds - self.ranks.seconds(pieces, ranks, _total(window))
+            saved = seconds - self.ranks.seconds(pieces, ranks, self._total(window))
             yield ForkChoice.of(self.finder, window, ranks, saved)
+
+    def _total(self, window: ForkWindow) -> BranchCost | None:
+        """Return what each rank sends of a sum, None where the join is no sum."""
+        return self._piece(0.0, (window.join,)) if window.added else None
+
+    def _piece(self, seconds: float, results: Sequence[fx.Node]) -> BranchCost:
+        """Return what one tile's part of a component costs."""
+        tiles = self.finder.tiles
+        facts = [(meta.facts(n).output_bytes // tiles, n) for n in results]
+        learnt = sum(size for size, node in facts if meta.needs_gradient(node))
+        return BranchCost(seconds, sum(size for size, _ in facts), learnt)
 
 
 def _recomputed(program: Program, finder: Finder) -> list[tuple[int, int]]:
@@ -161,17 +174,6 @@ def _crosses(candidate: ForkChoice, part: tuple[int, int]) -> bool:
     if candidate.last < first or last < candidate.first:
         return False
     return not first <= candidate.first < candidate.last <= last
-
-
-def _total(window: ForkWindow) -> BranchCost | None:
-    """Return what each rank sends of a sum, None where the join is no sum."""
-    return _piece(0.0, (window.join,)) if window.added else None
-
-
-def _piece(seconds: float, results: Sequence[fx.Node]) -> BranchCost:
-    sizes = [(meta.facts(n).output_bytes, meta.needs_gradient(n)) for n in results]
-    learnt = sum(size for size, needed in sizes if needed)
-    return BranchCost(seconds, sum(size for size, _ in sizes), learnt)
 
 
 def _told(

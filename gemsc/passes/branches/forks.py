@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from gemsc.ir import meta
 from gemsc.ir.flow import used_tensors
-from gemsc.ir.opaque import opaque_of
+from gemsc.ir.opaque import has_own_backward, opaque_of
 from gemsc.ir.program import Program, Stage
 from gemsc.passes.shards.choice import kept_whole
 
@@ -79,12 +79,20 @@ class _Group:
 class Finder:
     """Knows of each node of a stage what it needs, and scans from joins.
 
-    `keep_whole` are modules and tensors whose nodes all ranks compute.
+    `keep_whole` are modules and tensors whose nodes all ranks compute. Seconds are
+    those of one of `tiles`; if there are several, all ranks compute what tiles have to
+    compute alike.
     """
 
     def __init__(
-        self, program: Program, stage: Stage, keep_whole: Mapping[str, str]
+        self,
+        program: Program,
+        stage: Stage,
+        keep_whole: Mapping[str, str],
+        *,
+        tiles: int = 1,
     ) -> None:
+        self.tiles = tiles
         self.nodes = stage.nodes
         self.position = {node: place for place, node in enumerate(self.nodes)}
         self.sources = [
@@ -96,7 +104,9 @@ class Finder:
         for place, users in enumerate(self.next):
             for user in users or ():
                 self.before[user].append(place)
-        self.stays = [_stays(program, node, keep_whole) for node in self.nodes]
+        self.stays = [
+            _stays(program, node, keep_whole, tiled=tiles > 1) for node in self.nodes
+        ]
         self.ties = self._ties(program)
 
     def _users(self, node: fx.Node) -> list[int] | None:
@@ -152,7 +162,8 @@ class Finder:
 
     def _sum(self, join: int) -> tuple[int, ...]:
         """Return the additions of which a node is the last, in order."""
-        if not _is_addition(self.nodes[join]):
+        is_number = meta.value(self.nodes[join]).dim() == 0
+        if not _is_addition(self.nodes[join]) or (self.tiles > 1 and is_number):
             return ()
         found, todo = [join], [join]
         while todo:
@@ -248,7 +259,7 @@ class _Scan:
             if at not in members
         }
         facts = meta.facts(node)
-        group.seconds += facts.seconds
+        group.seconds += facts.seconds / finder.tiles
         group.is_heavy |= facts.heavy
         group.stays = group.stays or finder.stays[place]
 
@@ -320,8 +331,14 @@ def _is_addition(node: fx.Node) -> bool:
     return len({(value.shape, value.dtype) for value in values}) == 1
 
 
-def _stays(program: Program, node: fx.Node, keep_whole: Mapping[str, str]) -> str:
+def _stays(
+    program: Program, node: fx.Node, keep_whole: Mapping[str, str], *, tiled: bool
+) -> str:
     """Return why all ranks must compute a node, "" if one may."""
+    if tiled and meta.glue(node) is not None:
+        return "it changes what tiles share in place"
+    if tiled and has_own_backward(node, program.module):
+        return "its backward is not looked into, and tiles add up its gradients"
     if keep_whole:
         for name in used_tensors(program, [node]):
             if reason := kept_whole(name, keep_whole):

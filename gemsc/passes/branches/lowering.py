@@ -10,12 +10,16 @@ row, or, where the join adds them up, as a sum:
 
 A rank without a branch gives nothing, and takes part in all exchanges: in backward as
 well, since what it gives needs a gradient.
+
+On tiles, one of the ranks that share a tile computes its part of the branch; halos go
+from tile to tile among those that compute the same branch. A row is then a row of rows,
+one for each tile.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, groupby, pairwise
@@ -24,8 +28,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from gemsc.base.boxes import Box, Interval, everything, shape_of
-from gemsc.errors import InternalError
+from gemsc.base.boxes import Box, Interval, everything, shape_of, volume
+from gemsc.base.parts import Part
+from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
 from gemsc.ir.layout import Layout
 from gemsc.ir.mutation import elements
@@ -34,7 +39,8 @@ from gemsc.messages.exchange import Exchange
 from gemsc.passes.shards.lowering import lower_on_shards, trunk_axes
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
-from gemsc.passes.spatial.values import Local, annotate_part
+from gemsc.passes.spatial.rules import lower_call
+from gemsc.passes.spatial.values import Local, annotate_part, whole_shape
 from gemsc.runtime import tiles
 
 __all__ = ["lower_node"]
@@ -68,9 +74,19 @@ class _At:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Who computes which node."""
+        """Who computes which node, of the ranks that share a tile."""
         assert self.low.shards is not None
         return self.low.shards.rank_of
+
+    def computes(self, node: fx.Node) -> bool:
+        """Whether the rank at hand computes a node of a branch."""
+        return self.ranks[node.name] == self.low.member
+
+    @property
+    def count(self) -> int:
+        """How many ranks share a tile."""
+        assert self.low.shards is not None
+        return self.low.shards.count
 
     @property
     def name(self) -> str:
@@ -94,7 +110,9 @@ class _At:
             for source in node.all_input_nodes
             if source.op != "get_attr" and not low.is_in_branch(source)
         }
-        if self.ranks[node.name] != low.place:
+        if low.pictures:
+            return self._on_tiles(node, given)
+        if not self.computes(node):
             return None
         local = low.copy(node, inputs=given)
         meta.set_whole_gradients(local.node, None)
@@ -106,13 +124,52 @@ class _At:
             meta.set_draw(local.node, low.draw(node))
         return local
 
+    def _on_tiles(self, node: fx.Node, entering: dict[fx.Node, fx.Node]) -> Local:
+        """Compute a tile's part of a node on the rank that has its branch."""
+        low, rank = self.low, self.ranks[node.name]
+        if meta.glue(node) is not None:  # in evaluation: a branch of training has none
+            raise GemscError(
+                f"'{meta.layer(node)}' changes in place what tiles share, in a branch",
+                at=meta.location(node),
+                help=f"keep it whole: --whole {meta.layer(node)}",
+            )
+
+        def alone(value: fx.Node) -> tuple[Part, ...]:
+            return self._alone(value, rank)
+
+        given: dict[fx.Node, Local] = {}
+        for source in node.all_input_nodes:
+            if isinstance(meta.value(source), Tensor) and source.op != "get_attr":
+                before = low.local(source)
+                own = entering.get(source, before.node)
+                axes = None if low.flattened(source) is not None else before.axes
+                given[source] = Local(own, axes, alone(source))
+        with low.on_member(rank), low.instead(given), low.sharing(alone, addend=False):
+            local = low.lower(node, lower_call)
+            assert local is not None
+            if meta.facts(node).random and local.node.target == node.target:
+                meta.set_draw(local.node, low.draw(node))
+        return local
+
+    def _alone(self, value: fx.Node, rank: int) -> tuple[Part, ...]:
+        """Return what each rank has of a value that one rank of each tile has."""
+        shape, nothing = whole_shape(value), Part.nothing(whole_shape(value))
+        count = range(self.count)
+        return self.low.by_rank(
+            tuple(Part(shape) if each == rank else nothing for each in count)
+        )
+
     def _entering(self, source: fx.Node) -> fx.Node:
         """Return a value from outside, as a whole on the ranks that need it."""
         low = self.low
         if not isinstance(meta.value(source), Tensor):
             return low.get(source).node
         local = low.local(source)
-        if local.parts or low.flattened(source) is not None:
+        if low.flattened(source) is not None:
+            return low.whole(source)
+        if low.pictures:
+            return low.shared(source, ()).node
+        if local.parts:
             return low.whole(source)
         if local.axes is None:
             return local.node
@@ -148,7 +205,7 @@ class _At:
         if not isinstance(meta.value(source), Tensor):
             return False
         users = (node for node in self.nodes if node in source.users)
-        mine = [node for node in users if self.ranks[node.name] == self.low.place]
+        mine = [node for node in users if self.computes(node)]
         if not _learns(source):
             return not mine
         return not any(_gives_gradient(node, source) for node in mine)
@@ -182,7 +239,7 @@ class _At:
         nodes = low.stage.nodes
         before = nodes[: [node.name for node in nodes].index(self.fork.join)]
         assert low.shards is not None
-        elsewhere = {n for n, rank in low.shards.placed if rank != low.place}
+        elsewhere = {n for n, rank in low.shards.placed if rank != low.member}
         for source in sorted(self._taken(before), key=lambda s: s.op == "get_attr"):
             if source.op != "get_attr" or str(source.target) not in elsewhere:
                 return source, low.local(source).node
@@ -222,16 +279,18 @@ class _At:
         return _learns(value), _dtypes(value), self._kept(value), str(self._axes(value))
 
     def _axes(self, value: fx.Node) -> Axes | None:
-        """Return how the join takes a value: split as the trunk is, or whole."""
+        """Return how the join takes a value: as tiles or a trunk cut it, or whole."""
         shards = self.low.shards
         assert shards is not None
+        if self.low.pictures:
+            return self.low.axes(value)
         if self.fork.join not in shards.split_dims:
             return None
         return trunk_axes(self.low, value)
 
     def _kept(self, value: fx.Node) -> tuple[int, ...]:
         """Return the sizes of the dimensions that stay when a value is packed."""
-        axes = self._axes(value)
+        axes = None if self.low.pictures else self._axes(value)
         shape = meta.spec(value).shape
         return shape[: axes.index(0) + 1] if axes is not None else ()
 
@@ -244,8 +303,9 @@ class _At:
         there already, unless they stand in the middle.
         """
         low, first = self.low, values[0]
-        kept, axes = self._kept(first), self._axes(first)
-        row = _Row.of(values, [self.ranks[v.name] for v in values], prod(kept))
+        kept = self._kept(first)
+        axes = self._axes(first) if kept else None
+        row = self._row(values, prod(kept))
         shape = (*kept, row.width)
         cut: Axes | None = (*axes[: len(kept)], None) if axes is not None else None
         ranks = range(low.tiles)
@@ -254,7 +314,7 @@ class _At:
         wanted = tuple((*whole[rank][:-1], row.wanted(rank)) for rank in ranks)
         exchange = low.exchange(shape, held, wanted)
         packed = self._sent(first, self._packed(values), exchange)
-        arrived = row.inside(row.wanted(low.place))
+        arrived = row.inside(low.place)
         items = {v: self._own(v) for v in values if v not in arrived}
         layouts = [self._wanted(value) for value in arrived]
         shapes = tuple(layout.local_shape(low.place) for layout in layouts)
@@ -269,6 +329,21 @@ class _At:
             )
         return {value: Local(items[value], self._axes(value)) for value in values}
 
+    def _row(self, values: Sequence[fx.Node], height: int) -> _Row:
+        """Return the row of values of which each has so many rows."""
+        members = [self.ranks[value.name] for value in values]
+        boxes = [self._computed(value) for value in values]
+        widths = [
+            [volume(each[rank]) // height for each in boxes]
+            for rank in range(0, self.low.tiles, self.count)
+        ]
+        return _Row.of(values, members, widths, self.count)
+
+    def _computed(self, value: fx.Node) -> tuple[Box, ...]:
+        """Return what each rank has of a branch's result if it computes the branch."""
+        axes = self._axes(value) if self.low.pictures else None
+        return self.low.owned(meta.spec(value).shape, axes)
+
     def _wanted(self, value: fx.Node) -> Layout:
         """Return what each rank wants of a branch's result."""
         shape = meta.spec(value).shape
@@ -277,16 +352,14 @@ class _At:
     def _own(self, value: fx.Node) -> fx.Node:
         """Return what the join wants of a value that this rank has computed."""
         here, wanted = self.low.local(value).node, self._wanted(value)
-        held = (everything(wanted.shape),) * self.low.tiles
+        held = self._computed(value)
         if wanted.boxes == held:
             return here
         return self.low.cropped(here, wanted.shape, held, wanted.boxes)
 
     def _packed(self, values: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
         """Return the values that this rank has computed."""
-        here = self.low.place
-        mine = (value for value in values if self.ranks[value.name] == here)
-        return tuple(self.low.local(value).node for value in mine)
+        return tuple(self.low.local(v).node for v in values if self.computes(v))
 
     def _sent(
         self, like: fx.Node, own: tuple[fx.Node, ...], exchange: Exchange
@@ -315,22 +388,77 @@ class _At:
         added = set(self.fork.added)
         among = [n for n in low.stage.nodes if n.name in added]
         terms = [s for n in among for s in n.all_input_nodes if s.name not in added]
-        mine = [t for t in terms if low.is_in_branch(t)]
-        ranks = {self.ranks[term.name] for term in mine}
-        held = tuple(_box(shape, rank in ranks) for rank in range(low.tiles))
-        axes = self._axes(node)
-        exchange = low.exchange(shape, held, low.owned(shape, axes), adds=True)
-        own = self._packed(mine)
+        inside = [t for t in terms if low.is_in_branch(t)]
+        others = [t for t in terms if not low.is_in_branch(t)]
+        axes = self._axes_of_sum(node, inside, others)
+        boxes = low.owned(shape, axes if low.pictures else None)
+        members = {self.ranks[term.name] for term in inside}
+        held = tuple(
+            box if rank % self.count in members else _box(shape, is_held=False)
+            for rank, box in enumerate(boxes)
+        )
+        wanted = low.owned(shape, axes)
+        rows = [prod(low.pictures) * size for size in shape[:1]]
+        given, taken = self._apart(held, shape), self._apart(wanted, shape)
+        exchange = low.exchange((*rows, *shape[1:]), given, taken, adds=True)
+        own, size = self._addends(inside, axes), shape_of(held[low.place])
         if own:
-            addend = reduce(lambda a, b: self._plus(node, a, b, shape), own)
+            addend = reduce(lambda a, b: self._plus(node, a, b, size), own)
         else:
-            addend = self._nothing(node, shape_of(held[low.place]))
+            addend = self._nothing(node, size)
         total = self._given(node, addend, exchange)
-        known = [low.spread(t, axes) for t in terms if not low.is_in_branch(t)]
-        size = shape_of(exchange.wanted[low.place])
+        known = [self._known(term, axes) for term in others]
+        size = shape_of(wanted[low.place])
         result = reduce(lambda a, b: self._plus(node, a, b, size), known, total)
         annotate_part(result, node, axes, low.grid, low.place)
         return Local(result, axes)
+
+    def _apart(self, boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Box, ...]:
+        """Return the boxes of each tile below those of the one before.
+
+        The ranks of one tile add up: what several tiles have counts on each of them.
+        """
+        found = []
+        for rank, box in enumerate(boxes):
+            start = rank // self.count * shape[0] if shape else 0
+            first = [(a + start, b + start) for a, b in box[:1]]
+            found.append((*first, *box[1:]))
+        return tuple(found)
+
+    def _axes_of_sum(
+        self, node: fx.Node, inside: Sequence[fx.Node], others: Sequence[fx.Node]
+    ) -> Axes | None:
+        """Return how a sum is held: as tiles cut the first branch, if they can."""
+        low = self.low
+        if not low.pictures:
+            return self._axes(node)
+        if any(low.flattened(term) is not None for term in others):
+            return None
+        return next((low.axes(t) for t in inside if low.axes(t) is not None), None)
+
+    def _addends(
+        self, inside: Sequence[fx.Node], axes: Axes | None
+    ) -> tuple[fx.Node, ...]:
+        """Return the terms that this rank has computed, cut like this."""
+        low = self.low
+        if not low.pictures:
+            return self._packed(inside)
+        found = []
+        for term in inside:
+            own = {term: low.local(term)}
+            with low.on_member(self.ranks[term.name]), low.instead(own):
+                each = low.spread(term, axes)
+            if self.computes(term):
+                found.append(each)
+        return tuple(found)
+
+    def _known(self, term: fx.Node, axes: Axes | None) -> fx.Node:
+        """Return a term of a sum that all ranks have, cut like this."""
+        low = self.low
+        if not low.pictures or low.flattened(term) is not None:
+            return low.spread(term, axes)
+        with low.instead({term: low.shared(term, ())}):
+            return low.spread(term, axes)
 
     def _plus(
         self, node: fx.Node, a: fx.Node, b: fx.Node, shape: tuple[int, ...]
@@ -359,39 +487,54 @@ def _learns(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Row:
-    """Values side by side, those of one rank after those of the one before."""
+    """Values side by side, those of one rank after those of the one before.
+
+    One tile's values stand after those of another: `columns` has a row for each tile,
+    which `count` ranks share. `members` say which of them computes each value.
+    """
 
     values: tuple[fx.Node, ...]
-    ranks: tuple[int, ...]
-    columns: tuple[Interval, ...]
+    members: tuple[int, ...]
+    columns: tuple[tuple[Interval, ...], ...]
+    count: int
 
     @classmethod
-    def of(cls, values: Sequence[fx.Node], ranks: Sequence[int], rows: int) -> _Row:
-        """Return the row of values, of which each has so many rows."""
-        widths = (meta.spec(value).num_elements // rows for value in values)
-        edges = [0, *accumulate(widths)]
-        return cls(tuple(values), tuple(ranks), tuple(pairwise(edges)))
+    def of(
+        cls,
+        values: Sequence[fx.Node],
+        members: Sequence[int],
+        widths: Sequence[Sequence[int]],
+        count: int,
+    ) -> _Row:
+        """Return the row of values with these widths on each tile."""
+        edges = [0, *accumulate(width for tile in widths for width in tile)]
+        pairs, size = tuple(pairwise(edges)), len(values)
+        columns = tuple(pairs[n : n + size] for n in range(0, len(pairs), size))
+        return cls(tuple(values), tuple(members), columns, count)
 
     @property
     def width(self) -> int:
         """The number of columns."""
-        return self.columns[-1][1]
+        return self.columns[-1][-1][1]
 
     def held(self, rank: int) -> Interval:
         """Return the columns that a rank computes."""
-        return self._hull(r == rank for r in self.ranks)
+        return self._hull(rank, lambda member: member == rank % self.count)
 
     def wanted(self, rank: int) -> Interval:
         """Return the columns that a rank gets: from the first to the last of others."""
-        if {*self.ranks} == {rank}:
+        mine = rank % self.count
+        if {*self.members} == {mine}:
             return self.held(rank)
-        return self._hull(r != rank for r in self.ranks)
+        return self._hull(rank, lambda member: member != mine)
 
-    def _hull(self, chosen: Iterable[bool]) -> Interval:
-        found = [c for c, is_in in zip(self.columns, chosen, strict=True) if is_in]
+    def _hull(self, rank: int, chosen: Callable[[int], bool]) -> Interval:
+        columns = self.columns[rank // self.count]
+        found = [c for c, m in zip(columns, self.members, strict=True) if chosen(m)]
         return (found[0][0], found[-1][1]) if found else (0, 0)
 
-    def inside(self, part: Interval) -> list[fx.Node]:
-        """Return the values in some columns."""
-        pairs = zip(self.values, self.columns, strict=True)
-        return [v for v, (a, b) in pairs if part[0] <= a and b <= part[1]]
+    def inside(self, rank: int) -> list[fx.Node]:
+        """Return the values that a rank gets."""
+        first, last = self.wanted(rank)
+        pairs = zip(self.values, self.columns[rank // self.count], strict=True)
+        return [v for v, (a, b) in pairs if first <= a and b <= last]

@@ -75,7 +75,7 @@ def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
     if kind in _OF_TILES or (x.is_summed and kind not in _ADDENDS):
         raise Refused("tiles and shards cut it")
     if any(low.flattened(source) is not None for source in sources):
-        raise Refused("shards have parts of it, and it is flattened")
+        raise Refused("ranks have parts of it, and it is flattened")
     given = {source: x.placed(source) for source in sources}
     with low.instead(given), low.sharing(x.parts, addend=x.is_summed):
         local = lower_call(low, x.node, x.local_call if kind else None)

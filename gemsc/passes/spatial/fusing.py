@@ -104,6 +104,8 @@ class _Chains:
         self._wishes: dict[fx.Node, Wishes] = {}
         for node in stage.nodes:
             is_tensor = isinstance(meta.value(node), Tensor)
+            if low.is_in_fork(node):  # as it is, and what it wants is its own
+                continue
             is_cut = low.axes(node) is not None and low.flattened(node) is None
             if is_tensor and is_cut:
                 self.boxes[node] = low.held(node)

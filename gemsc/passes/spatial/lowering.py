@@ -78,6 +78,7 @@ class Lowering:
         self._tile = tile  # beyond the grid it begins anew
         self._stage = 0  # the one at hand
         self._made: list[fx.Node] = []
+        self._elsewhere: list[fx.Node] = []  # see `on_member`
         self._parts: dict[tuple[Any, ...], fx.Node] = {}
         self._exchanges: dict[Any, Exchange] = {}
         self.barriers: list[Barrier] = []
@@ -115,6 +116,7 @@ class Lowering:
             stages.append(Stage(stage.index, blocks))
         output = fx.node.map_arg(self.program.output.args, self._result)
         meta.copy_meta(self.program.output, self.graph.output(output[0]))
+        stages = self._without_others(stages)
         return replace(
             self.program.with_module(self.module),
             inputs=inputs,
@@ -137,6 +139,25 @@ class Lowering:
                 if local is not None:
                     self._env[node] = local
         return Block(block.index, block.name, tuple(self._made))
+
+    def _without_others(self, stages: list[Stage]) -> list[Stage]:
+        """Return the stages without what other ranks of their tile compute."""
+        gone = set(self._elsewhere)
+        self.barriers = [b for b in self.barriers if b.node not in gone]
+        for node in reversed(self._elsewhere):
+            self.graph.erase_node(node)
+        if not gone:
+            return stages
+        return [
+            replace(
+                stage,
+                blocks=tuple(
+                    replace(b, nodes=tuple(n for n in b.nodes if n not in gone))
+                    for b in stage.blocks
+                ),
+            )
+            for stage in stages
+        ]
 
     def lower(self, node: fx.Node, rule: Rule) -> Local | None:
         """Lower a node by a rule, or of whole inputs where that refuses."""
@@ -233,6 +254,22 @@ class Lowering:
         finally:
             self._cut, self.is_addend = None, False
 
+    @contextmanager
+    def on_member(self, number: int) -> Iterator[None]:
+        """Lower as this one of the ranks that share our tile; only it keeps the nodes.
+
+        All lower what one of them computes: they have to know what others hold, and to
+        count exchanges alike.
+        """
+        before, tile = len(self._made), self._tile
+        self._tile += number - self.member
+        try:
+            yield
+        finally:
+            if self._tile != tile:
+                self._elsewhere += self._made[before:]
+            self._tile = tile
+
     @property
     def stage(self) -> Stage:
         """The stage at hand."""
@@ -246,6 +283,10 @@ class Lowering:
     def is_in_branch(self, node: fx.Node) -> bool:
         """Whether one rank of the stage at hand computes a node, for its branch."""
         return self.shards is not None and node.name in self.shards.rank_of
+
+    def is_in_fork(self, node: fx.Node) -> bool:
+        """Whether a node is in a branch, or one of those that join them."""
+        return self.shards is not None and node.name in self.shards.fork_of
 
     def split_axes(self, node: fx.Node) -> Axes | None:
         """Return how a trunk that is split cuts a value; None if all hold all of it."""
@@ -307,6 +348,11 @@ class Lowering:
     def beside(self) -> tuple[int, ...]:
         """The ranks that share the same part of pictures; () for all."""
         return self.among([len(self.pictures)])
+
+    @property
+    def member(self) -> int:
+        """The number of the rank among those that share its part of pictures."""
+        return self.place % self._form.beside
 
     def by_rank(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """Return what each rank has, of what each shard has."""
@@ -373,7 +419,7 @@ class Lowering:
             Refused: the model returns it, or shards have parts of it.
         """
         if self._cut is not None and self._cut(node):
-            raise Refused("shards have parts of it, and it is flattened")
+            raise Refused("ranks have parts of it, and it is flattened")
         if node in self.program.output.all_input_nodes:
             raise Refused("the model returns it flattened")
         self._flattened[node] = how
@@ -532,11 +578,12 @@ class Lowering:
         """
         wanted = tuple(wanted)
         self._needs.append(Need(node, wanted, fill, wraps))
-        if node.op == "placeholder" and self.inputs[node, self._form].axes is not None:
-            return self._part_of_input(node, wanted, fill, wraps)
-        local, shape, held = self.local(node), self.shape(node), self.held(node)
-        source, owned = local.node, self.owned(shape, local.axes)
+        local = self.local(node)
         parts = local.parts
+        if node.op == "placeholder" and self.inputs[node, self._form].axes is not None:
+            return self._part_of_input(node, wanted, fill, wraps, parts)
+        shape, held = self.shape(node), self.held(node)
+        source, owned = local.node, self.owned(shape, local.axes)
         fetched = self._halos.fetched.get((node.name, self._stage))
         if fetched and not wraps and not covers(held, wanted, shape):
             source = self._part_of(source, shape, held, fetched, 0.0, parts=parts)
@@ -546,12 +593,17 @@ class Lowering:
         return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
 
     def _part_of_input(
-        self, node: fx.Node, wanted: tuple[Box, ...], fill: float, wraps: bool
+        self,
+        node: fx.Node,
+        wanted: tuple[Box, ...],
+        fill: float,
+        wraps: bool,
+        parts: tuple[Part, ...],
     ) -> fx.Node:
         local, shape = self.inputs[node, self._form], self.shape(node)
-        owned = self.owned(shape, local.axes)
+        source, owned = local.node, self.owned(shape, local.axes)
         held = self.inputs.held(node, self._form, wanted)
-        return self._part_of(local.node, shape, held, wanted, fill, owned, wraps)
+        return self._part_of(source, shape, held, wanted, fill, owned, wraps, parts)
 
     def stands_for(self, new: fx.Node, old: fx.Node, axes: Axes) -> Local:
         """Return a node that holds just what its tile has of an old node's value.
@@ -738,7 +790,7 @@ class Lowering:
         parts: tuple[Part, ...] = (),
     ) -> fx.Node:
         """Return the node of the rows that are wanted of those held."""
-        key = (source, wanted, 0.0, self._stage)
+        key = (source, wanted, 0.0, self._stage, parts)
         if key not in self._parts:
             index = tuple(
                 slice(start - begin, stop - begin)
@@ -800,7 +852,7 @@ class Lowering:
         """Return the node of the wanted boxes; `parts` are what shards have of both."""
         if wanted == held:
             return source
-        key = (source, wanted, fill, self._stage, wraps)
+        key = (source, wanted, fill, self._stage, wraps, parts)
         if key in self._parts:
             return self._parts[key]
         owned = () if owned == held else owned

@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+NOTHING: Box = ((0, 0),)
+
+
 class Refused(Exception):  # noqa: N818 - no error: the caller gathers instead
     """A rule cannot compute a node on tiles; says why, for the report."""
 
@@ -43,7 +46,8 @@ class Local:
 
     `axes` says which of its dimensions are cut; None: every tile holds all of it. Of a
     tuple of tensors, all have the same axes. `parts` are what each rank has of a value
-    that is cut among shards, too: heads, features, channels or words.
+    that is cut among shards, too: heads, features, channels or words; or that is in a
+    branch, and one of the ranks that share a tile alone has it.
     """
 
     node: fx.Node
@@ -110,7 +114,8 @@ def refined(
 ) -> tuple[Box, ...]:
     """Return what ranks have of boxes whose other dimensions shards cut, unfolded.
 
-    Without `cut` it is all that the boxes have.
+    Without `cut` it is all that the boxes have. What one shard alone has, others have
+    nothing of.
 
     Raises:
         Refused: tiles cut the same dimension.
@@ -119,6 +124,9 @@ def refined(
         return boxes
     found = []
     for box, part in zip(boxes, parts, strict=True):
+        if part.is_alone:
+            found.append(box if part.share or not cut else NOTHING * len(box))
+            continue
         if box[part.dim] != (0, part.shape[part.dim]):
             raise Refused("tiles and shards cut the same dimension")
         repeats = ((0, part.outer),) if part.outer > 1 else ()
@@ -180,7 +188,7 @@ def local_sizes(
     sizes: tuple[int, ...], parts: tuple[Part, ...], place: int
 ) -> tuple[int, ...]:
     """Return the sizes of what a rank has of a box of which shards have parts."""
-    if not parts:
+    if not parts or parts[place].is_alone:
         return sizes
     dim, own = parts[place].dim, parts[place].local_shape
     return (*sizes[:dim], own[dim], *sizes[dim + 1 :])

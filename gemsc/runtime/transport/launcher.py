@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gemsc.base.process import is_started_by_mpirun
 from gemsc.errors import GemscError
+from gemsc.runtime.process.status import STATUS_VARIABLE
 
 __all__ = ["check_launcher", "check_size", "is_first_started", "start_mpi"]
 
@@ -75,10 +78,30 @@ def start_mpi() -> Any:
         is_alone = not is_started_by_mpirun() and TRANSPORTS not in os.environ
         if is_alone:  # it has nobody to share memory with
             os.environ[TRANSPORTS] = "^sm"
-        MPI.Init_thread()
+        with _files_of_the_job():
+            MPI.Init_thread()
         if is_alone:
             del os.environ[TRANSPORTS]
     return MPI
+
+
+@contextmanager
+def _files_of_the_job() -> Iterator[None]:
+    """Let what MPI leaves as it starts lie with the job's own files.
+
+    Where mpirun dies just then, Open MPI makes a folder that nobody would remove.
+    """
+    folder, before = os.environ.get(STATUS_VARIABLE), os.environ.get("TMPDIR")
+    if folder is None or not Path(folder).is_dir():
+        yield
+        return
+    os.environ["TMPDIR"] = str(Path(folder).parent)
+    try:
+        yield
+    finally:
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def _check_library(version: str) -> None:
