@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import gc
@@ -9,9 +10,11 @@ import importlib.util
 import os
 import random
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for ranks
 os.environ["COLUMNS"] = "160"  # of the terminal, whatever it is
@@ -24,7 +27,23 @@ from command_line import MODEL, Gemsc, gemsc_here
 from gemsc.errors import GemscError
 from gemsc.launch.mpirun import find_mpirun
 
+
+def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that threads call one after the other."""
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return call
+
+
 torch.set_num_threads(1)
+# ranks are threads in tests, and Python 3.11 counts the depth of all that is parsed at
+# once together: "AST constructor recursion depth mismatch", as numpy reads a header
+ast.parse = one_at_a_time(ast.parse)
 # on a busy machine an example takes any time
 hypothesis.settings.register_profile(
     "any", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
