@@ -49,7 +49,7 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
             os._exit(128 + number)
 
 
-def outlast_signals(worker: int = 0) -> None:
+def outlast_signals() -> None:
     """Let a data loader's process go on where a scheduler signals all processes.
 
     The rank that reads from it is asked to leave after its step, and kills it then.

@@ -14,6 +14,7 @@ from pathlib import Path
 from gemsc.base.process import MALLOC_SETTING, num_cores
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, listed
+from gemsc.runtime.transport.launcher import SCRATCH
 
 __all__ = ["find_mpirun", "mpirun_command"]
 
@@ -157,5 +158,5 @@ def _one_machine_settings(scratch: Path | None) -> dict[str, str]:
     if scratch is not None:
         settings["PRTE_MCA_prte_tmpdir_base"] = str(scratch)
         settings["OMPI_MCA_orte_tmpdir_base"] = str(scratch)
-        settings["OMPI_MCA_btl_sm_backing_directory"] = str(scratch)
+        settings[SCRATCH] = str(scratch)
     return settings

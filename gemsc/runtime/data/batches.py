@@ -23,7 +23,7 @@ from gemsc.plan import Plan
 from gemsc.runtime.data.digest import digest
 from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
-from gemsc.runtime.process.status import Status
+from gemsc.runtime.process.status import Status, note_worker
 
 __all__ = ["NUM_REPEATED", "Batch", "Batches", "repeated"]
 
@@ -251,7 +251,7 @@ class Batches:
                 num_workers=self.workers,
                 collate_fn=_collate,
                 pin_memory=self.pinned,
-                worker_init_fn=outlast_signals,
+                worker_init_fn=_begin_worker,
                 persistent_workers=self.workers > 0,
             )
         read = iter(self._loader)
@@ -271,6 +271,11 @@ class Batches:
             if isinstance(found, GemscError):
                 raise found
             yield found
+
+
+def _begin_worker(number: int) -> None:
+    outlast_signals()
+    note_worker()
 
 
 def _collate(

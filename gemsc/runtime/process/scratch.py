@@ -20,6 +20,7 @@ SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open
 # reads until who made the folder says a word, or is gone: then ranks take a moment, too
 SWEEP = """\
 read -r _ || sleep 1
+for each in "$0"/status/worker*; do rm -f /dev/shm/torch_"${each##*worker}"_*; done
 for _ in 1 2 3; do rm -rf "$0"; test -e "$0" || exit; sleep 1; done
 """
 
@@ -31,6 +32,8 @@ def scratch_folder(num_ranks: int) -> Iterator[Path]:
     Its path is short: sockets cannot have a path of over 107 characters. It lies in
     shared memory if there is room, and does not outlast processes that were killed: a
     shell removes it when this process ends, or the next job if that was killed, too.
+    The shell also removes what killed processes of data loaders (`status/worker<pid>`)
+    have in shared memory: PyTorch makes a file there for each tensor that they send.
     """
     parent = Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
     if (

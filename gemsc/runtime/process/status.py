@@ -11,6 +11,7 @@ of ranks that were killed or stopped.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import mmap
@@ -25,6 +26,7 @@ __all__ = [
     "STATUS_VARIABLE",
     "RankState",
     "Status",
+    "note_worker",
     "read_states",
     "read_status",
 ]
@@ -68,6 +70,17 @@ class RankState:
     def is_starting(self) -> bool:
         """Whether the first step, or the data for it, has not begun."""
         return self.doing.startswith(f"{START}, ")
+
+
+def note_worker() -> None:
+    """Note this data loader's process: it may leave tensors in shared memory.
+
+    What it left is removed with the status folder (`scratch_folder`).
+    """
+    folder = os.environ.get(STATUS_VARIABLE)
+    if folder is not None:
+        with contextlib.suppress(OSError):  # another host, or the job has ended
+            Path(folder, f"worker{os.getpid()}").touch()
 
 
 class Status:

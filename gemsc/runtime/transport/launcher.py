@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,12 @@ from typing import Any
 
 from gemsc.base.process import is_started_by_mpirun
 from gemsc.errors import GemscError
-from gemsc.runtime.process.status import STATUS_VARIABLE
 
-__all__ = ["check_launcher", "check_size", "is_first_started", "start_mpi"]
+__all__ = ["SCRATCH", "check_launcher", "check_size", "is_first_started", "start_mpi"]
 
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.launch
 TRANSPORTS = "OMPI_MCA_btl"
+SCRATCH = "OMPI_MCA_btl_sm_backing_directory"  # set by gemsc.launch on one machine
 SLURM_TASKS = "SLURM_STEP_NUM_TASKS"  # set by srun, in each task
 OF_OPEN_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"}
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -89,13 +90,16 @@ def start_mpi() -> Any:
 def _files_of_the_job() -> Iterator[None]:
     """Let what MPI leaves as it starts lie with the job's own files.
 
-    Where mpirun dies just then, Open MPI makes a folder that nobody would remove.
+    Where mpirun dies just then, Open MPI makes a folder that nobody would remove. Where
+    these files are gone already, so is the job.
     """
-    folder, before = os.environ.get(STATUS_VARIABLE), os.environ.get("TMPDIR")
-    if folder is None or not Path(folder).is_dir():
+    folder, before = os.environ.get(SCRATCH), os.environ.get("TMPDIR")
+    if folder is None:  # of several hosts
         yield
         return
-    os.environ["TMPDIR"] = str(Path(folder).parent)
+    if not Path(folder).is_dir():
+        sys.exit(128 + signal.SIGTERM)
+    os.environ["TMPDIR"] = folder
     try:
         yield
     finally:
