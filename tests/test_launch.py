@@ -20,6 +20,7 @@ from gemsc.launch.launch import TIMED_OUT, launch
 from gemsc.launch.mpirun import find_mpirun, mpirun_command
 from gemsc.launch.mpirun_words import in_our_words
 from gemsc.runtime.process import scratch
+from gemsc.runtime.process.status import STATUS_VARIABLE
 
 RULE = b"-" * 74 + b"\n"
 ABORT = (
@@ -299,6 +300,32 @@ def test_the_folder_of_a_killed_job_is_removed_at_once(tmp_path):
     left = killed_job(tmp_path, scratch.SWEEP)
     assert left.parent == tmp_path
     wait(lambda: not left.exists())
+
+
+LOADER = """
+import os
+from gemsc.runtime.process.status import note_worker
+note_worker()
+open(f"/dev/shm/torch_{os.getpid()}_1_2", "w").close()
+print(os.getpid(), flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory")
+def test_what_killed_data_loaders_share_is_removed(tmp_path):
+    with scratch.scratch_folder(1) as folder:
+        (folder / "status").mkdir()
+        environment = os.environ | {STATUS_VARIABLE: str(folder / "status")}
+        loader = subprocess.run(
+            [sys.executable, "-c", LOADER],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        left = Path(f"/dev/shm/torch_{loader.stdout.strip()}_1_2")
+        assert left.exists()
+    assert not left.exists()
 
 
 def test_what_nobody_removed_is_removed_by_the_next(

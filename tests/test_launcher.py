@@ -79,6 +79,28 @@ def test_a_launcher_of_another_library_is_found_before_mpi_starts(
     assert not begun
 
 
+def test_what_mpi_leaves_lies_with_the_files_of_the_job(started, monkeypatch, tmp_path):
+    seen = []
+    library = SimpleNamespace(
+        Is_initialized=lambda: False,
+        Get_library_version=lambda: "Open MPI v5",
+        Init_thread=lambda: seen.append(os.environ.get("TMPDIR")),
+    )
+    package = SimpleNamespace(rc=lambda **options: None, MPI=library)
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    started(OMPI_COMM_WORLD_RANK=0, **{launcher.SCRATCH: scratch})
+    launcher.start_mpi()
+    assert seen == [str(scratch)]
+    assert os.environ["TMPDIR"] == "/elsewhere"
+    scratch.rmdir()
+    with pytest.raises(SystemExit):  # the job has ended meanwhile
+        launcher.start_mpi()
+    assert len(seen) == 1
+
+
 def test_mpi_must_count_as_many_ranks_as_were_started(started):
     check_size(1, MPICH)
     started(PMI_SIZE=2)
