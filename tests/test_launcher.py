@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from command_line import MODEL, run_words
 
+from gemsc.base.process import SCRATCH_VARIABLE
 from gemsc.errors import GemscError
 from gemsc.runtime.transport import launcher
 from gemsc.runtime.transport.launcher import (
@@ -91,7 +92,7 @@ def test_what_mpi_leaves_lies_with_the_files_of_the_job(started, monkeypatch, tm
     monkeypatch.setenv("TMPDIR", "/elsewhere")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    started(OMPI_COMM_WORLD_RANK=0, **{launcher.SCRATCH: scratch})
+    started(OMPI_COMM_WORLD_RANK=0, **{SCRATCH_VARIABLE: scratch})
     launcher.start_mpi()
     assert seen == [str(scratch)]
     assert os.environ["TMPDIR"] == "/elsewhere"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # The rooms of the house, each a folder or a module at the top: the lowest floor first,
 # with what it may import. A room imports only rooms that stand above it in this list.
 RUNTIME = tuple(f"runtime.{room}" for room in ("transport", "process", "tiles"))
-IR = ("errors", "base", "ir")
+IR = ("errors", "base", "ir.operators", "ir")
 COSTS = (*IR, "costs")
 PLANNER = (*COSTS, "messages", "options", "plan", "schedules", "planner")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("runtime.worker", "runtime.training"),
     ),
     # an operation on tiles is one function for the graph and for a rank
-    "ir": ("errors", "base", "nn", "messages", "runtime.tiles"),
+    "ir.operators": ("nn",),
+    "ir": ("errors", "base", "nn", "messages", "runtime.tiles", "ir.operators"),
     "costs": (*IR, "messages"),
     "frontend": (*COSTS, "runtime.tiles"),
     "planner": PLANNER,

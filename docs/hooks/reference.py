@@ -1,6 +1,7 @@
-"""The reference of commands and of plan.toml, from the code that reads them.
+"""The reference of commands, operators and plan.toml, from the code that reads them.
 
-A page asks for it by a comment: `<!-- reference: commands -->`, `plan` or `python`.
+A page asks for it by a comment: `<!-- reference: commands -->`, `plan`, `operators` or
+`python`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from typer.main import get_command
 
 import gemsc
 from gemsc.cli import make_app
+from gemsc.ir.operators.calls import FUNCTIONS, LAYERS
+from gemsc.ir.operators.table import HOW, OPERATORS
 from gemsc.launch.arguments import run_parser
 from gemsc.options import CompileOptions, flag
+from gemsc.passes.shards.rules import OTHERS
 from gemsc.plan import ENTRIES, Plan
 
 MARK = re.compile(r"^<!-- reference: (\w+) -->$", re.MULTILINE)
@@ -220,8 +224,48 @@ def python() -> str:
     return "\n\n".join(f"::: gemsc.{name}" for name in names)
 
 
+# operators
+
+WRITES = {
+    **dict.fromkeys(("batch_norm", "instance_norm"), "running statistics"),
+    **dict.fromkeys(("embedding", "embedding_bag"), "rows, with `max_norm`"),
+}
+
+
+def operators() -> str:
+    """Return the table of operators: names, and how tiles and shards compute them."""
+    named, rows = names_of_kinds(), dict[Row, list[str]]()
+    for kind, row in OPERATORS.items():
+        tiles = HOW[row.how] if row.how else "as a whole"
+        if not row.how and kind in ("chunk", "split", "unbind"):
+            tiles = "as the view that it is"
+        shards = code(row.equation.text) if row.equation is not None else ""
+        if not shards:
+            shards = "by its arguments" if kind in OTHERS else "whole"
+        writes = WRITES[kind] if row.writes else ""
+        called = [code(name) for name in named.get(kind, (kind,))]
+        rows.setdefault((tiles, shards, writes), []).extend(called)
+    found = [(", ".join(names), *cells) for cells, names in rows.items()]
+    return table(("operation", "on tiles", "on shards", "writes"), found)
+
+
+def names_of_kinds() -> dict[str, tuple[str, ...]]:
+    """Return the layers of each kind, or its functions where there are none."""
+    layers: dict[str, dict[str, None]] = {}
+    functions: dict[str, dict[str, None]] = {}
+    for cls, kind, _ in LAYERS:
+        name = re.sub(r"[123]d$", "Nd", cls.__name__)
+        layers.setdefault(kind.partition(":")[0], {})[name] = None
+    for function, (kind, _) in FUNCTIONS.items():
+        name = re.sub(r"[123]d(?=$|_)", "Nd", function.__name__)
+        functions.setdefault(kind.partition(":")[0], {})[name] = None
+    kinds = layers.keys() | functions.keys()
+    return {k: tuple(layers.get(k) or functions[k]) for k in kinds}
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     "commands": commands,
+    "operators": operators,
     "plan": plan,
     "python": python,
 }

@@ -9,6 +9,7 @@ import sys
 
 __all__ = [
     "MALLOC_SETTING",
+    "SCRATCH_VARIABLE",
     "end_with_launcher",
     "end_with_parent",
     "is_started_by_mpirun",
@@ -17,6 +18,8 @@ __all__ = [
     "return_large_blocks",
 ]
 
+# where Open MPI has its shared memory, on one machine: in the scratch folder of the job
+SCRATCH_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 # glibc: large pages for tensors. Copies from process to process are twice as fast, and
 # training a convolution was 15 % faster, one that unfolds 50 % (CPU, one thread). What
 # a step frees, up to 16 GiB, is kept for the next one, and not cleared by the system

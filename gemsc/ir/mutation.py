@@ -11,6 +11,8 @@ from torch import fx
 from torch.nn import functional
 
 from gemsc.ir import meta
+from gemsc.ir.operators.calls import call_of
+from gemsc.ir.operators.table import operator_of
 
 __all__ = [
     "SIZED",
@@ -43,29 +45,13 @@ _OPERATORS: dict[Any, Any] = {
 _NO_TWIN = frozenset(
     {"bernoulli", "random", "cauchy", "exponential", "geometric"}
     | {"elu", "celu", "selu", "rrelu"}
+    | {"embedding", "embedding_bag"}  # of their weights
 )
 _NO_TWIN_LAYERS = (torch.nn.ELU, torch.nn.CELU, torch.nn.SELU, torch.nn.RReLU)
-# Where they take the running statistics and the flag that they update them.
-_STATISTICS = ("running_mean", "running_var")
-_NORMS: dict[Any, tuple[str, ...]] = {
-    functional.batch_norm: ("input", *_STATISTICS, "weight", "bias", "training"),
-    functional.instance_norm: (
-        *("input", *_STATISTICS, "weight", "bias"),
-        "use_input_stats",
-    ),
-    **dict.fromkeys(
-        (torch.batch_norm, torch.ops.aten.batch_norm.default),
-        ("input", "weight", "bias", *_STATISTICS, "training"),
-    ),
-    **dict.fromkeys(
-        (torch.instance_norm, torch.ops.aten.instance_norm.default),
-        ("input", "weight", "bias", *_STATISTICS, "use_input_stats"),
-    ),
-}
-# They divide rows of their weight by norms that are larger than `max_norm`.
-_EMBEDDINGS: dict[Any, tuple[str, ...]] = {
-    functional.embedding: ("input", "weight", "padding_idx", "max_norm"),
-    functional.embedding_bag: ("input", "weight", "offsets", "max_norm"),
+_ATEN = torch.ops.aten
+_ALIKE: dict[Any, Any] = {
+    _ATEN.batch_norm.default: torch.batch_norm,
+    _ATEN.instance_norm.default: torch.instance_norm,
 }
 _EMBEDDING_LAYERS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 # methods that take no more of another value than its shape, and what takes sizes
@@ -86,12 +72,10 @@ def mutated_inputs(node: fx.Node, module: torch.nn.Module) -> tuple[fx.Node, ...
         return _nodes(_first(node)) if changed else ()
     if node.op not in ("call_function", "call_method"):
         return ()
-    if node.target in _NORMS:
-        return _running_statistics(node)
-    if node.target in _EMBEDDINGS:
-        given = _given(node, _EMBEDDINGS[node.target])
-        changed = given.get("max_norm") is not None
-        return _nodes(given["weight"]) if changed else ()
+    call = call_of(node, module, _ALIKE.get(node.target))
+    writes = operator_of(call).writes
+    if writes is not None and (written := writes(call)):
+        return _nodes(tuple(call.get(name) for name in written))
     if isinstance(node.target, torch._ops.OpOverload):
         return _written(node, node.target)
     if node.kwargs.get("out") is not None:
@@ -144,7 +128,7 @@ def functional_twin(node: fx.Node) -> tuple[Any, dict[str, Any]] | None:
     """Return target and keyword arguments of the same call without the change."""
     target: Any = node.target
     name = str(getattr(target, "__name__", target))
-    if name.strip("_") in _NO_TWIN or target in _EMBEDDINGS:
+    if name.strip("_") in _NO_TWIN:
         return None
     kwargs = {key: v for key, v in node.kwargs.items() if key not in ("inplace", "out")}
     if len(kwargs) < len(node.kwargs):
@@ -196,10 +180,6 @@ def _first(node: fx.Node) -> Any:
     return node.args[0] if node.args else next(iter(node.kwargs.values()), None)
 
 
-def _given(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-
-
 def _memory(node: fx.Node) -> set[int]:
     dense = (t for t in meta.tensors(node) if t.layout is torch.strided)
     return {tensor.untyped_storage()._cdata for tensor in dense}
@@ -219,12 +199,3 @@ def _written(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...
             given = node.args[index] if index < len(node.args) else by_name
             found.extend(_nodes(given))
     return tuple(found)
-
-
-def _running_statistics(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the statistics that a normalization updates."""
-    names = _NORMS[node.target]
-    given = _given(node, names)
-    if not given.get(names[-1], node.target is functional.instance_norm):
-        return ()
-    return _nodes(tuple(given.get(name) for name in _STATISTICS))

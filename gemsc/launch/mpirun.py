@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from gemsc.base.process import MALLOC_SETTING, num_cores
+from gemsc.base.process import MALLOC_SETTING, SCRATCH_VARIABLE, num_cores
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, listed
-from gemsc.runtime.transport.launcher import SCRATCH
 
 __all__ = ["find_mpirun", "mpirun_command"]
 
@@ -158,5 +157,5 @@ def _one_machine_settings(scratch: Path | None) -> dict[str, str]:
     if scratch is not None:
         settings["PRTE_MCA_prte_tmpdir_base"] = str(scratch)
         settings["OMPI_MCA_orte_tmpdir_base"] = str(scratch)
-        settings[SCRATCH] = str(scratch)
+        settings[SCRATCH_VARIABLE] = str(scratch)
     return settings

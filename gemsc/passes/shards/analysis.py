@@ -11,17 +11,17 @@ from torch import Tensor, fx
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.holder import attribute
+from gemsc.ir.operators.calls import Call
+from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import StageShards
 from gemsc.passes.shards.equations import Roles
 from gemsc.passes.shards.factors import Dims, Factor, freeze, fresh, leaves
 from gemsc.passes.shards.rules import roles_of
-from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.cuts import cut
 
 __all__ = [
-    "WORDS",
     "Analysis",
     "Place",
     "analysis_of",
@@ -29,10 +29,6 @@ __all__ = [
     "place_of",
     "split_dim",
 ]
-
-
-# The letter of what is looked up by number: a rank has one run of that.
-WORDS = {"embedding": "v", "cross_entropy": "c"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ class Analysis:
     def _keep_words_together(self) -> None:
         """Let words be cut by their outermost factor alone: a rank has one run."""
         for node, call in self.calls.items():
-            if dim := self.roles[node].letters.get(WORDS.get(call.kind, "")):
+            if dim := self.roles[node].letters.get(operator_of(call).words):
                 for factor in leaves(dim)[1:]:
                     freeze([factor], "a rank's words would lie apart")
 

@@ -16,6 +16,7 @@ from torch import fx
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError, InternalError
 from gemsc.ir import meta
+from gemsc.ir.operators.table import NO_OPERATOR, OPERATORS
 from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.passes.shards.analysis import Analysis, cut_parts
 from gemsc.passes.shards.factors import Factor, leaves
@@ -30,7 +31,6 @@ __all__ = [
     "saved_by_cuts",
 ]
 
-NOUNS = {"attention": "head", "embedding": "word", "conv": "channel"}
 MUCH = 0.05  # of what the heaviest factor weighs: to leave that whole is refused
 LEAST = 1e-3  # of what it saves: what a factor weighs whose sums cost more than that
 
@@ -217,13 +217,14 @@ def kept_whole(name: str, keep_whole: Mapping[str, str]) -> str:
 
 def _noun(known: str, kind: str, letters: set[str]) -> str:
     """Return what a unit is called: a letter of attention's batch is a head."""
-    if known == "head" or kind not in NOUNS:
+    unit = OPERATORS.get(kind, NO_OPERATOR).unit
+    if known == "head" or not unit:
         return known
     if kind == "attention" and not letters & {"h", "b0"}:
         return known
     if kind == "embedding" and "v" not in letters:
         return known
-    return NOUNS[kind]
+    return unit
 
 
 def _weigh(

@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from gemsc.base.parts import Part
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
+from gemsc.ir.operators.calls import Call
 from gemsc.passes.shards.analysis import Analysis, cut_parts
 from gemsc.passes.shards.factors import Dims, Factor
-from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local

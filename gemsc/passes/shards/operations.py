@@ -14,8 +14,8 @@ from torch import fx
 from gemsc.base.boxes import Interval
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
+from gemsc.ir.operators.table import NO_OPERATOR, OPERATORS, operator_of
 from gemsc.ir.program import Barrier
-from gemsc.passes.shards.analysis import WORDS
 from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.spatial.emit import masked, on_tiles
@@ -60,10 +60,6 @@ def _same_call(x: Inside) -> Local:
 
 # --------------------------------------------------- parts of a tile's part
 
-# what the rules for tiles compute as addends, and what they compute of no parts
-_ADDENDS = frozenset({"conv", "conv_transpose", "linear", "matmul", "sum", "mean"})
-_OF_TILES = frozenset({"embedding", "cross_entropy", "attention", "addmm", "einsum"})
-
 
 def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
     """Compute a shard's part of what the rule for tiles computes of a tile's part.
@@ -71,8 +67,8 @@ def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
     Raises:
         Refused: the rule cannot, or looks at what shards cut.
     """
-    low = x.low
-    if kind in _OF_TILES or (x.is_summed and kind not in _ADDENDS):
+    low, operator = x.low, OPERATORS.get(kind, NO_OPERATOR)
+    if operator.gathered or (x.is_summed and not operator.addend):
         raise Refused("tiles and shards cut it")
     if any(low.flattened(source) is not None for source in sources):
         raise Refused("ranks have parts of it, and it is flattened")
@@ -252,7 +248,7 @@ def _as_added(x: Inside, bias: fx.Node) -> fx.Node:
 
 def _words(x: Inside) -> tuple[Interval, int]:
     """Return which words the rank has, and how many there are."""
-    words = x.analysis.roles[x.node].letters[WORDS[x.call.kind]]
+    words = x.analysis.roles[x.node].letters[operator_of(x.call).words]
     ((start, stop),) = x.cut([words])[x.low.place].intervals
     return (start, stop), size_of(words)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,29 +11,16 @@ from torch import Tensor, fx
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.ir.opaque import has_own_backward
+from gemsc.ir.operators.calls import ALONG, Call, call_of
+from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import Program
-from gemsc.nn import FrozenBatchNorm
 from gemsc.passes.shards.equations import Roles, solve
 from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, fresh, regroup, take
-from gemsc.passes.spatial.calls import ALONG, Call, call_of
 from gemsc.passes.spatial.classify import Probe
 
 __all__ = ["Lookup", "reason_at", "roles_of"]
 
 Lookup = Callable[[fx.Node | str], Dims]  # dimensions of a value, or of a parameter
-
-
-@dataclass(frozen=True)
-class Equation:
-    """An equation, and its operands' names among a call's arguments and parameters.
-
-    `sizes` are those of the letters of products. What `whole` says why is not cut.
-    """
-
-    text: str
-    operands: tuple[str, ...] = ("input", "weight", "bias")
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    whole: str = ""
 
 
 def roles_of(
@@ -47,7 +32,7 @@ def roles_of(
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if meta.glue(node) is not None or has_own_backward(node, program.module):
         return call, _unknown(call, dims, f"{reason} is not looked into")
-    equation = EQUATIONS[call.kind](call) if call.kind in EQUATIONS else None
+    equation = operator_of(call).equation_of(call)
     if equation is not None and isinstance(value, Tensor):
         operands = [_operand(call, name, dims) for name in equation.operands]
         roles = solve(equation.text, operands, shape, reason, equation.sizes)
@@ -78,150 +63,6 @@ def _operand(call: Call, name: str, dims: Lookup) -> Dims | None:
     if isinstance(getattr(call.layer, name, None), Tensor):
         return dims(f"{call.node.target}.{name}")
     return None
-
-
-# ------------------------------------------------------------- by equations
-
-
-def _convolution(call: Call) -> Equation | None:
-    differs = call.get("padding_mode", "zeros") != "zeros"
-    if meta.value(call.input).dim() != call.rank + 2:
-        return None
-    return Equation(
-        "n (g c+) *x!, (g o) c *k!, (g o) -> n (g o) *y",
-        sizes={"g": int(call.get("groups", 1))},
-        whole="only zeros are padded in parts" if differs else "",
-    )
-
-
-def _transposed(call: Call) -> Equation | None:
-    if meta.value(call.input).dim() != call.rank + 2:
-        return None
-    text = "n (g c+) *x!, (g c) o *k!, (g o) -> n (g o) *y"
-    return Equation(text, sizes={"g": int(call.get("groups", 1))})
-
-
-_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
-
-
-def _batch_norm(call: Call) -> Equation:
-    return Equation("n! c *x!, c, c, c, c -> n c *x", _STATISTICS)
-
-
-def _frozen_batch_norm(call: Call) -> Equation | None:
-    if not isinstance(call.layer, FrozenBatchNorm):
-        return None
-    return Equation("n c *x, c, c, c, c -> n c *x", _STATISTICS)
-
-
-def _group_norm(call: Call) -> Equation:
-    text = "n (g c!) *x!, (g c), (g c) -> n (g c) *x"
-    return Equation(text, sizes={"g": int(call["num_groups"])})
-
-
-def _last_normalized(call: Call) -> Equation:
-    shape = call["normalized_shape"]
-    count = 1 if isinstance(shape, int) else len(tuple(shape))
-    last = " ".join(f"h{place}!" for place in range(count))
-    return Equation(f"*b {last}, {last}, {last} -> *b {last}")
-
-
-def _matmul(call: Call) -> Equation:
-    names = ("input", "mat2" if "mat2" in call.arguments else "other")
-    left, right = (meta.value(call[name]).dim() for name in names)
-    first = "*b m k+" if left > 1 else "k+"
-    second = "*b k n" if right > 1 else "k"
-    rest = ("m " if left > 1 else "") + ("n" if right > 1 else "")
-    batch = "*b " if max(left, right) > 1 else ""
-    return Equation(f"{first}, {second} -> {batch}{rest}", names)
-
-
-def _addmm(call: Call) -> Equation:
-    scaled = call.get("beta", 1) != 1 or call.get("alpha", 1) != 1
-    names = ("mat1", "mat2", "input")
-    if "batch1" in call.arguments:
-        names = ("batch1", "batch2", "input")
-    k = "k!" if scaled else "k+"
-    text = f"*b m {k}, *b k n, *b m n -> *b m n"
-    if meta.value(call["input"]).dim() == 1:
-        text = f"m {k}, k n, n -> m n"
-    return Equation(text, names)
-
-
-def _attention(call: Call) -> Equation:
-    names = ("query", "key", "value", "attn_mask")
-    if not call.get("enable_gqa", False):
-        return Equation("*b q d!, *b k! d, *b k e, *b q k -> *b q e", names)
-    heads = int(meta.value(call["key"]).shape[-3])
-    mask = call.arguments.get("attn_mask")
-    lower = isinstance(mask, fx.Node) and meta.value(mask).dim() == 2
-    heads_of = "" if lower else "*b (h r) "
-    text = f"*b (h r) q d!, *b h k! d, *b h k e, {heads_of}q k -> *b (h r) q e"
-    return Equation(text, names, {"h": heads})
-
-
-def _embedding(call: Call) -> Equation:
-    whole = call.get("max_norm") is not None or any(
-        call.get(name, False) for name in ("sparse", "scale_grad_by_freq")
-    )
-    reason = "it looks at all words" if whole else ""
-    return Equation("*b, v+ h -> *b h", ("input", "weight"), whole=reason)
-
-
-def _cross_entropy(call: Call) -> Equation:
-    target = meta.value(call["target"])
-    names = ("input", "target")
-    if target.is_floating_point() or meta.value(call.input).dim() < 2:
-        return Equation("*x!, *y! -> ", names)
-    result = "n *x" if call.get("reduction", "mean") == "none" else ""
-    return Equation(f"n c *x, n *x -> {result}", names)
-
-
-def _einsum(call: Call) -> Equation | None:
-    text = call.node.args[0]
-    if not isinstance(text, str) or "->" not in text:
-        return None
-    left, right = text.replace(" ", "").split("->")
-    summed = set(left) - set(right) - set(",.")
-
-    def spaced(side: str) -> str:
-        words = re.findall(r"\.\.\.|\w", side)
-        marked = [f"{w}+" if w in summed else w for w in words]
-        return " ".join("*B" if word == "..." else word for word in marked)
-
-    sides = left.split(",")
-    diagonal = any(len(set(side)) < len(side.replace("...", ".")) for side in sides)
-    return Equation(
-        f"{', '.join(map(spaced, sides))} -> {spaced(right)}",
-        tuple(f"operand{place}" for place in range(len(sides))),
-        whole="it takes a diagonal" if diagonal else "",
-    )
-
-
-def _pooling(call: Call) -> Equation | None:
-    batched = call.detail == "" or meta.value(call.input).dim() == call.rank + 2
-    return Equation("n c *x! -> n c *y", ("input",)) if batched else None
-
-
-EQUATIONS: dict[str, Callable[[Call], Equation | None]] = {
-    "linear": lambda call: Equation("*b i+, o i, o -> *b o"),
-    "conv": _convolution,
-    "conv_transpose": _transposed,
-    "batch_norm": _batch_norm,
-    "channels": _frozen_batch_norm,
-    "group_norm": _group_norm,
-    "layer_norm": _last_normalized,
-    "rms_norm": _last_normalized,
-    "matmul": _matmul,
-    "addmm": _addmm,
-    "einsum": _einsum,
-    "attention": _attention,
-    "embedding": _embedding,
-    "cross_entropy": _cross_entropy,
-    "dropout": lambda call: Equation("*d -> *d", ("input",)),
-    **dict.fromkeys(("max_pool", "avg_pool", "adaptive_avg_pool"), _pooling),
-    "interpolate": _pooling,
-}
 
 
 # --------------------------------------------------------- by their arguments

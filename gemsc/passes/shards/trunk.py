@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from gemsc.errors import GemscError
 from gemsc.ir import meta
+from gemsc.ir.operators.table import operator_of
 from gemsc.ir.shards import StageShards
 from gemsc.passes.shards.analysis import Analysis, place_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
@@ -23,7 +24,6 @@ from gemsc.passes.shards.factors import Factor, leaves
 __all__ = ["choose_trunk"]
 
 GAIN = 0.05  # of a stage's seconds on a rank: what a split must save to be worth it
-SUMS = frozenset({"loss", "cross_entropy", "mean", "sum"})
 DIMS = {"batch": 0, "sequence": 1}
 
 Split = tuple[tuple[str, int], ...]
@@ -116,7 +116,8 @@ def _split(
 
 def _sums(analysis: Analysis, cut: set[Factor], node: fx.Node, factor: Factor) -> bool:
     """Whether a node outside of the regions sums over the factor."""
-    if node not in analysis.calls or analysis.calls[node].kind not in SUMS:
+    call = analysis.calls.get(node)
+    if call is None or not operator_of(call).adds_up:
         return False
     known = analysis.roots(node)
     return factor in known and not cut & known.keys()

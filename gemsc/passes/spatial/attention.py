@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from gemsc.passes.spatial.calls import Call
+from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.runtime import tiles

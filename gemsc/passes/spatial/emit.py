@@ -12,7 +12,8 @@ from torch import Tensor, fx
 
 from gemsc.base.boxes import Box
 from gemsc.base.parts import Part
-from gemsc.passes.spatial.calls import Call
+from gemsc.ir.operators.calls import Call
+from gemsc.ir.operators.table import operator_of
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Local, Lowering
 from gemsc.runtime import tiles
@@ -43,7 +44,8 @@ def call_again(
     yet its part of the result. An addend has no bias.
     """
     changed = _different(call, changes or {}) | call.groups
-    if low.is_addend and call.kind in _AS_FUNCTION:
+    as_function = call.kind == "linear" or operator_of(call).settings
+    if low.is_addend and as_function:
         source = inputs[call.input]
         return _as_function(low, call, axes, source, changed, partial=True)
     for source in call.node.all_input_nodes:
@@ -55,7 +57,7 @@ def call_again(
     settings: dict[str, Any] = {}
     if call.layer is not None:
         settings = {n: v for n, v in changed.items() if n not in call.names}
-    if settings and low.layers.is_shared(str(target)) and call.kind in _AS_FUNCTION:
+    if settings and low.layers.is_shared(str(target)) and as_function:
         source = inputs[call.input]
         return _as_function(low, call, axes, source, settings, partial=partial)
     if settings:
@@ -70,21 +72,6 @@ def call_again(
     return low.create(
         call.node, call.node.op, target, args, kwargs, axes, partial=partial
     )
-
-
-_AS_FUNCTION: dict[str, tuple[str, ...]] = {
-    "linear": (),
-    "conv": ("stride", "padding", "dilation", "groups"),
-    "conv_transpose": ("stride", "padding", "output_padding", "groups", "dilation"),
-    "max_pool": (
-        *("kernel_size", "stride", "padding"),
-        *("dilation", "ceil_mode", "return_indices"),
-    ),
-    "avg_pool": (
-        *("kernel_size", "stride", "padding"),
-        *("ceil_mode", "count_include_pad", "divisor_override"),
-    ),
-}
 
 
 def _as_function(
@@ -104,7 +91,7 @@ def _as_function(
     ]
     kwargs = {
         name: changed.get(name, call[name])
-        for name in _AS_FUNCTION[call.kind]
+        for name in operator_of(call).settings
         if name in call.arguments
     }
     if call.kind in ("conv", "conv_transpose"):

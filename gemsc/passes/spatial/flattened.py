@@ -20,15 +20,14 @@ from typing import Any
 from torch import fx
 
 from gemsc.ir.mutation import elements
-from gemsc.passes.spatial.calls import Call
+from gemsc.ir.operators.calls import Call
+from gemsc.ir.operators.table import operator_of
 from gemsc.passes.spatial.emit import call_again, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.passes.spatial.values import Flattened, whole_shape
 from gemsc.runtime import tiles
 
 __all__ = ["check", "join", "linear"]
-
-_REDUCTIONS = ("sum", "mean", "max", "min", "amax", "amin", "var", "std")
 
 
 def join(low: Lowering, node: fx.Node, source: fx.Node) -> Local:
@@ -71,7 +70,8 @@ def check(low: Lowering, call: Call, elementwise: bool) -> None:
         Refused: no rule computes it of values that are held with all dimensions.
     """
     node = call.node
-    if call.kind in ("linear", "softmax", "log_softmax", *_REDUCTIONS):
+    reduces = operator_of(call).does == "reduction"
+    if reduces or call.kind in ("linear", "softmax", "log_softmax"):
         return
     if call.kind not in ("dropout", "loss") and (call.kind or not elementwise):
         raise Refused("it needs a value flattened")

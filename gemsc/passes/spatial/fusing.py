@@ -22,8 +22,9 @@ from torch import Tensor, fx
 from gemsc.base.boxes import Box, everything, hull, intersection
 from gemsc.ir import meta
 from gemsc.ir.halos import Halos
+from gemsc.ir.operators.calls import call_of
+from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import Stage
-from gemsc.passes.spatial.calls import call_of
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import RULES
 from gemsc.passes.spatial.values import covers
@@ -32,27 +33,6 @@ __all__ = ["choose_fused"]
 
 Boxes = tuple[Box, ...]
 Wishes = dict[fx.Node, tuple[Boxes, ...]]  # by user: what it wants, with a halo
-
-# Kinds whose rules compute more than the tile's own part, if that is asked of them.
-WIDE_KINDS = frozenset(
-    [
-        "conv",
-        "conv_transpose",
-        "max_pool",
-        "avg_pool",
-        "lp_pool",
-        "interpolate",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "batch_norm",
-        "group_norm",
-        "instance_norm",
-        "dropout",
-        "channel_dropout",
-        "channels",
-        "cat",
-    ]
-)
 
 
 def choose_fused(low: Lowering, stages: Iterable[Stage], layers: int) -> Halos:
@@ -202,9 +182,9 @@ class _Chains:
             return False
         if not all(user in self._place for user in node.users):
             return False
-        kind = call_of(node, self._low.program.module).kind
-        if kind in RULES:
-            return kind in WIDE_KINDS
+        call = call_of(node, self._low.program.module)
+        if call.kind in RULES:
+            return operator_of(call).wide
         return node.target is not getitem and self._low.probe.is_pointwise(node)
 
     def _wanted(self, node: fx.Node, boxes: Boxes) -> dict[fx.Node, tuple[Boxes, ...]]:

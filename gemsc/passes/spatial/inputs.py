@@ -13,8 +13,9 @@ from gemsc.base.grid_shape import ALONE, GridShape
 from gemsc.ir import meta
 from gemsc.ir.halos import Wide
 from gemsc.ir.layout import Layout
+from gemsc.ir.operators.calls import call_of
+from gemsc.ir.operators.table import operator_of
 from gemsc.ir.program import GraphInput, Program
-from gemsc.passes.spatial.calls import call_of
 from gemsc.passes.spatial.classify import Probe
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.values import (
@@ -27,20 +28,6 @@ from gemsc.passes.spatial.values import (
 
 __all__ = ["Placeholders", "images_among"]
 
-_WINDOWS = frozenset(
-    [
-        "conv",
-        "conv_transpose",
-        "max_pool",
-        "avg_pool",
-        "lp_pool",
-        "adaptive_avg_pool",
-        "adaptive_max_pool",
-    ]
-)
-_RESIZES = frozenset(["interpolate", "pixel_shuffle", "pixel_unshuffle"])
-_PRODUCTS = frozenset(["addmm", "attention", "einsum", "embedding", "linear", "matmul"])
-_REDUCTIONS = frozenset(["amax", "amin", "max", "mean", "min", "std", "sum", "var"])
 Key = tuple[fx.Node, GridShape]  # a placeholder, the grid that uses it
 
 
@@ -227,13 +214,15 @@ def _met(start: fx.Node, module: nn.Module) -> Iterator[int]:
         node = waiting.pop()
         for user in node.users:
             call = call_of(user, module)
-            if call.kind in _WINDOWS:
-                yield call.rank if call.arguments.get("input") is node else 0
-            elif call.kind in _RESIZES:
+            does = operator_of(call).does
+            if does == "window":
+                moved = call.get("input"), call.get("indices")
+                yield call.rank if node in moved else 0
+            elif does == "resize":
                 yield len(whole_shape(node)) - 2
-            elif call.kind in _PRODUCTS or _is_layer(call.kind, call.layer):
+            elif does == "product" or _is_layer(call.kind, call.layer):
                 yield 0
-            elif call.kind not in _REDUCTIONS and user not in seen:
+            elif does != "reduction" and user not in seen:
                 seen.add(user)
                 waiting.append(user)
 

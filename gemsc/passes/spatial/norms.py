@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from gemsc.passes.spatial.calls import Call
+from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes, are_samples
 from gemsc.passes.spatial.emit import alike, call_again, masked, on_tiles
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused

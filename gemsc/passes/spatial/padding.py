@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from gemsc.base.boxes import Box
+from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.emit import crop
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused

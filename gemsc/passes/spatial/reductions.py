@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from gemsc.ir import meta
-from gemsc.passes.spatial.calls import Call
+from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, on_tiles, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from gemsc.base.boxes import Interval
+from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused

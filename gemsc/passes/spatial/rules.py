@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import partial
+from operator import getitem
 
 from torch import Tensor, fx
 
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.ir.opaque import opaque_of
+from gemsc.ir.operators.calls import ALONG, Call, call_of
+from gemsc.ir.operators.table import operator_of
 from gemsc.passes.spatial import (
     flattened,
     norms,
@@ -22,7 +24,6 @@ from gemsc.passes.spatial import (
     windows,
 )
 from gemsc.passes.spatial.attention import own_attention
-from gemsc.passes.spatial.calls import ALONG, Call, call_of
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 from gemsc.runtime import tiles
 
@@ -74,13 +75,6 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "cross_entropy": reductions.cross_entropy,
     "attention": own_attention,
 }
-# These cut a whole picture again: each tile computes its part of the result only.
-CUTS_AGAIN = frozenset({"conv", "conv_transpose", "max_pool", "avg_pool"})
-# Any operand of these may be the one that is cut; of all others the first must be.
-OF_ANY_OPERAND = CUTS_AGAIN | {
-    *("max_unpool", "addmm", "matmul", "attention", "cat", "stack", "max", "min"),
-    *("loss", "cross_entropy"),
-}
 
 
 def lower_call(low: Lowering, node: fx.Node, call: Call | None = None) -> Local:
@@ -91,8 +85,8 @@ def lower_call(low: Lowering, node: fx.Node, call: Call | None = None) -> Local:
     """
     call = call or call_of(node, low.program.module)
     sources = elements(node)
-    is_cut = any(low.axes(source) is not None for source in sources)
-    if not is_cut and (call.kind not in CUTS_AGAIN or not low.pictures):
+    operator, is_cut = operator_of(call), any(low.axes(s) is not None for s in sources)
+    if not is_cut and not (operator.cuts_again and low.pictures):
         return low.copy(node, None)
     if opaque_of(call.layer) is not None:
         raise Refused("its forward depends on data")
@@ -100,14 +94,14 @@ def lower_call(low: Lowering, node: fx.Node, call: Call | None = None) -> Local:
         _require_own_elements(low, node)
     if any(low.flattened(n) is not None and low.axes(n) is not None for n in sources):
         flattened.check(low, call, elementwise=low.probe.is_pointwise(node))
-    if node.target is operator.getitem:
+    if node.target is getitem:
         local = shapes.subscript(low, node)
         if local is not None:
             return local
     if call.kind in RULES:
         if not _has_tensor_input(call):
             raise Refused("its input is not a tensor")
-        if call.kind not in OF_ANY_OPERAND and low.axes(call.input) is None:
+        if not operator.any_operand and low.axes(call.input) is None:
             raise Refused("its first operand is whole, and another one is cut")
         return samples.by_sample(low, call) or RULES[call.kind](low, call)
     return _by_operators(low, node)

@@ -12,40 +12,18 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.ir import meta
-from gemsc.passes.spatial.calls import Call
+from gemsc.ir.operators.calls import Call
+from gemsc.ir.operators.table import operator_of
 from gemsc.passes.spatial.cuts import Axes, are_samples, fits
 from gemsc.passes.spatial.emit import call_again
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused
 
 __all__ = ["by_sample", "embedding", "product"]
 
-_KINDS = frozenset(
-    [
-        "channels",
-        "group_norm",
-        "interpolate",
-        "pad",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-    ]
-)
-_WINDOWS = frozenset(
-    [
-        "conv",
-        "conv_transpose",
-        "max_pool",
-        "max_unpool",
-        "avg_pool",
-        "lp_pool",
-        "adaptive_avg_pool",
-        "adaptive_max_pool",
-    ]
-)
-
 
 def by_sample(low: Lowering, call: Call) -> Local | None:
     """Run the call on the tile's samples; None if it does not treat samples alike."""
-    if call.kind not in _KINDS | _WINDOWS:
+    if not operator_of(call).by_sample:
         return None
     source = call.input
     axes = low.axes(source)
@@ -61,7 +39,7 @@ def by_sample(low: Lowering, call: Call) -> Local | None:
 
 def _has_samples(call: Call, dims: int) -> bool:
     """Whether the first of `dims` dimensions has samples that a call treats alike."""
-    if call.kind in _WINDOWS:
+    if operator_of(call).does == "window":
         return dims == call.rank + 2
     if call.kind == "pad":
         return len(call["pad"]) // 2 < dims

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from gemsc.base.boxes import Box, shape_of
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
+from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.calls import Call
 from gemsc.passes.spatial.cuts import Axes, are_samples, fits
 from gemsc.passes.spatial.emit import alike, call_again
 from gemsc.passes.spatial.flattened import join

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.boxes import Box, Interval, everything, hull, intersection
 from gemsc.ir import meta
+from gemsc.ir.operators.calls import Call, call_of
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.calls import Call, call_of
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
 from gemsc.passes.spatial.lowering import Local, Lowering, Refused

@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gemsc.base.process import is_started_by_mpirun
+from gemsc.base.process import SCRATCH_VARIABLE, is_started_by_mpirun
 from gemsc.errors import GemscError
 
-__all__ = ["SCRATCH", "check_launcher", "check_size", "is_first_started", "start_mpi"]
+__all__ = ["check_launcher", "check_size", "is_first_started", "start_mpi"]
 
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.launch
 TRANSPORTS = "OMPI_MCA_btl"
-SCRATCH = "OMPI_MCA_btl_sm_backing_directory"  # set by gemsc.launch on one machine
 SLURM_TASKS = "SLURM_STEP_NUM_TASKS"  # set by srun, in each task
 OF_OPEN_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"}
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -93,7 +92,7 @@ def _files_of_the_job() -> Iterator[None]:
     Where mpirun dies just then, Open MPI makes a folder that nobody would remove. Where
     these files are gone already, so is the job.
     """
-    folder, before = os.environ.get(SCRATCH), os.environ.get("TMPDIR")
+    folder, before = os.environ.get(SCRATCH_VARIABLE), os.environ.get("TMPDIR")
     if folder is None:  # of several hosts
         yield
         return

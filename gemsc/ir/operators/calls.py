@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import gemsc.nn
 
-__all__ = ["ALONG", "Call", "call_of"]
+__all__ = ["ALONG", "FUNCTIONS", "LAYERS", "Call", "call_of"]
 
 _CONV = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
@@ -77,12 +77,15 @@ class Call:
         return node
 
 
-def call_of(node: fx.Node, module: nn.Module) -> Call:
-    """Return a node's kind ("" if it has none) and its arguments by name."""
+def call_of(node: fx.Node, module: nn.Module, alike: Any = None) -> Call:
+    """Return a node's kind ("" if it has none) and its arguments by name.
+
+    `alike` is a function that takes the same, of a node whose own has no kind.
+    """
     if node.op == "call_module":
         return _describe_layer(node, module.get_submodule(str(node.target)))
-    table = _METHODS if node.op == "call_method" else _FUNCTIONS
-    target: Any = node.target
+    table = _METHODS if node.op == "call_method" else FUNCTIONS
+    target: Any = alike or node.target
     try:
         kind, names = table.get(target, ("", ""))
     except TypeError:  # not hashable
@@ -95,7 +98,7 @@ def call_of(node: fx.Node, module: nn.Module) -> Call:
 
 
 def _describe_layer(node: fx.Node, layer: nn.Module) -> Call:
-    for cls, kind, settings in _LAYERS:
+    for cls, kind, settings in LAYERS:
         if type(layer) is cls:
             arguments = {
                 name: getattr(layer, attribute)
@@ -214,6 +217,7 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
     yield "linear", "linear", "input weight bias"
     yield "einsum", "einsum", "equation"
     yield "embedding", "embedding", _EMBEDDING
+    yield "embedding_bag", "embedding_bag", "input weight offsets max_norm"
     yield "scaled_dot_product_attention", "attention", _ATTENTION
     for name in ("cat", "concat", "concatenate"):
         yield name, "cat", "tensors dim"
@@ -238,7 +242,7 @@ def _functions() -> Iterator[tuple[Any, str, str]]:
     )
 
 
-_FUNCTIONS: dict[Any, tuple[str, str]] = {
+FUNCTIONS: dict[Any, tuple[str, str]] = {
     function: (kind, names)
     for name, kind, names in _functions()
     for function in (getattr(torch, name, None), getattr(F, name, None))
@@ -246,7 +250,7 @@ _FUNCTIONS: dict[Any, tuple[str, str]] = {
 }
 _STATISTICS = "running_mean running_var"
 # In `torch` some take their arguments in another order than in `torch.nn.functional`.
-_FUNCTIONS |= {
+FUNCTIONS |= {
     operator.matmul: ("matmul", "input other"),
     torch.batch_norm: (
         "batch_norm",
@@ -260,10 +264,14 @@ _FUNCTIONS |= {
         "embedding",
         "weight input padding_idx scale_grad_by_freq sparse",
     ),
+    torch.embedding_bag: (
+        "embedding_bag",
+        "weight input offsets scale_grad_by_freq mode sparse",
+    ),
     F.softmax: ("softmax", "input dim _stacklevel dtype"),
     F.log_softmax: ("log_softmax", "input dim _stacklevel dtype"),
 }
-del _FUNCTIONS[torch.binary_cross_entropy_with_logits]
+del FUNCTIONS[torch.binary_cross_entropy_with_logits]
 _METHODS = _ALIKE
 
 
@@ -363,4 +371,4 @@ def _layers() -> Iterator[tuple[type[nn.Module], str, str]]:
     yield nn.CrossEntropyLoss, "cross_entropy", "reduction ignore_index label_smoothing"
 
 
-_LAYERS = tuple(_layers())
+LAYERS = tuple(_layers())
