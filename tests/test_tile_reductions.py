@@ -54,6 +54,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "amax of a view": lambda x: x.view(2, 3, -1).amax(2),
     "std of a reshape": lambda x: x.reshape(2, -1).std(1),
     "mean over channels of pixels": lambda x: x.flatten(2).mean(1),
+    "cumsum over rows": lambda x: x.cumsum(2),
+    "cumsum over columns": lambda x: torch.cumsum(x, dim=-1),
     "softmax over columns": lambda x: x.softmax(-1),
     "softmax over rows": lambda x: F.softmax(x, dim=2),
     "softmax over channels": lambda x: torch.softmax(x, 1),

@@ -366,7 +366,7 @@ OPERATORS: dict[str, Operator] = {
     "repeat": Operator(how="rows"),
     "roll": Operator(how="rows"),
     "flip": Operator(how="rows"),
-    **dict.fromkeys(("softmax", "log_softmax"), Operator(how="sums")),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum"), Operator(how="sums")),
     **dict.fromkeys(("sum", "mean"), replace(_REDUCES, addend=True)),
     **dict.fromkeys(("amax", "amin", "var", "std"), _REDUCES),
     **dict.fromkeys(("max", "min"), replace(_REDUCES, any_operand=True)),

@@ -57,6 +57,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "cat": shapes.concatenation,
     "stack": shapes.concatenation,
     **dict.fromkeys(ALONG, shapes.along),
+    "cumsum": partial(reductions.along_tiles, function=tiles.cumsum),
     "narrow": shapes.narrow,
     "repeat": shapes.repeat,
     "roll": shapes.roll,

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gemsc.base.boxes import Box
-from gemsc.runtime.tiles.collectives import TileGrid, rows
+from gemsc.runtime.tiles.collectives import TileGrid, all_reduce, rows
 from gemsc.runtime.tiles.norms import merged, widened
 
-__all__ = ["amax", "amin", "global_max", "softmax", "std", "var"]
+__all__ = ["amax", "amin", "cumsum", "global_max", "softmax", "std", "var"]
 
 
 def amax(
@@ -110,6 +110,17 @@ def softmax(
     """Return `value.softmax(dims)` over the tiles, or `log_softmax`."""
     result: Tensor = _Softmax.apply(value, grid.among(among), dims, log)  # type: ignore[no-untyped-call]
     return result
+
+
+def cumsum(
+    grid: TileGrid, value: Tensor, dims: tuple[int, ...], among: tuple[int, ...] = ()
+) -> Tensor:
+    """Return `value.cumsum(dim)` over the tiles, on top of what those before have."""
+    (dim,), tiles = dims, grid.among(among)
+    total = value.sum(dim, keepdim=True)
+    rows = [total if t == tiles.tile else total * 0 for t in range(tiles.num_tiles)]
+    totals = all_reduce(tiles, torch.stack(rows))
+    return value.cumsum(dim) + totals[: tiles.tile].sum(0)
 
 
 class _Extreme(torch.autograd.Function):
