@@ -334,7 +334,11 @@ def disturb(place: Place, minutes: float, draw: random.Random, report: Report) -
         if moment == "saving":
             job.wait_for(lambda: any(job.run.glob(SAVING)), START)  # noqa: B023
             time.sleep(draw.uniform(0, 0.02))
-        victim, code = job.end(victim, number)
+        try:
+            victim, code = job.end(victim, number)
+        except ProblemError as problem:
+            waited = job.run if moment == "start" else last_step(job.run)
+            raise ProblemError(f"at moment '{moment}' ({waited}), {problem}") from None
         report.endings[victim, number.name, code] += 1
     step = last_step(place.folder / "disturbed") + EPOCH
     job = place.start("disturbed", "--steps", step, *resume)
