@@ -33,6 +33,11 @@ def test_each_picture_is_there() -> None:
     assert {path.name for path in SCRIPT.parent.glob("*.svg")} == set(PICTURES)
 
 
+def test_what_no_command_draws_is_current() -> None:
+    path = SCRIPT.parent / "drawn" / "split.svg"
+    assert path.read_text(encoding="utf-8") == make.split_picture()
+
+
 @pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz")
 @pytest.mark.parametrize("command", [FIRST, *at_night(*REST)])
 def test_pictures_are_current(
