@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -37,6 +38,7 @@ from gemsc.runtime.process.status import (
     read_states,
     read_status,
 )
+from gemsc.runtime.process.stop import STOPPING, StopSignal
 from gemsc.runtime.process.watch import HangWatch
 from gemsc.runtime.training.arguments import parse_arguments
 from gemsc.runtime.transport.waiting import Awaited, wait, wait_of
@@ -379,3 +381,23 @@ def test_a_run_that_is_asked_to_leave_in_its_last_step_ends_as_ever(
     assert "stopped" not in out
     assert "held-out after epoch 1" in out
     assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_an_interrupt_that_is_swallowed_comes_after_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = {n: signal.getsignal(n) for n in (signal.SIGINT, *STOPPING)}
+    monkeypatch.setattr(StopSignal, "current", None)
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        StopSignal.catch(lambda reason: None)
+        StopSignal.check()
+        with contextlib.suppress(KeyboardInterrupt):  # as some code in C does
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        with pytest.raises(KeyboardInterrupt):
+            StopSignal.check()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -43,6 +43,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.number: int | None = None
         self.is_answered = False
+        self._is_interrupted = False
         self._time = 0.0
         self._ask: Callable[[str], None] = lambda reason: None
 
@@ -57,6 +58,14 @@ class StopSignal:
         cls.current._ask = ask
         for number in STOPPING:
             signal.signal(number, cls.current._come)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, cls.current._interrupt)
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise a KeyboardInterrupt that was lost: some code in C clears any error."""
+        if cls.current is not None and cls.current._is_interrupted:
+            raise KeyboardInterrupt
 
     @classmethod
     def answer(cls) -> None:
@@ -81,6 +90,10 @@ class StopSignal:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             self.number, self._time = number, now
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted = True
+        raise KeyboardInterrupt
 
     def is_overdue(self, now: float) -> bool:
         """Whether the step should have ended by now."""

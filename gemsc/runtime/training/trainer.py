@@ -247,6 +247,7 @@ class Trainer:
 
         Then save, and leave with exit code 75: who starts jobs may start it again.
         """
+        StopSignal.check()
         found = self.requests.agreed("leave")
         if found:
             StopSignal.answer()
