@@ -24,7 +24,9 @@ import pytest
 import torch
 from command_line import MODEL, Gemsc, gemsc_here
 
+from gemsc.base.draws import same_draws
 from gemsc.errors import GemscError
+from gemsc.ir.interpret import run_nodes
 from gemsc.launch.mpirun import find_mpirun
 
 
@@ -162,6 +164,17 @@ def in_double(default_dtype: None) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture
+def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that are threads (`tile_support`) draw what the model alone draws."""
+
+    def run(*args: Any) -> None:
+        with same_draws():
+            run_nodes(*args)
+
+    monkeypatch.setattr("tile_support.run_nodes", run)
 
 
 @functools.cache

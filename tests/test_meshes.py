@@ -6,10 +6,8 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tile_support
 import torch
 import torch.nn.functional as F
 from plan_support import metered_peaks
@@ -24,12 +22,11 @@ from torch import Tensor, nn
 from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
-from gemsc.ir.interpret import run_nodes
 from gemsc.planner.ending import held_gradients
 from gemsc.planner.from_plan import task_of
 from gemsc.verify.steps import compare, reference_steps
 
-pytestmark = pytest.mark.usefixtures("in_double")
+pytestmark = pytest.mark.usefixtures("in_double", "drawn_alike")
 PER_TEST = 6
 
 
@@ -63,17 +60,6 @@ def check(seed: int, make: Callable[[int], Case]) -> int:
         error.add_note(f"seed {seed}, {grid}: {model}")
         raise
     return len(step.programs[0].parts)
-
-
-@pytest.fixture(autouse=True)
-def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks, which are threads, draw what the model alone draws."""
-
-    def run(*args: Any) -> None:
-        with same_draws():
-            run_nodes(*args)
-
-    monkeypatch.setattr(tile_support, "run_nodes", run)
 
 
 @pytest.mark.parametrize("first", seeds(12, 300, PER_TEST))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import tile_support
 import torch
 import torch.nn.functional as F
 from random_branches import BranchCase, random_branches
@@ -19,24 +17,12 @@ from torch import Tensor, nn
 from gemsc.base.draws import same_draws
 from gemsc.base.grid_shape import GridShape
 from gemsc.errors import GemscError
-from gemsc.ir.interpret import run_nodes
 
 pytestmark = [
-    pytest.mark.usefixtures("in_double"),
+    pytest.mark.usefixtures("in_double", "drawn_alike"),
     pytest.mark.filterwarnings("ignore:Full backward hook"),
 ]
 PER_TEST = 3
-
-
-@pytest.fixture(autouse=True)
-def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks, which are threads, draw what the model alone draws."""
-
-    def run(*args: Any) -> None:
-        with same_draws():
-            run_nodes(*args)
-
-    monkeypatch.setattr(tile_support, "run_nodes", run)
 
 
 def run(case: BranchCase, whole: tuple[str, ...] = ()) -> tuple[Step, int]:

@@ -232,6 +232,8 @@ _ONE = ("input",)
 _NORM = ("input", "running_mean", "running_var", "weight", "bias")
 _WINDOW = Operator(does="window", how="halo", by_sample=True)
 _POOL = replace(_WINDOW, equation=Equation("n c *x! -> n c *y", _ONE), form=_batched)
+_OWN_POOL = replace(_POOL, cuts_again=True, any_operand=True, wide=True)
+_OF_POOL = ("kernel_size", "stride", "padding")
 _REDUCES = Operator(does="reduction", how="sums")
 _CONVOLUTION = replace(
     _WINDOW,
@@ -255,25 +257,12 @@ OPERATORS: dict[str, Operator] = {
         settings=("stride", "padding", "output_padding", "groups", "dilation"),
     ),
     "max_pool": replace(
-        _POOL,
-        cuts_again=True,
-        any_operand=True,
-        wide=True,
-        settings=(
-            *("kernel_size", "stride", "padding"),
-            *("dilation", "ceil_mode", "return_indices"),
-        ),
+        _OWN_POOL, settings=(*_OF_POOL, "dilation", "ceil_mode", "return_indices")
     ),
     "max_unpool": replace(_WINDOW, any_operand=True),
     "avg_pool": replace(
-        _POOL,
-        cuts_again=True,
-        any_operand=True,
-        wide=True,
-        settings=(
-            *("kernel_size", "stride", "padding"),
-            *("ceil_mode", "count_include_pad", "divisor_override"),
-        ),
+        _OWN_POOL,
+        settings=(*_OF_POOL, "ceil_mode", "count_include_pad", "divisor_override"),
     ),
     "lp_pool": replace(_WINDOW, wide=True),
     "adaptive_avg_pool": _POOL,

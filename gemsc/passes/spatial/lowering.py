@@ -51,6 +51,11 @@ Rule = Callable[["Lowering", fx.Node], Local | None]  # None: on another rank
 PartsOf = Callable[[fx.Node], tuple[Part, ...]]
 
 
+def _of_all(node: fx.Node) -> tuple[Part, ...]:
+    """Return that each rank of a tile has all of a value."""
+    return ()
+
+
 class Lowering:
     """The state of one run of SplitTiles: what is lowered so far, and the tools.
 
@@ -92,7 +97,7 @@ class Lowering:
         }
         self._env: dict[fx.Node, Local] = {}
         self._replaced: dict[fx.Node, Local] = {}  # see `instead`
-        self._cut: PartsOf | None = None  # see `sharing`
+        self._cut: PartsOf = _of_all  # see `sharing`
         self.is_addend = False
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
         self._flattened: dict[fx.Node, Flattened] = {}
@@ -252,7 +257,7 @@ class Lowering:
         try:
             yield
         finally:
-            self._cut, self.is_addend = None, False
+            self._cut, self.is_addend = _of_all, False
 
     @contextmanager
     def on_member(self, number: int) -> Iterator[None]:
@@ -418,7 +423,7 @@ class Lowering:
         Raises:
             Refused: the model returns it, or shards have parts of it.
         """
-        if self._cut is not None and self._cut(node):
+        if self._cut(node):
             raise Refused("ranks have parts of it, and it is flattened")
         if node in self.program.output.all_input_nodes:
             raise Refused("the model returns it flattened")
@@ -489,7 +494,7 @@ class Lowering:
         Raises:
             Refused: it is several boxes.
         """
-        parts = self._cut(node) if self._cut is not None else ()
+        parts = self._cut(node)
         if parts and parts[0].outer > 1:
             raise Refused("its mask is drawn for the whole value")
         return refined(self.result(node, axes), parts)[self.place]
@@ -521,8 +526,7 @@ class Lowering:
     ) -> Local:
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
-        if self._cut is not None:
-            parts = self._cut(like)
+        parts = self._cut(like) or parts
         self._describe(new, like, axes, parts)
         if op != "call_module" and (path := meta.layer(like)):
             meta.set_layer(new, path)
@@ -610,7 +614,7 @@ class Lowering:
 
         What leaves the stage needs a node of its own, for its own layout.
         """
-        parts = self._cut(old) if self._cut is not None else ()
+        parts = self._cut(old)
         is_other = any(new is local.node for local in self._env.values())
         if new.op == "placeholder" or is_other:
             if all(self._stage_of.get(user) == self._stage for user in old.users):
