@@ -63,7 +63,7 @@ class StopSignal:
 
     @classmethod
     def check(cls) -> None:
-        """Raise a KeyboardInterrupt that was lost: some code in C clears any error."""
+        """Raise a KeyboardInterrupt that got lost, as in C code that clears errors."""
         if cls.current is not None and cls.current._is_interrupted:
             raise KeyboardInterrupt
 
