@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -228,7 +228,7 @@ UP = GridCall("redistribute", (0, 1), (MessageEnd(1, 9, ("[0:1]",)),))
 DOWN = replace(UP, sends=(), receives=(MessageEnd(1, 9, ("[0:1]",)),))
 
 
-def tiles(*calls: Sequence[GridCall]) -> None:
+def tiles(*calls: Sequence[GridCall], placed: Sequence[Mapping[str, int]] = ()) -> None:
     """Prove one stage whose tiles, each on a rank, make these calls."""
     task = Task.chain((StageCost(1.0, 2.0),), (1,))
     (rank,) = ranks_of(
@@ -239,7 +239,8 @@ def tiles(*calls: Sequence[GridCall]) -> None:
         runs = {**rank.runs, (Kind.FORWARD, 0, 0): StageRun(calls=tuple(made))}
         sums = AllReduce("stage0", everyone), *ENDS
         steps = (*rank.actions, *sums)
-        ranks.append(RankStep(number, runs, steps, everyone))
+        own = placed[number] if placed else {}
+        ranks.append(RankStep(number, runs, steps, everyone, placed=own))
     prove(ranks, task, groups=[everyone], shared=shared_by(task))
 
 
@@ -269,6 +270,30 @@ def test_calls_of_some_tiles_wait_for_these_alone() -> None:
         tiles([first, third], [second, first], [third, second])  # round in a circle
     with pytest.raises(InternalError, match="rank 2 does nothing where the tile"):
         tiles([first, third], [first, second], [third])
+
+
+@pytest.mark.parametrize(
+    ("holders", "is_right"),
+    [
+        ((1, 1, 1, 1), True),  # one rank of four
+        ((0, 0, 2, 2), True),  # one rank of each of two tiles
+        ((1, 1, 3, 3), True),
+        ((0, 0, 0, 1), False),
+        ((0, 1, 2, 3), False),  # it would be alone on no rank
+        ((0, 0, 2, 3), False),
+        ((0, 2, 2, 2), False),
+        ((4, 4, 4, 4), False),
+    ],
+)
+def test_one_rank_of_each_tile_holds_a_branch(
+    holders: tuple[int, ...], is_right: bool
+) -> None:
+    placed = [{"one.b": holder} for holder in holders]
+    if is_right:
+        tiles([], [], [], [], placed=placed)
+        return
+    with pytest.raises(InternalError, match="holds branches as"):
+        tiles([], [], [], [], placed=placed)
 
 
 # -- memory and all-reduces ------------------------------------------------------------

@@ -278,7 +278,7 @@ def test_what_is_advised_for_sizes_that_depend_on_data_runs_on_tiles(
 
 class Sorted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sort(x, dim=-1).values.cumsum(-2) * x.cumsum(-1)
+        return torch.sort(x, dim=-1).values.cumsum(-2) * x.cumprod(-1)
 
 
 def test_an_unknown_operation_is_gathered_and_reported() -> None:

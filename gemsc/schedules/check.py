@@ -362,13 +362,12 @@ class _Proof:
             first = self.ranks[group[0]]
             said = [self.ranks[number].placed for number in group]
             for place, number in enumerate(group):
-                rank = self.ranks[number]
-                wanted = {}
+                rank, is_right, wanted = self.ranks[number], True, {}
                 for path, holder in first.placed.items():
                     count = len(group) // len({own.get(path) for own in said})
+                    is_right &= 0 <= holder < count > 1
                     wanted[path] = place - place % count + holder
-                there = {*wanted.values()} <= {*range(len(group))}
-                if rank.placed != wanted or not there:
+                if rank.placed != wanted or not is_right:
                     text = f"rank {number} holds branches as {rank.placed}, rank "
                     text += f"{first.rank} of its grid as {first.placed}"
                     raise self.wrong(rank.actions[0], text)
