@@ -203,3 +203,13 @@ def test_each_rank_drops_its_part_of_one_mask(tmp_path: Path) -> None:
     with same_draws():
         expected = reference_steps(model, F.mse_loss, batches, 2, torch.float64)
     assert compare(record, expected).worst < 1e-9
+
+
+def test_advice_where_there_are_no_branches_keeps_the_tiles() -> None:
+    x = torch.randn(2, 2, 8, 8)
+    with pytest.raises(GemscError, match="has no branches") as caught:
+        on_mesh(picture(), (x,), F.mse_loss, x, GridShape((2, 1), branches=2))
+    assert caught.value.help == (
+        "give each tile of this stage one rank: --ranks 2 without --branches, "
+        "or split its layers: --shards 2 --ranks 4"
+    )

@@ -14,7 +14,7 @@ from math import prod
 from typing import ClassVar
 
 from gemsc.base.elementwise import check_elementwise
-from gemsc.base.grid_shape import ALONE, BESIDE, GridShape
+from gemsc.base.grid_shape import BESIDE, GridShape
 from gemsc.costs.hardware import LinkSpeed
 from gemsc.errors import GemscError
 from gemsc.ir.flow import owned_tensors
@@ -149,7 +149,9 @@ class ChooseShards(Pass):
         """Return the error where the ranks of a stage have nothing to share."""
         grid, why = self.grids[stage], []
         given = [f"--{n} {grid.beside}" for n in BESIDE if getattr(grid, n) > 1]
-        advice = [f"give this stage one rank: {self._with(stage, ALONE)}"]
+        what = "each tile of this stage" if grid.tiles else "this stage"
+        alone = self._with(stage, GridShape(grid.tiles))
+        advice = [f"give {what} one rank: {alone}"]
         if grid.shards > 1:
             reasons = [f"{w.name}: {w.reason}" for w in found.whole[:3]]
             why += [f"nothing in stage {stage} can be cut", *reasons]
@@ -159,7 +161,7 @@ class ChooseShards(Pass):
             if best is not None:
                 why[-1] = f"stage {stage} gains nothing: {best.reason}"
         if grid.shards == 1:
-            layers = self._with(stage, GridShape(shards=grid.beside))
+            layers = self._with(stage, GridShape(grid.tiles, shards=grid.beside))
             advice.append(f"split its layers: {layers}")
         return GemscError(
             f"{' '.join(given)}: {'; '.join(why)}", help=", or ".join(advice)
