@@ -273,6 +273,18 @@ def test_calls_of_some_tiles_wait_for_these_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ((), "rank 0 does batch_norm .* with others"),
+        ((1,), "rank 1 does nothing where the tile on rank 0 does batch_norm"),
+    ],
+)
+def test_a_call_of_others_alone_is_found(ranks: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InternalError, match=message):
+        tiles([replace(ALL, ranks=ranks)], [])
+
+
+@pytest.mark.parametrize(
     ("holders", "is_right"),
     [
         ((1, 1, 1, 1), True),  # one rank of four

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,58 @@ class Written(Pooled):
         return y + self.seven(x) + self.one(x)
 
 
-@pytest.mark.parametrize("kind", [Pooled, Written])
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class OwnBackward(Pooled):
+    """One branch has a backward of the user's own, of what is gathered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Square.apply(self.three(x)).cumprod(-1)
+        return torch.maximum(torch.maximum(y, self.seven(x)), self.one(x))
+
+
+class Numbers(Pooled):
+    """The branches give numbers, which a sum joins."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.three(x), self.seven(x)
+        return a * (a.mean() + b.square().mean() + self.one(x).amax())
+
+
+class PooledSum(Pooled):
+    """A sum adds up what each tile has as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (F.adaptive_avg_pool2d(f(x), 1) for f in (self.seven, self.one))
+        return x[:, :1] * (a + b)
+
+
+class SameHalo(nn.Module):
+    """Branches on both ranks want the same rows of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.branches = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+@pytest.mark.parametrize(
+    "kind", [Pooled, PooledSum, Written, OwnBackward, Numbers, SameHalo]
+)
 @pytest.mark.parametrize("fuse", [0, 2])
 def test_branches_that_tiles_compute(kind: type[nn.Module], fuse: int) -> None:
     torch.manual_seed(0)

@@ -314,13 +314,15 @@ class _Proof:
         `left` are the calls of an action that each rank of the grid has not made yet.
         Ranks without something to give or to get do not take part.
         """
-        for calls in left.values():
-            if calls and all(_fits(calls[0], left.get(n)) for n in calls[0].ranks):
+        for number, calls in left.items():
+            ranks = calls[0].ranks if calls else ()
+            if number in ranks and all(_fits(calls[0], left.get(n)) for n in ranks):
                 together = {n: left[n].popleft() for n in calls[0].ranks}
                 self._messages_of_tiles(action, together)
                 return
         leader, first = next((n, calls[0]) for n, calls in left.items() if calls)
-        peer = next(n for n in first.ranks if not _fits(first, left.get(n)))
+        peers = (n for n in first.ranks if not _fits(first, left.get(n)))
+        peer = next(peers, leader)  # itself, if it is not among them
         other = next(iter(left.get(peer, ())), None)
         if peer in left and (other is None or other.method != first.method):
             text = f"rank {peer} does {other or 'nothing'} where the tile on rank "
