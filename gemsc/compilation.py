@@ -15,8 +15,6 @@ from gemsc.ir.program import Program
 from gemsc.plan import Plan
 from gemsc.schedules.loops import Step
 
-__all__ = ["Compilation", "TileProgram", "Traced"]
-
 
 @dataclass(frozen=True)
 class Traced:

@@ -19,8 +19,6 @@ from gemsc.viz.graph import draw_graph, render
 from gemsc.viz.report import write_report
 from gemsc.viz.timeline import write_timeline
 
-__all__ = ["CompiledProgram", "prove_files"]
-
 
 @dataclass(frozen=True, repr=False)
 class CompiledProgram:

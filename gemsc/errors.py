@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
-__all__ = ["GemscError", "InternalError", "SourceLocation", "UsageError", "one_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:

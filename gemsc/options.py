@@ -11,19 +11,6 @@ from typing import Any, TypeVar, cast
 from gemsc.base.grid_shape import ALONE, BESIDE, SPLITS, GridShape
 from gemsc.errors import GemscError, one_of
 
-__all__ = [
-    "AUTO",
-    "BALANCES",
-    "MEMORY_FORMATS",
-    "PRECISIONS",
-    "TRUNKS",
-    "CompileOptions",
-    "choose",
-    "flag",
-    "text_of",
-    "typed",
-]
-
 Entry = TypeVar("Entry")
 
 BALANCES = ("compute", "memory", "explicit", "auto")

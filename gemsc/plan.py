@@ -18,17 +18,6 @@ from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.base.units import show_micro_batches
 from gemsc.errors import GemscError
 
-__all__ = [
-    "ENTRIES",
-    "Plan",
-    "PlannedFork",
-    "PlannedStage",
-    "PlannedTransfer",
-    "PlannedWhole",
-    "cut_name",
-    "plan_file",
-]
-
 T = TypeVar("T")
 
 

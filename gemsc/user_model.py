@@ -32,8 +32,6 @@ from gemsc.slides.windows import SlidingWindows
 from gemsc.source.constants import RENAMED, ConstantsLoader
 from gemsc.weights.load import load_weights
 
-__all__ = ["UserModel", "load_user_model"]
-
 HOOKS = {  # called beside the steps of training, or in prediction
     "on_step": "on_step(trainer, report) on every rank",
     "on_epoch": "on_epoch(trainer, epoch, figures) on every rank",

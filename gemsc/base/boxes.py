@@ -7,18 +7,6 @@ from math import prod
 
 from gemsc.errors import InternalError
 
-__all__ = [
-    "Box",
-    "Interval",
-    "everything",
-    "hull",
-    "intersection",
-    "is_inside",
-    "shape_of",
-    "tile_boxes",
-    "volume",
-]
-
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 

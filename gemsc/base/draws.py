@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gemsc.base.dtypes import is_real, within
 from gemsc.base.rng import generator_lock, preserve_rng
 
-__all__ = ["QuietMode", "are_draws_same", "outside_draws", "same_draws"]
-
 _UNTAGGED = ("random_", "binomial", "_sample_dirichlet")
 _here = threading.local()
 

@@ -10,23 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "Autocast",
-    "as_real",
-    "autocasting",
-    "cast",
-    "cast_module",
-    "current_autocast",
-    "default_dtype",
-    "is_real",
-    "lowered",
-    "model_dtype",
-    "other_dtype",
-    "whole",
-    "within",
-]
-
-
 _HALF = (torch.float16, torch.bfloat16)
 
 Autocast = tuple[str, torch.dtype]  # type of device, and what matrices multiply in

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from gemsc.base.rng import generator_lock
 from gemsc.errors import GemscError
 
-__all__ = ["Factory", "check_elementwise", "updated_whole"]
-
 STEPS = 2  # one uses what the one before has left
 SIZES = (4, 6, 2, 2, 2)  # of what is tried, along each dimension
 ROUNDING = 1e-9  # in float64, relative to the largest step

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replaced", "sync", "write_text"]
-
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:

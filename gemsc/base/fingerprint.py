@@ -9,13 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "changed_definitions",
-    "fingerprint",
-    "names_at_run_time",
-    "source_fingerprints",
-]
-
 # a program may run with other data, another optimizer and other metrics than at
 # compile time: none of them is compiled in
 RUNTIME_ONLY = {

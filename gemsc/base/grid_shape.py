@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["ALONE", "BESIDE", "SPLITS", "GridShape"]
-
 BESIDE = ("shards", "branches")  # what ranks of a stage share besides pictures
 SPLITS = ("tiles", *BESIDE)
 

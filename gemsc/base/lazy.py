@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["loads"]
-
 
 def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` (PEP 562) for names that are in these modules."""

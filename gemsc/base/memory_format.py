@@ -16,17 +16,6 @@ from torch import Tensor, nn
 
 from gemsc.base.nests import Path, map_tensors, tensor_leaves
 
-__all__ = [
-    "CHANNELS_LAST",
-    "convert",
-    "converted",
-    "empty",
-    "format_of",
-    "is_laid_out",
-    "like_examples",
-    "to_format",
-]
-
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 
 

@@ -11,21 +11,6 @@ from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError, SourceLocation
 
-__all__ = [
-    "Fields",
-    "Inputs",
-    "Path",
-    "dense_leaves",
-    "map_tensors",
-    "named_tuple",
-    "normalize_inputs",
-    "num_samples",
-    "on_device",
-    "pair_error",
-    "tensor_leaves",
-    "with_attributes",
-]
-
 Path = tuple[str | int, ...]
 Inputs = tuple[Any, ...] | dict[str, Any]
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from gemsc.base.boxes import Interval
 
-__all__ = ["Part", "by_path", "holder_of", "make_whole", "parts_of", "sums_in_order"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -11,8 +11,6 @@ import torch
 from torch.nn.modules import transformer
 from torch.utils import checkpoint
 
-__all__ = ["plain_forward"]
-
 # what `checkpoint` enters around the forward, as this version of torch names it
 _WITHOUT_REENTRANCE = [
     name

@@ -7,17 +7,6 @@ import os
 import signal
 import sys
 
-__all__ = [
-    "MALLOC_SETTING",
-    "SCRATCH_VARIABLE",
-    "end_with_launcher",
-    "end_with_parent",
-    "is_started_by_mpirun",
-    "num_cores",
-    "outlast_signals",
-    "return_large_blocks",
-]
-
 # where Open MPI has its shared memory, on one machine: in the scratch folder of the job
 SCRATCH_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 # glibc: large pages for tensors. Copies from process to process are twice as fast, and

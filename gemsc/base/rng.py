@@ -11,16 +11,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = [
-    "generator_lock",
-    "may_draw",
-    "preserve_rng",
-    "seed_all",
-    "seed_of",
-    "seeded",
-    "torch_seeded",
-]
-
 # torch has one generator for all threads, and tests run ranks as threads
 generator_lock = threading.RLock()
 

@@ -14,8 +14,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from gemsc.errors import GemscError, SourceLocation
 
-__all__ = ["Keys", "TomlFile"]
-
 T = TypeVar("T")
 Keys = tuple[str | int, ...]  # names of tables and entries; numbers count `[[tables]]`
 

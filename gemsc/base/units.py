@@ -8,18 +8,6 @@ from math import ceil
 
 from gemsc.errors import GemscError
 
-__all__ = [
-    "parse_bytes",
-    "parse_seconds",
-    "show_bytes",
-    "show_enough_bytes",
-    "show_flops",
-    "show_long",
-    "show_micro_batches",
-    "show_ranks",
-    "show_seconds",
-]
-
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 DECIMAL = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 TIMES = ("us", "ms", "s")

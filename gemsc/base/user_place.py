@@ -9,8 +9,6 @@ from types import TracebackType
 
 from gemsc.errors import SourceLocation
 
-__all__ = ["is_users", "user_place"]
-
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from gemsc.base.dtypes import lowered
 
-__all__ = ["WeightedCall", "WeightedCalls"]
-
 _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
     F.conv1d: (1, False),
     F.conv2d: (2, False),

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["fit_seconds", "least_squares"]
-
 Array = npt.NDArray[np.float64]
 ROUNDS = 25
 NEGLIGIBLE = 1e-3  # what no sample owes a larger part of its time to is left out

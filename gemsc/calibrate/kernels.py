@@ -24,8 +24,6 @@ from gemsc.costs.operators import work_of
 from gemsc.costs.stopwatch import clock_of
 from gemsc.ir.work import Work
 
-__all__ = ["Effort", "Sample", "calibrate", "fit_all", "measure_operators"]
-
 Progress = Callable[[str, float], None]
 SWEEPS = 2  # over all operators
 CHUNK_BYTES = 2**28  # operators measured in turn; together far more than any cache

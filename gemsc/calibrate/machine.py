@@ -23,16 +23,6 @@ from gemsc.launch.launch import launch
 from gemsc.runtime.memory.offload import store_for
 from gemsc.runtime.transport.streams import streams_for
 
-__all__ = [
-    "base_of",
-    "calibrate_machine",
-    "check_output",
-    "measure_on_ranks",
-    "write_network",
-    "write_sharing",
-]
-
-
 HOST_BYTES = 2**26  # more than caches hold
 
 

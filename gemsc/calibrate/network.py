@@ -10,8 +10,6 @@ from gemsc.calibrate.fit import fit_seconds
 from gemsc.calibrate.kernels import rounded
 from gemsc.costs.hardware import Allreduce, LinkSpeed, Network
 
-__all__ = ["measured_network"]
-
 Times = Sequence[tuple[int, float]]
 
 

@@ -21,8 +21,6 @@ from gemsc.runtime.process.status import Status
 from gemsc.runtime.transport.mpi import MpiTransport
 from gemsc.runtime.transport.transport import Transport
 
-__all__ = ["is_rank", "main", "measure_network"]
-
 SIZES = (1024, 16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20)
 # what launchers of Open MPI, MPICH and Slurm tell a process
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE")

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FAMILIES", "AtenCall", "Draw"]
-
 _ATEN = torch.ops.aten
 POWERS = 0.4  # of the numbers of channels
 

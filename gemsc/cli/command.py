@@ -21,8 +21,6 @@ from gemsc.cli.settings import read_settings
 from gemsc.cli.terminal import say
 from gemsc.errors import GemscError, InternalError, UsageError
 
-__all__ = ["main", "make_app"]
-
 INTERRUPTED = 130  # exit code, as after any SIGINT
 # typer keeps click to itself: the base class of all errors in a command line
 Unreadable = cast(type[Exception], typer.BadParameter.__base__)

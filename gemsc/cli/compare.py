@@ -17,8 +17,6 @@ from gemsc.errors import GemscError
 from gemsc.viz.curves import curves
 from gemsc.viz.run_log import RunLog
 
-__all__ = ["compare_command", "draw_run"]
-
 
 @gives_json
 def compare_command(

@@ -37,8 +37,6 @@ from gemsc.user_model import UserModel, load_user_model
 from gemsc.viz.tables import notes, of_this_machine, show_candidates
 from gemsc.viz.tables import show as show_plan
 
-__all__ = ["compile_command", "compiled", "plan_command"]
-
 FILES = "Files"
 COMPARED = (
     "ranks",

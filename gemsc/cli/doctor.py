@@ -26,8 +26,6 @@ from gemsc.errors import GemscError
 from gemsc.launch.mpirun import find_mpirun
 from gemsc.verify.steps import verify_compiled
 
-__all__ = ["doctor_command"]
-
 Row = tuple[str, str, str]  # what it is, what is there, what to do where nothing is
 LIBRARY = """
 import mpi4py

@@ -23,8 +23,6 @@ from gemsc.importers.origin import Origin
 from gemsc.runtime.checkpoint.folder import MODEL
 from gemsc.weights.write import write_stream
 
-__all__ = ["export_command"]
-
 KINDS = (".safetensors", *READERS)
 
 

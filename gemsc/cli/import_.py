@@ -16,8 +16,6 @@ from gemsc.importers.network import READERS
 from gemsc.importers.options import ImportOptions
 from gemsc.importers.origin import MODEL_FILE
 
-__all__ = ["import_command"]
-
 
 def import_command(
     source: Annotated[

@@ -19,8 +19,6 @@ from gemsc.weights.source import WeightFiles
 from gemsc.weights.stage import NOT_OF_THE_MODEL
 from gemsc.weights.write import Entry, write_stream
 
-__all__ = ["import_weights"]
-
 
 def import_weights(directory: Path, path: Path) -> list[str]:
     """Replace a program's initial weights; return notes about what was converted.

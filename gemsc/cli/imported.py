@@ -16,8 +16,6 @@ from gemsc.importers.network import READERS, ImportedNetwork
 from gemsc.importers.origin import MODEL_FILE
 from gemsc.importers.write import counts
 
-__all__ = ["described", "imported", "refuse_older"]
-
 SHOWN = 5  # names in a line
 
 

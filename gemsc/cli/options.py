@@ -30,14 +30,6 @@ from gemsc.options import (
 from gemsc.planner.layout import PLACEMENTS
 from gemsc.schedules import SCHEDULES
 
-__all__ = [
-    "DEFAULTS",
-    "Model",
-    "ModelOrProgram",
-    "takes_options",
-    "typed_flags",
-]
-
 DEFAULTS = CompileOptions()
 FIELDS = {field.name: field for field in fields(CompileOptions)}
 HINTS = get_type_hints(CompileOptions)

@@ -27,8 +27,6 @@ from gemsc.slides.windows import Picture
 from gemsc.user_model import load_user_model
 from gemsc.weights.write import write_stream
 
-__all__ = ["predict_command"]
-
 DEVICES = ("auto", "cpu", "cuda")
 TIFF_SUFFIXES = (".tiff", ".tif")
 USUAL_OVERLAP = 64  # pixels, or an eighth of the window if that is less

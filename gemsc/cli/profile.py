@@ -20,8 +20,6 @@ from gemsc.cli.terminal import console, progress_bar
 from gemsc.errors import GemscError
 from gemsc.runtime.process.device import device_named
 
-__all__ = ["profile_command"]
-
 
 def profile_command(
     program: Annotated[

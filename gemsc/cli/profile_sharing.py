@@ -19,8 +19,6 @@ from gemsc.passes.share_device import share
 from gemsc.simulate.simulation import read_program
 from gemsc.viz.columns import column, fitted
 
-__all__ = ["check_sharing_options", "profile_sharing"]
-
 
 def check_sharing_options(program: Path | None, numbers: str) -> tuple[int, ...]:
     """Return the numbers of processes to measure, 1 among them; or none.

@@ -12,8 +12,6 @@ from gemsc.cli.terminal import Directory
 from gemsc.launch.arguments import run_parser
 from gemsc.launch.start import start
 
-__all__ = ["run_command"]
-
 
 def _show_help(wanted: bool) -> None:
     if wanted:

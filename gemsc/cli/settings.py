@@ -18,8 +18,6 @@ from gemsc.base.toml_file import TomlFile
 from gemsc.cli.terminal import say
 from gemsc.errors import one_of
 
-__all__ = ["COMMANDS", "read_settings"]
-
 COMMANDS = ("compile", "run")
 FILES = {"gemsc.toml": (), "pyproject.toml": ("tool", "gemsc")}  # first come, and where
 

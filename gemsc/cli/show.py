@@ -35,8 +35,6 @@ from gemsc.viz.tables import show as show_plan
 from gemsc.viz.timeline import write_timeline
 from gemsc.viz.trace import trace_text
 
-__all__ = ["graph_command", "show_command", "timeline_command"]
-
 
 @gives_json
 def show_command(

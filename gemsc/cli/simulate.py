@@ -30,8 +30,6 @@ from gemsc.simulate.simulation import (
 from gemsc.simulate.table import show_points
 from gemsc.user_model import UserModel, load_user_model
 
-__all__ = ["simulate_command"]
-
 CHANGED = (
     *("hardware", "schedule", "micro_batches", "times", "chunks", "placement"),
     *("balance", "tiles", "shards", "branches", "trunk", "whole", "shard_optimizer"),

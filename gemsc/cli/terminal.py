@@ -25,17 +25,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-__all__ = [
-    "Answer",
-    "Directory",
-    "console",
-    "gives_json",
-    "pass_line",
-    "progress_bar",
-    "say",
-    "with_name",
-]
-
 UNCUT = 10_000  # characters of a line where no terminal's width cuts it
 QUIET_SECONDS = 30.0  # where nobody watches, what ends sooner needs no lines
 

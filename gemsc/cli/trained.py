@@ -21,8 +21,6 @@ from gemsc.weights.source import WeightFiles
 from gemsc.weights.stage import NOT_OF_THE_MODEL
 from gemsc.weights.write import Entry
 
-__all__ = ["Trained", "import_folder", "load_trained", "program_of", "trained_model"]
-
 
 @dataclass(frozen=True)
 class Trained:

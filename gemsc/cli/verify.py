@@ -21,8 +21,6 @@ from gemsc.verify.runs import OPTIONS, verify_run
 from gemsc.verify.steps import Comparison, verify_program
 from gemsc.viz.tables import show_activations
 
-__all__ = ["verify_command"]
-
 JUDGED = {"exact": "exact", "NOT EXACT": "wrong", "not decided": "undecided"}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 

@@ -22,8 +22,6 @@ from gemsc.ir.program import GraphInput, Program, Transfer
 from gemsc.messages.exchange import Exchange
 from gemsc.planner.tiles import ends
 
-__all__ = ["Constants"]
-
 
 class Constants:
     """Names and writes the constants.

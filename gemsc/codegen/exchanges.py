@@ -20,8 +20,6 @@ from gemsc.ir.program import Program
 from gemsc.messages.exchange import Exchange
 from gemsc.runtime import tiles
 
-__all__ = ["exchanges_of", "gathers_of", "note_of", "wish_of"]
-
 # how the sides of a box are called, with two axes of tiles
 SIDES = (("row", "up", "down"), ("column", "left", "right"))
 

@@ -25,19 +25,6 @@ from gemsc.messages.exchange import Exchange
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.windows import AxisWindows, Resize
 
-__all__ = [
-    "NAMESPACES",
-    "Named",
-    "UserObject",
-    "access",
-    "as_tuple",
-    "expression",
-    "is_attribute",
-    "literal",
-    "quoted",
-    "structure_text",
-]
-
 PREFIXED = 7
 POWER = 8
 ATOM = 9

@@ -20,8 +20,6 @@ from gemsc.errors import SourceLocation
 from gemsc.ir import meta
 from gemsc.ir.flow import StageFlow, base_name, inner_flow
 
-__all__ = ["write_forwards"]
-
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 RESERVED = (
     *("self", "torch", "nn", "F", "Tensor", "operator", "device", "dtype", "user"),

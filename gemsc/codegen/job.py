@@ -12,8 +12,6 @@ from gemsc.base.process import MALLOC_SETTING
 from gemsc.base.units import show_bytes
 from gemsc.plan import Plan
 
-__all__ = ["job_script"]
-
 SCRIPT = Template("""\
 #!/bin/bash
 # Train on a cluster with Slurm:  sbatch job.sbatch --epochs 10

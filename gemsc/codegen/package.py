@@ -14,8 +14,6 @@ from gemsc.compilation import Compilation
 from gemsc.errors import GemscError
 from gemsc.weights.write import write_tensors
 
-__all__ = ["check_target", "rank_modules", "write_directory"]
-
 BESIDE = ".gemsc-"  # the folder in which a program is written
 MAIN = '''"""Start one rank: mpirun -n {ranks} python {name}, or gemsc run {name}."""
 

@@ -22,8 +22,6 @@ from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.loops import Loop, Step
 from gemsc.schedules.paths import skipping
 
-__all__ = ["write_rank"]
-
 FROM_RUNTIME = (
     *("AxisWindows", "Exchange", "Grid", "GridMessage", "Input", "Message"),
     *("Part", "RankProgram", "Resize", "Run", "TileValue", "Tiles", "Value", "Worker"),

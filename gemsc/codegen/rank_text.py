@@ -17,8 +17,6 @@ from gemsc.ir.program import GraphInput, Program, Segment, Transfer
 from gemsc.schedules.action import Kind
 from gemsc.schedules.loops import Step, expand
 
-__all__ = ["RankText", "RunText", "Segments", "StageText", "rank_text"]
-
 TRUNKS = {
     "whole": "what is between is whole",
     "batch": "what is between is split by samples",

@@ -47,8 +47,6 @@ from gemsc.schedules.rank_step import (
     Step,
 )
 
-__all__ = ["read_ranks"]
-
 CLASSES = (
     *(Exchange, GridMessage, Input, Message, Part, RankProgram, Run, Tiles, TileValue),
     Value,

@@ -21,8 +21,6 @@ from gemsc.ir.mutation import mutated_state
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program
 
-__all__ = ["write_stage"]
-
 
 def write_stage(writer: Writer, stage: StageText, named: Named) -> None:
     """Write the class; `named` gives the names of what stands at the module's top."""

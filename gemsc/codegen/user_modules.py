@@ -23,8 +23,6 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.ir.layers import layer_source
 from gemsc.ir.opaque import Opaque
 
-__all__ = ["tensor_source", "user_module_source"]
-
 _INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = (
     "_forward_hooks",

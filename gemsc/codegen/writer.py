@@ -9,15 +9,6 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = [
-    "Names",
-    "Writer",
-    "columns",
-    "comment",
-    "in_docstring",
-    "split_arguments",
-]
-
 WIDTH = 88
 INDENT = "    "
 CALLED = re.compile(r"[\w)\]}\"'][(]$")  # what stands before arguments

@@ -27,8 +27,6 @@ from functools import cache
 
 from gemsc.costs.hardware import Network
 
-__all__ = ["ROUNDS", "Round", "Sum", "allreduce", "reduce_scatter", "sum_seconds"]
-
 BUCKET_BYTES = 8 * 2**20  # the most that the runtime sums at once
 MOST_EXCHANGES = 16  # rounds of an exchange that are looked at
 

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from gemsc.base.nests import dense_leaves
 
-__all__ = ["GradientFlow", "MadeBytes"]
-
 
 @dataclass(slots=True)
 class MadeBytes:

@@ -13,17 +13,6 @@ from gemsc.base.files import write_text
 from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.errors import GemscError
 
-__all__ = [
-    "DEFAULT_HARDWARE",
-    "Allreduce",
-    "Device",
-    "Hardware",
-    "LinkSpeed",
-    "Network",
-    "read_hardware",
-    "shipped_hardware",
-]
-
 DEFAULT_HARDWARE = "cpu-core"
 ALGORITHMS = ("auto", "ring", "tree", "halving-doubling")
 

@@ -18,8 +18,6 @@ from torch.utils.flop_counter import flop_registry
 from gemsc.base.memory_format import format_of
 from gemsc.ir.work import Work
 
-__all__ = ["draws", "family", "runs_a_kernel", "work_of"]
-
 _ATEN = torch.ops.aten
 _FREE = frozenset(
     {_ATEN._unsafe_view, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided}

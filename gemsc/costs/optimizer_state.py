@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 from gemsc.base.cost import StateBytes
 from gemsc.base.elementwise import Factory
 
-__all__ = ["optimizer_bytes"]
-
 
 def optimizer_bytes(
     parameters: Mapping[str, nn.Parameter], factory: Factory | None

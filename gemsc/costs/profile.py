@@ -22,8 +22,6 @@ from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Block, Program
 
-__all__ = ["BlockTimes", "Progress", "time_nodes"]
-
 Values = dict[fx.Node, Any]
 Progress = Callable[[str, float], None]
 PATIENCE = 3  # times as many runs at most, until memory stops growing

@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["SharedDevice"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDevice:

@@ -20,8 +20,6 @@ from gemsc.ir.program import Program
 from gemsc.ir.shape_grid import ShapeGrid
 from gemsc.messages.exchange import Exchange
 
-__all__ = ["signature"]
-
 
 def signature(program: Program) -> Hashable:
     """Return which operators a program runs, on tensors of which sizes."""

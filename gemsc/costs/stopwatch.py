@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["clock_of"]
-
 
 def clock_of(device: str) -> Callable[[], float]:
     """Return a function that gives seconds.

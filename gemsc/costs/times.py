@@ -6,8 +6,6 @@ from gemsc.costs.hardware import Device
 from gemsc.costs.operators import family
 from gemsc.ir.work import Work
 
-__all__ = ["seconds"]
-
 MULTIPLIES = frozenset({"convolution", "matmul", "attention"})
 
 

@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attention_of"]
-
 _Attention = tuple[Tensor, Tensor | None]
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 

@@ -28,8 +28,6 @@ from gemsc.ir.mutation import changed_by_layer, mutated_inputs
 from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 
-__all__ = ["check_against_eager"]
-
 _SEED = 0
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
 # A gradient that is zero but for rounding (a bias before a BatchNorm) has no scale of

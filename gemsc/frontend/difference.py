@@ -19,8 +19,6 @@ from gemsc.frontend.user_code import user_line
 from gemsc.ir.interpret import run_node
 from gemsc.ir.meta import location
 
-__all__ = ["ValuesByLine", "first_difference"]
-
 _ENOUGH = 1e-4  # of a sum's size: what is wrong is off by more, roundings by less
 
 

@@ -15,8 +15,6 @@ from gemsc.errors import GemscError
 from gemsc.ir import meta
 from gemsc.ir.meta import Dtypes, TypedNumber
 
-__all__ = ["mark_dtypes"]
-
 
 class _DifferentError(Exception):
     """The two graphs differ in more than dtypes."""

@@ -16,8 +16,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from gemsc.errors import GemscError
 from gemsc.frontend.user_code import failing_line
 
-__all__ = ["deep_copy", "failures", "in_mode", "set_training"]
-
 
 def in_mode(training: bool) -> str:
     """Return how the model runs, in words: many fail in evaluation only."""

@@ -30,8 +30,6 @@ from gemsc.ir.meta import Region, TensorSpec
 from gemsc.ir.opaque import Opaque
 from gemsc.ir.program import GraphInput, Program
 
-__all__ = ["export"]
-
 _MODEL = "gemsc_model"
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 

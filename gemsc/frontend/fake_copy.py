@@ -18,14 +18,6 @@ from gemsc.frontend.eager import deep_copy
 from gemsc.ir.fake import fake_parameters
 from gemsc.ir.layers import layer_source
 
-__all__ = [
-    "LOSS",
-    "FakeCopy",
-    "copy_on_fakes",
-    "fake_input",
-    "reject_unsupported",
-]
-
 _MOST_NUMBERS = 64  # of a buffer that forward may ask for them
 LOSS = "_loss"  # the path of a loss that is a module
 

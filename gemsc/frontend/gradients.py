@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from gemsc.errors import GemscError
 
-__all__ = ["CHUNK", "Gradients", "chunks_of"]
-
 CHUNK = 2**20  # elements that are looked at at once
 
 

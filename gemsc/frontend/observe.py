@@ -21,8 +21,6 @@ from gemsc.ir.meta import TensorSpec
 from gemsc.ir.opaque import Given, OpaqueCall, givens, what_is_taken
 from gemsc.ir.work import Work
 
-__all__ = ["Watch", "detached"]
-
 _CONSTANTS = (type(None), str, torch.dtype, torch.device)
 
 

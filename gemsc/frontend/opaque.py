@@ -17,8 +17,6 @@ from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.observe import Watch, detached
 from gemsc.ir.opaque import Opaque
 
-__all__ = ["DependsOnDataError", "FailsOnFakesError", "Leaves"]
-
 
 class DependsOnDataError(GemscError):
     """Forward needs data. `path` is the innermost module that runs ("" the model)."""

@@ -11,8 +11,6 @@ from torch import nn
 from gemsc.errors import GemscError
 from gemsc.frontend.eager import failures
 
-__all__ = ["check_optimizer"]
-
 
 def check_optimizer(
     parameters: Mapping[str, nn.Parameter],

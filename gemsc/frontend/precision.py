@@ -8,8 +8,6 @@ from torch import nn
 from gemsc.base.dtypes import Autocast, is_real
 from gemsc.errors import GemscError
 
-__all__ = ["autocast_of"]
-
 
 def autocast_of(model: nn.Module, precision: str) -> Autocast | None:
     """Return what a model runs within: nothing in "float32".

@@ -50,8 +50,6 @@ from gemsc.ir.meta import TensorSpec, location, region
 from gemsc.ir.opaque import Opaque, OpaqueLeaf
 from gemsc.ir.program import GraphInput, Program
 
-__all__ = ["record"]
-
 _DEPENDS_ON_TRAINING = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,

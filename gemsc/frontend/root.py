@@ -12,8 +12,6 @@ from gemsc.frontend.fake_copy import LOSS
 from gemsc.frontend.writer import CONSTANTS
 from gemsc.ir.holder import with_graph
 
-__all__ = ["make_root"]
-
 
 def make_root(
     model: nn.Module, loss: Any, constants: dict[str, torch.Tensor]

@@ -13,8 +13,6 @@ from torch._jit_internal import boolean_dispatched
 
 from gemsc.errors import GemscError
 
-__all__ = ["TargetCall", "describe_call", "is_ignored"]
-
 TargetCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 """(op, target, args, kwargs) of an FX node, with tensors in the arguments."""
 

@@ -35,8 +35,6 @@ from gemsc.ir.mutation import call_mutates
 from gemsc.ir.opaque import Opaque, stand_in
 from gemsc.runtime.tiles import must_be
 
-__all__ = ["Tracer", "TracerFakeMode"]
-
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 _DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)

@@ -19,15 +19,6 @@ import torch
 
 from gemsc.errors import SourceLocation
 
-__all__ = [
-    "UserLine",
-    "failing_line",
-    "guarded",
-    "is_user_file",
-    "printed_line",
-    "user_line",
-]
-
 _FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[1])  # torch, gemsc
 _SKIPPED = tuple(f"{folder}/" for folder in _FOLDERS)
 # It stands for a function of torch: it says what values are called, and not where.

@@ -16,8 +16,6 @@ from gemsc.base.nests import Inputs, Path, named_tuple
 from gemsc.errors import GemscError
 from gemsc.ir.program import DataclassValue, Slot
 
-__all__ = ["Returned", "input_names", "output_notes", "returned"]
-
 _CONSTANTS = (
     type(None),
     bool,

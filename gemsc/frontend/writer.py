@@ -24,8 +24,6 @@ from gemsc.ir import meta
 from gemsc.ir.meta import Region
 from gemsc.ir.mutation import call_mutates
 
-__all__ = ["CONSTANTS", "GraphWriter", "fixed_nodes"]
-
 CONSTANTS = "_constants"  # the path of tensors that are neither parameter nor buffer
 _LITERALS = (
     type(None),

@@ -15,8 +15,6 @@ from gemsc.importers.origin import WEIGHTS_FILE, Origin
 from gemsc.importers.weight import Array, to_numpy
 from gemsc.weights.source import WeightFiles
 
-__all__ = ["write_back"]
-
 SHOWN = 5  # names in a note
 Shapes = Mapping[str, tuple[int, ...]]
 

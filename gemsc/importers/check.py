@@ -11,8 +11,6 @@ from gemsc.errors import GemscError
 from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.weight import Array, to_torch
 
-__all__ = ["compared"]
-
 WITHIN = 1e-3  # of the largest output; in float32 they differ by 1e-6
 
 

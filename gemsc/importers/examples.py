@@ -18,8 +18,6 @@ from gemsc.importers.expression import names_in, one_line
 from gemsc.importers.forward import used_lines
 from gemsc.importers.sheet import Sheet, Symbol, sheet_of
 
-__all__ = ["examples"]
-
 
 def examples(sheet: Sheet) -> list[str]:
     """Return an expression for each input of a network."""

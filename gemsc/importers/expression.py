@@ -13,8 +13,6 @@ from typing import Any
 
 from gemsc.codegen.writer import Writer, columns
 
-__all__ = ["literal_text", "names_in", "one_line", "parsed", "write_statement"]
-
 OPERATORS: dict[type[ast.AST], tuple[str, int]] = {
     ast.Or: ("or", 1),
     ast.And: ("and", 2),

@@ -38,8 +38,6 @@ from gemsc.importers.write import INSTALLED, model_source
 from gemsc.weights.facts import facts_of
 from gemsc.weights.write import Entry, write_stream
 
-__all__ = ["default_folder", "import_file", "import_once"]
-
 
 def default_folder(path: Path) -> Path:
     """Return where a file is imported to: unet_keras beside unet.keras."""

@@ -13,8 +13,6 @@ from gemsc.errors import InternalError
 from gemsc.importers.expression import names_in, parsed, write_statement
 from gemsc.importers.sheet import Line, Sheet
 
-__all__ = ["used_lines", "write_forward"]
-
 LONGEST_NOTE = 60  # columns
 LONGEST_TARGETS = 60
 MOST_KINDS = 4  # in an annotation

@@ -16,8 +16,6 @@ from gemsc.importers.options import ImportOptions
 from gemsc.importers.sheet import Sheet
 from gemsc.importers.weight import FileTensors
 
-__all__ = ["READERS", "ImportedNetwork", "read"]
-
 # the function of each kind of file, and what pip installs for it
 READERS = {
     ".keras": ("gemsc.importers.keras.read", "read_keras", "gemsc[keras]"),

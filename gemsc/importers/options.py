@@ -8,8 +8,6 @@ from pathlib import Path
 
 from gemsc.errors import GemscError
 
-__all__ = ["ImportOptions"]
-
 
 @dataclass(frozen=True)
 class ImportOptions:

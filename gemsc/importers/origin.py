@@ -25,15 +25,6 @@ from gemsc.errors import GemscError
 from gemsc.importers.options import ImportOptions
 from gemsc.weights.facts import FileFacts, facts_of
 
-__all__ = [
-    "MODEL_FILE",
-    "ORIGINAL",
-    "ORIGIN_FILE",
-    "WEIGHTS_FILE",
-    "Origin",
-    "check_inside",
-]
-
 ORIGIN_FILE, MODEL_FILE = "import.toml", "model.py"
 WEIGHTS_FILE, ORIGINAL = "weights.safetensors", "original"
 HEAD = "# Written by gemsc import; gemsc export needs it, and the folder original.\n"

@@ -32,8 +32,6 @@ from gemsc.codegen.writer import Names
 from gemsc.errors import GemscError, InternalError
 from gemsc.importers.weight import Weight
 
-__all__ = ["LONGEST", "Line", "Sheet", "Symbol", "after_parent", "sheet_of"]
-
 # what the text of a line may name besides values and self
 SPACE = {"torch": torch, "nn": nn, "F": F, "math": math, "gemsc": gemsc}
 UNREADABLE = ("l", "I", "O")  # as names: they look like digits

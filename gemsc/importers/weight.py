@@ -17,17 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = [
-    "Array",
-    "FileTensor",
-    "FileTensors",
-    "Weight",
-    "constant",
-    "same",
-    "to_numpy",
-    "to_torch",
-]
-
 Array = NDArray[Any]
 
 

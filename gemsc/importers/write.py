@@ -22,8 +22,6 @@ from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.sheet import Sheet, after_parent, sheet_of
 from gemsc.ir.layers import layer_source
 
-__all__ = ["INSTALLED", "counts", "model_source"]
-
 IMPORTS = (
     "import math",
     "from pathlib import Path",

@@ -12,8 +12,6 @@ from gemsc.base.units import show_bytes, show_flops, show_seconds
 from gemsc.ir import meta
 from gemsc.ir.program import Program, Stage
 
-__all__ = ["dump", "target_name"]
-
 
 def dump(program: Program) -> str:
     """Return the program as text, one line a node, under its stages and blocks."""

@@ -14,8 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gemsc.base.memory_format import empty, format_of
 
-__all__ = ["fake_copy", "fake_like", "fake_parameters", "without_count"]
-
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a deep copy of the module's layers whose tensors are fake.

@@ -20,31 +20,6 @@ from gemsc.messages.exchange import Exchange
 from gemsc.runtime.tiles import convolution, redistribute
 from gemsc.runtime.tiles.collectives import TileGrid
 
-__all__ = [
-    "StageFlow",
-    "base_name",
-    "exchange_of",
-    "exchanged",
-    "external_inputs",
-    "flow",
-    "grid_of",
-    "has_random",
-    "inner_flow",
-    "is_exchange",
-    "is_overlapped",
-    "joins",
-    "layer_path",
-    "message_tag",
-    "owned_tensors",
-    "reductions",
-    "shared_parameters",
-    "shared_path",
-    "source_of",
-    "unique_names",
-    "used_tensors",
-    "value_names",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StageFlow:

@@ -9,8 +9,6 @@ from torch import fx
 from gemsc.base.boxes import Box
 from gemsc.base.grid_shape import GridShape
 
-__all__ = ["Halos", "Need", "Wide"]
-
 Wide = dict[tuple[tuple[str | int, ...], GridShape], tuple[Box, ...]]
 """What the tiles of a grid are given of an input, by the input's path and the grid."""
 

@@ -9,15 +9,6 @@ from torch import fx, nn
 
 from gemsc.ir import meta
 
-__all__ = [
-    "attribute",
-    "attributes_of",
-    "copied_graph",
-    "put_layer",
-    "shallow_copy",
-    "with_graph",
-]
-
 
 class _Holder(fx.GraphModule):
     """A graph module that is never called: FX need not write its Python code.

@@ -13,8 +13,6 @@ from gemsc.ir.holder import attribute
 from gemsc.ir.meta import Region, region, whole_gradients
 from gemsc.runtime.tiles import own_numbers, with_whole_gradients
 
-__all__ = ["run_node", "run_nodes"]
-
 NodeContext = Callable[[fx.Node], AbstractContextManager[Any]]
 
 

@@ -22,8 +22,6 @@ from gemsc.ir.program import Program
 from gemsc.ir.staged import out_of_order
 from gemsc.runtime import tiles
 
-__all__ = ["data_operands", "lost_nothing", "sources", "verify"]
-
 # What takes of its operands no more than their shape.
 _LIKE = frozenset(f"{name}_like" for name in ("zeros", "ones", "empty", "full"))
 _LIKE |= {f"{name}_like" for name in ("rand", "randn", "randint")}

@@ -17,8 +17,6 @@ from torch.nn.parameter import is_lazy
 
 import gemsc.nn
 
-__all__ = ["layer_source"]
-
 # modules whose classes have text, by their names in it
 _SPACES = {"nn": nn, "gemsc.nn": gemsc.nn}
 _INTERNAL = frozenset(vars(nn.Module())) - {"_non_persistent_buffers_set"}

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from gemsc.base.boxes import Box, everything, shape_of
 
-__all__ = ["Box", "Layout"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -14,44 +14,6 @@ from gemsc.errors import InternalError, SourceLocation
 from gemsc.ir.layout import Layout
 from gemsc.runtime.tiles.collectives import TileGrid
 
-__all__ = [
-    "Dtypes",
-    "Facts",
-    "Region",
-    "TensorSpec",
-    "TileSum",
-    "TypedNumber",
-    "copy_meta",
-    "drop_facts",
-    "dtypes",
-    "facts",
-    "glue",
-    "layer",
-    "layout",
-    "learn",
-    "learnt",
-    "location",
-    "module_path",
-    "needs_gradient",
-    "region",
-    "set_draw",
-    "set_dtypes",
-    "set_facts",
-    "set_glue",
-    "set_layer",
-    "set_layout",
-    "set_needs_gradient",
-    "set_traced",
-    "set_traced_place",
-    "set_value",
-    "set_whole_gradients",
-    "spec",
-    "tensors",
-    "traced_place",
-    "value",
-    "whole_gradients",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

@@ -14,17 +14,6 @@ from gemsc.ir import meta
 from gemsc.ir.operators.calls import call_of
 from gemsc.ir.operators.table import operator_of
 
-__all__ = [
-    "SIZED",
-    "call_mutates",
-    "changed_by_layer",
-    "elements",
-    "functional_twin",
-    "layer_has_twin",
-    "mutated_inputs",
-    "mutated_state",
-]
-
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,

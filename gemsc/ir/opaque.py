@@ -18,20 +18,6 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.ir.meta import TensorSpec
 from gemsc.ir.work import Work
 
-__all__ = [
-    "Given",
-    "Opaque",
-    "OpaqueCall",
-    "OpaqueLeaf",
-    "givens",
-    "has_own_backward",
-    "opaque_of",
-    "opaques",
-    "stand_in",
-    "told_of_calls",
-    "what_is_taken",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Given:

@@ -17,21 +17,6 @@ from gemsc.ir.halos import Halos
 from gemsc.ir.meta import TensorSpec, facts, location
 from gemsc.ir.shards import StageShards
 
-__all__ = [
-    "Barrier",
-    "Block",
-    "DataclassValue",
-    "GraphInput",
-    "Placement",
-    "Program",
-    "Segment",
-    "Skip",
-    "Slot",
-    "Stage",
-    "Transfer",
-    "busy_seconds",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:

@@ -12,15 +12,6 @@ from gemsc.ir.mutation import changed_by_layer, mutated_inputs
 from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Block, Program, Stage
 
-__all__ = [
-    "TO",
-    "frees_anything",
-    "may_recompute",
-    "recomputed_nodes",
-    "runs_once",
-    "segment_name",
-]
-
 TO = ".."  # between the names of the first and the last block
 
 

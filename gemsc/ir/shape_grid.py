@@ -19,8 +19,6 @@ from gemsc.base.boxes import shape_of
 from gemsc.messages.exchange import Exchange, Piece
 from gemsc.runtime.tiles.saving import remember
 
-__all__ = ["ShapeGrid", "told_of_sums"]
-
 _listener = threading.local()
 
 

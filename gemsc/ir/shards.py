@@ -10,8 +10,6 @@ from torch import fx
 
 from gemsc.base.parts import Part
 
-__all__ = ["Branch", "CutTensor", "Fork", "Placed", "StageShards", "WholeTensor"]
-
 Placed = Mapping[str, Sequence[Sequence[str]]]  # by joins, the branches of each rank
 
 

@@ -21,16 +21,6 @@ from gemsc.ir.holder import attribute, attributes_of, with_graph
 from gemsc.ir.mutation import mutated_inputs
 from gemsc.ir.program import Block, Program
 
-__all__ = [
-    "in_order",
-    "keep_stages",
-    "out_of_order",
-    "predecessors",
-    "random_nodes",
-    "same_stages",
-    "sharing",
-]
-
 _Keys = set[object]  # of memory
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["keywords_of_both"]
-
 
 def keywords_of_both(
     training: fx.Node, evaluation: fx.Node

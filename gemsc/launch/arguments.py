@@ -11,8 +11,6 @@ from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, parse_hosts, read_hostfile
 from gemsc.runtime.training.arguments import Parser, make_parser, parse_arguments
 
-__all__ = ["Launch", "read_launch", "run_parser"]
-
 
 @dataclass(frozen=True)
 class Launch:

@@ -17,18 +17,6 @@ from pathlib import Path
 
 from gemsc.errors import GemscError, SourceLocation
 
-__all__ = [
-    "UNREACHED",
-    "Host",
-    "check_hosts",
-    "is_here",
-    "listed",
-    "parse_hosts",
-    "read_hostfile",
-    "share_out",
-    "that_answer",
-]
-
 ENTRY = re.compile(
     r"(?P<name>\w[\w.-]*)(?::(?P<number>\w*)|\s+slots\s*=\s*(?P<slots>\w*))?"
 )

@@ -38,8 +38,6 @@ from gemsc.runtime.process.stop import (
     signal_name,
 )
 
-__all__ = ["TIMED_OUT", "launch"]
-
 TIMED_OUT = 124  # exit code, the same as that of timeout(1)
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOPPING)
 LOOK_SECONDS = 5.0  # from one look whether the ranks hang to the next

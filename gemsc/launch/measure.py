@@ -12,8 +12,6 @@ from gemsc.errors import GemscError
 from gemsc.launch.start import start
 from gemsc.plan import Plan
 
-__all__ = ["Load", "Mark", "measure", "measure_load", "trainable"]
-
 # kind, stage, replica, micro-batch, start, end: seconds from the begin of the step;
 # -1 where there is no such thing
 Mark = tuple[str, int, int, int, float, float]

@@ -15,8 +15,6 @@ from gemsc.base.process import MALLOC_SETTING, SCRATCH_VARIABLE, num_cores
 from gemsc.errors import GemscError
 from gemsc.launch.hosts import Host, listed
 
-__all__ = ["find_mpirun", "mpirun_command"]
-
 OF_MPI = ("OMPI_", "PRTE_", "PMIX_", "OPAL_")  # mpirun carries those of the user itself
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 OF_A_HOST = re.compile(

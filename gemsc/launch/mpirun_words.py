@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["Tell", "in_our_words"]
-
 Tell = Callable[[int | None, str], str]  # of a rank, or of all
 
 # It stands between two lines of dashes, and Open MPI 5 has no --quiet. A rank that

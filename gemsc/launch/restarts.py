@@ -19,8 +19,6 @@ from gemsc.plan import Plan
 from gemsc.runtime.checkpoint.folder import LATEST
 from gemsc.runtime.process.stop import STOPPED
 
-__all__ = ["calls_for_restart", "compile_for", "fewer_ranks", "last_step"]
-
 # with the options typed here, and none of the project's
 GEMSC = "from gemsc.cli import main; main(settings=False)"
 OF_A_NUMBER_OF_RANKS = {"balance", "blocks", "cuts", "placement"}

@@ -24,8 +24,6 @@ from gemsc.runtime.process.sharing import check_sharing
 from gemsc.runtime.training.program_directory import check_program
 from gemsc.runtime.training.run_folder import LOCK, choose_folder
 
-__all__ = ["not_compared", "start"]
-
 
 def start(
     directory: Path,

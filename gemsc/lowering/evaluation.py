@@ -21,8 +21,6 @@ from gemsc.passes.manager import Runs
 from gemsc.planner.fitting import Scheduled
 from gemsc.planner.layout import stage_layout
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     traced: Traced, done: Scheduled, options: CompileOptions, run: Runs

@@ -37,8 +37,6 @@ from gemsc.planner.tiles import peak_tile
 from gemsc.planner.updates import share_updates
 from gemsc.schedules import SCHEDULES
 
-__all__ = ["schedule_stages", "tile_passes"]
-
 
 @one_thread()
 def schedule_stages(

@@ -38,8 +38,6 @@ from gemsc.passes.manager import Observer, Runs
 from gemsc.passes.separate_towers import SeparateTowers
 from gemsc.passes.time_blocks import TimeBlocks
 
-__all__ = ["one_thread", "trace"]
-
 
 def trace(
     model: nn.Module,

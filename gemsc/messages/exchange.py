@@ -34,8 +34,6 @@ from gemsc.base.boxes import (
 )
 from gemsc.errors import InternalError
 
-__all__ = ["Exchange", "Piece", "View", "index_of"]
-
 Slices = tuple[slice, ...]
 Shift = tuple[int, ...]
 

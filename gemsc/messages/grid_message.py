@@ -26,8 +26,6 @@ from gemsc.base.memory_format import empty
 from gemsc.messages.exchange import Exchange, Piece
 from gemsc.messages.message import Message, Value, name_of
 
-__all__ = ["GridMessage", "RankMessage", "TileValue"]
-
 
 @dataclass(frozen=True)
 class TileValue:

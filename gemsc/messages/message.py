@@ -14,8 +14,6 @@ from torch import Tensor
 from gemsc.base.boxes import Box
 from gemsc.base.dtypes import within
 
-__all__ = ["Input", "Message", "Tiles", "Value", "name_of"]
-
 ALIGNMENT = 64  # bytes; a cache line, so that every packed value starts on one
 
 

@@ -14,8 +14,6 @@ from math import prod
 
 from gemsc.base.boxes import Interval
 
-__all__ = ["Rows", "rows_of_holders"]
-
 Rows = tuple[Interval, ...]  # by holder
 
 

@@ -11,14 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "BiasedBatchNorm",
-    "FrozenBatchNorm",
-]
-
 
 class BiasedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """What the layers below share: `nn.BatchNorm` with an average of biased variances.

@@ -42,8 +42,6 @@ from gemsc.passes.base import Pass
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.saving import saved_parts
 
-__all__ = ["Annotate", "Known", "annotate"]
-
 _LEAF = "torch::autograd::AccumulateGrad"
 Known = dict[Hashable, Any]  # facts of graphs, by what these depend on
 

@@ -22,8 +22,6 @@ from gemsc.passes.base import Pass
 from gemsc.passes.branches.choice import choose_forks
 from gemsc.planner.partition import partition
 
-__all__ = ["BalanceStages"]
-
 FEW_BOUNDS = 6
 GAIN = 1.02  # in a step, for cuts of which a stage is slower
 

@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from gemsc.ir.program import Program
 
-__all__ = ["Pass"]
-
 
 @dataclass(frozen=True)
 class Pass(ABC):

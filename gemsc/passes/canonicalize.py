@@ -26,8 +26,6 @@ from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 from gemsc.runtime.tiles import must_be
 
-__all__ = ["Canonicalize"]
-
 
 @dataclass(frozen=True)
 class Canonicalize(Pass):

@@ -27,8 +27,6 @@ from gemsc.passes.shards.analysis import Analysis, analysis_of
 from gemsc.passes.shards.choice import choose_cuts, not_cut_alike, saved_by_cuts
 from gemsc.passes.shards.trunk import choose_trunk
 
-__all__ = ["ChooseShards"]
-
 
 @dataclass(frozen=True)
 class ChooseShards(Pass):

@@ -17,8 +17,6 @@ from gemsc.ir import meta
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
 
-__all__ = ["DetectSkips"]
-
 
 @dataclass(frozen=True)
 class DetectSkips(Pass):

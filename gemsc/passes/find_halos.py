@@ -19,8 +19,6 @@ from gemsc.passes.spatial.fusing import choose_fused
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.planner.tiles import exchanges
 
-__all__ = ["FindHalos"]
-
 
 @dataclass(frozen=True)
 class FindHalos(Pass):

@@ -18,8 +18,6 @@ from gemsc.ir.twins import keywords_of_both
 from gemsc.passes.base import Pass
 from gemsc.passes.branches.evaluation import follow_forks
 
-__all__ = ["FollowOrder", "FollowShards", "FollowStages", "find_twins"]
-
 
 @dataclass(frozen=True, eq=False)
 class FollowStages(Pass):

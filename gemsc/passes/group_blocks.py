@@ -21,8 +21,6 @@ from gemsc.ir.flow import layer_path, shared_path, unique_names
 from gemsc.ir.program import Block, Program, Skip
 from gemsc.passes.base import Pass
 
-__all__ = ["GroupBlocks"]
-
 
 @dataclass(frozen=True)
 class GroupBlocks(Pass):

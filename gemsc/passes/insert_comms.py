@@ -18,8 +18,6 @@ from gemsc.ir import meta
 from gemsc.ir.program import Program, Transfer
 from gemsc.passes.base import Pass
 
-__all__ = ["InsertComms"]
-
 
 @dataclass(frozen=True)
 class InsertComms(Pass):

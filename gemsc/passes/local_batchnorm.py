@@ -19,8 +19,6 @@ from gemsc.ir.staged import keep_stages
 from gemsc.passes.base import Pass
 from gemsc.runtime import tiles
 
-__all__ = ["LocalBatchnorm"]
-
 
 @dataclass(frozen=True)
 class LocalBatchnorm(Pass):

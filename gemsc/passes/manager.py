@@ -11,8 +11,6 @@ from gemsc.ir.invariants import lost_nothing, verify
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
-__all__ = ["Observer", "Runs", "run_passes"]
-
 Observer = Callable[[Pass, Program, float], None]
 T = TypeVar("T")
 

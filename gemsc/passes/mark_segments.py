@@ -20,8 +20,6 @@ from gemsc.ir.program import Block, Program, Segment
 from gemsc.ir.segments import TO, frees_anything, may_recompute, runs_once
 from gemsc.passes.base import Pass
 
-__all__ = ["MarkSegments"]
-
 WORDS = ("all", "auto", "off")
 
 

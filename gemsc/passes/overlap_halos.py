@@ -20,8 +20,6 @@ from gemsc.ir.staged import keep_stages
 from gemsc.passes.base import Pass
 from gemsc.runtime.tiles.convolution import convolution, reach
 
-__all__ = ["OverlapHalos", "overlap"]
-
 
 @dataclass(frozen=True)
 class OverlapHalos(Pass):

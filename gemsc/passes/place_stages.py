@@ -22,8 +22,6 @@ from gemsc.ir.program import Placement, Program
 from gemsc.passes.base import Pass
 from gemsc.schedules import place
 
-__all__ = ["PlaceStages"]
-
 
 @dataclass(frozen=True)
 class PlaceStages(Pass):

@@ -21,8 +21,6 @@ from gemsc.ir.program import Program
 from gemsc.ir.staged import in_order, predecessors, random_nodes
 from gemsc.passes.base import Pass
 
-__all__ = ["SeparateTowers"]
-
 Nodes = tuple[fx.Node, ...]
 
 

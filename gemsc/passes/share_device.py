@@ -12,8 +12,6 @@ from gemsc.ir import meta
 from gemsc.ir.program import Program
 from gemsc.passes.annotate import Annotate
 
-__all__ = ["share"]
-
 
 def share(
     program: Program, device: Device, micro_batches: int = 1, ranks: int = 1

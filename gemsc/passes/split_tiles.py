@@ -25,8 +25,6 @@ from gemsc.passes.shards.local import put_parts
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.lowering import Lowering
 
-__all__ = ["SplitTiles"]
-
 
 @dataclass(frozen=True)
 class SplitTiles(Pass):

@@ -19,8 +19,6 @@ from gemsc.ir.holder import copied_graph, with_graph
 from gemsc.ir.program import Block, Program
 from gemsc.passes.base import Pass
 
-__all__ = ["TimeBlocks"]
-
 
 @dataclass(frozen=True, eq=False)
 class TimeBlocks(Pass):

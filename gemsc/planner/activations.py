@@ -12,14 +12,6 @@ from gemsc.ir import meta
 from gemsc.ir.flow import external_inputs, flow, segments_of
 from gemsc.ir.program import Program
 
-__all__ = [
-    "Activations",
-    "activations",
-    "again_seconds",
-    "seconds_again",
-    "waiting_gradient_bytes",
-]
-
 Storages = Mapping[int, int]  # storage -> bytes
 
 

@@ -19,8 +19,6 @@ from gemsc.options import CompileOptions
 from gemsc.plan import Plan, PlannedStage, cut_name, plan_file
 from gemsc.schedules import SCHEDULES, place
 
-__all__ = ["EditedPlan"]
-
 DEFAULTS = CompileOptions()
 _KINDS = {bool: "true or false", int: "number", str: "text"}
 _NAMED = re.compile(r"(?:--|unknown )([a-z-]+)")

@@ -17,20 +17,6 @@ from gemsc.ir.program import Program
 from gemsc.planner.memory import stage_weights
 from gemsc.schedules import Task, Timeline
 
-__all__ = [
-    "Held",
-    "StageSum",
-    "StepEnd",
-    "after_backward",
-    "ends_of_sums",
-    "gradient_sums",
-    "held_gradients",
-    "reduced_bytes",
-    "start_early",
-    "times_of_sums",
-    "update_seconds",
-]
-
 # Bytes read and written for each byte of gradients: packed for the sum and unpacked;
 # in the update of SGD with momentum (weight, gradient, momentum; weight, momentum).
 PACKING = 4

@@ -12,8 +12,6 @@ from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Task, Timeline, replay
 from gemsc.schedules.paths import beside
 
-__all__ = ["Explanation", "explain", "seconds_here"]
-
 SMALL = 0.03  # shares of the step below which nothing is worth changing
 
 

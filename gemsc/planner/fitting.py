@@ -15,8 +15,6 @@ from gemsc.planner.predict import schedule_task
 from gemsc.planner.savings import fit_memory
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run, split_last_backwards
 
-__all__ = ["Scheduled", "schedule"]
-
 
 @dataclass(frozen=True)
 class Scheduled:

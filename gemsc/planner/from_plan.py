@@ -6,8 +6,6 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.plan import Plan
 from gemsc.schedules import Action, Kind, Task, Timeline, replay
 
-__all__ = ["task_of", "timeline_of"]
-
 
 def task_of(plan: Plan) -> Task:
     """Return what one copy of the model does in a step, and where."""

@@ -13,8 +13,6 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions, typed
 from gemsc.schedules import SCHEDULES, StageCost, Task, place, run
 
-__all__ = ["PLACEMENTS", "StageLayout", "check_blocks", "check_whole", "stage_layout"]
-
 PLACEMENTS = ("linear", "mirrored", "folded", "looped")
 NOT_COMPILED = {  # option -> why it does not go with --torch-compile
     "tiles": "tiles exchange halos inside of a stage",

@@ -38,8 +38,6 @@ from gemsc.planner.traffic import stage_traffic, step_traffic
 from gemsc.schedules import Task, Timeline
 from gemsc.schedules.paths import skipping
 
-__all__ = ["make_plan"]
-
 
 def make_plan(
     program: Program,

@@ -12,15 +12,6 @@ from gemsc.ir.flow import owned_tensors
 from gemsc.ir.program import Program
 from gemsc.schedules import Task, Timeline, held_bytes
 
-__all__ = [
-    "MemoryParts",
-    "StageWeights",
-    "largest_weights",
-    "memory_curve",
-    "peak_parts",
-    "stage_weights",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StageWeights:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["partition"]
-
 Array = npt.NDArray[np.float64]
 STEEPNESS = 16
 DEAREST_CUT = 0.5

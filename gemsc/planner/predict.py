@@ -29,12 +29,6 @@ from gemsc.planner.tiles import (
 from gemsc.planner.traffic import received_bytes
 from gemsc.schedules import Edge, StageCost, Task
 
-__all__ = [
-    "micro_batch_size",
-    "schedule_task",
-    "talking",
-]
-
 
 def schedule_task(
     tiles: Sequence[Program],

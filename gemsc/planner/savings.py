@@ -14,8 +14,6 @@ from gemsc.ir.segments import frees_anything, may_recompute, segment_name
 from gemsc.planner.activations import seconds_again
 from gemsc.schedules import Timeline
 
-__all__ = ["Fit", "Saving", "cheapest", "fit_memory"]
-
 _UNITS = 400  # the steps into which what is needed is divided
 _ROUNDS = 12
 JOINED = (1, 2, 4)  # neighbouring blocks that are recomputed as one, at most

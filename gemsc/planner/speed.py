@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gemsc.base.units import show_flops
 from gemsc.plan import Plan
 
-__all__ = ["Speed", "speed"]
-
 TRAINS = 3  # times the forward's operations: one for each of two gradients
 
 

@@ -24,19 +24,6 @@ from gemsc.ir.program import Program, Stage, Transfer
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.messages.exchange import Exchange
 
-__all__ = [
-    "Traffic",
-    "ends",
-    "exchanges",
-    "exchanging",
-    "inner_share",
-    "most_bytes",
-    "moved_bytes",
-    "peak_tile",
-    "traffic_of",
-    "waiting",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:

@@ -20,8 +20,6 @@ from gemsc.messages.message import Message, Value
 from gemsc.planner.tiles import ends, exchanging, traffic_of
 from gemsc.schedules import Task
 
-__all__ = ["StepTraffic", "received_bytes", "stage_traffic", "step_traffic"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:

@@ -11,8 +11,6 @@ from gemsc.ir.flow import owned_tensors, shared_parameters
 from gemsc.ir.program import Program
 from gemsc.messages.rows import rows_of_holders
 
-__all__ = ["share_updates"]
-
 
 def share_updates(program: Program, copies: int) -> Program:
     """Let the ranks that hold the same parameters update a part of them each.

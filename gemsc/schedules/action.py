@@ -11,15 +11,6 @@ from functools import cached_property
 from gemsc.base.cost import Edge, StageCost
 from gemsc.errors import InternalError
 
-__all__ = [
-    "Action",
-    "Kind",
-    "Task",
-    "Timed",
-    "Timeline",
-    "split_backwards",
-]
-
 _MARK = "'"
 _TEXT = re.compile(r"(\d+)([FBW])(\d+)('*)")
 

@@ -40,8 +40,6 @@ from gemsc.schedules.rank_step import (
     Step,
 )
 
-__all__ = ["prove"]
-
 LARGEST_TAG = 32767  # MPI guarantees tags up to this one
 
 KINDS = tuple(Kind)  # in the order in which a micro-batch has them

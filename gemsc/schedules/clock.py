@@ -17,8 +17,6 @@ from gemsc.schedules.action import (
 )
 from gemsc.schedules.held import held_bytes
 
-__all__ = ["Clock", "play", "replay"]
-
 Lane = tuple[int, int]
 _Need = tuple[list[float], float]
 

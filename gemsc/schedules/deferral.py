@@ -16,8 +16,6 @@ from dataclasses import replace
 from gemsc.schedules.action import Action, Kind, Task, Timeline, split_backwards
 from gemsc.schedules.clock import replay
 
-__all__ = ["split_last_backwards"]
-
 
 def split_last_backwards(task: Task, timeline: Timeline) -> Timeline:
     """Return the timeline with weight gradients apart where an idle rank waits."""

@@ -16,8 +16,6 @@ from gemsc.schedules.action import (
 from gemsc.schedules.clock import Clock, play
 from gemsc.schedules.loops import find_loops, num_lines
 
-__all__ = ["Policy", "find_orders", "run", "run_bytes"]
-
 Orders = tuple[tuple[Action, ...], ...]
 Lane = tuple[int, int]
 Key = tuple[int, ...]

@@ -9,8 +9,6 @@ from graphlib import CycleError, TopologicalSorter
 from gemsc.schedules.action import Action, Kind
 from gemsc.schedules.rank_step import AllReduce, RankStep
 
-__all__ = ["Events", "Way", "events_of", "find_cycle"]
-
 Event = tuple[str, Hashable]
 Events = TopologicalSorter[Event]  # what must have happened before what
 Way = tuple[int, int, int]  # from a rank to a rank, with a tag

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from gemsc.schedules.action import Action, Kind, Task, Timed, split_backwards
 
-__all__ = ["Held", "held_bytes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Held:

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from gemsc.schedules.action import Action, Kind
 
-__all__ = ["Loop", "Step", "expand", "find_loops", "num_lines"]
-
 # The longest loop body that is looked for; and how much shorter than possible a loop
 # may be, so that its body can begin with a forward.
 _LONGEST_BODY = 128

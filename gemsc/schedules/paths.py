@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-__all__ = ["beside", "skipping"]
-
 Edges = Iterable[tuple[int, int]]
 
 

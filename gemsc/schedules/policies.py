@@ -11,8 +11,6 @@ from itertools import groupby
 from gemsc.schedules.action import Action, Kind, Task
 from gemsc.schedules.engine import Policy
 
-__all__ = ["SCHEDULES", "Schedule", "place"]
-
 _FORWARD_FIRST = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 

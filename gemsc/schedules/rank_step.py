@@ -9,8 +9,6 @@ from enum import StrEnum
 from gemsc.base.parts import Part, holder_of
 from gemsc.schedules.action import Action, Kind
 
-__all__ = ["AllReduce", "End", "GridCall", "MessageEnd", "RankStep", "StageRun", "Step"]
-
 
 @dataclass(frozen=True, slots=True)
 class MessageEnd:

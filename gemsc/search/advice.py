@@ -11,8 +11,6 @@ from gemsc.errors import GemscError
 from gemsc.options import CompileOptions, typed
 from gemsc.search.candidates import Candidate
 
-__all__ = ["nothing_fits", "what_fits"]
-
 FACTORS = (2, 4, 8)  # how many times more ranks are tried
 SAVINGS = (("recompute",), ("offload",), ("recompute", "offload"))
 

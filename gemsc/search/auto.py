@@ -16,8 +16,6 @@ from gemsc.planner.traffic import step_traffic
 from gemsc.search.advice import nothing_fits, what_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
 
-__all__ = ["assess", "search", "settled", "telling_what_fits"]
-
 Stage = Callable[..., Scheduled]  # of options; `every_tile`: not two of them only
 
 

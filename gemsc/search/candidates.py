@@ -16,8 +16,6 @@ from gemsc.options import AUTO, CompileOptions
 from gemsc.schedules import SCHEDULES
 from gemsc.search.grids import grids
 
-__all__ = ["Candidate", "alternatives", "is_open", "ranked", "reason"]
-
 PAIRS = (
     ("basic", "linear"),
     ("gpipe", "linear"),

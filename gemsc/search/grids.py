@@ -7,8 +7,6 @@ from math import prod
 
 from gemsc.ir.program import Program
 
-__all__ = ["grids", "image_sizes"]
-
 MOST_SHAPES = 3  # of as many tiles
 
 

@@ -11,8 +11,6 @@ from gemsc.options import CompileOptions
 from gemsc.search.auto import Stage
 from gemsc.search.candidates import Candidate
 
-__all__ = ["choose_sharing", "sharing_note"]
-
 COUNTS = (1, 2, 4, 8)
 LEAST_GAIN = 0.05  # what is less is not worth a daemon
 

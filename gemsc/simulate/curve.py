@@ -9,8 +9,6 @@ from gemsc.base.units import show_seconds
 from gemsc.simulate.scaling import Point
 from gemsc.viz.svg import drawing, legend, line, n, rect, text
 
-__all__ = ["draw_curve"]
-
 WIDTH, HEIGHT = 940, 420
 PLOT_WIDTH, PLOT_HEIGHT = 350, 260
 LEFT, SECOND, TOP = 76, 540, 86

@@ -25,8 +25,6 @@ from gemsc.planner.ending import (
 )
 from gemsc.schedules import Edge, Policy, Task, Timeline, run, split_last_backwards
 
-__all__ = ["Point", "Simulator"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:

@@ -9,8 +9,6 @@ from gemsc.costs.sharing import SharedDevice
 from gemsc.simulate.simulation import powers_of_two
 from gemsc.viz.columns import column, fitted
 
-__all__ = ["ASSUMPTIONS", "show_sharing"]
-
 ASSUMPTIONS = (
     "every process has a CPU core of its own; kernels of several processes overlap "
     "without loss, as MPS lets them",

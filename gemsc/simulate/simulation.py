@@ -20,15 +20,6 @@ from gemsc.simulate.scaling import Point, Simulator
 from gemsc.simulate.unfilled import unfilled
 from gemsc.user_model import UserModel, load_user_model
 
-__all__ = [
-    "Simulation",
-    "powers_of_two",
-    "read_counts",
-    "read_program",
-    "simulate",
-    "trace_unfilled",
-]
-
 
 @dataclass(frozen=True)
 class Simulation:

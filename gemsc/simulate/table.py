@@ -10,8 +10,6 @@ from gemsc.base.units import show_seconds
 from gemsc.simulate.scaling import Point
 from gemsc.viz.columns import column, fitted
 
-__all__ = ["show_points"]
-
 
 def show_points(points: Sequence[Point], console: Console) -> None:
     """Print throughput, efficiency and what a step consists of, for each point."""

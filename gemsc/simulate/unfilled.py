@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["unfilled"]
-
 LARGE = 2**16  # elements
 _ATEN = torch.ops.aten
 # what gives every element of a tensor a value that does not matter here

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
 
-__all__ = ["read_headers", "read_voxels"]
-
 RELATIVE = 0.05  # of the distance of two slices: by how much they may lie elsewhere
 NEEDED = (
     "ImagePositionPatient",

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from gemsc.slides.slide import tifffile_module
 
-__all__ = ["write_rows"]
-
 TILE = 512  # pixels, both ways
 FACTOR = 4  # from level to level
 COARSEST = 1024  # pixels of the longer side, at most

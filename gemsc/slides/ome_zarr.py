@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from gemsc.errors import GemscError
 
-__all__ = ["OmeZarr", "check_level", "is_zarr"]
-
 MARKS = ("zarr.json", ".zgroup", ".zarray")  # of any zarr, the first one of version 3
 MILLIMETRES = {
     "angstrom": 1e-7,

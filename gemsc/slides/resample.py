@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["at_places", "count_voxels", "steps_of"]
-
 
 def count_voxels(count: int, old: float, new: float) -> int:
     """Return how many voxels of size `new` replace `count` of size `old`."""

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from gemsc.errors import GemscError
 from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
 
-__all__ = ["Slide", "tifffile_module"]
-
 Picture = NDArray[Any]
 OF_OPENSLIDE = (".bif", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".vms", ".vmu")
 CACHE_BYTES = 128 * 2**20  # of decoded tiles: windows overlap

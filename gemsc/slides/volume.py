@@ -21,8 +21,6 @@ from gemsc.slides.dicom import read_headers, read_voxels
 from gemsc.slides.ome_zarr import OmeZarr, check_level, is_zarr
 from gemsc.slides.resample import at_places, count_voxels, steps_of
 
-__all__ = ["SUFFIXES", "Volume", "is_volume", "nibabel_module"]
-
 SUFFIXES = (".nii", ".nii.gz")
 OTHERS = {"bool": "uint8", "float16": "float32"}  # types that NIfTI does not have
 

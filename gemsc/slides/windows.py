@@ -28,16 +28,6 @@ from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
 
-__all__ = [
-    "Case",
-    "Picture",
-    "Place",
-    "SlidingWindows",
-    "WindowSpan",
-    "Windows",
-    "image_axes",
-]
-
 SIGMA = 0.125  # of a Gaussian weight, in lengths of the window
 LEAST_WEIGHT = 1e-3
 

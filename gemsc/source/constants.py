@@ -19,8 +19,6 @@ from typing import Any
 from gemsc.base.fingerprint import names_at_run_time
 from gemsc.errors import GemscError, SourceLocation
 
-__all__ = ["RENAMED", "ConstantsLoader", "check_run_constants", "split_constants"]
-
 # before the name of a user's file whose own is that of an imported module
 RENAMED = "gemsc_user_"
 KINDS = (int, float, str, bool, tuple)

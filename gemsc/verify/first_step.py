@@ -49,16 +49,6 @@ from gemsc.verify.steps import (
     reference_steps,
 )
 
-__all__ = [
-    "MOST_BYTES",
-    "MOST_SECONDS",
-    "different",
-    "evaluated",
-    "first_step",
-    "named_outputs",
-    "too_much",
-]
-
 MOST_SECONDS = 30.0  # of the ranks and the model, as predicted
 MOST_BYTES = 4 << 30  # of weights and activations
 MOST_COPIES = 2  # data-parallel copies do the same

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LowPrecision", "WatchPrecision"]
-
 _SKIPPED = tuple(map(str, (Path(torch.__file__).parent, Path(__file__).parents[1])))
 
 

@@ -15,8 +15,6 @@ from gemsc.runtime.transport.local import run_local
 from gemsc.runtime.transport.transport import Transport
 from gemsc.verify.record import StepRecord, read_record
 
-__all__ = ["on_threads", "steps_on_threads"]
-
 T = TypeVar("T")
 TIMEOUT = 120.0  # seconds in which nothing moves
 

@@ -29,8 +29,6 @@ from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 from gemsc.verify.precision import FULL, Precision
 
-__all__ = ["PlainRun", "RunSettings"]
-
 HOST = torch.device("cpu")
 
 Scores = list[tuple[int, dict[str, float]]]  # samples and the figures of a part of data

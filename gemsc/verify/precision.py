@@ -11,8 +11,6 @@ import torch
 from gemsc.base.dtypes import autocasting, whole
 from gemsc.plan import Plan
 
-__all__ = ["FULL", "Precision"]
-
 
 @dataclass(frozen=True)
 class Precision:

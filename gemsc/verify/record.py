@@ -15,8 +15,6 @@ from gemsc.base.parts import Part
 from gemsc.weights.join import pasted
 from gemsc.weights.read import read_tensors
 
-__all__ = ["StepRecord", "read_record"]
-
 
 @dataclass(frozen=True)
 class StepRecord:

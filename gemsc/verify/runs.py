@@ -39,15 +39,6 @@ from gemsc.verify.steps import (
 )
 from gemsc.weights.read import read_tensors
 
-__all__ = [
-    "OPTIONS",
-    "RunComparison",
-    "RunResult",
-    "check_data",
-    "compare_runs",
-    "verify_run",
-]
-
 CPU = torch.device("cpu")
 # what the plain loop knows of, besides the number of steps
 OPTIONS = ("--seed", "--workers", "--accumulate", "--clip-norm", "--last-batch")

@@ -37,23 +37,6 @@ from gemsc.verify.precision import FULL, Precision
 from gemsc.verify.record import StepRecord, read_record
 from gemsc.weights.read import read_tensors
 
-__all__ = [
-    "ALLOWED",
-    "LIMIT",
-    "NUDGES",
-    "TOLERANCE",
-    "Comparison",
-    "compare",
-    "initial_model",
-    "micro_batch_of",
-    "nudged",
-    "reference_steps",
-    "threads_of_a_rank",
-    "user_model_of",
-    "verify_compiled",
-    "verify_program",
-]
-
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 # A gradient that is zero but for rounding (a bias before BatchNorm) has no relative

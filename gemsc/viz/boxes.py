@@ -10,8 +10,6 @@ from torch import fx
 from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import Branch
 
-__all__ = ["Box", "boxes_of"]
-
 
 @dataclass(eq=False, slots=True)
 class Box:

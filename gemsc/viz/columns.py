@@ -8,8 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-__all__ = ["Column", "Listing", "column", "fitted", "sample"]
-
 NARROW = 17  # what a column that may shrink is left with
 
 

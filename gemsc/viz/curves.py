@@ -11,8 +11,6 @@ from gemsc.viz.design import DASHES, NUM_SERIES, SMALL, series, width_of
 from gemsc.viz.run_log import Curve, RunLog
 from gemsc.viz.svg import drawing, line, n, text
 
-__all__ = ["curves"]
-
 WIDTH, LEFT, RIGHT = 860, 78, 24
 PLOT = WIDTH - LEFT - RIGHT
 HEIGHT, GAP, TOP = 210, 72, 46

@@ -10,26 +10,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = [
-    "COLOURS",
-    "DASHES",
-    "FONT",
-    "HATCHED",
-    "LARGE",
-    "MONO",
-    "NORMAL",
-    "NUM_SERIES",
-    "SMALL",
-    "TERMINAL",
-    "Colour",
-    "colour",
-    "css",
-    "series",
-    "shade",
-    "variables",
-    "width_of",
-]
-
 # Helvetica, Arial and Liberation Sans are equally wide: `width_of` and `dot` know it
 FONT = 'Helvetica, Arial, "Liberation Sans", sans-serif'
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"

@@ -23,8 +23,6 @@ from gemsc.schedules.paths import skipping
 from gemsc.viz.boxes import Box, boxes_of
 from gemsc.viz.design import COLOURS, FONT, NUM_SERIES, colour, css, series
 
-__all__ = ["draw_graph", "render"]
-
 STYLE = """
 g.graph > polygon { fill: $sheet }
 text { fill: $ink }

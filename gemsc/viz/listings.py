@@ -9,8 +9,6 @@ from gemsc.plan import Plan, PlannedFork, PlannedStage
 from gemsc.search.candidates import Candidate
 from gemsc.viz.columns import Column, Listing, column, sample
 
-__all__ = ["block_names", "list_candidates", "list_plan"]
-
 MOST_ROWS = 40  # of stages and ranks; more are sampled
 SLOWEST = "<- slowest"
 TOO_LARGE = "does not fit --device-memory"

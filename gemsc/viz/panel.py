@@ -13,18 +13,6 @@ from gemsc.planner.from_plan import task_of, timeline_of
 from gemsc.schedules import Action, Kind, Task, Timed, Timeline, held_bytes
 from gemsc.schedules.paths import skipping
 
-__all__ = [
-    "Arrow",
-    "Branches",
-    "Mark",
-    "Panel",
-    "Row",
-    "Span",
-    "measured_panel",
-    "panels_of",
-    "predicted_panel",
-]
-
 BINS = 220  # of a step, where there are too many spans to draw each
 
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight"}

@@ -22,8 +22,6 @@ from gemsc.viz.listings import block_names, list_candidates, list_plan
 from gemsc.viz.panel import Panel, panels_of
 from gemsc.viz.timeline import NARROWEST, WIDEST, draw_timeline
 
-__all__ = ["RUN_MARKER", "graph_of", "report", "write_report"]
-
 MOST_RANKS = 32  # drawn one by one; of more a sample
 MOST_SPANS = 6000  # actions drawn one by one
 MOST_LINES = 200  # of a table

@@ -11,8 +11,6 @@ from typing import IO, Any
 
 from gemsc.errors import GemscError
 
-__all__ = ["GrowingLog", "RunLog"]
-
 Curve = list[tuple[int, float]]  # step and value
 LOG = "log.jsonl"
 TAIL = 200  # bytes by which a log is known again

@@ -25,8 +25,6 @@ from gemsc.viz.curves import curves
 from gemsc.viz.report import RUN_MARKER, graph_of, report
 from gemsc.viz.run_log import GrowingLog, RunLog
 
-__all__ = ["Pages", "Server"]
-
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")
 OF_PROGRAM = re.compile(

@@ -13,8 +13,6 @@ from gemsc.schedules import Action, Kind, Timed
 from gemsc.viz.columns import sample
 from gemsc.viz.design import TERMINAL
 
-__all__ = ["bar", "grid", "strips"]
-
 MOST_COLUMNS = 240  # of the grid
 
 PARTS = {  # of a step

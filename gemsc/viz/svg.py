@@ -8,8 +8,6 @@ from html import escape
 
 from gemsc.viz.design import FONT, HATCHED, LARGE, NORMAL, SMALL, css, width_of
 
-__all__ = ["drawing", "legend", "line", "n", "rect", "text"]
-
 LINE = 20  # px, of a legend
 SWATCH = 18
 WIDER = 1.2  # DejaVu Sans is, than Helvetica

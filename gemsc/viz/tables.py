@@ -20,15 +20,6 @@ from gemsc.viz.listings import list_candidates, list_plan
 from gemsc.viz.panel import Panel
 from gemsc.viz.strip import bar, strips
 
-__all__ = [
-    "notes",
-    "of_this_machine",
-    "show",
-    "show_activations",
-    "show_candidates",
-    "show_shares",
-]
-
 MOST_RANKS = 40  # of the strip
 _MOST_NAMES = 8  # of stages in a line
 WIDEST = 160  # of what fills the width that there is

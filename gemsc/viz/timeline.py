@@ -14,8 +14,6 @@ from gemsc.viz.design import HATCHED, NORMAL, series, shade, width_of
 from gemsc.viz.panel import Arrow, Branches, Mark, Panel, Row, Span, panels_of
 from gemsc.viz.svg import drawing, legend, line, n, rect, text
 
-__all__ = ["draw_timeline", "write_timeline"]
-
 MOST_ARROWS = 400
 WORDS = {  # of the legend
     "forward": "forward",

@@ -8,8 +8,6 @@ from typing import Any
 
 from gemsc.viz.panel import Panel, Row, Span
 
-__all__ = ["trace_text"]
-
 Json = dict[str, Any]
 INSIDE = 1e-3  # microseconds: arrows begin just before the end of a span
 

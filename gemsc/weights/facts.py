@@ -6,8 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileFacts", "facts_of"]
-
 
 @dataclass(frozen=True)
 class FileFacts:

@@ -16,8 +16,6 @@ from gemsc.errors import InternalError
 from gemsc.weights.facts import FileFacts
 from gemsc.weights.write import DTYPES, Entry, write_stream
 
-__all__ = ["join_files", "pasted"]
-
 
 def pasted(
     held: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Part]]],

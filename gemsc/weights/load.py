@@ -17,8 +17,6 @@ from gemsc.weights.source import WeightFiles
 from gemsc.weights.stage import put
 from gemsc.weights.write import Entry
 
-__all__ = ["load_weights"]
-
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     """Give a model the weights of a file or folder, under its own names.

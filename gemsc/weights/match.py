@@ -10,8 +10,6 @@ from gemsc.errors import GemscError
 from gemsc.weights.source import WeightFiles
 from gemsc.weights.write import Entry
 
-__all__ = ["Wanted", "conversions", "matched"]
-
 SHOWN = 3  # names in a message
 LINE = 400  # names above which none is looked for that is alike
 

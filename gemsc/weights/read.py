@@ -14,9 +14,6 @@ from torch import Tensor
 from gemsc.base.parts import Part
 from gemsc.errors import GemscError
 
-__all__ = ["read_tensor", "read_tensors"]
-
-
 AGAIN = "compile again to rewrite it"
 
 

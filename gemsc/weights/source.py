@@ -21,8 +21,6 @@ from torch import Tensor
 from gemsc.errors import GemscError
 from gemsc.weights.write import DTYPES, Entry
 
-__all__ = ["WeightFiles"]
-
 MODEL = "model.safetensors"
 INDEX = "*.safetensors.index.json"
 OF_TORCH = (".pt", ".pth", ".bin")

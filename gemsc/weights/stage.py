@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from gemsc.base.memory_format import is_laid_out, to_format
 from gemsc.errors import GemscError
 
-__all__ = ["NOT_OF_THE_MODEL", "fill", "model_state", "put", "stage_tensors"]
-
 NOT_OF_THE_MODEL = ("_loss.", "_constants.")  # names that only a stage has
 
 

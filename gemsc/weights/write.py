@@ -22,8 +22,6 @@ from gemsc.base.files import replaced
 from gemsc.errors import GemscError, InternalError
 from gemsc.weights.facts import FileFacts
 
-__all__ = ["DTYPES", "Entry", "write_stream", "write_tensors"]
-
 ALIGNMENT = 8  # bytes, of what follows the table of a file
 METADATA = {"format": "pt"}  # Hugging Face's loaders look for it
 DTYPES = {

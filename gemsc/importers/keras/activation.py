@@ -14,8 +14,6 @@ from torch import nn
 
 from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
 
-__all__ = ["ACTIVATION_LAYERS", "activated"]
-
 # What each name of keras.activations computes; {axis} is the last one of Keras.
 NAMES: Mapping[str, str] = {
     "celu": "F.celu({x})",

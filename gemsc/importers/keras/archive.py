@@ -30,8 +30,6 @@ from gemsc.base.files import replaced
 from gemsc.errors import GemscError
 from gemsc.importers.weight import Array, FileTensor
 
-__all__ = ["Archive"]
-
 _WEIGHTS = "model.weights.h5"
 _MAX_TEXT = 256 << 20  # bytes of config.json; those of large models have 10 MB
 _FLOOR, _MAX_EXPANSION = 256 << 20, 1000  # bytes declared, and for each that is stored

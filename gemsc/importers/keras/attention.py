@@ -12,8 +12,6 @@ from gemsc.importers.keras.layer import Laid, LayerCall, Translator
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array
 
-__all__ = ["ATTENTION_LAYERS"]
-
 NO_MASKS = "leave the mask out; use_causal_mask=True is supported"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MODELS", "Listed", "found_in", "is_tensor", "plain", "references"]
-
 MODELS = ("Functional", "Model", "Sequential")
 # whose names a config has for what Keras itself defines
 _OWN = ("keras", "keras_core", "keras.src")

@@ -13,8 +13,6 @@ from gemsc.importers.keras.windows import Pads, image, padded, per_axis, same_pa
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight
 
-__all__ = ["CONV_LAYERS"]
-
 _CONV: Sequence[Any] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED: Sequence[Any] = (
     nn.ConvTranspose1d,

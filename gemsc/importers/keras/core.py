@@ -16,8 +16,6 @@ from gemsc.importers.keras.config import found_in
 from gemsc.importers.keras.layer import Laid, LayerCall, Translator
 from gemsc.importers.weight import Array
 
-__all__ = ["CORE_LAYERS", "check_activity", "mask_after"]
-
 
 def _transposed(array: Array) -> Array:
     return np.transpose(array)

@@ -26,8 +26,6 @@ from gemsc.errors import GemscError
 from gemsc.importers.keras.layer import Laid, LayerCall, Translator
 from gemsc.importers.weight import Weight, same
 
-__all__ = ["custom_layers", "custom_name"]
-
 # settings that say how to make or train weights, or what gemsc never runs
 _LEFT_OUT = re.compile(
     r"function|arguments|dtype|name|trainable|.*_(initializer|regularizer|constraint)"

@@ -24,8 +24,6 @@ from gemsc.importers.keras.layer import Laid, Layer, LayerCall, Translator
 from gemsc.importers.options import ImportOptions
 from gemsc.importers.sheet import Sheet, Symbol
 
-__all__ = ["MISREAD", "Graph", "Model"]
-
 # what a config that is damaged makes of a function that reads it
 MISREAD: tuple[type[Exception], ...] = (KeyError, TypeError, ValueError)
 MISREAD += (IndexError, AttributeError, OverflowError, ZeroDivisionError)

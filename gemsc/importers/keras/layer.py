@@ -13,8 +13,6 @@ from gemsc.errors import GemscError, InternalError
 from gemsc.importers.sheet import Sheet, Symbol
 from gemsc.importers.weight import FileTensor, Weight, same
 
-__all__ = ["Laid", "Layer", "LayerCall", "Translator", "dimension"]
-
 
 def dimension(axis: int, rank: int, first: bool) -> int:
     """Return the dimension of a tensor that is an axis of Keras.

@@ -16,8 +16,6 @@ from gemsc.importers.keras.pool import POOL_LAYERS
 from gemsc.importers.keras.recurrent import RECURRENT_LAYERS
 from gemsc.importers.keras.resize import RESIZE_LAYERS
 
-__all__ = ["LAYERS"]
-
 LAYERS: Mapping[str, Translator] = {
     **ACTIVATION_LAYERS,
     **ATTENTION_LAYERS,

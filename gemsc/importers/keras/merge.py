@@ -8,8 +8,6 @@ from functools import reduce
 from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["MERGE_LAYERS"]
-
 
 def _aligned(call: LayerCall) -> tuple[Sequence[str], bool]:
     """Return the inputs with as many axes each; new ones are behind the batch."""

@@ -13,8 +13,6 @@ from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight, constant
 
-__all__ = ["NORM_LAYERS"]
-
 _BATCH: Sequence[Any] = (
     gemsc.nn.BatchNorm1d,
     gemsc.nn.BatchNorm2d,

@@ -17,8 +17,6 @@ from gemsc.importers.keras.config import found_in
 from gemsc.importers.keras.layer import Laid, LayerCall, Translator, dimension
 from gemsc.importers.weight import constant
 
-__all__ = ["OPERATIONS"]
-
 _BATCH = "build the model of operations within each sample"
 
 

@@ -17,8 +17,6 @@ from gemsc.importers.keras.windows import (
     slices,
 )
 
-__all__ = ["PAD_LAYERS"]
-
 _PAD: Sequence[Any] = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 _DROPOUT: Sequence[Any] = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 

@@ -20,8 +20,6 @@ from gemsc.importers.keras.windows import (
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, constant
 
-__all__ = ["POOL_LAYERS"]
-
 _MAX: Sequence[Any] = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _MEAN: Sequence[Any] = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 

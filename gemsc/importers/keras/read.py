@@ -22,8 +22,6 @@ from gemsc.importers.keras.training.regularizers import regularizer_notes
 from gemsc.importers.network import ImportedNetwork
 from gemsc.importers.options import ImportOptions
 
-__all__ = ["read_keras"]
-
 _SHOWN = 10  # of the layers that are refused
 
 

@@ -17,8 +17,6 @@ from gemsc.importers.keras.layer import Laid, LayerCall, Translator
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight, constant
 
-__all__ = ["RECURRENT_LAYERS"]
-
 WRITE_IT = "write the layer in PyTorch: --custom layers.py"
 
 

@@ -18,8 +18,6 @@ from gemsc.importers.keras.windows import (
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, constant
 
-__all__ = ["RESIZE_LAYERS"]
-
 
 def _up(call: LayerCall) -> Laid:
     x, first = image(call)

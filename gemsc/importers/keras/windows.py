@@ -8,17 +8,6 @@ from typing import Any
 from gemsc.importers.keras.layer import LayerCall
 from gemsc.importers.sheet import Symbol
 
-__all__ = [
-    "Pads",
-    "flat_pads",
-    "image",
-    "one_number",
-    "padded",
-    "per_axis",
-    "same_pads",
-    "slices",
-]
-
 # zeros before and after, for each axis of an image
 Pads = Sequence[tuple[int, int]]
 

@@ -28,8 +28,6 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.frontend.user_code import is_user_file, printed_line
 from gemsc.frontend.values import input_names
 
-__all__ = ["export_onnx"]
-
 BATCH = "batch"  # the name of the size that the file leaves open
 _NEEDED = ("onnx", "onnxscript")
 

@@ -15,8 +15,6 @@ import onnx
 import torch
 import torch.nn.functional as F
 
-__all__ = ["is_machine_made", "module_of", "place_of_layer", "scope", "wish"]
-
 SCOPES = "pkg.torch.onnx.name_scopes"
 MACHINE_MADE = re.compile(
     r"onnx::.*|\d+|_?val_\d+|_to_copy(_\d+)?|expr_.*|.*Constant(_\d+)?(_output_\d+)?|"

@@ -17,8 +17,6 @@ from gemsc.importers.onnx.static import Static, computed
 from gemsc.importers.sheet import Sheet, Symbol
 from gemsc.importers.weight import Array, Weight
 
-__all__ = ["Node", "Operator", "Static"]
-
 
 @dataclass(eq=False)
 class Node:

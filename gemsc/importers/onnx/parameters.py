@@ -20,8 +20,6 @@ from gemsc.importers.onnx.static import Static, torch_type
 from gemsc.importers.sheet import Sheet, Symbol
 from gemsc.importers.weight import Array, Weight, constant
 
-__all__ = ["Parameters"]
-
 MOST_AXES = 4  # of a tensor that is looked for in another order of its axes
 
 

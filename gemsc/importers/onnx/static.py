@@ -15,8 +15,6 @@ from gemsc.errors import InternalError
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, Weight, constant
 
-__all__ = ["Static", "Value", "computed", "numpy_type", "torch_type"]
-
 
 @dataclass(frozen=True, eq=False)
 class Static:

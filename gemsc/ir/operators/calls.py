@@ -14,8 +14,6 @@ from torch import fx, nn
 
 import gemsc.nn
 
-__all__ = ["ALONG", "FUNCTIONS", "LAYERS", "Call", "call_of"]
-
 _CONV = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 _MAX_POOL = "input kernel_size stride padding dilation ceil_mode return_indices"

@@ -20,8 +20,6 @@ from torch import Tensor, fx
 from gemsc.ir.operators.calls import ALONG, Call
 from gemsc.nn import FrozenBatchNorm
 
-__all__ = ["HOW", "NO_OPERATOR", "OPERATORS", "Equation", "Operator", "operator_of"]
-
 # how a tile computes its part of pictures
 HOW = {
     "halo": "with the rows beyond its own that it reads",

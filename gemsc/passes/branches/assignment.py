@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from gemsc.costs.hardware import LinkSpeed
 
-__all__ = ["ALL", "BranchCost", "Ranks"]
-
 MOST_ASSIGNMENTS = 4096  # that are compared
 REPEATED = 0.01  # of a component's seconds: if no more is saved, one rank has it
 ALL = -1  # in the place of a rank: each computes it, as it does the trunk

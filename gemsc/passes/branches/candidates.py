@@ -11,8 +11,6 @@ from gemsc.passes.branches.assignment import ALL
 from gemsc.passes.branches.forks import Finder, ForkWindow
 from gemsc.passes.branches.names import names_of
 
-__all__ = ["NO_GAIN", "ForkChoice", "heaviest"]
-
 NO_GAIN = "nothing is saved"
 
 

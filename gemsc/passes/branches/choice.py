@@ -23,8 +23,6 @@ from gemsc.passes.branches.candidates import NO_GAIN, ForkChoice, heaviest
 from gemsc.passes.branches.forks import Finder, ForkWindow
 from gemsc.passes.branches.names import names_of
 
-__all__ = ["choose_forks", "placed_tensors"]
-
 MOST_TOLD = 4  # forks that are not shared out, of a stage
 LEAST_TOLD = 0.01  # of a stage's seconds: what they would save without messages
 CROSSING = "all of it must be recomputed or nothing: name a module that holds it"

@@ -20,8 +20,6 @@ from gemsc.passes.branches.assignment import ALL
 from gemsc.passes.branches.candidates import ForkChoice, heaviest
 from gemsc.passes.branches.forks import Finder, ForkWindow
 
-__all__ = ["follow_forks"]
-
 
 def follow_forks(
     program: Program, stage: Stage, training: StageShards

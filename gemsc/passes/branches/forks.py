@@ -27,8 +27,6 @@ from gemsc.ir.opaque import has_own_backward, opaque_of
 from gemsc.ir.program import Program, Stage
 from gemsc.passes.shards.choice import kept_whole
 
-__all__ = ["Component", "Finder", "ForkWindow", "most_branches"]
-
 ADDITIONS = (operator.add, torch.add, "add")
 
 

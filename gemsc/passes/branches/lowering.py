@@ -43,8 +43,6 @@ from gemsc.passes.spatial.rules import lower_call
 from gemsc.passes.spatial.values import Local, annotate_part, whole_shape
 from gemsc.runtime import tiles
 
-__all__ = ["lower_node"]
-
 
 def lower_node(low: Lowering, node: fx.Node) -> Local | None:
     """Lower a node: of a branch, of a join, or of what is between them.

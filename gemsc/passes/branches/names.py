@@ -12,8 +12,6 @@ from gemsc.ir.flow import base_name, layer_path, shared_path, unique_names
 from gemsc.ir.holder import attributes_of
 from gemsc.passes.branches.forks import Component
 
-__all__ = ["names_of"]
-
 
 def names_of(parts: Sequence[Component]) -> tuple[str, list[str]]:
     """Return the name of a fork, and that of each of its components.

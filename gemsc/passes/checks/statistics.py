@@ -25,8 +25,6 @@ from gemsc.ir.opaque import opaque_of, opaques
 from gemsc.ir.program import Program, Skip
 from gemsc.passes.base import Pass
 
-__all__ = ["CheckStatistics", "check_in_flight", "telling_what_ties"]
-
 # A second call right after the first one changes nothing.
 _SETTLING = frozenset(
     {"clamp_", "clip_", "clamp_min_", "clamp_max_", "relu_", "abs_", "fill_", "zero_"}

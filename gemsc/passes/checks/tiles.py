@@ -16,8 +16,6 @@ from gemsc.ir.program import GraphInput, Program
 from gemsc.passes.base import Pass
 from gemsc.passes.spatial.inputs import images_among
 
-__all__ = ["CheckTiles"]
-
 AXES = ("height", "width")
 
 

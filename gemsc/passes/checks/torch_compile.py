@@ -14,8 +14,6 @@ from gemsc.ir.opaque import opaques
 from gemsc.ir.program import Program
 from gemsc.passes.base import Pass
 
-__all__ = ["CheckTorchCompile"]
-
 
 @dataclass(frozen=True)
 class CheckTorchCompile(Pass):

@@ -21,15 +21,6 @@ from gemsc.passes.shards.rules import roles_of
 from gemsc.passes.spatial.classify import probe_of
 from gemsc.passes.spatial.cuts import cut
 
-__all__ = [
-    "Analysis",
-    "Place",
-    "analysis_of",
-    "cut_parts",
-    "place_of",
-    "split_dim",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -23,14 +23,6 @@ from gemsc.passes.shards.factors import Factor, leaves
 from gemsc.passes.shards.rules import reason_at
 from gemsc.passes.spatial.cuts import cut
 
-__all__ = [
-    "choose_cuts",
-    "chosen_factors",
-    "kept_whole",
-    "not_cut_alike",
-    "saved_by_cuts",
-]
-
 MUCH = 0.05  # of what the heaviest factor weighs: to leave that whole is refused
 LEAST = 1e-3  # of what it saves: what a factor weighs whose sums cost more than that
 

@@ -18,8 +18,6 @@ from functools import lru_cache
 
 from gemsc.passes.shards.factors import Dim, Dims, freeze, fresh, size_of, take, unify
 
-__all__ = ["Roles", "solve"]
-
 _TOKEN = re.compile(r"\*?\w+[+!]?|\((?:\w+[+!]? ?)+\)")
 
 

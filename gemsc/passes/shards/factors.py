@@ -17,20 +17,6 @@ from math import prod
 
 from gemsc.errors import InternalError
 
-__all__ = [
-    "Dim",
-    "Dims",
-    "Factor",
-    "fixed",
-    "freeze",
-    "fresh",
-    "leaves",
-    "regroup",
-    "size_of",
-    "take",
-    "unify",
-]
-
 
 @dataclass(eq=False)
 class Factor:

@@ -17,8 +17,6 @@ from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Local
 
-__all__ = ["Inside"]
-
 
 @dataclass(frozen=True)
 class Inside:

@@ -11,8 +11,6 @@ from torch import Tensor, fx, nn
 from gemsc.base.parts import Part
 from gemsc.ir.holder import attribute, put_layer, shallow_copy
 
-__all__ = ["put_parts"]
-
 # the settings that say how large a layer's tensors are: (tensor, dimension)
 _SIZES: dict[str, tuple[str, int]] = {
     "out_features": ("weight", 0),

@@ -31,8 +31,6 @@ from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import lower_call
 from gemsc.passes.spatial.values import Local
 
-__all__ = ["lower_on_shards", "trunk_axes"]
-
 
 def trunk_axes(low: Lowering, node: fx.Node) -> Axes | None:
     """Return how a trunk that is split cuts a value: by samples or tokens, or not."""

@@ -19,12 +19,9 @@ from gemsc.ir.program import Barrier
 from gemsc.passes.shards.factors import size_of
 from gemsc.passes.shards.inside import Inside
 from gemsc.passes.spatial.emit import masked, on_tiles
-from gemsc.passes.spatial.lowering import Local, Refused
 from gemsc.passes.spatial.rules import lower_call
-from gemsc.passes.spatial.values import layout_of, whole_shape
+from gemsc.passes.spatial.values import Local, Refused, layout_of, whole_shape
 from gemsc.runtime import tiles
-
-__all__ = ["compute"]
 
 
 def compute(x: Inside) -> Local:

@@ -18,8 +18,6 @@ from gemsc.passes.shards.equations import Roles, solve
 from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, fresh, regroup, take
 from gemsc.passes.spatial.classify import Probe
 
-__all__ = ["Lookup", "reason_at", "roles_of"]
-
 Lookup = Callable[[fx.Node | str], Dims]  # dimensions of a value, or of a parameter
 
 

@@ -21,8 +21,6 @@ from gemsc.passes.shards.analysis import Analysis, place_of, split_dim
 from gemsc.passes.shards.choice import chosen_factors
 from gemsc.passes.shards.factors import Factor, leaves
 
-__all__ = ["choose_trunk"]
-
 GAIN = 0.05  # of a stage's seconds on a rank: what a split must save to be worth it
 DIMS = {"batch": 0, "sequence": 1}
 

@@ -20,10 +20,9 @@ from torch import fx
 
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, Refused
 from gemsc.runtime import tiles
-
-__all__ = ["own_attention"]
 
 
 def own_attention(low: Lowering, call: Call) -> Local:

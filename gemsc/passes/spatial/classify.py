@@ -16,8 +16,6 @@ from gemsc.ir.fake import fake_copy
 from gemsc.ir.interpret import run_node
 from gemsc.ir.program import Program
 
-__all__ = ["Probe", "probe_of"]
-
 _ATEN = torch.ops.aten
 # Element by element, though PyTorch does not tag them so.
 _POINTWISE = frozenset(

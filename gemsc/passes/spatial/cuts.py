@@ -14,8 +14,6 @@ from typing import TypeGuard
 
 from gemsc.base.boxes import Box, Interval
 
-__all__ = ["Axes", "are_samples", "boxes", "coordinates", "cut", "fits", "num_tiles"]
-
 Axes = tuple[
     int | None, ...
 ]  # for each dimension of a value: the grid axis that cuts it

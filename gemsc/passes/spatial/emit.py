@@ -15,17 +15,9 @@ from gemsc.base.parts import Part
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.table import operator_of
 from gemsc.passes.spatial.cuts import Axes
-from gemsc.passes.spatial.lowering import Local, Lowering
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local
 from gemsc.runtime import tiles
-
-__all__ = [
-    "alike",
-    "call_again",
-    "crop",
-    "masked",
-    "on_tiles",
-    "weighted_sum",
-]
 
 
 def call_again(

@@ -23,11 +23,9 @@ from gemsc.ir.mutation import elements
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.table import operator_of
 from gemsc.passes.spatial.emit import call_again, on_tiles
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
-from gemsc.passes.spatial.values import Flattened, whole_shape
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Flattened, Local, Refused, whole_shape
 from gemsc.runtime import tiles
-
-__all__ = ["check", "join", "linear"]
 
 
 def join(low: Lowering, node: fx.Node, source: fx.Node) -> Local:

@@ -29,8 +29,6 @@ from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.rules import RULES
 from gemsc.passes.spatial.values import covers
 
-__all__ = ["choose_fused"]
-
 Boxes = tuple[Box, ...]
 Wishes = dict[fx.Node, tuple[Boxes, ...]]  # by user: what it wants, with a halo
 

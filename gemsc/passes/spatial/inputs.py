@@ -26,8 +26,6 @@ from gemsc.passes.spatial.values import (
     whole_shape,
 )
 
-__all__ = ["Placeholders", "images_among"]
-
 Key = tuple[fx.Node, GridShape]  # a placeholder, the grid that uses it
 
 

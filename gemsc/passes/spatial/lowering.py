@@ -44,9 +44,6 @@ from gemsc.passes.spatial.values import (
 )
 from gemsc.runtime import tiles
 
-__all__ = ["Local", "Lowering", "Refused", "Rule"]
-
-
 Rule = Callable[["Lowering", fx.Node], Local | None]  # None: on another rank
 PartsOf = Callable[[fx.Node], tuple[Part, ...]]
 

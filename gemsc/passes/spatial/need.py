@@ -11,16 +11,6 @@ from dataclasses import dataclass
 
 from gemsc.base.boxes import Interval
 
-__all__ = [
-    "Transposed",
-    "adaptive_window",
-    "mirrored",
-    "strided",
-    "support",
-    "transposed",
-    "window",
-]
-
 
 def window(
     out: Interval, *, kernel: int, stride: int, dilation: int, before: int

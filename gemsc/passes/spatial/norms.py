@@ -9,18 +9,9 @@ import torch.nn.functional as F
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes, are_samples
 from gemsc.passes.spatial.emit import alike, call_again, masked, on_tiles
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, Refused
 from gemsc.runtime import tiles
-
-__all__ = [
-    "batch_norm",
-    "channel_dropout",
-    "dropout",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
-    "rms_norm",
-]
 
 
 def _axes(low: Lowering, call: Call) -> Axes:

@@ -12,9 +12,8 @@ from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.emit import crop
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
-
-__all__ = ["pad", "pad_like"]
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, Refused
 
 
 def pad(low: Lowering, call: Call) -> Local:

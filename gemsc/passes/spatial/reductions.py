@@ -19,18 +19,10 @@ from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, on_tiles, weighted_sum
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.shapes import along, are_dims, elementwise
-from gemsc.passes.spatial.values import Flattened
+from gemsc.passes.spatial.values import Flattened, Local, Refused
 from gemsc.runtime import tiles
-
-__all__ = [
-    "along_tiles",
-    "cross_entropy",
-    "elementwise_loss",
-    "extreme",
-    "reduction",
-]
 
 _OVER_TILES = {
     "max": tiles.amax,

@@ -14,7 +14,8 @@ from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, Refused
 from gemsc.passes.spatial.windows import (
     largest_of_everything,
     result_axes,
@@ -22,8 +23,6 @@ from gemsc.passes.spatial.windows import (
 )
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.windows import Resize, rows_read
-
-__all__ = ["adaptive_pooling", "interpolation", "pixel_shuffle", "pixel_unshuffle"]
 
 _LINEAR = ("linear", "bilinear", "trilinear")
 _REACH = {

@@ -24,10 +24,9 @@ from gemsc.passes.spatial import (
     windows,
 )
 from gemsc.passes.spatial.attention import own_attention
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, Refused
 from gemsc.runtime import tiles
-
-__all__ = ["lower_call"]
 
 RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "conv": windows.convolution,

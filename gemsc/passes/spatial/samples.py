@@ -16,9 +16,8 @@ from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.table import operator_of
 from gemsc.passes.spatial.cuts import Axes, are_samples, fits
 from gemsc.passes.spatial.emit import call_again
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
-
-__all__ = ["by_sample", "embedding", "product"]
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, Refused
 
 
 def by_sample(low: Lowering, call: Call) -> Local | None:

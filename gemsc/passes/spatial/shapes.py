@@ -17,22 +17,9 @@ from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes, are_samples, fits
 from gemsc.passes.spatial.emit import alike, call_again
 from gemsc.passes.spatial.flattened import join
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.lowering import Lowering
+from gemsc.passes.spatial.values import Local, Refused
 from gemsc.passes.spatial.windows import numbers
-
-__all__ = [
-    "along",
-    "are_dims",
-    "channels",
-    "concatenation",
-    "elementwise",
-    "flip",
-    "narrow",
-    "repeat",
-    "roll",
-    "subscript",
-    "view",
-]
 
 _WITH_SIZES = frozenset(
     [

@@ -16,23 +16,6 @@ from gemsc.ir.layout import Layout
 from gemsc.ir.program import Program
 from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
 
-__all__ = [
-    "Flattened",
-    "Layers",
-    "Local",
-    "Refused",
-    "annotate_part",
-    "covers",
-    "held_boxes",
-    "last_axes",
-    "layout_of",
-    "local_sizes",
-    "refined",
-    "unfolded",
-    "whole_shape",
-]
-
-
 NOTHING: Box = ((0, 0),)
 
 

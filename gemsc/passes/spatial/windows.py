@@ -21,25 +21,11 @@ from gemsc.ir.operators.calls import Call, call_of
 from gemsc.passes.spatial import need
 from gemsc.passes.spatial.cuts import Axes, fits
 from gemsc.passes.spatial.emit import call_again, crop, weighted_sum
-from gemsc.passes.spatial.lowering import Local, Lowering, Refused
+from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.padding import pad_like
-from gemsc.passes.spatial.values import last_axes
+from gemsc.passes.spatial.values import Local, Refused, last_axes
 from gemsc.runtime import tiles
 from gemsc.runtime.tiles.windows import AxisWindows
-
-__all__ = [
-    "average_pooling",
-    "convolution",
-    "largest_of_everything",
-    "lp_pooling",
-    "max_pooling",
-    "max_unpooling",
-    "mean_of_everything",
-    "numbers",
-    "result_axes",
-    "spatial_axes",
-    "transposed_convolution",
-]
 
 
 def numbers(value: Any, rank: int) -> tuple[int, ...]:

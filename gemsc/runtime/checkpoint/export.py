@@ -18,8 +18,6 @@ from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.checkpoint.state_json import DTYPES
 from gemsc.weights.write import Entry, write_stream
 
-__all__ = ["SavedModel", "export_model", "saved_model"]
-
 
 @dataclass(frozen=True)
 class SavedModel:

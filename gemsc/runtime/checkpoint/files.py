@@ -19,8 +19,6 @@ from gemsc.runtime.checkpoint.pieces import TensorPiece, make_up
 from gemsc.runtime.checkpoint.state_json import DTYPES, dtype_name
 from gemsc.weights.write import DTYPES as NAMES
 
-__all__ = ["StoredTensors"]
-
 
 class StoredTensors:
     """The tensors in the files of a folder, by their keys in its manifest."""

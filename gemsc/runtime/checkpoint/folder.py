@@ -27,21 +27,6 @@ from gemsc.runtime.checkpoint.manifest import MANIFEST, Manifest, damaged
 from gemsc.runtime.process.status import Status
 from gemsc.weights.facts import facts_of
 
-__all__ = [
-    "BEST",
-    "LATEST",
-    "MODEL",
-    "Found",
-    "check_checkpoint",
-    "check_digests",
-    "clear_space",
-    "discard",
-    "mark_best",
-    "publish",
-    "saved_seed",
-    "with_advice",
-]
-
 LATEST, BEST = "latest", "best"
 MODEL = "model.safetensors"
 ENDINGS = "", "-again", "-once-more"  # a run that starts anew comes to the same step

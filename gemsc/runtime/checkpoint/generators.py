@@ -9,8 +9,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-__all__ = ["check_generators", "generator_states", "set_generators"]
-
 
 def generator_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators of this process, `device`'s among them."""

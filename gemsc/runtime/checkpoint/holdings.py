@@ -13,16 +13,6 @@ from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.stage import NOT_OF_THE_MODEL, model_state, stage_tensors
 
-__all__ = [
-    "BESIDE_KEY",
-    "EMA_KEY",
-    "MODEL_KEY",
-    "Extra",
-    "HeldTensor",
-    "Holdings",
-    "gradient_key",
-]
-
 MODEL_KEY = "model/"  # before the user's names
 EMA_KEY = "ema/"  # of the averages of `--ema`
 BESIDE_KEY = "beside/"  # what a state_dict leaves out, and tensors of the loss

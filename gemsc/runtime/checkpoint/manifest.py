@@ -27,8 +27,6 @@ from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 from gemsc.weights.facts import FileFacts
 
-__all__ = ["MANIFEST", "Manifest", "Stored", "damaged"]
-
 MANIFEST = "manifest.json"
 FORMAT = 3
 FILE = re.compile(r"rank\d{1,7}\.safetensors")

@@ -23,14 +23,6 @@ from gemsc.errors import GemscError
 from gemsc.runtime.checkpoint.holdings import HeldTensor
 from gemsc.runtime.checkpoint.pieces import TensorPiece
 
-__all__ = [
-    "WEIGHTS_ALONE",
-    "SavedOptimizer",
-    "UpdatedParameter",
-    "slots_of",
-    "split_state",
-]
-
 PARAMETERS = "params", "param_names"  # of a group: they are not values
 WEIGHTS_ALONE = (
     "or `gemsc export` the checkpoint and resume from that file, the weights alone"

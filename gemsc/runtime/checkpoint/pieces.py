@@ -26,8 +26,6 @@ from gemsc.base.boxes import Interval
 if TYPE_CHECKING:
     from gemsc.base.parts import Part
 
-__all__ = ["TensorPiece", "make_up"]
-
 Slices = tuple[slice, ...]
 
 

@@ -39,8 +39,6 @@ from gemsc.runtime.checkpoint.state_check import check_alike, check_step
 from gemsc.runtime.checkpoint.state_json import decode
 from gemsc.runtime.worker.worker import Worker
 
-__all__ = ["resume"]
-
 
 @dataclass
 class _Fit:

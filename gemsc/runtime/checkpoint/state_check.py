@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check_alike", "check_step"]
-
 
 def check_alike(part: Any, now: Any, saved: Any, *, is_same: bool) -> None:
     """Make sure that saved values are of the kinds that an optimizer or scheduler has.

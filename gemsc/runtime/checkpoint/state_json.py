@@ -20,8 +20,6 @@ from torch import Tensor
 
 from gemsc.errors import GemscError
 
-__all__ = ["DTYPES", "decode", "dtype_name", "encode"]
-
 SMALL = 16  # elements of a tensor that stands in the text
 KIND, OF = "$", "of"
 NAMES = (

@@ -43,8 +43,6 @@ from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.facts import FileFacts
 from gemsc.weights.write import Entry, write_stream
 
-__all__ = ["PendingSave", "save"]
-
 POLL_SECONDS = 0.05
 OF_STAGES = MODEL_KEY, BESIDE_KEY, EMA_KEY
 FAILED = "failed"

@@ -15,8 +15,6 @@ from gemsc.errors import GemscError
 from gemsc.messages.message import Input
 from gemsc.runtime.data.tiled import Window
 
-__all__ = ["BatchShape"]
-
 
 @dataclass(frozen=True)
 class BatchShape:

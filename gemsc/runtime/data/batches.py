@@ -25,9 +25,6 @@ from gemsc.runtime.data.held_generators import SeededReader
 from gemsc.runtime.data.tiled import TiledDataset, Window, whole_window
 from gemsc.runtime.process.status import Status, note_worker
 
-__all__ = ["NUM_REPEATED", "Batch", "Batches", "repeated"]
-
-
 NUM_REPEATED = 8  # samples of a run's first batch that are read twice
 
 _Keys = list[tuple[int, int, int, bool]]  # of a batch's samples: see `_Reproducible`

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["digest"]
-
 
 def digest(sample: Any) -> str:
     """Return a digest of dtype, shape and content of all leaves of a sample."""

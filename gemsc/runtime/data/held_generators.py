@@ -30,8 +30,6 @@ from torch import Tensor
 from gemsc.base.rng import seed_all, seed_of
 from gemsc.base.user_place import is_users
 
-__all__ = ["SeededReader", "held_generators"]
-
 Sample = TypeVar("Sample")
 
 MOST_OBJECTS = 100_000

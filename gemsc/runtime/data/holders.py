@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 from gemsc.runtime.data.metrics import is_texts
 from gemsc.runtime.transport.transport import LARGEST_TAG, Transport
 
-__all__ = ["Holders"]
-
 
 @dataclass
 class Holders:

@@ -26,8 +26,6 @@ from torch.utils import _pytree as pytree
 from gemsc.base.user_place import user_place
 from gemsc.errors import GemscError, SourceLocation
 
-__all__ = ["Metrics", "figure_names", "first_samples", "is_texts"]
-
 _RESULTS = {"update": "compute", "__call__": "aggregate"}  # what adds, what sums up
 
 

@@ -14,8 +14,6 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.data.batches import Batch, Batches
 from gemsc.runtime.transport.transport import Transport
 
-__all__ = ["Digests", "SharedData"]
-
 # by index and, where a rank reads only a part of each image, the box of it
 Digests = dict[tuple[int, Box | None], str]
 

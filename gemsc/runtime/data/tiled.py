@@ -17,8 +17,6 @@ from gemsc.base.boxes import Box
 from gemsc.messages.message import Input
 from gemsc.slides.windows import image_axes
 
-__all__ = ["TiledDataset", "Window", "whole_window", "window_of"]
-
 
 @runtime_checkable
 class TiledDataset(Protocol):

@@ -12,8 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemsc.base.nests import dense_leaves
 
-__all__ = ["ActivationMeter", "active_meter"]
-
 _active = threading.local()  # the meter of the stage that runs forward on this thread
 
 

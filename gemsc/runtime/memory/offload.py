@@ -34,15 +34,6 @@ from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.tiles.saving import Decomposed, decomposed
 from gemsc.runtime.transport.streams import Arrival, Pending, Streams
 
-__all__ = [
-    "FileStore",
-    "OffloadedRun",
-    "PinnedStore",
-    "Store",
-    "offloaded",
-    "store_for",
-]
-
 _active = threading.local()  # the run of the stage that runs forward on this thread
 
 

@@ -34,8 +34,6 @@ from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import active_meter
 from gemsc.runtime.tiles.saving import Decomposed, decomposed, forget, saved_parts
 
-__all__ = ["recompute"]
-
 T = TypeVar("T")
 
 # For each stage and method: the layers with running statistics that it runs.

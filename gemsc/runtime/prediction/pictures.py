@@ -15,8 +15,6 @@ from torch import Tensor
 from gemsc.errors import GemscError
 from gemsc.slides.windows import Picture
 
-__all__ = ["INPUT_HELP", "KINDS", "as_input", "as_picture"]
-
 KINDS = ("mask", "probabilities", "scores")
 INPUT_HELP = "define predict_input(region) in the model's file: docs/whole-slides.md"
 OUTPUT_HELP = "define predict_output(output) in the model's file, which returns a NumPy"

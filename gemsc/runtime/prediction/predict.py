@@ -45,8 +45,6 @@ from gemsc.slides.volume import Volume, is_volume
 from gemsc.slides.windows import Case, Picture, Place, SlidingWindows, Windows
 from gemsc.user_model import UserModel, load_user_model
 
-__all__ = ["Job", "main"]
-
 DTYPES = {"float32": None, "float64": torch.float64}
 
 

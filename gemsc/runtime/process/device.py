@@ -22,16 +22,6 @@ from gemsc.runtime.process.sharing import (
 from gemsc.runtime.transport.launcher import is_first_started
 from gemsc.runtime.transport.transport import Transport
 
-__all__ = [
-    "cap_memory",
-    "choose_device",
-    "claim_device",
-    "device_named",
-    "exact_arithmetic",
-    "num_gpus",
-    "require_gpu",
-]
-
 # the only one with which cuBLAS gives the same bits each time; read when it starts
 CONTEXT_BYTES = 2**29  # of CUDA itself, in each process
 CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -10,8 +10,6 @@ from torch import _compile as compile_hooks
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 
-__all__ = ["without_dynamo"]
-
 
 def without_dynamo() -> None:
     """Let torch.optim work without torch._dynamo, from now on in this process.

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from gemsc.runtime.transport.mpi import MpiTransport
     from gemsc.runtime.transport.transport import Transport
 
-__all__ = [
-    "computed_lines",
-    "describe_failure",
-    "end_job",
-    "generated_lines",
-    "install_hooks",
-    "is_first",
-    "line_of",
-    "stop_all",
-    "watch_exit",
-]
-
 REPORT_SECONDS = 2.0  # for the first rank that fails, before another one ends it
 RANK_FILE = re.compile(r"rank\d+\.py")
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from gemsc.base.units import show_long
 from gemsc.runtime.process.status import RankState
 
-__all__ = ["explain_hang", "hang_report", "is_hanging", "limit_of"]
-
 START_SECONDS = 600.0  # the least limit until the first step: weights are read, ...
 LOST = 3.0  # seconds: a watch that has not looked for so long could not
 LONGEST = 9  # lines about ranks, of which one may say that there are more

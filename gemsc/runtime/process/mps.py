@@ -22,8 +22,6 @@ from pathlib import Path
 
 from gemsc.errors import GemscError
 
-__all__ = ["use_mps"]
-
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 PREFIX = "gemsc-mps-"

@@ -19,8 +19,6 @@ from rich.progress import (
 
 from gemsc.base.process import is_started_by_mpirun
 
-__all__ = ["ProgressBar"]
-
 BAR_VARIABLE = "GEMSC_PROGRESS_BAR"
 
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["scratch_folder"]
-
 SHARED_MEMORY = Path("/dev/shm")
 LOCK = "lock"  # file in a scratch folder, locked while its job runs
 SEGMENT_BYTES = 32 * 2**20  # of shared memory for each rank; half of it is Open MPI's

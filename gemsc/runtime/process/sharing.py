@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from gemsc.errors import GemscError
 
-__all__ = ["LocalPlace", "check_sharing", "local_place", "shared_device"]
-
 # A rank's number on its machine, and how many there are, as launchers tell it; the
 # first that is set counts. A job step's own come before those of the job that it may
 # run in.

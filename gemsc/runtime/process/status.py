@@ -21,16 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = [
-    "REPORTED",
-    "STATUS_VARIABLE",
-    "RankState",
-    "Status",
-    "note_worker",
-    "read_states",
-    "read_status",
-]
-
 T = TypeVar("T")
 
 STATUS_VARIABLE = "GEMSC_STATUS_FOLDER"

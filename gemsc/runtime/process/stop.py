@@ -17,15 +17,6 @@ from types import FrameType
 
 from gemsc.base.process import end_with_parent
 
-__all__ = [
-    "ECHO_SECONDS",
-    "GRACE_SECONDS",
-    "STOPPED",
-    "STOPPING",
-    "StopSignal",
-    "signal_name",
-]
-
 STOPPED = 75  # exit code, EX_TEMPFAIL of <sysexits.h>: start me again
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 GRACE_SECONDS = 30.0  # what Slurm gives between SIGTERM and SIGKILL

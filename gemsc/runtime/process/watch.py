@@ -33,8 +33,6 @@ from gemsc.runtime.process.stop import GRACE_SECONDS, StopSignal, signal_name
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.transport.waiting import wait_of
 
-__all__ = ["HangWatch", "start_watch"]
-
 LONGEST_INTERVAL = 1.0  # seconds from look to look
 PAUSE = 3.0  # a look that comes so late: the process was stopped, the job may not hang
 

@@ -15,8 +15,6 @@ from gemsc.base.units import parse_seconds
 from gemsc.errors import GemscError, UsageError
 from gemsc.runtime.checkpoint.folder import LATEST
 
-__all__ = ["DEFAULT_TIMEOUT", "LAST", "Parser", "make_parser", "parse_arguments"]
-
 DEFAULT_TIMEOUT = 600.0  # seconds
 LAST = Path("\0")  # `--resume` without a folder: nobody can type this one
 

@@ -6,8 +6,6 @@ from gemsc.runtime.process.progress import ProgressBar
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
-__all__ = ["Bar"]
-
 
 class Bar(Callback):
     """Shows the loss, samples per second and the time of a step."""

@@ -16,8 +16,6 @@ from gemsc.errors import GemscError, SourceLocation
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
-__all__ = ["Best"]
-
 
 class Best(Callback):
     """Follows one figure of the evaluations, and shows it to ReduceLROnPlateau.

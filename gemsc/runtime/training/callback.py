@@ -22,8 +22,6 @@ from torch import Tensor
 
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
-__all__ = ["Callback"]
-
 
 class Callback:
     """Something that follows training; override what it needs."""

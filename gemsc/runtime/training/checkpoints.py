@@ -14,8 +14,6 @@ from gemsc.runtime.training.best import Best
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
-__all__ = ["Checkpoints"]
-
 
 class Checkpoints(Callback):
     """Saves into a folder, and keeps the newest `keep` checkpoints and the best one.

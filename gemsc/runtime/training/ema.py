@@ -18,8 +18,6 @@ from gemsc.runtime.checkpoint.holdings import EMA_KEY
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
 
-__all__ = ["Ema"]
-
 
 class Ema(Callback):
     """Averages the weights; `average` has this rank's, by name."""

@@ -23,8 +23,6 @@ from gemsc.runtime.training.trainer import Trainer
 from gemsc.slides.windows import Case, Picture, SlidingWindows
 from gemsc.user_model import UserModel
 
-__all__ = ["Evaluator", "evaluate_case", "picture_of_all", "zero_target"]
-
 
 @dataclass
 class Evaluator:

@@ -8,8 +8,6 @@ from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.user_model import UserModel
 
-__all__ = ["Hooks"]
-
 
 class Hooks(Callback):
     """Calls what the user's file defines, on every rank."""

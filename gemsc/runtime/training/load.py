@@ -23,8 +23,6 @@ from gemsc.runtime.training.trainer import (
 )
 from gemsc.runtime.transport.mpi import MpiTransport
 
-__all__ = ["load"]
-
 
 def load(
     directory: str | Path,

@@ -32,8 +32,6 @@ from gemsc.runtime.training.run_folder import LOG, TABLE, clear, describe_run
 from gemsc.runtime.training.trainer import StepReport, Trainer
 from gemsc.runtime.transport.waiting import waited_seconds
 
-__all__ = ["Log", "peak_bytes"]
-
 EACH = 100  # steps between two looks at what each rank needs
 COLUMNS = (
     *("step", "epoch", "loss", "samples_per_second", "seconds", "data_seconds"),

@@ -43,8 +43,6 @@ from gemsc.runtime.worker.finite import (
 )
 from gemsc.user_model import UserModel
 
-__all__ = ["Training"]
-
 # what `--on-nonfinite` makes of an update
 DONE = {"skip": "this update is left out", "warn": "the update was made"}
 

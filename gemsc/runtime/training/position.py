@@ -10,8 +10,6 @@ from gemsc.runtime.data.batches import Batches
 from gemsc.runtime.training.callback import Callback
 from gemsc.runtime.training.trainer import Trainer
 
-__all__ = ["Position"]
-
 
 class Position(Callback):
     """Lets a run that goes on with batches of another size go on at the same sample.

@@ -16,8 +16,6 @@ from gemsc.plan import Plan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_compiler", "check_dtype", "check_program"]
-
 
 def check_dtype(plan: Plan, dtype: torch.dtype | None) -> None:
     """Make sure that a program can run in a dtype; None is the one it was traced in.

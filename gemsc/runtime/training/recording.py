@@ -25,8 +25,6 @@ from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.worker import Worker
 from gemsc.user_model import load_user_model
 
-__all__ = ["WARM_UP_STEPS", "Recorder", "record_timed_steps", "time_steps"]
-
 WARM_UP_STEPS = 3  # the first ones allocate memory and choose algorithms
 ROUNDS = 5
 

@@ -32,19 +32,6 @@ from gemsc.runtime.checkpoint.folder import BEST, LATEST, MODEL
 from gemsc.runtime.checkpoint.manifest import MANIFEST
 from gemsc.runtime.training.arguments import parse_arguments
 
-__all__ = [
-    "ABOUT",
-    "CURVES",
-    "LOCK",
-    "LOG",
-    "RUNS",
-    "TABLE",
-    "choose_folder",
-    "clear",
-    "describe_run",
-    "held",
-]
-
 NOT_TOLD = ("save", "resume", "overwrite", "typed", "goes_on")  # among the options
 RUNS = "runs"  # folder of a program
 LOG, TABLE, ABOUT, CURVES = "log.jsonl", "log.csv", "run.json", "curves.svg"

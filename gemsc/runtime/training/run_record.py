@@ -11,8 +11,6 @@ from gemsc.base.boxes import Box
 from gemsc.base.draws import same_draws
 from gemsc.runtime.data.shared import Digests
 
-__all__ = ["RunRecord"]
-
 FILE = "run.json"
 Figures = dict[str, tuple[float, int]]  # mean, and the samples that count in it
 

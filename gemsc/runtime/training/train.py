@@ -33,8 +33,6 @@ from gemsc.runtime.transport.transport import Transport
 from gemsc.source.constants import check_run_constants, split_constants
 from gemsc.user_model import load_user_model
 
-__all__ = ["main", "share_cores", "train"]
-
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 

@@ -38,14 +38,6 @@ from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.worker import Worker
 from gemsc.weights.read import read_tensor
 
-__all__ = [
-    "Evaluation",
-    "StepReport",
-    "Trainer",
-    "concatenated",
-    "load_rank_module",
-]
-
 Parameters = Iterable[tuple[str, nn.Parameter]]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 OptimizerFactory = Callable[[Parameters], torch.optim.Optimizer]

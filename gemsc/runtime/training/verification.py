@@ -18,8 +18,6 @@ from gemsc.runtime.worker.metered import metered
 from gemsc.user_model import load_user_model
 from gemsc.weights.write import write_tensors
 
-__all__ = ["record_steps", "recorded", "run_recorded_steps"]
-
 CPU = torch.device("cpu")
 
 

@@ -13,8 +13,6 @@ from gemsc.runtime.transport.streams import Pending, Streams
 from gemsc.runtime.transport.transport import Group, Transport
 from gemsc.runtime.transport.waiting import Awaited, Request, wait
 
-__all__ = ["DeviceTransport", "Incoming"]
-
 MOST_DEFERRED = 4  # how far the host may be ahead of the device
 DEVICE_SLEEP = 200e-6  # seconds: what waits for the device starts about as late
 

@@ -18,8 +18,6 @@ from typing import Any
 from gemsc.base.process import SCRATCH_VARIABLE, is_started_by_mpirun
 from gemsc.errors import GemscError
 
-__all__ = ["check_launcher", "check_size", "is_first_started", "start_mpi"]
-
 NUM_RANKS_VARIABLE = "GEMSC_NUM_RANKS"  # set by gemsc.launch
 TRANSPORTS = "OMPI_MCA_btl"
 SLURM_TASKS = "SLURM_STEP_NUM_TASKS"  # set by srun, in each task

@@ -30,8 +30,6 @@ from gemsc.runtime.transport.transport import (
 )
 from gemsc.runtime.transport.waiting import Request, wait
 
-__all__ = ["LocalTransport", "RankStoppedError", "run_local"]
-
 T = TypeVar("T")
 Key = tuple[int, int, int]  # source, destination, tag
 CallSite = tuple[tuple[int, ...], str, int]  # ranks, key of the group, its sum

@@ -14,8 +14,6 @@ from gemsc.messages.message import Message, Value
 from gemsc.runtime.transport.device_transport import DeviceTransport, Incoming
 from gemsc.runtime.transport.waiting import Request
 
-__all__ = ["Mailbox"]
-
 
 @dataclass(slots=True)
 class _Letterbox:

@@ -42,8 +42,6 @@ from gemsc.runtime.transport.waiting import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport"]
-
 LEFT_SECONDS = 2.0  # for what a rank has sent before it left
 LAST_SECONDS = 5.0  # for the library to end all ranks
 LARGEST_PIECE = 2**30  # bytes; counts have 31 bits before MPI 4

@@ -22,15 +22,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Arrival",
-    "CudaStreams",
-    "Moment",
-    "Pending",
-    "Streams",
-    "streams_for",
-]
-
 MOST_LEAVING = 2  # tensors on their way to the host before the computation waits
 
 # tells, in nanoseconds of time.perf_counter_ns, when the device came to some point;

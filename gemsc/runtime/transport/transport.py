@@ -12,17 +12,6 @@ from gemsc.errors import InternalError
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.waiting import Request
 
-__all__ = [
-    "LARGEST_TAG",
-    "Group",
-    "Transport",
-    "add_in_order",
-    "check_memory",
-    "check_message",
-    "check_sum",
-    "shape_text",
-]
-
 LARGEST_TAG = 32767  # what the MPI standard guarantees
 
 

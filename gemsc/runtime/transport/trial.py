@@ -17,8 +17,6 @@ from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.transport.waiting import wait
 
-__all__ = ["library_takes_cuda", "may_carry", "try_message"]
-
 CUDA_AWARE_VARIABLE = "GEMSC_CUDA_AWARE"
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NUM_ELEMENTS = 2**19  # 2 MiB, more than libraries send along with a header

@@ -29,17 +29,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-__all__ = [
-    "Awaited",
-    "Request",
-    "Wait",
-    "check_in_waits",
-    "check_no_more",
-    "wait",
-    "wait_of",
-    "waited_seconds",
-]
-
 SPIN_SECONDS = 60e-6
 SHORTEST_SLEEP = 20e-6
 LONGEST_SLEEP = 2e-3

@@ -27,8 +27,6 @@ from gemsc.base.dtypes import is_real
 from gemsc.errors import GemscError
 from gemsc.runtime.process.failure import generated_lines
 
-__all__ = ["AnomalyDetection"]
-
 Line = tuple[str, int]  # of a rank's file
 HELP = (
     "look at what goes into this line: a division, a root, a logarithm, a large input"

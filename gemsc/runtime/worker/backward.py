@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["edge_of", "gradient_of", "is_absent", "run_backward"]
-
 # a private name of PyTorch's: where one has it not, the public way is taken
 _ENGINE = getattr(graph, "_engine_run_backward", None)
 

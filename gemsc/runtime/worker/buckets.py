@@ -13,8 +13,6 @@ from gemsc.base.boxes import Interval
 from gemsc.messages.rows import Rows
 from gemsc.runtime.transport.waiting import Request
 
-__all__ = ["Bucket", "buckets", "flat", "parts_like", "rows_of", "shares"]
-
 BUCKET_BYTES = 8 * 2**20
 
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 
-__all__ = ["clip_gradients"]
-
 EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 
 

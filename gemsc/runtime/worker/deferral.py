@@ -26,8 +26,6 @@ from gemsc.base.weighted import WeightedCall, WeightedCalls
 from gemsc.errors import InternalError
 from gemsc.runtime.memory.meter import ActivationMeter, active_meter
 
-__all__ = ["Deferred"]
-
 
 @dataclass
 class Deferred:

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from gemsc.errors import InternalError
 from gemsc.runtime.worker.buckets import buckets
 
-__all__ = ["Departures", "leaving_early"]
-
 Parameters = Mapping[str, nn.Parameter]
 Names = tuple[str, ...]
 

@@ -17,16 +17,6 @@ from torch.utils import _pytree as pytree
 
 from gemsc.errors import GemscError
 
-__all__ = [
-    "ADVICE",
-    "MOST_NAMED",
-    "NotFiniteError",
-    "Problem",
-    "all_finite",
-    "not_finite",
-    "rows_not_finite",
-]
-
 MOST_NAMED = 3
 ADVICE = "try a smaller learning rate, or --clip-norm 1; look at the data"
 

@@ -16,8 +16,6 @@ from gemsc.runtime.transport.transport import Transport
 from gemsc.runtime.worker.program import RankProgram
 from gemsc.runtime.worker.stages import Stages
 
-__all__ = ["Freezing"]
-
 
 class Freezing:
     """Which parameters are frozen at the moment; `names` are those of all ranks."""

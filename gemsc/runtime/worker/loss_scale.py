@@ -9,8 +9,6 @@ is what torch.amp.GradScaler does, which knows the gradients of one process only
 
 from __future__ import annotations
 
-__all__ = ["LossScale"]
-
 FIRST = 2.0**16
 GROWTH, BACKOFF = 2.0, 0.5
 SMALLEST = 1.0  # below it, what overflows is not what was scaled

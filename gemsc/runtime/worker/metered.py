@@ -12,8 +12,6 @@ from gemsc.runtime.memory.meter import ActivationMeter
 from gemsc.runtime.worker.program import Run
 from gemsc.runtime.worker.worker import Worker
 
-__all__ = ["metered"]
-
 
 def metered(worker: Worker) -> ActivationMeter:
     """Return a meter that follows all that this worker does from now on."""

@@ -20,8 +20,6 @@ from gemsc.runtime.transport.device_transport import DeviceTransport
 from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.worker.buckets import Bucket, buckets, flat, rows_of, shares
 
-__all__ = ["OwnRows"]
-
 
 class OwnRows:
     """The rows that this rank updates of the parameters that it holds with others.

@@ -12,8 +12,6 @@ from torch import nn
 from gemsc.base.parts import Part, holder_of, parts_of
 from gemsc.messages.message import Input, Tiles
 
-__all__ = ["RankPlace", "RankProgram", "Run"]
-
 StepFunction = Callable[[Any], None]  # of the rank's Worker
 
 

@@ -15,8 +15,6 @@ from gemsc.runtime.transport.transport import Group
 from gemsc.runtime.transport.waiting import Request
 from gemsc.runtime.worker.buckets import Bucket, flat, parts_like, shares
 
-__all__ = ["GradientSums", "RunningStatistics", "tracking"]
-
 
 class GradientSums:
     """Sums of gradients in flight.

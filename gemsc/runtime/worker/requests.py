@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Requests"]
-
 KINDS = ("stop", "save", "leave")
 
 

@@ -16,8 +16,6 @@ from gemsc.errors import GemscError
 from gemsc.runtime.worker.program import Run
 from gemsc.weights.stage import fill, model_state, stage_tensors
 
-__all__ = ["Stages", "without_trace"]
-
 # of one forward that is compiled: for training and evaluation, for each replica on this
 # rank, for sizes of batches, for what is frozen
 MOST_FORMS = 256

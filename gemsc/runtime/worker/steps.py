@@ -13,8 +13,6 @@ from gemsc.runtime.data.tiled import Window
 from gemsc.runtime.transport.streams import Streams
 from gemsc.runtime.worker.program import RankPlace, RankProgram
 
-__all__ = ["Steps"]
-
 
 class Steps:
     """What a rank has of the step of the moment, and how many steps are done.

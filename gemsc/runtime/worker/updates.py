@@ -26,8 +26,6 @@ from gemsc.runtime.worker.reduction import GradientSums, RunningStatistics, trac
 from gemsc.runtime.worker.stages import Stages
 from gemsc.runtime.worker.steps import Steps
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """The updates of a rank's parameters, together with the ranks that share them.

@@ -14,8 +14,6 @@ from torch import nn
 from gemsc.plan import Plan
 from gemsc.source.constants import RENAMED, ConstantsLoader
 
-__all__ = ["user_module", "user_object"]
-
 T = TypeVar("T")
 
 

@@ -37,8 +37,6 @@ from gemsc.runtime.worker.stages import Stages, without_trace
 from gemsc.runtime.worker.steps import Steps
 from gemsc.runtime.worker.updates import Updates
 
-__all__ = ["Worker"]
-
 
 @dataclass(slots=True)
 class _InFlight:

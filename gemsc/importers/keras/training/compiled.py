@@ -19,8 +19,6 @@ from gemsc.importers.keras.training.losses import (
 from gemsc.importers.keras.training.metrics import metric_form, metric_name
 from gemsc.importers.keras.training.optimizers import optimizer_text
 
-__all__ = ["TrainingText", "training_text"]
-
 # what a config that is damaged makes of a function that reads it
 _MISREAD: tuple[type[Exception], ...] = (KeyError, TypeError, ValueError)
 _MISREAD += (IndexError, AttributeError, OverflowError, ZeroDivisionError)

@@ -11,15 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "LOSSES",
-    "LossForm",
-    "ModelOutput",
-    "UnknownLossError",
-    "loss_form",
-    "snake",
-]
-
 
 @dataclass(frozen=True)
 class ModelOutput:

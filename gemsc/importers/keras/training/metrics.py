@@ -18,8 +18,6 @@ from gemsc.importers.keras.training.losses import (
     snake,
 )
 
-__all__ = ["metric_form", "metric_name"]
-
 Settings = Mapping[str, Any]
 
 

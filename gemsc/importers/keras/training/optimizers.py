@@ -10,8 +10,6 @@ import numpy as np
 from gemsc.importers.keras.training.losses import UnknownLossError
 from gemsc.importers.keras.training.schedules import schedule_text
 
-__all__ = ["OPTIMIZERS", "optimizer_text"]
-
 Config = Mapping[str, Any]
 Written = tuple[str, list[str]]  # the arguments behind lr, and how Keras differs
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["regularizer_notes"]
-
 
 def regularizer_notes(configs: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """Return a note for each regularizer and constraint of layers, by their names."""

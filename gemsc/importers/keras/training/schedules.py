@@ -10,8 +10,6 @@ from typing import Any
 
 from gemsc.importers.keras.training.losses import UnknownLossError
 
-__all__ = ["SCHEDULES", "schedule_text"]
-
 Config = Mapping[str, Any]
 
 

@@ -19,8 +19,6 @@ from gemsc.importers.onnx.operators.text import (
 )
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["ACTIVATIONS"]
-
 
 def _called(function: str, **attributes: tuple[str, float]) -> Operator:
     """Return the operator that calls a function.

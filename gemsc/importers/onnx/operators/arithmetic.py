@@ -7,12 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from gemsc.importers.onnx.node import Node, Operator, Static
+from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.onnx.operators.text import axis_of, number, of_numbers, term
-from gemsc.importers.onnx.static import torch_type
+from gemsc.importers.onnx.static import Static, torch_type
 from gemsc.importers.sheet import Symbol
-
-__all__ = ["ARITHMETIC"]
 
 
 def _one(text: str) -> Operator:

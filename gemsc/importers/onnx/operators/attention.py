@@ -9,8 +9,6 @@ from gemsc.importers.onnx.operators.shape import torch_type_of
 from gemsc.importers.onnx.operators.text import number
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["ATTENTION"]
-
 
 def _attention(node: Node) -> list[Symbol | None]:
     _refuse_special(node)

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 from torch import nn
 
-from gemsc.importers.onnx.node import Node, Operator, Static
+from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.onnx.operators.text import at, axis_of, buffer, of_numbers
-from gemsc.importers.onnx.static import torch_type
+from gemsc.importers.onnx.static import Static, torch_type
 from gemsc.importers.sheet import Symbol
-
-__all__ = ["INDEXING"]
 
 _MOST_LISTED = 8
 _REDUCES = {"mul": "prod", "min": "amin", "max": "amax"}

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 
 from gemsc.importers.weight import Array
 
-__all__ = ["Resized", "torch_matrix"]
-
 _CLOSE = 1e-9  # coordinates that are a number but for rounding
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["LOSSES"]
-
 
 def _loss(node: Node, function: str, scores: str) -> str:
     arguments = [scores, f"{node.value(1)}.long()"]

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from gemsc.importers.onnx.names import is_machine_made
-from gemsc.importers.onnx.node import Node, Operator, Static
+from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.onnx.operators.text import axis_of, dim_of, number, of_numbers
+from gemsc.importers.onnx.static import Static
 from gemsc.importers.sheet import Symbol
-
-__all__ = ["NORMALIZATIONS"]
 
 _INSTANCE: dict[int, type[nn.Module]] = {
     3: nn.InstanceNorm1d,

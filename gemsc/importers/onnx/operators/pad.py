@@ -11,8 +11,6 @@ from gemsc.importers.onnx.operators.text import at, axis_of, buffer, number
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array
 
-__all__ = ["PADS"]
-
 _MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 
 

@@ -13,8 +13,6 @@ from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.onnx.operators.text import buffer, number, of_numbers
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["POOLS"]
-
 _MAX_RANK = 3
 
 

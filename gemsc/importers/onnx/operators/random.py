@@ -11,8 +11,6 @@ from gemsc.importers.onnx.operators.shape import torch_type_of
 from gemsc.importers.onnx.operators.text import number
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["RANDOM"]
-
 
 def _kind(node: Node, default: torch.dtype) -> str:
     """Return the argument for the type of the result, if it needs one."""

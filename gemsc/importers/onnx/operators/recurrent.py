@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from gemsc.importers.onnx.node import Node, Operator, Static
-from gemsc.importers.onnx.static import torch_type
+from gemsc.importers.onnx.node import Node, Operator
+from gemsc.importers.onnx.static import Static, torch_type
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array
-
-__all__ = ["RECURRENT"]
 
 # where PyTorch's gates are among those of the file: iofc and zrh
 GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}

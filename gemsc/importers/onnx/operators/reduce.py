@@ -8,8 +8,6 @@ from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.onnx.operators.text import at, axis_of, dim_of, of_numbers
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["REDUCTIONS"]
-
 
 def _reduces(text: str) -> Operator:
     """Return the operator of an expression in {x} and {dims}, the other arguments."""

@@ -13,8 +13,6 @@ from gemsc.importers.onnx.operators.text import at, axis_of, buffer, number
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array
 
-__all__ = ["RESIZES"]
-
 # PyTorch's modes, by those of ONNX: with the name for pictures, whether corners are
 # aligned, and the names by the number of axes
 _CHOICES: dict[str, list[tuple[str, bool | None, dict[int, str]]]] = {

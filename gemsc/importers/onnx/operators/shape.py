@@ -13,8 +13,6 @@ from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.onnx.operators.text import axis_of, dim_of, of_numbers, tuple_of
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["SHAPES", "torch_type_of"]
-
 
 def _reshape(node: Node) -> Symbol:
     x = node.value(0)

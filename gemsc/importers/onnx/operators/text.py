@@ -8,20 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from gemsc.importers.onnx.node import Node, Operator, Static
+from gemsc.importers.onnx.node import Node, Operator
+from gemsc.importers.onnx.static import Static
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array, constant
-
-__all__ = [
-    "at",
-    "axis_of",
-    "buffer",
-    "dim_of",
-    "number",
-    "of_numbers",
-    "term",
-    "tuple_of",
-]
 
 _UNCOUNTED = (torch.uint16, torch.uint32, torch.uint64)
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from gemsc.importers.onnx.node import Node, Operator
 from gemsc.importers.sheet import Symbol
 
-__all__ = ["VISION"]
-
 _MODES = {"linear": "bilinear", "cubic": "bicubic"}
 
 

@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 import gemsc.nn
-from gemsc.importers.onnx.node import Node, Operator, Static
-from gemsc.importers.onnx.static import torch_type
+from gemsc.importers.onnx.node import Node, Operator
+from gemsc.importers.onnx.static import Static, torch_type
 from gemsc.importers.sheet import Symbol
 from gemsc.importers.weight import Array
-
-__all__ = ["WEIGHTED"]
 
 CONVOLUTIONS: Any = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED: Any = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}

@@ -14,8 +14,6 @@ from gemsc.importers.onnx.reader.file import DAMAGED
 from gemsc.importers.onnx.static import Static, Value, computed
 from gemsc.importers.sheet import Sheet, Symbol
 
-__all__ = ["CONTROL", "Control"]
-
 Values = dict[str, Value]
 MOST_ROUNDS = 64  # of a loop that is unrolled
 

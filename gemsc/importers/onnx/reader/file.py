@@ -22,8 +22,6 @@ from gemsc.importers.onnx.reader.ties import part
 from gemsc.importers.onnx.reader.trained import trained_names
 from gemsc.importers.weight import Array, FileTensor
 
-__all__ = ["OnnxTensors", "load_model", "number_type"]
-
 ALIGNED = 4096  # bytes; from there programs may map a tensor into their memory
 DAMAGED = "the file is damaged, or is not to be trusted"
 # the types that are a whole number of bytes, as torch has them

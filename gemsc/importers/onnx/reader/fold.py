@@ -17,8 +17,6 @@ from onnx.reference import ReferenceEvaluator
 from gemsc.importers.onnx.static import Static, computed
 from gemsc.importers.weight import Array, Weight
 
-__all__ = ["MOVES", "NoFitError", "Operands", "Run", "folded", "runner"]
-
 Operands = Sequence[Static | None]
 Run = Callable[[Sequence[Array | None]], Sequence[Array]]
 

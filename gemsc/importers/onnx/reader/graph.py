@@ -15,14 +15,6 @@ from gemsc.importers.onnx.reader.control import CONTROL
 from gemsc.importers.onnx.reader.fold import DRAWN
 from gemsc.importers.onnx.reader.trained import all_nodes
 
-__all__ = [
-    "STRUCTURE",
-    "inlined",
-    "known_names",
-    "leave_unused_out",
-    "refuse_unknown",
-]
-
 OLDEST = 6
 # what is read without a function of its own
 STRUCTURE = frozenset(["Constant", "Identity", "Shape", "Size", *CONTROL])

@@ -35,8 +35,6 @@ from gemsc.importers.onnx.static import Static, Value, torch_type
 from gemsc.importers.options import ImportOptions
 from gemsc.importers.sheet import Sheet, Symbol
 
-__all__ = ["read_onnx"]
-
 MOST_FLOPS = 10**9  # of a network that is run by the reference implementation
 
 

@@ -11,8 +11,6 @@ from onnx.reference import ReferenceEvaluator
 from gemsc.importers.onnx.reader.file import OnnxTensors, load_model
 from gemsc.importers.weight import Array
 
-__all__ = ["OnnxReference"]
-
 
 class OnnxReference:
     """A function from inputs to outputs, in evaluation."""

@@ -15,8 +15,6 @@ from onnx import checker, numpy_helper, shape_inference
 
 from gemsc.importers.onnx.static import Static, Value, computed, numpy_type
 
-__all__ = ["broken_schema", "broken_shapes"]
-
 MOST = 64  # numbers of an operand that sizes may depend on
 FLOATS = frozenset(
     map(onnx.TensorProto.DataType.Value, ("FLOAT16", "DOUBLE", "BFLOAT16"))

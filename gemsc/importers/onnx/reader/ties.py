@@ -22,8 +22,6 @@ from gemsc.importers.onnx.reader.fold import MOVES
 from gemsc.importers.onnx.reader.trained import all_nodes, is_layer, weight_slots
 from gemsc.importers.weight import Array
 
-__all__ = ["Ties", "part"]
-
 FX_NODE = "pkg.torch.onnx.fx_node"  # %a = call_function[target=...](args = (%p_w, ...
 WITH_BIAS = re.compile(r"target=torch\.ops\.aten\.(linear|addmm|conv)")
 Key = tuple[str | int, ...]  # equal for the same parameter

@@ -16,16 +16,6 @@ from gemsc.importers.onnx.names import is_machine_made, scope
 from gemsc.importers.onnx.reader.fold import MOVES
 from gemsc.importers.weight import Array, FileTensor
 
-__all__ = [
-    "TrainedTensors",
-    "all_nodes",
-    "fuse_bias",
-    "is_layer",
-    "trained_names",
-    "used_names",
-    "weight_slots",
-]
-
 # the operands that are weights, whatever their names are
 SLOTS: Mapping[str, tuple[int, ...]] = {
     "BatchNormalization": (1, 2),

@@ -19,8 +19,6 @@ from gemsc.importers.onnx.static import Static, Value, computed, numpy_type
 from gemsc.importers.sheet import Sheet, Symbol
 from gemsc.importers.weight import Array, same
 
-__all__ = ["Walk"]
-
 Values = dict[str, Value]
 Found = TypeVar("Found")
 NO_FIT = "has operands or attributes that do not fit"
