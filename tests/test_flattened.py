@@ -194,21 +194,37 @@ def test_a_flattened_value_that_was_computed_with_its_halo(fuse: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flatten(1).relu(),
+        lambda x: x.flatten(1).cumsum(1),
+        lambda x: x.flatten(1)[:, 3:9] * 2,
+        lambda x: (x.flatten(1) * torch.arange(280.0)).sum(1),
+        lambda x: (x.flatten(1) + x.mT.flatten(1)).sum(1),
+        lambda x: x.flatten(2).transpose(1, 2).softmax(1),
+        lambda x: x.flatten(1).prod(0),
+    ],
+    ids=["relu", "cumsum", "slice", "weights", "transposed", "tokens", "rows"],
+)
+def test_what_needs_it_flat_has_rows_of_it(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    step = check(Head(Function(function)), torch.randn(2, 3, 7, 10), (2, 2))
+    assert not step.barriers
+
+
+@pytest.mark.parametrize(
     ("function", "reason"),
     [
         (lambda x: x.flatten(1), "returns it flattened"),
-        (lambda x: x.flatten(1).relu(), "returns it flattened"),
-        (lambda x: x.flatten(1).cumsum(1), "flattened"),
-        (lambda x: x.flatten(1)[:, 3:9] * 2, "flattened"),
-        (lambda x: (x.flatten(1) * torch.arange(280.0)).sum(1), "different ways"),
-        (lambda x: (x.flatten(1) + x.mT.flatten(1)).sum(1), "different ways"),
+        (lambda x: x.flatten(0, 2).cumsum(0), "fewer rows than tiles"),
     ],
-    ids=["flat", "relu", "cumsum", "slice", "weights", "transposed"],
+    ids=["flat", "few rows"],
 )
-def test_what_needs_it_flat_gathers_it(
+def test_what_cannot_be_laid_in_rows_is_gathered(
     function: Callable[[Tensor], Tensor], reason: str
 ) -> None:
-    step = check(Head(Function(function)), torch.randn(2, 3, 7, 10), (2, 2))
+    step = check(Head(Function(function)), torch.randn(2, 3, 7, 10), (3, 1))
     assert any(reason in barrier.reason for barrier in step.barriers)
 
 

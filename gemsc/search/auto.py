@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from gemsc.base.grid_shape import SPLITS
 from gemsc.costs.hardware import Hardware, read_hardware
 from gemsc.errors import GemscError
 from gemsc.options import CompileOptions
@@ -15,6 +16,8 @@ from gemsc.planner.predict import micro_batch_size, talking
 from gemsc.planner.traffic import step_traffic
 from gemsc.search.advice import nothing_fits, what_fits
 from gemsc.search.candidates import Candidate, alternatives, is_open, ranked
+
+SLACK = 0.1  # by which stages that are cut elsewhere may take less work
 
 Stage = Callable[..., Scheduled]  # of options; `every_tile`: not two of them only
 
@@ -44,17 +47,21 @@ def search(
     """Return all that agrees with the options, best first.
 
     What does not fit the memory cap is tried again with the optimizer's state shared
-    out over replicas, with some blocks recomputed, and with both.
+    out over replicas, with some blocks recomputed, and with both. What cannot be faster
+    than something that fits is left out.
 
     Raises:
         GemscError: nothing fits; says what would.
     """
-    tried = alternatives(options, sizes, most_branches)
-    found = [assess(each, stage) for each in tried]
-    large = [o for o in map(_sharding, found) if o is not None]
-    found += [c for c in (assess(o, stage) for o in large) if not c.problem]
-    smaller = [each.options for each in found if each.may_recompute()]
-    found += [assess(replace(o, recompute=("auto",)), stage) for o in smaller]
+    found: list[Candidate] = []
+    for each in alternatives(options, sizes, most_branches):
+        if _may_win(each, found):
+            found.append(assess(each, stage))
+    for change in (_sharding, _recomputing):
+        for each in filter(None, map(change, list(found))):
+            if _may_win(each, found):
+                smaller = assess(each, stage)
+                found += [] if smaller.problem else [smaller]
     found = ranked(found)
     while options.open_splits and found[0].fits():
         exact = assess(found[0].options, stage, every_tile=True)
@@ -65,6 +72,31 @@ def search(
     if not found[0].fits():
         raise nothing_fits(found, lambda other: assess(other, stage))
     return tuple(found)
+
+
+def _may_win(options: CompileOptions, found: Sequence[Candidate]) -> bool:
+    """Whether a choice may be faster than all that fits so far.
+
+    No schedule is faster than the ranks' own work: what one takes of a split of their
+    work, all others do, but for what the cuts of the stages change.
+    """
+    fastest = max((c.samples_per_second for c in found if c.fits()), default=0.0)
+    alike = (c for c in found if not c.problem and _same_work(c.options, options))
+    first = next(alike, None)
+    return first is None or first.most_samples_per_second > (1 - SLACK) * fastest
+
+
+def _same_work(one: CompileOptions, other: CompileOptions) -> bool:
+    """Whether ranks share the work of a sample alike, whatever the schedule is."""
+    names = (*SPLITS, "data", "micro_batches")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def _recomputing(found: Candidate) -> CompileOptions | None:
+    """Return the options of what is too large, with blocks that are recomputed."""
+    if not found.may_recompute():
+        return None
+    return replace(found.options, recompute=("auto",))
 
 
 def _sharding(found: Candidate) -> CompileOptions | None:

@@ -85,6 +85,12 @@ class Candidate:
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
+    def most_samples_per_second(self) -> float:
+        """What it came to if no rank ever waited for another stage."""
+        busy = (self.seconds - self.ending) * (1 - self.bubble)
+        return self.samples / busy if busy else 0.0
+
+    @property
     def spent(self) -> dict[str, float]:
         """What a rank's part of the seconds goes to, in words: they add up to them."""
         step = self.seconds - self.ending

@@ -61,8 +61,8 @@ class Operator:
     `settings` are those of its function, in order, where a layer may become one.
     `words` is the letter of what is looked up by number, of which a rank has one run;
     `unit` what one unit of a parameter is called. `writes` gives the arguments that a
-    call changes in place. Of parts of channels on tiles it gives an `addend` where it
-    sums over them, or is `gathered`.
+    call changes in place. Of parts of channels its rule for tiles gives an `addend`
+    where it sums over them.
     """
 
     equation: Equation | None = None
@@ -78,7 +78,6 @@ class Operator:
     unit: str = ""
     writes: Callable[[Call], tuple[str, ...]] | None = None
     addend: bool = False
-    gathered: bool = False
 
     @property
     def adds_up(self) -> bool:
@@ -95,6 +94,25 @@ class Operator:
 def operator_of(call: Call) -> Operator:
     """Return the row of a call."""
     return OPERATORS.get(call.kind, NO_OPERATOR)
+
+
+def operands_of(call: Call, equation: Equation) -> list[fx.Node | str | None]:
+    """Return the operands of an equation: nodes, or paths of a layer's tensors.
+
+    What is not given, or is no tensor, is None; `operand2` is the third of `einsum`.
+    """
+    operands: list[fx.Node | str | None] = []
+    for name in equation.operands:
+        value = call.arguments.get(name)
+        if name.startswith("operand"):
+            value = call.node.args[1 + int(name.removeprefix("operand"))]
+        if isinstance(value, fx.Node) and isinstance(_tensor(value), Tensor):
+            operands.append(value)
+        elif isinstance(getattr(call.layer, name, None), Tensor):
+            operands.append(f"{call.node.target}.{name}")
+        else:
+            operands.append(None)
+    return operands
 
 
 # ------------------------------------------------------------- forms of equations
@@ -318,10 +336,14 @@ OPERATORS: dict[str, Operator] = {
         does="product",
         how="own",
         any_operand=True,
-        gathered=True,
     ),
     "einsum": Operator(
-        Equation("as it is written"), _einsum, does="product", gathered=True
+        Equation("as it is written"),
+        _einsum,
+        does="product",
+        how="own",
+        any_operand=True,
+        addend=True,
     ),
     "embedding": Operator(
         Equation("*b, v+ h -> *b h", ("input", "weight")),
@@ -331,7 +353,6 @@ OPERATORS: dict[str, Operator] = {
         words="v",
         unit="word",
         writes=_normalized_weight,
-        gathered=True,
     ),
     "embedding_bag": Operator(writes=_normalized_weight),
     "attention": Operator(
@@ -344,7 +365,6 @@ OPERATORS: dict[str, Operator] = {
         how="keys",
         any_operand=True,
         unit="head",
-        gathered=True,
     ),
     "cat": Operator(how="own", any_operand=True, wide=True),
     "stack": Operator(how="own", any_operand=True),
@@ -365,7 +385,6 @@ OPERATORS: dict[str, Operator] = {
         how="sums",
         any_operand=True,
         words="c",
-        gathered=True,
     ),
     **dict.fromkeys(("chunk", "split", "unbind"), Operator()),
 }

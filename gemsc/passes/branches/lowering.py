@@ -138,10 +138,10 @@ class _At:
         given: dict[fx.Node, Local] = {}
         for source in node.all_input_nodes:
             if isinstance(meta.value(source), Tensor) and source.op != "get_attr":
-                before = low.local(source)
-                own = entering.get(source, before.node)
-                axes = None if low.flattened(source) is not None else before.axes
-                given[source] = Local(own, axes, alone(source))
+                given[source] = before = low.local(source)
+                if source in entering:
+                    axes = before.axes if before.flattened is None else None
+                    given[source] = Local(entering[source], axes, alone(source))
         with low.on_member(rank), low.instead(given), low.sharing(alone, addend=False):
             local = low.lower(node, lower_call)
             assert local is not None

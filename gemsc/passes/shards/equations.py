@@ -1,24 +1,12 @@
-"""Equations: which dimensions of an operation's operands are the same, and which sum.
-
-    *b i+, o i, o -> *b o          a linear layer: input, weight, bias -> result
-
-Operands are separated by commas. A letter names a dimension; the same letter is the
-same dimension; `*b` stands for any number of dimensions, aligned from the last and
-broadcast; `(g c)` is a dimension that is a product, its outermost factor first. Marked
-`+` is summed over: if it is cut, each rank has an addend of the result. Marked `!` must
-stay whole. What is not marked may be cut, and the result is cut alike.
-"""
+"""Solve equations: unify the dimensions of an operation's operands as its row says."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
+from gemsc.ir.operators.equations import Token, parse
 from gemsc.passes.shards.factors import Dim, Dims, freeze, fresh, size_of, take, unify
-
-_TOKEN = re.compile(r"\*?\w+[+!]?|\((?:\w+[+!]? ?)+\)")
 
 
 @dataclass
@@ -34,14 +22,6 @@ class Roles:
     results: list[Dims] | None = None
 
 
-@dataclass(frozen=True)
-class _Token:
-    """One word of an equation: a letter, `*x`, or the letters of a product."""
-
-    letters: tuple[str, ...]
-    star: bool = False
-
-
 def solve(
     text: str,
     operands: Sequence[Dims | None],
@@ -55,15 +35,15 @@ def solve(
     those of all letters of a product but its last. `reason` says where a dimension
     must stay whole.
     """
-    given, result, summed, whole = _parsed(text)
+    parsed = parse(text)
     env = _Bound(reason, dict(sizes or {}))
-    for tokens, dims in zip(given, operands, strict=True):
+    for tokens, dims in zip(parsed.operands, operands, strict=True):
         if dims is not None:
             env.bind(tokens, dims)
-    for letter in env.meant_by(whole):
+    for letter in env.meant_by(parsed.whole):
         freeze(env.letters[letter], reason)
-    roles = Roles(env.letters, set(env.meant_by(summed)))
-    roles.result = env.built(result, shape)
+    roles = Roles(env.letters, set(env.meant_by(parsed.summed)))
+    roles.result = env.built(parsed.result, shape)
     return roles
 
 
@@ -76,7 +56,7 @@ class _Bound:
         self.sizes = sizes
         self.stars: dict[str, int] = {}  # how many dimensions each stands for
 
-    def bind(self, tokens: Sequence[_Token], dims: Dims) -> None:
+    def bind(self, tokens: Sequence[Token], dims: Dims) -> None:
         """Bind the letters of one operand."""
         count = len(dims) - sum(not token.star for token in tokens)
         rest = list(dims)
@@ -114,7 +94,7 @@ class _Bound:
             found += stands_for or [name]
         return [letter for letter in found if letter in self.letters]
 
-    def built(self, tokens: Sequence[_Token], shape: tuple[int, ...]) -> Dims:
+    def built(self, tokens: Sequence[Token], shape: tuple[int, ...]) -> Dims:
         """Return the dimensions of the result; letters of its own are new ones."""
         result: Dims = []
         for token in tokens:
@@ -130,25 +110,3 @@ class _Bound:
             else:
                 result.append(fresh(shape[len(result)]))
         return result
-
-
-@lru_cache(maxsize=256)
-def _parsed(
-    text: str,
-) -> tuple[tuple[tuple[_Token, ...], ...], tuple[_Token, ...], set[str], set[str]]:
-    left, _, right = text.partition("->")
-    summed: set[str] = set()
-    whole: set[str] = set()
-    for mark, found in (("+", summed), ("!", whole)):
-        found.update(re.findall(rf"(\w+)\{mark}", text))
-
-    def tokens(side: str) -> tuple[_Token, ...]:
-        words = [re.sub(r"[+!]", "", word) for word in _TOKEN.findall(side)]
-        return tuple(
-            _Token((word[1:],), star=True)
-            if word.startswith("*")
-            else _Token(tuple(word.strip("()").split()))
-            for word in words
-        )
-
-    return tuple(map(tokens, left.split(","))), tokens(right), summed, whole

@@ -87,7 +87,9 @@ class Inside:
     def placed(self, source: fx.Node) -> Local:
         """Return a value of which shards have their parts, as tiles have cut it."""
         if source.op == "get_attr":
-            return Local(self.parameter(str(source.target)), None)
+            path = str(source.target)
+            parts = self.cut(self.analysis.dims(path))
+            return Local(self.parameter(path), None, parts)
         if not isinstance(meta.value(source), Tensor):
             return self.low.local(source)
         return self.low.shared(source, self.parts(source))

@@ -65,10 +65,11 @@ def _on_tiles(x: Inside, kind: str, sources: Sequence[fx.Node]) -> Local:
         Refused: the rule cannot, or looks at what shards cut.
     """
     low, operator = x.low, OPERATORS.get(kind, NO_OPERATOR)
-    if operator.gathered or (x.is_summed and not operator.addend):
+    if kind == "cross_entropy":  # each tile's rows, of all classes
+        with low.instead({s: low.shared(s, ()) for s in sources if s.op != "get_attr"}):
+            return lower_call(low, x.node)
+    if x.is_summed and not operator.addend:
         raise Refused("tiles and shards cut it")
-    if any(low.flattened(source) is not None for source in sources):
-        raise Refused("ranks have parts of it, and it is flattened")
     given = {source: x.placed(source) for source in sources}
     with low.instead(given), low.sharing(x.parts, addend=x.is_summed):
         local = lower_call(low, x.node, x.local_call if kind else None)

@@ -12,7 +12,7 @@ from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.ir.opaque import has_own_backward
 from gemsc.ir.operators.calls import ALONG, Call, call_of
-from gemsc.ir.operators.table import operator_of
+from gemsc.ir.operators.table import operands_of, operator_of
 from gemsc.ir.program import Program
 from gemsc.passes.shards.equations import Roles, solve
 from gemsc.passes.shards.factors import Dim, Dims, fixed, freeze, fresh, regroup, take
@@ -32,7 +32,10 @@ def roles_of(
         return call, _unknown(call, dims, f"{reason} is not looked into")
     equation = operator_of(call).equation_of(call)
     if equation is not None and isinstance(value, Tensor):
-        operands = [_operand(call, name, dims) for name in equation.operands]
+        operands = [
+            None if operand is None else dims(operand)
+            for operand in operands_of(call, equation)
+        ]
         roles = solve(equation.text, operands, shape, reason, equation.sizes)
         for dim in roles.letters.values() if equation.whole else ():
             freeze(dim, f"{reason}: {equation.whole}")
@@ -49,18 +52,6 @@ def reason_at(node: fx.Node) -> str:
     at = meta.location(node)
     name = getattr(node.target, "__name__", str(node.target))
     return f"{name} at {at.short}" if at is not None else name
-
-
-def _operand(call: Call, name: str, dims: Lookup) -> Dims | None:
-    """Return the dimensions of an argument or a layer's tensor, None if not given."""
-    given = call.arguments.get(name)
-    if name.startswith("operand"):
-        given = call.node.args[1 + int(name.removeprefix("operand"))]
-    if isinstance(given, fx.Node):
-        return dims(given) if isinstance(meta.value(given), Tensor) else None
-    if isinstance(getattr(call.layer, name, None), Tensor):
-        return dims(f"{call.node.target}.{name}")
-    return None
 
 
 # --------------------------------------------------------- by their arguments

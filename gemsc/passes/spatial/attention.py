@@ -50,8 +50,9 @@ def own_attention(low: Lowering, call: Call) -> Local:
         settings["is_causal"] = True
     function: Any = F.scaled_dot_product_attention
     if call.get("dropout_p") is not None:
-        shape = (*low.shape(query)[:-1], low.shape(key)[-2])
-        box = low.owned(shape, (*axes[:-1], None))[low.place]
+        keys = low.shape(key)[-2]
+        shape = (*low.shape(query)[:-1], keys)
+        box = (*low.box(call.node, axes)[:-1], (0, keys))
         settings |= {"dropout_p": call["dropout_p"], "shape": shape, "box": box}
         settings["draw"] = low.draw(call.node)
         function = tiles.scaled_dot_product_attention

@@ -8,20 +8,24 @@ interval, so that it stays a box of C x H x W:
     linear            the tile's columns of the weight; one sum over the tiles
     mean, max, ...    over the dimensions that were joined
     softmax           over those; the result is held like the value
-    anything else     gather, then flatten: a barrier
+    anything else     exchange columns for whole rows, which are intervals of F
 
 The weight is not cut: every tile keeps all of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import fx
 
+from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.ir.operators.calls import Call
 from gemsc.ir.operators.table import operator_of
+from gemsc.passes.spatial.cuts import fits
 from gemsc.passes.spatial.emit import call_again, on_tiles
 from gemsc.passes.spatial.lowering import Lowering
 from gemsc.passes.spatial.values import Flattened, Local, Refused, whole_shape
@@ -38,9 +42,9 @@ def join(low: Lowering, node: fx.Node, source: fx.Node) -> Local:
     groups = _groups(shape, whole_shape(node))
     if groups is None or not low.probe.is_reshape(node):
         raise Refused("it joins or splits a dimension that is cut")
-    low.hold(node, Flattened(shape, groups))
-    local = low.get(source)
-    return Local(local.node, local.axes)
+    how = Flattened(shape, groups)
+    low.hold(node, how)
+    return replace(low.get(source), parts=low.parts_of(node), flattened=how)
 
 
 def _groups(shape: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -100,10 +104,56 @@ def linear(low: Lowering, call: Call) -> Local:
         return call_again(low, call, axes, {source: low.get(source).node})
     rest = (*axes[:first], None)
     result = rest if any(axis is not None for axis in rest) else None
-    box = low.owned(shape, axes)[low.place][first:]
-    among = low.among(axis for axis in inner if axis is not None)
-    columns: dict[str, Any] = {"shape": shape[first:], "box": box}
-    if among:
+    own, parts = list(shape), low.local(source).held_parts
+    box = list(low.owned(shape, axes)[low.place])
+    if parts:  # the rank's weight has columns of its own units alone
+        dim = parts[low.place].dim
+        own[dim] = parts[low.place].local_shape[dim]
+        box[dim] = 0, own[dim]
+    columns: dict[str, Any] = {"shape": tuple(own[first:]), "box": tuple(box[first:])}
+    if among := low.among(axis for axis in inner if axis is not None):
         columns["among"] = among
+    if low.is_addend:
+        columns["bias"] = None
     args = (low.here, low.get(source).node)
-    return on_tiles(low, call, tiles.linear, args, result, **columns)
+    local = on_tiles(low, call, tiles.linear, args, result, **columns)
+    if low.is_addend:
+        meta.set_layout(local.node, None)
+    return local
+
+
+def in_rows(low: Lowering, source: fx.Node) -> Local:
+    """Return a flattened value as one that is cut along its own dimensions.
+
+    Where the columns of pictures are cut, tiles exchange them for whole rows: these lie
+    in a row when they are flattened.
+
+    Raises:
+        Refused: there are fewer rows than tiles.
+    """
+    local, shape = low.local(source), whole_shape(source)
+    assert local.flattened is not None
+    assert local.axes is not None
+    held = local.flattened.shape
+    by_rows: list[int | None] = [None] * len(held)
+    axes: list[int | None] = []
+    inner, first = [], 0
+    for count in local.flattened.groups:
+        run = range(first, first + count)
+        first += count
+        cut = [local.axes[dim] for dim in run if local.axes[dim] is not None]
+        outermost = next((dim for dim in run if held[dim] > 1), run.start)
+        axes.append(cut[0] if cut else None)
+        if cut:
+            by_rows[outermost] = cut[0]
+        inner.append((outermost, prod(held[outermost + 1 : run.stop])))
+    if not (
+        fits(held, tuple(by_rows), low.grid) and fits(shape, tuple(axes), low.grid)
+    ):
+        raise Refused("it has fewer rows than tiles")
+    rows = low.owned(held, tuple(by_rows))
+    boxes = tuple(
+        tuple((box[dim][0] * size, box[dim][1] * size) for dim, size in inner)
+        for box in rows
+    )
+    return low.laid_flat(source, rows, boxes, tuple(axes))

@@ -36,6 +36,7 @@ from gemsc.passes.spatial.values import (
     annotate_part,
     covers,
     held_boxes,
+    held_parts,
     last_axes,
     local_sizes,
     refined,
@@ -94,7 +95,7 @@ class Lowering:
         }
         self._env: dict[fx.Node, Local] = {}
         self._replaced: dict[fx.Node, Local] = {}  # see `instead`
-        self._cut: PartsOf = _of_all  # see `sharing`
+        self.parts_of: PartsOf = _of_all  # see `sharing`
         self.is_addend = False
         self._crossed: dict[tuple[fx.Node, int], Local] = {}
         self._flattened: dict[fx.Node, Flattened] = {}
@@ -250,11 +251,11 @@ class Lowering:
 
         What they create may be an `addend` of the result.
         """
-        self._cut, self.is_addend = parts, addend
+        self.parts_of, self.is_addend = parts, addend
         try:
             yield
         finally:
-            self._cut, self.is_addend = _of_all, False
+            self.parts_of, self.is_addend = _of_all, False
 
     @contextmanager
     def on_member(self, number: int) -> Iterator[None]:
@@ -364,6 +365,11 @@ class Lowering:
         """Return what each tile of the stage holds of a value with these axes."""
         return held_boxes(shape, axes, self.grid)
 
+    def sizes(self, node: fx.Node, axes: Axes) -> tuple[int, ...]:
+        """Return the sizes of the rank's own part of a value with these axes."""
+        box = self.owned(self.shape(node), axes)[self.place]
+        return local_sizes(shape_of(box), self._held_parts_of(node), self.place)
+
     def share(self, shape: tuple[int, ...], axes: Axes) -> float:
         """Return the part of all elements that the tile at hand holds."""
         part = 1.0
@@ -407,21 +413,24 @@ class Lowering:
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of a whole value as it is held; () for what is no tensor."""
-        flattened = self._flattened.get(node)
+        flattened = self.flattened(node)
         return whole_shape(node) if flattened is None else flattened.shape
 
     def flattened(self, node: fx.Node) -> Flattened | None:
         """Return how a value is held that was flattened, None for others."""
-        return self._flattened.get(node)
+        local = self._replaced.get(node)
+        return self._flattened.get(node) if local is None else local.flattened
+
+    def _held_parts_of(self, node: fx.Node) -> tuple[Part, ...]:
+        """Return what shards have of a result, as it is held."""
+        return held_parts(self.parts_of(node), self.flattened(node))
 
     def hold(self, node: fx.Node, how: Flattened) -> None:
         """Let a flattened value be held with all dimensions.
 
         Raises:
-            Refused: the model returns it, or shards have parts of it.
+            Refused: the model returns it.
         """
-        if self._cut(node):
-            raise Refused("ranks have parts of it, and it is flattened")
         if node in self.program.output.all_input_nodes:
             raise Refused("the model returns it flattened")
         self._flattened[node] = how
@@ -429,11 +438,11 @@ class Lowering:
     def get(self, node: fx.Node) -> Local:
         """Return a value as the stage at hand has it: the tile's own part."""
         local = self.local(node)
-        if local.axes is None and node in self._flattened:
+        if local.axes is None and local.flattened is not None:
             return Local(self.whole(node), None)
         is_input = node.op == "placeholder" and self.inputs.is_wide(node, self._form)
         if is_input or node.name in self._halos.wide:
-            return Local(self.spread(node, local.axes), local.axes)
+            return replace(local, node=self.spread(node, local.axes))
         return local
 
     def local(self, node: fx.Node) -> Local:
@@ -467,7 +476,7 @@ class Lowering:
         args = (self.here, local.node, exchange)
         new = self._create("call_function", tiles.redistribute, args, {}, node.name)
         annotate_part(new, node, axes, self.grid, self._tile, shape=shape)
-        return Local(new, axes)
+        return Local(new, axes, flattened=local.flattened)
 
     def axes(self, node: fx.Node) -> Axes | None:
         """Return which dimensions of a value are cut, None if it is whole."""
@@ -491,7 +500,7 @@ class Lowering:
         Raises:
             Refused: it is several boxes.
         """
-        parts = self._cut(node)
+        parts = self._held_parts_of(node)
         if parts and parts[0].outer > 1:
             raise Refused("its mask is drawn for the whole value")
         return refined(self.result(node, axes), parts)[self.place]
@@ -523,13 +532,13 @@ class Lowering:
     ) -> Local:
         """Add a node that stands for `like`, or for a part of its computation."""
         new = self._create(op, target, args, kwargs, like.name)
-        parts = self._cut(like) or parts
-        self._describe(new, like, axes, parts)
+        parts, flattened = self.parts_of(like) or parts, self.flattened(like)
+        self._describe(new, like, axes, held_parts(parts, flattened))
         if op != "call_module" and (path := meta.layer(like)):
             meta.set_layer(new, path)
         if partial:
             meta.set_layout(new, None)
-        return Local(new, axes, parts)
+        return Local(new, axes, parts, flattened)
 
     def _describe(
         self,
@@ -578,9 +587,10 @@ class Lowering:
         Wanted boxes may reach outside it: there is `fill`, or it `wraps` around.
         """
         wanted = tuple(wanted)
-        self._needs.append(Need(node, wanted, fill, wraps))
         local = self.local(node)
-        parts = local.parts
+        if local.flattened == self._flattened.get(node):  # not that, laid flat
+            self._needs.append(Need(node, wanted, fill, wraps))
+        parts = local.held_parts
         if node.op == "placeholder" and self.inputs[node, self._form].axes is not None:
             return self._part_of_input(node, wanted, fill, wraps, parts)
         shape, held = self.shape(node), self.held(node)
@@ -611,14 +621,14 @@ class Lowering:
 
         What leaves the stage needs a node of its own, for its own layout.
         """
-        parts = self._cut(old)
+        parts, flattened = self.parts_of(old), self.flattened(old)
         is_other = any(new is local.node for local in self._env.values())
         if new.op == "placeholder" or is_other:
             if all(self._stage_of.get(user) == self._stage for user in old.users):
-                return Local(new, axes, parts)
+                return Local(new, axes, parts, flattened)
             new = self._create("call_function", getitem, (new, (...,)), {}, old.name)
-        self._describe(new, old, axes, parts)
-        return Local(new, axes, parts)
+        self._describe(new, old, axes, held_parts(parts, flattened))
+        return Local(new, axes, parts, flattened)
 
     def shared(self, node: fx.Node, parts: tuple[Part, ...]) -> Local:
         """Return a value of which shards have these parts; tiles cut it as before."""
@@ -626,11 +636,12 @@ class Lowering:
         if local.parts == parts:
             return local
         if local.parts:
-            found = self._beside(node, local, local.parts, gathers=True)
-            local = Local(found, local.axes)
+            found = self._beside(node, local, local.held_parts, gathers=True)
+            local = replace(local, node=found, parts=())
         if parts:
-            found = self._beside(node, local, parts, gathers=False)
-            local = Local(found, local.axes, parts)
+            local = replace(local, parts=parts)
+            found = self._beside(node, local, local.held_parts, gathers=False)
+            local = replace(local, node=found)
         return local
 
     def shard(self, node: fx.Node, parts: tuple[Part, ...]) -> fx.Node:
@@ -644,7 +655,7 @@ class Lowering:
         self, node: fx.Node, local: Local, parts: tuple[Part, ...], *, gathers: bool
     ) -> fx.Node:
         """Return the node of what a tile has of a value: all of it, or a shard's."""
-        shape = whole_shape(node)
+        shape = self.shape(node)
         owned = self.owned(shape, local.axes)
         boxes = self.result(node, local.axes) if local.axes is not None else owned
         held, wanted = (
@@ -658,6 +669,27 @@ class Lowering:
         if not gathers:
             sizes = local_sizes(sizes, parts, self.place)
         return self._viewed(found, Layout(shape, wanted), sizes)
+
+    def laid_flat(
+        self, node: fx.Node, rows: tuple[Box, ...], flat: tuple[Box, ...], axes: Axes
+    ) -> Local:
+        """Return a flattened value cut by its own dimensions.
+
+        `rows` are boxes of it with all dimensions that are boxes when they are `flat`.
+        """
+        local, shape = self.local(node), whole_shape(node)
+        parts, held = local.parts, local.held_parts
+        owned = self.owned(self.shape(node), local.axes)
+        boxes = self.held(node)
+        source = self._part_of(
+            local.node, self.shape(node), boxes, rows, 0.0, owned, parts=held
+        )
+        layout = Layout(unfolded(shape, parts), refined(flat, parts))
+        sizes = local_sizes(shape_of(flat[self.place]), parts, self.place)
+        source = self._viewed(source, layout, sizes)
+        wanted = self.owned(shape, axes)
+        own = self._part_of(source, shape, flat, wanted, 0.0, parts=parts)
+        return Local(own, axes, parts)
 
     def _viewed(
         self, source: fx.Node, layout: Layout, shape: tuple[int, ...] = ()
@@ -687,8 +719,11 @@ class Lowering:
         whole = local.node
         if local.axes is not None:
             whole = self.part(node, (everything(self.shape(node)),) * self.tiles)
+        if local.flattened is None:
+            return whole
         given = Layout.whole(whole_shape(node), self.tiles)
-        return self._viewed(whole, given) if node in self._flattened else whole
+        held = local_sizes(local.flattened.shape, local.held_parts, self.place)
+        return self._viewed(whole, given, local.flattened.sizes(held))
 
     def spread(self, node: fx.Node, axes: Axes | None) -> fx.Node:
         """Return the node that holds a value cut like this."""

@@ -50,9 +50,7 @@ RULES: dict[str, Callable[[Lowering, Call], Local]] = {
     "channel_dropout": norms.channel_dropout,
     "channels": shapes.channels,
     "linear": flattened.linear,
-    "addmm": samples.product,
-    "matmul": samples.product,
-    "embedding": samples.embedding,
+    **dict.fromkeys(("addmm", "matmul", "einsum", "embedding"), samples.by_equation),
     "cat": shapes.concatenation,
     "stack": shapes.concatenation,
     **dict.fromkeys(ALONG, shapes.along),
@@ -92,8 +90,23 @@ def lower_call(low: Lowering, node: fx.Node, call: Call | None = None) -> Local:
         raise Refused("its forward depends on data")
     if low.has_own_backward(node):
         _require_own_elements(low, node)
-    if any(low.flattened(n) is not None and low.axes(n) is not None for n in sources):
+    held = [s for s in sources if low.flattened(s) is not None and low.axes(s)]
+    if not held:
+        return _by_rule(low, call)
+
+    def as_held(low: Lowering, node: fx.Node) -> Local:
         flattened.check(low, call, elementwise=low.probe.is_pointwise(node))
+        return _by_rule(low, call)
+
+    local = low.tried(node, as_held)
+    if isinstance(local, Local):
+        return local
+    with low.instead({source: flattened.in_rows(low, source) for source in held}):
+        return lower_call(low, node, call)
+
+
+def _by_rule(low: Lowering, call: Call) -> Local:
+    node, operator = call.node, operator_of(call)
     if node.target is getitem:
         local = shapes.subscript(low, node)
         if local is not None:
@@ -111,6 +124,8 @@ def _has_tensor_input(call: Call) -> bool:
     source = call.arguments.get("query", call.arguments.get("input"))
     if call.kind in ("cat", "stack"):
         return isinstance(call.arguments.get("tensors"), (tuple, list))
+    if call.kind == "einsum":
+        return True
     return isinstance(source, fx.Node) and isinstance(meta.value(source), Tensor)
 
 

@@ -8,12 +8,16 @@ Example, five samples on two tiles, cut along the first dimension alone:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from string import digits
+
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from gemsc.ir import meta
 from gemsc.ir.operators.calls import Call
-from gemsc.ir.operators.table import operator_of
+from gemsc.ir.operators.equations import letters_of, parse
+from gemsc.ir.operators.table import operands_of, operator_of
 from gemsc.passes.spatial.cuts import Axes, are_samples, fits
 from gemsc.passes.spatial.emit import call_again
 from gemsc.passes.spatial.lowering import Lowering
@@ -52,69 +56,69 @@ def _has_samples(call: Call, dims: int) -> bool:
 # Products and embeddings: of values cut by samples or tokens
 
 
-_FACTORS = ("input", "other", "mat1", "mat2", "batch1", "batch2")
+def by_equation(low: Lowering, call: Call) -> Local:
+    """Compute a part of the result, or an addend of it, of parts that belong together.
 
+    A letter of the equation is cut as the first operand that has it is; what must be
+    whole, or is cut in another way, is gathered.
 
-def product(low: Lowering, call: Call) -> Local:
-    """Multiply what is cut alike, or along a dimension that only one of them has.
-
-    What the left one sums over is whole there, and is gathered of the right one.
+    Raises:
+        Refused: nothing of the result is cut then.
     """
-    names = [name for name in _FACTORS if name in call.arguments]
-    left, right = (call[name] for name in names[-2:])
-    first, second = _axes(low, left), _axes(low, right)
-    if min(len(first), len(second)) < 2:
-        raise Refused("it takes a vector")
-    if first[-1] is not None:
-        raise Refused("it sums over a dimension that is cut")
-    result = [*_batch(low, call, left, right), None, None]
-    for place, axis in ((-2, first[-2]), (-1, second[-1])):
-        result[place] = None if axis in result else axis
-    axes = _checked(low, call.node, tuple(result))
-    inputs = {
-        left: _spread(low, left, (*axes[:-1], None)),
-        right: _spread(low, right, (*axes[:-2], None, axes[-1])),
-    }
-    if call.input not in inputs:  # it is added to the product
-        inputs[call.input] = _spread(low, call.input, axes)
-    return call_again(low, call, axes, inputs)
-
-
-def embedding(low: Lowering, call: Call) -> Local:
-    """Look up the tile's words in the whole table."""
-    if call.get("max_norm") is not None or call.get("scale_grad_by_freq", False):
-        raise Refused("it looks at all words")
-    axes = low.axes(call.input)
-    if axes is None or call.get("sparse", False):
-        raise Refused("its weight is cut, or has a sparse gradient")
-    return call_again(low, call, (*axes, None), {call.input: low.get(call.input).node})
-
-
-def _axes(low: Lowering, source: fx.Node) -> Axes:
-    axes = low.axes(source)
-    return (None,) * len(low.shape(source)) if axes is None else axes
-
-
-def _batch(low: Lowering, call: Call, *sources: fx.Node) -> list[int | None]:
-    """Return how the dimensions before the last two are cut, each by the first."""
-    result: list[int | None] = [None] * (len(low.shape(call.node)) - 2)
-    for source in sources:
-        axes = _axes(low, source)[:-2]
-        for dim, axis in enumerate(axes, len(result) - len(axes)):
-            if result[dim] is None and axis not in result:
-                result[dim] = axis
-    return result
-
-
-def _checked(low: Lowering, node: fx.Node, axes: Axes) -> Axes:
-    if all(axis is None for axis in axes) or not fits(low.shape(node), axes, low.grid):
+    equation = operator_of(call).equation_of(call)
+    if equation is None or equation.whole:
+        raise Refused(equation.whole if equation else "it is not looked into")
+    parsed, node = parse(equation.text), call.node
+    operands = [
+        (source, letters_of(tokens, len(low.shape(source))))
+        for tokens, source in zip(
+            parsed.operands, operands_of(call, equation), strict=True
+        )
+        if isinstance(source, fx.Node)
+    ]
+    summed = parsed.summed if call.kind != "addmm" else frozenset()  # it adds a third
+    axis_of = _cut_letters(low, operands, parsed.whole | (parsed.summed - summed))
+    result = letters_of(parsed.result, len(low.shape(node)))
+    axes = tuple(axis_of.get(letter) for letter in result)
+    over = [axis for letter, axis in axis_of.items() if letter in summed]
+    is_cut = any(axis is not None for axis in axes)
+    if not (is_cut or over) or not fits(low.shape(node), axes, low.grid):
         raise Refused("its result is not cut")
-    return axes
+    inputs: dict[fx.Node, fx.Node] = {}
+    for source, letters in operands:
+        wanted = _spread(low, source, tuple(axis_of.get(letter) for letter in letters))
+        if inputs.setdefault(source, wanted) is not wanted:
+            raise Refused("two of its operands are one value")
+    cut = axes if is_cut else None
+    local = call_again(low, call, cut, inputs, partial=bool(over))
+    return low.all_reduce(node, local.node, cut, low.among(over)) if over else local
+
+
+def _cut_letters(
+    low: Lowering,
+    operands: Sequence[tuple[fx.Node, tuple[str, ...]]],
+    whole: frozenset[str],
+) -> dict[str, int]:
+    """Return the letters that are cut, each with the axis of the grid: no two by one.
+
+    Raises:
+        Refused: a product of letters is cut.
+    """
+    found: dict[str, int] = {}
+    for source, letters in operands:
+        axes = low.axes(source) or (None,) * len(letters)
+        for letter, axis in zip(letters, axes, strict=True):
+            if axis is None or letter in whole or letter.rstrip(digits) in whole:
+                continue
+            if " " in letter:
+                raise Refused("a dimension that is cut is a product")
+            if axis not in found.values():
+                found.setdefault(letter, axis)
+    return found
 
 
 def _spread(low: Lowering, source: fx.Node, axes: Axes) -> fx.Node:
-    """Return the part of an input that meets a part of the result."""
+    """Return the part of an operand that meets the others; of size 1 there is one."""
     shape = low.shape(source)
-    own = axes[len(axes) - len(shape) :]
-    found = tuple(a if size > 1 else None for size, a in zip(shape, own, strict=True))
-    return low.spread(source, found if any(a is not None for a in found) else None)
+    own = tuple(a if size > 1 else None for size, a in zip(shape, axes, strict=True))
+    return low.spread(source, own if any(a is not None for a in own) else None)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from gemsc.base.boxes import Box, shape_of
+from gemsc.base.boxes import Box
 from gemsc.ir import meta
 from gemsc.ir.mutation import elements
 from gemsc.ir.operators.calls import Call
 from gemsc.passes.spatial import need
-from gemsc.passes.spatial.cuts import Axes, are_samples, fits
+from gemsc.passes.spatial.cuts import Axes, cut, fits
 from gemsc.passes.spatial.emit import alike, call_again
 from gemsc.passes.spatial.flattened import join
 from gemsc.passes.spatial.lowering import Lowering
@@ -105,40 +106,69 @@ def view(low: Lowering, node: fx.Node) -> Local | None:
     name = str(name)
     axes = low.axes(source)
     assert axes is not None
-    cut = [dim for dim, axis in enumerate(axes) if axis is not None]
-    if not all(dim in kept for dim in cut):
-        return _same_rows(low, node, source, axes) or join(low, node, source)
+    are_cut = [dim for dim, axis in enumerate(axes) if axis is not None]
+    if not all(dim in kept for dim in are_cut):
+        return _regrouped(low, node, source, axes) or join(low, node, source)
     tensors = [t for t in pytree.tree_leaves(meta.value(node)) if isinstance(t, Tensor)]
     result: list[int | None] = [None] * tensors[0].dim()
-    for dim in cut:
+    for dim in are_cut:
         result[kept[dim]] = axes[dim]
     if name not in _WITH_SIZES:
         return low.copy(node, tuple(result))
-    shape = low.shape(node)
-    box = low.owned(shape, tuple(result))[low.place]
-    sizes = tuple(stop - start for start, stop in box)
     target = "expand" if name in _EXPANDING else "reshape"
-    args = (low.get(source).node, *sizes)
+    args = (low.get(source).node, *low.sizes(node, tuple(result)))
     return low.create(node, "call_method", target, args, {}, tuple(result))
 
 
-def _same_rows(
+def _regrouped(
     low: Lowering, node: fx.Node, source: fx.Node, axes: Axes
 ) -> Local | None:
-    """Return a view that joins or splits samples, if each tile keeps its memory."""
+    """Return a view that joins or splits what is cut, if each tile keeps its memory.
+
+    That it does where the outermost of the dimensions that are joined is cut: rows 0 to
+    4 of 8 x 8 are elements 0 to 32 of 64.
+    """
     shape, result = low.shape(source), low.shape(node)
-    cut = (axes[0], *(None,) * (len(result) - 1))
-    if not (result and are_samples(axes) and fits(result, cut, low.grid)):
-        return None
     if low.flattened(source) is not None or not low.probe.is_reshape(node):
         return None
-    boxes = low.owned(result, cut)
-    for before, after in zip(low.owned(shape, axes), boxes, strict=True):
-        rows, others = prod(shape[1:]), prod(result[1:])
-        if [row * rows for row in before[0]] != [row * others for row in after[0]]:
+    found: list[int | None] = [None] * len(result)
+    for before, after in _groups(shape, result):
+        inside = [dim for dim in before if axes[dim] is not None]
+        if not inside:
+            continue
+        first = next(dim for dim in before if shape[dim] > 1)
+        to = next(dim for dim in after if result[dim] > 1)
+        axis = axes[first]
+        if inside != [first] or axis is None or result[to] < low.grid[axis]:
             return None
-    args = (low.get(source).node, *shape_of(boxes[low.place]))
-    return low.create(node, "call_method", "reshape", args, {}, cut)
+        edges = [
+            prod(sizes[dim + 1 : run.stop]) * row
+            for sizes, dim, run in ((shape, first, before), (result, to, after))
+            for rows in cut(sizes[dim], low.grid[axis])
+            for row in rows
+        ]
+        if edges[: len(edges) // 2] != edges[len(edges) // 2 :]:
+            return None
+        found[to] = axis
+    cut_alike = tuple(found)
+    args = (low.get(source).node, *low.sizes(node, cut_alike))
+    return low.create(node, "call_method", "reshape", args, {}, cut_alike)
+
+
+def _groups(
+    shape: tuple[int, ...], result: tuple[int, ...]
+) -> Iterator[tuple[range, range]]:
+    """Yield the dimensions of two shapes that have as many elements, the least runs."""
+    first = second = 0
+    while first < len(shape) or second < len(result):
+        stop, end = min(first + 1, len(shape)), min(second + 1, len(result))
+        while prod(shape[first:stop]) != prod(result[second:end]):
+            if prod(shape[first:stop]) < prod(result[second:end]):
+                stop += 1
+            else:
+                end += 1
+        yield range(first, stop), range(second, end)
+        first, second = stop, end
 
 
 def subscript(low: Lowering, node: fx.Node) -> Local | None:
@@ -177,27 +207,27 @@ def _entries(index: Any, dims: int) -> list[Any] | None:
 def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) -> Local:
     axes = low.axes(source)
     assert axes is not None
-    shape = low.shape(source)
+    shape, sizes = low.shape(source), iter(low.shape(node))
     result: list[int | None] = []
-    ranges: dict[int, range] = {}
+    ranges: dict[int, range] = {}  # of the dimensions that are cut
     for dim, (axis, entry) in enumerate(zip(axes, entries, strict=True)):
-        if isinstance(entry, int):
-            if axis is not None:
-                raise Refused("it takes one row or column")
-            continue
-        result.append(axis)
-        if axis is not None:
+        size = 1 if isinstance(entry, int) else next(sizes)
+        if axis is not None and isinstance(entry, int):
+            first = entry % shape[dim]
+            ranges[dim] = range(first, first + 1)
+        elif axis is not None:
             ranges[dim] = range(*entry.indices(shape[dim]))
-    out_axes = tuple(result)
-    if not fits(low.shape(node), out_axes, low.grid):
-        raise Refused("the result is smaller than the grid")
+        if not isinstance(entry, int):  # all tiles want what is too small to be cut
+            result.append(axis if axis is None or size >= low.grid[axis] else None)
+    cut_alike = tuple(result)
+    out_axes = cut_alike if any(axis is not None for axis in result) else None
     places = [dim for dim, entry in enumerate(entries) if not isinstance(entry, int)]
     wanted = []
     for box in low.owned(low.shape(node), out_axes):
         by_dim = dict(zip(places, box, strict=True))
         wanted.append(
             tuple(
-                need.strided(by_dim[dim], start=rows.start, step=rows.step)
+                need.strided(by_dim.get(dim, (0, 1)), start=rows.start, step=rows.step)
                 if (rows := ranges.get(dim)) is not None
                 else (0, size)
                 for dim, size in enumerate(shape)
@@ -205,7 +235,7 @@ def _slice(low: Lowering, node: fx.Node, source: fx.Node, entries: list[Any]) ->
         )
     part = low.part(source, tuple(wanted))
     rest = tuple(_rest_of(entry, ranges.get(dim)) for dim, entry in enumerate(entries))
-    if all(entry == slice(None) for entry in rest):
+    if out_axes is not None and all(entry == slice(None) for entry in rest):
         return low.stands_for(part, node, out_axes)
     return low.create(
         node, "call_function", operator.getitem, (part, rest), {}, out_axes
@@ -216,6 +246,8 @@ def _rest_of(entry: Any, rows: range | None) -> Any:
     """Return what is left of an index once the tile has the rows from the first on."""
     if rows is None:
         return entry
+    if isinstance(entry, int):
+        return 0
     return slice(None) if rows.step == 1 else slice(None, None, rows.step)
 
 
@@ -236,26 +268,51 @@ def narrow(low: Lowering, call: Call) -> Local:
 
 
 def concatenation(low: Lowering, call: Call) -> Local:
-    """Join tiles along a dimension that is not cut."""
+    """Join what each tile has, along a dimension that is cut or not."""
     tensors = list(call["tensors"])
     dims = max(len(low.shape(tensor)) for tensor in tensors)
     tensors = [t for t in tensors if len(low.shape(t)) == dims]  # but torch.tensor([])
     dim = int(call.get("dim", 0))
-    cut = [axes for tensor in tensors if (axes := low.axes(tensor)) is not None]
-    axes = max(cut, key=lambda axes: sum(axis is not None for axis in axes))
+    found = [axes for tensor in tensors if (axes := low.axes(tensor)) is not None]
+    axes = max(found, key=lambda axes: sum(axis is not None for axis in axes))
     if call.kind == "stack":
         dim %= dims + 1
         result = (*axes[:dim], None, *axes[dim:])
     else:
         dim %= dims
-        if axes[dim] is not None:
-            raise Refused("it joins along a dimension that is cut")
         result = axes
     if call.kind == "stack":
         inputs = {tensor: low.spread(tensor, axes) for tensor in tensors}
+    elif axes[dim] is not None:
+        inputs = _own_rows(low, call, tensors, dim, axes)
     else:
         inputs = {tensor: alike(low, call, tensor, axes) for tensor in tensors}
     return call_again(low, call, result, inputs)
+
+
+def _own_rows(
+    low: Lowering, call: Call, tensors: list[fx.Node], dim: int, axes: Axes
+) -> dict[fx.Node, fx.Node]:
+    """Return of each value the rows that are in the tile's part of all in a row.
+
+    That may be none: of a class token before 64 others, on the second of two tiles.
+    """
+    if len(set(tensors)) < len(tensors):
+        raise Refused("it joins a value to itself")
+    boxes, start = low.result(call.node, axes), 0
+    inputs = {}
+    for tensor in tensors:
+        size = low.shape(tensor)[dim]
+        rows = [
+            tuple(min(max(row - start, 0), size) for row in box[dim]) for box in boxes
+        ]
+        wanted = (
+            (*box[:dim], (first, last), *box[dim + 1 :])
+            for box, (first, last) in zip(boxes, rows, strict=True)
+        )
+        inputs[tensor] = low.part(tensor, wanted)
+        start += size
+    return inputs
 
 
 def channels(low: Lowering, call: Call) -> Local:

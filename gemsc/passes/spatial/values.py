@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -17,25 +19,11 @@ from gemsc.ir.program import Program
 from gemsc.passes.spatial.cuts import Axes, boxes, num_tiles
 
 NOTHING: Box = ((0, 0),)
+CUT_TWICE = "tiles and shards cut the same dimension"
 
 
 class Refused(Exception):  # noqa: N818 - no error: the caller gathers instead
     """A rule cannot compute a node on tiles; says why, for the report."""
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """A value as the lowered graph has it.
-
-    `axes` says which of its dimensions are cut; None: every tile holds all of it. Of a
-    tuple of tensors, all have the same axes. `parts` are what each rank has of a value
-    that is cut among shards, too: heads, features, channels or words; or that is in a
-    branch, and one of the ranks that share a tile alone has it.
-    """
-
-    node: fx.Node
-    axes: Axes | None
-    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +37,72 @@ class Flattened:
 
     shape: tuple[int, ...]
     groups: tuple[int, ...]
+
+    def parts(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return what ranks have of it as it is held, of parts of the flat value.
+
+        Raises:
+            Refused: they are no units of one of the dimensions that were joined.
+        """
+        return tuple(map(self._part, parts))
+
+    def _part(self, part: Part) -> Part:
+        if part.is_alone:
+            return Part(self.shape) if part.share else Part.nothing(self.shape)
+        first = sum(self.groups[: part.dim])
+        outer = part.outer
+        for dim in range(first, first + self.groups[part.dim]):
+            if self.shape[dim] % (outer * part.units) == 0:
+                return Part(self.shape, dim, outer, part.units, part.rows)
+            outer, rest = divmod(outer, self.shape[dim])
+            if rest:
+                break
+        raise Refused("ranks have parts of it, and it is flattened")
+
+    def sizes(self, held: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes of the flat value of which these are held."""
+        stops = list(accumulate(self.groups))
+        return tuple(
+            prod(held[stop - count : stop])
+            for stop, count in zip(stops, self.groups, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A value as the lowered graph has it.
+
+    `axes` says which of its dimensions are cut; None: every tile holds all of it. Of a
+    tuple of tensors, all have the same axes. `parts` are what each rank has of a value
+    that is cut among shards, too: heads, features, channels or words; or that is in a
+    branch, and one of the ranks that share a tile alone has it. Where it is held with
+    the dimensions of before it was `flattened`, the axes are those of these.
+    """
+
+    node: fx.Node
+    axes: Axes | None
+    parts: tuple[Part, ...] = ()
+    flattened: Flattened | None = None
+
+    def __post_init__(self) -> None:
+        """See that tiles and shards cut different dimensions."""
+        if self.axes is None or not self.parts:
+            return
+        first = self.held_parts[0]
+        if not first.is_alone and self.axes[first.dim] is not None:
+            raise Refused(CUT_TWICE)
+
+    @property
+    def held_parts(self) -> tuple[Part, ...]:
+        """The parts as they are held: with all dimensions."""
+        return held_parts(self.parts, self.flattened)
+
+
+def held_parts(
+    parts: tuple[Part, ...], flattened: Flattened | None
+) -> tuple[Part, ...]:
+    """Return parts of a value as they are held where it was flattened."""
+    return parts if flattened is None else flattened.parts(parts)
 
 
 def whole_shape(node: fx.Node) -> tuple[int, ...]:
@@ -111,7 +165,7 @@ def refined(
             found.append(box if part.share or not cut else NOTHING * len(box))
             continue
         if box[part.dim] != (0, part.shape[part.dim]):
-            raise Refused("tiles and shards cut the same dimension")
+            raise Refused(CUT_TWICE)
         repeats = ((0, part.outer),) if part.outer > 1 else ()
         start, stop = part.rows if cut else (0, part.units)
         rows = start * part.inner, stop * part.inner
