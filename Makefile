@@ -18,7 +18,7 @@ UNET := examples/unet_histology/model.py
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test nightly format bench site release clean
+.PHONY: help demo test nightly format bench size site release clean
 
 help:  ## say what the commands are
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -58,6 +58,9 @@ format: $(READY)  ## put all files into the one format
 bench: $(READY)  ## measure: docs/benchmarks.md says what
 	@for script in $(filter-out %/contender_process.py, $(shell grep -l __main__ benchmarks/*.py)); do \
 	  echo "== $$script"; $(BIN)/python $$script || exit; done
+
+size:  ## lines of each room of gemsc/, and the most that it may have
+	@$(PYTHON) tests/size.py
 
 site: $(READY)  ## build the documentation: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -21,6 +21,7 @@ EXAMPLES = (
     "densenet",
     "encoder",
     "inception",
+    "vit",
     "unet_histology.model",
     "cosmology.model",
     "amoebanet.model",

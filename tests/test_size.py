@@ -1,0 +1,35 @@
+"""No room of gemsc/ grows past its mark without a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from size import count_code, count_lines, marks, sizes
+
+
+def test_each_room_is_below_its_mark() -> None:
+    """Make something superfluous, or raise the mark and say why in the commit."""
+    most = marks()
+    found = {name: room.lines for name, room in sizes().items()}
+    assert found.keys() == most.keys()
+    above = {n: (lines, most[n]) for n, lines in found.items() if lines > most[n]}
+    assert not above, (
+        f"{above} lines and marks: find what the change makes superfluous, or raise "
+        "the mark in pyproject.toml, [tool.size], with the reason in the commit"
+    )
+
+
+def test_a_mark_follows_a_room_that_shrinks() -> None:
+    found = sizes()
+    loose = {n: most for n, most in marks().items() if most > 50 + found[n].lines}
+    assert not loose, f"lower the marks of {loose} in pyproject.toml, [tool.size]"
+
+
+def test_lines_of_code_are_those_that_are_neither_blank_nor_text(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "a.py"
+    text = '"""One.\n\nTwo.\n"""\n\n# three\nx = 1  # four\n\n\ndef f():\n'
+    file.write_text(text + '    """Five."""\n    y = """\n    six"""\n    return y\n')
+    assert count_lines(file) == 14
+    assert count_code(file) == 5  # x, def, y and its second line, return
