@@ -165,3 +165,49 @@ def test_classes_of_shards_meet_pixels_of_tiles() -> None:
     step = on_mesh(*case, GridShape((2, 1), shards=2))
     assert_same(step, eager(*case))
     assert not step.programs[0].barriers
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum with dots": lambda x, w: torch.einsum("...hw,wv->...hv", x, w),
+    "einsum of dots and fewer": lambda x, w: torch.einsum("...w,hw->...h", x, w[:6]),
+    "einsum over rows and columns": lambda x, w: torch.einsum("bchw,hw->bc", x, w[:6]),
+    "einsum of a list": lambda x, w: torch.einsum("bchw,hw->bchw", [x, w[:6]]),
+    "einsum with a diagonal": lambda x, w: torch.einsum("bchw,ww->bch", x, w),
+    "einsum outer": lambda x, w: torch.einsum("bchw,bcij->bhj", x, x.cos()[:, :, :3]),
+    "by a vector": lambda x, w: x @ w[0],
+    "a vector by": lambda x, w: w[0, :6] @ x,
+    "broadcast": lambda x, w: x @ w.expand(1, 4, 8, 8),
+    "one sample by all": lambda x, w: x[:1] @ x.mT,
+    "rows by rows": lambda x, w: x.mT @ x.sin(),
+    "bmm": lambda x, w: torch.bmm(x.flatten(0, 1), x.mT.flatten(0, 1)),
+    "baddbmm": lambda x, w: torch.baddbmm(
+        w.expand(8, 8, 8), x.mT.flatten(0, 1), x.flatten(0, 1).cos(), beta=0.5
+    ),
+    "addmm": lambda x, w: torch.addmm(w[0], x[0, 0], w, alpha=2),
+    "embedding": lambda x, w: F.embedding(x.mul(8).long() % 8, w) * x[..., None],
+}
+
+
+class Product(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x.tanh() * self.weight[:6], self.weight)
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_what_their_equations_say(
+    name: str, grid: tuple[int, ...]
+) -> None:
+    case = Product(PRODUCTS[name]), (torch.randn(2, 4, 6, 8),), _squares, None
+    step = on_tiles(*case, grid)
+    assert_same(step, eager(*case))
+    adds = name in ("addmm", "baddbmm")  # what they sum over is gathered
+    assert adds or name == "einsum with a diagonal" or not step.programs[0].barriers
+
+
+def _squares(output: Tensor) -> Tensor:
+    return (output * output.detach().cos()).sum()

@@ -98,11 +98,16 @@ def _part_of(node: fx.Node, tile: int, noun: str) -> str:
     if exchange.adds:
         verb = "sum" if wanted == whole else "reduce-scatter"
         return f"{verb} of {sum(map(bool, map(volume, exchange.held)))} {noun}s"
+    if held == whole and exchange.is_local:
+        return f"this {noun}'s part" if volume(wanted) else f"nothing on this {noun}"
     if not exchange.wraps and not volume(intersection(held, wanted)):
         others = f"the other {noun}" + "s" * (len(exchange.held) > 2)
         return f"from {others}" if volume(wanted) else f"to {others}"
-    if wanted == whole and held != whole:
-        return f"gather {len(set(exchange.held))} {noun}s"
+    sides = zip(held, wanted, whole, strict=True)
+    grown = [want == size for have, want, size in sides if want != have]
+    if grown and all(grown):
+        sources = {piece.source for piece in exchange.pieces if piece.dest == tile}
+        return f"gather {len(sources)} {noun}s"
     if held == whole:
         return f"this {noun}'s part"
     if _is_turned(exchange):

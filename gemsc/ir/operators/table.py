@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -105,7 +106,10 @@ def operands_of(call: Call, equation: Equation) -> list[fx.Node | str | None]:
     for name in equation.operands:
         value = call.arguments.get(name)
         if name.startswith("operand"):
-            value = call.node.args[1 + int(name.removeprefix("operand"))]
+            tensors: Any = call.node.args[1:]
+            if isinstance(tensors[0], list | tuple):  # torch.einsum("ij,jk", [a, b])
+                (tensors,) = tensors
+            value = tensors[int(name.removeprefix("operand"))]
         if isinstance(value, fx.Node) and isinstance(_tensor(value), Tensor):
             operands.append(value)
         elif isinstance(getattr(call.layer, name, None), Tensor):
