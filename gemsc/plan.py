@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -136,6 +137,11 @@ class PlannedStage:
         return GridShape(tuple(self.tiles), self.shards, self.branches)
 
     @property
+    def seconds(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return self.cost.forward + self.cost.backward
+
+    @property
     def units(self) -> str:
         """What its shards have parts of: `heads, features`."""
         return ", ".join(dict.fromkeys(text.rpartition(" ")[2] for text in self.cut))
@@ -252,7 +258,9 @@ class Plan:
         The user's files are named relative to the program directory, so that both can
         move together; files of installed packages stay where they are.
         """
-        plan = self if directory is None else _map_files(self, _relative_to(directory))
+        plan = self
+        if directory is not None:
+            plan = _map_files(self, partial(_seen_from, directory.resolve()))
         head = (
             "# Every decision of this compilation. Units: bytes, seconds.\n"
             "# `gemsc show` prints it as tables.\n\n"
@@ -454,13 +462,8 @@ def _map_files(plan: Plan, change: Callable[[str], str]) -> Plan:
     return replace(plan, spec=plan.spec and change(plan.spec), sources=sources)
 
 
-def _relative_to(directory: Path) -> Callable[[str], str]:
-    folder = directory.resolve()
-
-    def change(file: str) -> str:
-        return file if "-packages" in file else os.path.relpath(file, folder)
-
-    return change
+def _seen_from(folder: Path, file: str) -> str:
+    return file if "-packages" in file else os.path.relpath(file, folder)
 
 
 def _without_none(data: dict[str, Any]) -> dict[str, Any]:

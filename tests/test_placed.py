@@ -31,7 +31,7 @@ from gemsc.errors import InternalError
 from gemsc.ir.holder import with_graph
 from gemsc.ir.layers import layer_source
 from gemsc.passes.shards.local import put_parts
-from gemsc.planner.from_plan import task_of
+from gemsc.planner.explain import task_of
 from gemsc.user_model import load_user_model
 from gemsc.verify.plain_run import PlainRun, RunSettings
 from gemsc.verify.record import read_record

@@ -17,7 +17,7 @@ from gemsc.codegen.read import read_ranks
 from gemsc.compiled import CompiledProgram, prove_files
 from gemsc.compiler import compile
 from gemsc.errors import InternalError
-from gemsc.planner.from_plan import task_of
+from gemsc.planner.explain import task_of
 
 Files = dict[str, str]
 Damage = Callable[[Files], None]

@@ -12,12 +12,11 @@ import torch
 from program_support import mean
 from torch import Tensor, nn
 
-from gemsc.calibrate.fit import fit_seconds, least_squares
+from gemsc.calibrate.kernels import fit_seconds, least_squares
 from gemsc.calibrate.samples import FAMILIES, Draw
 from gemsc.compiler import schedule_stages, trace
 from gemsc.costs.hardware import read_hardware, shipped_hardware
-from gemsc.costs.operators import work_of
-from gemsc.costs.times import roofline, seconds
+from gemsc.costs.operators import roofline, seconds, work_of
 from gemsc.frontend import record
 from gemsc.ir import meta
 from gemsc.options import CompileOptions

@@ -17,7 +17,7 @@ from gemsc.errors import GemscError
 from gemsc.launch.measure import Load, measure_load, trainable
 from gemsc.passes.share_device import share
 from gemsc.simulate.simulation import read_program
-from gemsc.viz.columns import column, fitted
+from gemsc.viz.listings import column, fitted
 
 
 def check_sharing_options(program: Path | None, numbers: str) -> tuple[int, ...]:

@@ -29,8 +29,8 @@ class Device:
     host run beside both. `host_bandwidth` is bytes per second, one way,
     between the device and where offloaded activations wait: host memory, or the file
     that stands for it where the device is the host. `workspace_bytes` are what
-    libraries take of each rank's memory for themselves. `gemsc.costs.times` says how
-    the other entries become seconds:
+    libraries take of each rank's memory for themselves. `gemsc.costs.operators` says
+    how the other entries become seconds:
 
     efficiency: by kind of operator, the share of the peak (of operations for those
         that multiply, of the bandwidth for the others) that a large one reaches.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import resource
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from gemsc.base.nests import normalize_inputs, on_device, tensor_leaves
 from gemsc.base.rng import seeded
-from gemsc.costs.stopwatch import clock_of
 from gemsc.ir import meta
 from gemsc.ir.interpret import run_nodes
 from gemsc.ir.program import Block, Program
@@ -139,10 +139,9 @@ def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _TimedRu
     inside = set(own)
     taken = {n for node in own for n in node.all_input_nodes if n not in inside}
     values = {node: _leaf(node, known[node]) for node in taken}
-    clock = _clock(values)
+    clock = clock_of(_device_of(values))
     started = clock()
     run_nodes(own, values, module)
-    _wait(values)
     forward = clock() - started
     given = [node for node in own if any(user not in inside for user in node.users)]
     ends = [
@@ -157,7 +156,6 @@ def _run(nodes: Iterable[fx.Node], known: Values, module: nn.Module) -> _TimedRu
     detached = _detached(given, values)
     started = clock()
     torch.autograd.backward(ends, gradients)
-    _wait(values)
     backward = clock() - started
     return _TimedRun(forward, backward, _pages_used() - pages, detached)
 
@@ -189,15 +187,24 @@ def _detached(nodes: Iterable[fx.Node], values: Values) -> Values:
     return {node: pytree.tree_map(detach, values[node]) for node in nodes}
 
 
-def _clock(values: Values) -> Callable[[], float]:
-    return clock_of("cuda" if _on_gpu(values) else "cpu")
-
-
-def _wait(values: Values) -> None:
-    if _on_gpu(values):
-        torch.cuda.synchronize()
-
-
-def _on_gpu(values: Values) -> bool:
+def _device_of(values: Values) -> str:
     leaves = pytree.tree_leaves(list(values.values()))
-    return any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
+    on_gpu = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
+    return "cuda" if on_gpu else "cpu"
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Return a function that gives seconds, with little of what other processes take.
+
+    With one thread on a CPU, that of the CPU time of this thread: it stands still while
+    others have the core. Where several threads work, that of the wall; so on a GPU,
+    where it waits until all is done that was started.
+    """
+    if device != "cpu":
+        return _seconds_on_gpu
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _seconds_on_gpu() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()

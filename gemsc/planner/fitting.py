@@ -1,19 +1,31 @@
-"""From stages to a schedule that keeps to the memory of a rank."""
+"""From stages to a schedule that keeps to the memory of a rank.
+
+Where that is too little, blocks are recomputed or offloaded: those that cost least.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gemsc.base.units import show_bytes, show_enough_bytes
-from gemsc.costs.hardware import Hardware
+from gemsc.costs.hardware import Device, Hardware
 from gemsc.errors import GemscError
-from gemsc.ir.program import Program
+from gemsc.ir import meta
+from gemsc.ir.flow import external_inputs
+from gemsc.ir.program import Block, Program, Segment, Stage
+from gemsc.ir.segments import frees_anything, may_recompute, segment_name
 from gemsc.options import CompileOptions
+from gemsc.planner.activations import seconds_again
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.predict import schedule_task
-from gemsc.planner.savings import fit_memory
 from gemsc.schedules import SCHEDULES, Policy, Task, Timeline, run, split_last_backwards
+
+_UNITS = 400  # the steps into which what is needed is divided
+_ROUNDS = 12
+JOINED = (1, 2, 4)  # neighbouring blocks that are recomputed as one, at most
 
 
 @dataclass(frozen=True)
@@ -97,3 +109,310 @@ def _fitted(
             "larger --device-memory",
         )
     return min(found, key=lambda each: each.timeline.makespan)
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What need not be kept: for one micro-batch, what that frees and costs.
+
+    `blocks` are neighbours: one, or some that are recomputed as one.
+    """
+
+    blocks: tuple[int, ...]
+    kind: str
+    freed: int
+    seconds: float
+
+
+Chosen = dict[int, tuple[Saving, ...]]  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A program with segments chosen to fit, or with the lowest peak there is."""
+
+    program: Program
+    timeline: Timeline
+    fits: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of a rank."""
+        return max(self.timeline.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The cheapest way known to free so much: its last saving, and those before it."""
+
+    seconds: float
+    last: Saving | None = None
+    before: _State | None = None
+
+    def savings(self) -> list[Saving]:
+        """Return all of them, in the order of blocks."""
+        found = []
+        state: _State | None = self
+        while state is not None and state.last is not None:
+            found.append(state.last)
+            state = state.before
+        return found[::-1]
+
+
+def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | None:
+    """Return the savings that together free `needed` bytes in the fewest seconds.
+
+    At most one for each block; None if all of them free too little. Exact up to
+    rounding: bytes count in steps of 1/400 of what is needed, rounded down.
+
+    Dynamic programming over the blocks: best[p][u] is the cheapest way to free `u`
+    steps with the first `p` of them.
+    """
+    unit = -(-max(1, needed) // _UNITS)
+    goal = -(-needed // unit)
+    blocks = sorted({block for saving in savings for block in saving.blocks})
+    after = {block: position for position, block in enumerate(blocks, start=1)}
+    starting = defaultdict(list)
+    for saving in savings:
+        starting[after[saving.blocks[0]] - 1].append(saving)
+    row: list[_State | None] = [None] * (goal + 1)
+    best = [row.copy() for _ in range(len(blocks) + 1)]
+    best[0][0] = _State(0.0)
+    for position in range(len(blocks)):
+        here = best[position]
+        for have, state in enumerate(here):
+            if _better(state, best[position + 1][have]):
+                best[position + 1][have] = state
+        for have in range(goal, -1, -1):
+            state = here[have]
+            for saving in starting[position] if state is not None else ():
+                assert state is not None
+                then = min(goal, have + saving.freed // unit)
+                reached = _State(state.seconds + saving.seconds, saving, state)
+                ends = best[after[saving.blocks[-1]]]
+                if then > have and _better(reached, ends[then]):
+                    ends[then] = reached
+    found = best[-1][goal]
+    return None if found is None else tuple(found.savings())
+
+
+def _better(state: _State | None, known: _State | None) -> bool:
+    """Whether a way is known, and cheaper than another one."""
+    if state is None:
+        return False
+    return known is None or state.seconds < known.seconds
+
+
+def fit_memory(
+    program: Program,
+    cap: int,
+    simulate: Callable[[Program], Timeline],
+    device: Device,
+    kinds: Iterable[str] = ("recompute",),
+) -> Fit:
+    """Choose the blocks of each rank that does not fit, until all do.
+
+    `program` has stages and a placement; blocks that are in segments already stay so.
+    `simulate` returns the timeline of a program, without a cap. Neighbours recomputed
+    as one free what is between them as well, but need more at once: choices of single
+    blocks, of pairs and of longer runs are compared.
+    """
+    fit = Fit(program, simulate(program), fits=False)
+    if fit.peak_bytes <= cap:
+        return replace(fit, fits=True)
+    found = []
+    before = None
+    for longest in JOINED:
+        savings = _savings(program, device, tuple(kinds), longest)
+        if savings != before:
+            found.append(_chosen(fit, cap, simulate, savings))
+        before = savings
+    best, chosen = min(found, key=_worth)
+    return _pruned(program, cap, simulate, chosen, best) if best.fits else best
+
+
+def _worth(found: tuple[Fit, Chosen]) -> tuple[bool, float]:
+    """Return what is least for the best choice: one that fits, and is fast or lean."""
+    fit, _ = found
+    return not fit.fits, fit.timeline.makespan if fit.fits else fit.peak_bytes
+
+
+def _chosen(
+    free: Fit,
+    cap: int,
+    simulate: Callable[[Program], Timeline],
+    savings: dict[int, list[Saving]],
+) -> tuple[Fit, Chosen]:
+    """Choose until all ranks fit.
+
+    What a saving frees is estimated alone, then all are measured together, and if that
+    is not enough more is asked for. If it never is, all that may be saved is.
+    """
+    fit, program = free, free.program
+    wanted: Counter[int] = Counter()  # rank -> bytes of one micro-batch
+    chosen: Chosen = {}
+    for _ in range(_ROUNDS):
+        over = {r: p - cap for r, p in enumerate(fit.timeline.peak_bytes) if p > cap}
+        if not over:
+            return replace(fit, fits=True), chosen
+        before = dict(chosen)
+        for rank, excess in over.items():
+            live = max(1, fit.timeline.peak_live[rank])
+            wanted[rank] += -(-excess // live)
+            mine = savings[rank]
+            found = cheapest(mine, wanted[rank])
+            chosen[rank] = _lowest_memory(mine) if found is None else found
+        if chosen == before:
+            break
+        marked = _marked(program, chosen)
+        fit = Fit(marked, simulate(marked), fits=False)
+    everything = {rank: _lowest_memory(mine) for rank, mine in savings.items()}
+    marked = _marked(program, everything)
+    lowest = Fit(marked, simulate(marked), fits=False)
+    return replace(lowest, fits=lowest.peak_bytes <= cap), {}
+
+
+def _pruned(
+    program: Program,
+    cap: int,
+    simulate: Callable[[Program], Timeline],
+    chosen: Chosen,
+    fit: Fit,
+) -> Fit:
+    """Drop costly savings that turn out not to be needed, a few of each rank."""
+    for rank in list(chosen):
+        for saving in sorted(chosen[rank], key=lambda s: -s.seconds)[:4]:
+            fewer = tuple(s for s in chosen[rank] if s is not saving)
+            marked = _marked(program, {**chosen, rank: fewer})
+            timeline = simulate(marked)
+            if max(timeline.peak_bytes) <= cap:
+                chosen[rank] = fewer
+                fit = Fit(marked, timeline, fits=True)
+    return fit
+
+
+def _lowest_memory(savings: Sequence[Saving]) -> tuple[Saving, ...]:
+    """Return what together frees most, at most one for each block."""
+    best: dict[int, tuple[int, tuple[Saving, ...]]] = {-1: (0, ())}
+    ending = defaultdict(list)
+    for saving in savings:
+        ending[saving.blocks[-1]].append(saving)
+    for last in range(1 + max(ending, default=-1)):
+        best[last] = best[last - 1]
+        for saving in ending[last]:
+            freed, before = best[saving.blocks[0] - 1]
+            if freed + saving.freed > best[last][0]:
+                best[last] = freed + saving.freed, (*before, saving)
+    return best[max(best)][1]
+
+
+def _marked(program: Program, chosen: Chosen) -> Program:
+    blocks = program.blocks or ()
+    found = {s.blocks: s.kind for savings in chosen.values() for s in savings}
+    added = (
+        Segment(segment_name([blocks[b] for b in run]), kind, run)
+        for run, kind in found.items()
+    )
+    segments = sorted((*(program.segments or ()), *added), key=lambda s: s.blocks)
+    return replace(program, segments=tuple(segments))
+
+
+def _savings(
+    program: Program, device: Device, kinds: tuple[str, ...], longest: int
+) -> dict[int, list[Saving]]:
+    """Return what could be saved, by the rank that saves it.
+
+    A stage of two replicas counts for the rank of each.
+    """
+    placement = program.placement
+    assert placement is not None
+    taken = {block for segment in program.segments or () for block in segment.blocks}
+    found: dict[int, list[Saving]] = {rank: [] for rank in range(placement.num_ranks)}
+    for stage in program.require_stages():
+        mine = [
+            saving
+            for saving in _savings_of(program, stage, device, kinds, longest)
+            if taken.isdisjoint(saving.blocks)
+        ]
+        for rank in {r for row in placement.ranks for r in row[stage.index]}:
+            found[rank] += mine
+    return found
+
+
+def _savings_of(
+    program: Program,
+    stage: Stage,
+    device: Device,
+    kinds: tuple[str, ...],
+    longest: int,
+) -> list[Saving]:
+    """Return the savings of a stage; up to `longest` neighbours are recomputed as one.
+
+    Those are left out that free no more than their blocks do one by one.
+    """
+    saved = {block.index: _saved(block) for block in stage.blocks}
+    users = Counter(key for storages in saved.values() for key in storages)
+    found: list[Saving] = []
+    alone: Counter[int] = Counter()  # what recomputing a block frees
+    for block in stage.blocks:
+        if "offload" in kinds:
+            freed, _ = _freed([block], saved, users)
+            moving = device.host_seconds(sum(saved[block.index].values()))
+            seconds = _stalled(device, block, moving)
+            found.append(Saving((block.index,), "offload", freed, seconds))
+    for length in range(1, 1 + longest) if "recompute" in kinds else ():
+        for row in _rows(program, stage, length):
+            freed, kept = _freed(row, saved, users)
+            indices = tuple(block.index for block in row)
+            if length == 1:
+                alone[indices[0]] = max(0, freed - kept)
+            elif freed - kept <= sum(alone[index] for index in indices):
+                continue
+            nodes = [node for block in row for node in block.nodes]
+            seconds = seconds_again(program, stage.index, nodes)
+            found.append(Saving(indices, "recompute", freed - kept, seconds))
+    return [saving for saving in found if saving.freed > 0]
+
+
+def _stalled(device: Device, block: Block, moving: float) -> float:
+    """Return how long a block waits for what it moves to the host, and back.
+
+    Copies run beside an asynchronous device's work; the block's own hides its own.
+    """
+    if not device.asynchronous:
+        return 2 * moving
+    ways = ("forward_seconds", "backward_seconds")
+    return sum(max(0.0, moving - float(block.total(way))) for way in ways)
+
+
+def _rows(program: Program, stage: Stage, length: int) -> Iterator[Sequence[Block]]:
+    """Yield neighbouring blocks of a stage that it may help to recompute as one."""
+    for start in range(len(stage.blocks) - length + 1):
+        row = stage.blocks[start : start + length]
+        helps = length > 1 or frees_anything(row[0])
+        if helps and all(may_recompute(program, block) for block in row):
+            yield row
+
+
+def _freed(
+    row: Sequence[Block], saved: dict[int, dict[int, int]], users: Counter[int]
+) -> tuple[int, int]:
+    """Return the bytes that only these blocks save, and those that are kept instead.
+
+    The latter are what comes into them and nobody saves otherwise.
+    """
+    own = {key: size for block in row for key, size in saved[block.index].items()}
+    uses = Counter(key for block in row for key in saved[block.index])
+    inputs = {
+        key: size
+        for node in external_inputs([n for block in row for n in block.nodes])
+        for key, size in meta.facts(node).storages
+    }
+    freed = sum(
+        size for k, size in own.items() if uses[k] == users[k] and k not in inputs
+    )
+    return freed, sum(size for key, size in inputs.items() if not users[key])
+
+
+def _saved(block: Block) -> dict[int, int]:
+    return {key: size for node in block.nodes for key, size in meta.facts(node).saved}

@@ -33,8 +33,7 @@ from gemsc.plan import (
 from gemsc.planner.ending import after_backward
 from gemsc.planner.memory import largest_weights, peak_parts
 from gemsc.planner.predict import micro_batch_size, talking
-from gemsc.planner.tiles import exchanges, moved_bytes
-from gemsc.planner.traffic import stage_traffic, step_traffic
+from gemsc.planner.traffic import exchanges, moved_bytes, stage_traffic, step_traffic
 from gemsc.schedules import Task, Timeline
 from gemsc.schedules.paths import skipping
 

@@ -21,12 +21,12 @@ from gemsc.planner.activations import (
 )
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.memory import stage_weights
-from gemsc.planner.tiles import (
+from gemsc.planner.traffic import (
     exchanging,
     most_bytes,
+    received_bytes,
     waiting,
 )
-from gemsc.planner.traffic import received_bytes
 from gemsc.schedules import Edge, StageCost, Task
 
 
@@ -48,7 +48,7 @@ def schedule_task(
     costs = [_stage_costs(tile, hardware) for tile in tiles]
     stages = []
     for index in range(len(first.require_stages())):
-        size = _size(first, index)
+        size = len(placement.ranks[0][index])
         own = [cost[index] for cost in costs[:size]]
         worst = _worst(own)
         if placement.grid(index).branches > 1:
@@ -64,12 +64,6 @@ def schedule_task(
         memory_cap=memory_cap,
         workspace_bytes=hardware.device.workspace_bytes,
     )
-
-
-def _size(program: Program, stage: int) -> int:
-    """Return the number of a stage's tiles."""
-    assert program.placement is not None
-    return len(program.placement.ranks[0][stage])
 
 
 def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:

@@ -47,12 +47,8 @@ class Point:
     @property
     def step_seconds(self) -> float:
         """The time from the first forward to the last update."""
-        return (
-            self.busy_seconds
-            + self.idle_seconds
-            + self.sum_seconds
-            + self.update_seconds
-        )
+        ending = self.sum_seconds + self.update_seconds
+        return self.busy_seconds + self.idle_seconds + ending
 
     @property
     def throughput(self) -> float:

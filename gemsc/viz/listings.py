@@ -1,13 +1,21 @@
-"""What there is to know of a plan, as tables for the terminal and for report.html."""
+"""What there is to know of a plan, as tables for the terminal and for report.html.
+
+On a terminal a table fits the width: its least important columns go first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
 
 from gemsc.base.units import show_bytes, show_flops, show_seconds
 from gemsc.plan import Plan, PlannedFork, PlannedStage
+from gemsc.planner.explain import show_rate
 from gemsc.search.candidates import Candidate
-from gemsc.viz.columns import Column, Listing, column, sample
+from gemsc.viz.design import sample
 
 MOST_ROWS = 40  # of stages and ranks; more are sampled
 SLOWEST = "<- slowest"
@@ -21,6 +29,7 @@ PARTS = {  # of a peak, besides activations: their titles
     "messages": "messages",
     "workspace": "libraries",
 }
+NARROW = 17  # what a column that may shrink is left with
 
 
 def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
@@ -55,7 +64,7 @@ def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
     problems = [c.problem or ("" if c.fits() else TOO_LARGE) for c in shown]
     columns = [
         column("schedule", (c.name for c in shown), left=True, shrinks=True),
-        column("samples/s", values(lambda c: c.samples_per_second), _speed),
+        column("samples/s", values(lambda c: c.samples_per_second), show_rate),
         column("step", values(lambda c: c.seconds), show_seconds),
         column("highest peak", values(lambda c: c.peak_bytes), show_bytes),
         column("idle", values(lambda c: c.bubble), "{:.0%}".format, drop=2),
@@ -66,12 +75,6 @@ def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
     return "candidates (predicted)" + _of(shown, candidates), columns
 
 
-def _speed(samples_per_second: float) -> str:
-    if samples_per_second >= 100:
-        return f"{samples_per_second:,.0f}"
-    return f"{samples_per_second:.3g}"
-
-
 def block_names(stage: PlannedStage) -> str:
     """Return the names of a stage's blocks, of many only the first and the last."""
     names = stage.blocks
@@ -80,7 +83,7 @@ def block_names(stage: PlannedStage) -> str:
 
 def _list_stages(plan: Plan, most: int) -> Listing:
     """Return what each stage holds and takes; the slowest one is among them."""
-    seconds = [s.cost.forward + s.cost.backward for s in plan.stages]
+    seconds = [stage.seconds for stage in plan.stages]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     rows = sample(len(plan.stages), most, (slowest,))
     stages = [plan.stages[row] for row in rows]
@@ -288,3 +291,86 @@ def _memory_parts(plan: Plan, ranks: Sequence[int]) -> list[Column]:
 
 def _join(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column with all its cells, and the values that they show.
+
+    Columns of the largest `drop` are left out first where there is no room; those of 0
+    always stay. `shrinks` columns are folded into lines before anything is left out.
+    """
+
+    title: str
+    values: tuple[Any, ...]
+    cells: tuple[str, ...]
+    drop: int = 0
+    left: bool = False
+    shrinks: bool = False
+
+    @property
+    def width(self) -> int:
+        """The characters of the longest cell."""
+        return max(map(len, (self.title, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """The characters without which it makes no sense."""
+        if not self.shrinks:
+            return self.width
+        return min(self.width, max(NARROW, len(self.title)))
+
+
+Listing = tuple[str, Sequence[Column]]  # a title, and columns of equal length
+
+
+def column(
+    title: str,
+    values: Iterable[Any],
+    show: Callable[[Any], str] = str,
+    *,
+    drop: int = 0,
+    left: bool = False,
+    shrinks: bool = False,
+) -> Column:
+    """Return a column of anything that can be shown; None is a dash."""
+    values = tuple(values)
+    cells = tuple("-" if value is None else show(value) for value in values)
+    return Column(title, values, cells, drop, left, shrinks)
+
+
+def fitted(title: str, columns: Sequence[Column], width: int) -> Table:
+    """Return a table of at most `width` characters, if need be of fewer columns."""
+    kept = list(columns)
+    while _width(c.least for c in kept) > width and any(c.drop for c in kept):
+        kept.remove(max(kept, key=lambda c: c.drop))
+    widths = _shrunk(kept, width)
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for each, most in zip(kept, widths, strict=True):
+        table.add_column(
+            each.title,
+            justify="left" if each.left else "right",
+            no_wrap=not each.shrinks,
+            overflow="fold",
+            max_width=most,
+        )
+    for row in zip(*(c.cells for c in kept), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _shrunk(columns: Sequence[Column], width: int) -> list[int]:
+    """Return the widths of columns: the widest that may shrink does so first."""
+    widths = [column.width for column in columns]
+    while _width(widths) > width:
+        room = [w if w > c.least else 0 for w, c in zip(widths, columns, strict=True)]
+        if not any(room):
+            break
+        widths[room.index(max(room))] -= 1
+    return widths
+
+
+def _width(widths: Iterable[int]) -> int:
+    """Return the characters of a table: each column has a border and two blanks."""
+    sizes = list(widths)
+    return sum(sizes) + 3 * len(sizes) + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,21 @@ from pathlib import Path
 from gemsc.base.files import write_text
 from gemsc.base.units import show_bytes, show_micro_batches, show_seconds
 from gemsc.plan import Plan
-from gemsc.viz.design import HATCHED, NORMAL, series, shade, width_of
+from gemsc.viz.design import (
+    HATCHED,
+    NORMAL,
+    drawing,
+    legend,
+    line,
+    n,
+    rect,
+    round_step,
+    series,
+    shade,
+    text,
+    width_of,
+)
 from gemsc.viz.panel import Arrow, Branches, Mark, Panel, Row, Span, panels_of
-from gemsc.viz.svg import drawing, legend, line, n, rect, text
 
 MOST_ARROWS = 400
 WORDS = {  # of the legend
@@ -132,7 +143,7 @@ class _Drawn:
     def _axis(self) -> Iterator[str]:
         """Draw lines at round numbers of milliseconds."""
         total = 1e3 * (self.panel.length or 1.0)
-        step = _round_step(total / (self.width / 90))
+        step = round_step(total / (self.width / 90))
         for index in range(int(total / step * (1 + 1e-9)) + 1):
             x = self.x(index * step / 1e3)
             yield line("grid", x, self.top - 4, x, self.end)
@@ -271,7 +282,9 @@ def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
     for kind, words in WORDS.items():
         if kind not in ACTIONS and (kind, 0) in found:
             yield f"{'hatch' if kind in HATCHED else 'fill'}-{kind}", words
-    yield from _places(panels)
+    places = {b.place for p in panels for s in p.branches.values() for b in s}
+    for place in sorted(places):
+        yield f"fill-{series(place)}", f"branches of rank {place} of a stage"
     yield "fill-idle", "idle"
     if any(row.memory for row in rows):
         yield "fill-saved", "memory saved for backward"
@@ -281,12 +294,6 @@ def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
         yield "key stroke-soft", "message"
     if True in skips:
         yield "key skip stroke-skip", "message over a stage"
-
-
-def _places(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
-    places = {b.place for p in panels for s in p.branches.values() for b in s}
-    for place in sorted(places):
-        yield f"fill-{series(place)}", f"branches of rank {place} of a stage"
 
 
 def _drawn(panel: Panel) -> tuple[Arrow, ...]:
@@ -319,10 +326,3 @@ def _colour(row: Row, span: Span) -> str:
         chunk = stages.index(span.action.stage) if span.action.stage in stages else 0
         share = chunk / max(1, len(stages) - 1)
     return f"fill-{shade(span.kind, replica, share)}"
-
-
-def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20, ... that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    steps = (factor * power for factor in (1, 2, 5))
-    return float(next((step for step in steps if step >= least), 10 * power))

@@ -1,13 +1,18 @@
-"""A scaling curve as a picture: throughput beside the ideal, and where a step goes."""
+"""What was simulated, as tables for the terminal and as a picture of scaling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from gemsc.base.units import show_seconds
+from gemsc.costs.sharing import SharedDevice
 from gemsc.simulate.scaling import Point
-from gemsc.viz.svg import drawing, legend, line, n, rect, text
+from gemsc.simulate.simulation import powers_of_two
+from gemsc.viz.design import drawing, legend, line, n, rect, text
+from gemsc.viz.listings import column, fitted
 
 WIDTH, HEIGHT = 940, 420
 PLOT_WIDTH, PLOT_HEIGHT = 350, 260
@@ -23,6 +28,15 @@ STYLE = """
 .curve { stroke-width: 2; fill: none }
 .part { stroke: $sheet; stroke-width: 0.6 }
 """
+ASSUMPTIONS = (
+    "every process has a CPU core of its own; kernels of several processes overlap "
+    "without loss, as MPS lets them",
+    "a kernel of f operations takes as long as f + half_flops would on a full device",
+    "a step takes the longer of launching its kernels and running them",
+    "neither the update nor reading the data is counted; with sums by the host, each "
+    "process copies its gradients there and the sum back, once a step, one after the "
+    "other",
+)
 
 
 def draw_curve(heading: str, points: Sequence[Point]) -> str:
@@ -115,3 +129,59 @@ def _spread(points: Sequence[Point]) -> list[Point]:
 
 def _path(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{n(x)},{n(y)}" for x, y in places)
+
+
+def show_points(points: Sequence[Point], console: Console) -> None:
+    """Print throughput, efficiency and what a step consists of, for each point."""
+    base = points[0]
+
+    def share(name: str) -> list[str]:
+        return [f"{getattr(p, name) / p.step_seconds:.1%}" for p in points]
+
+    columns = (
+        column("ranks", (f"{p.ranks:,}" for p in points)),
+        column("replicas", (f"{p.copies:,}" for p in points), drop=7),
+        column("nodes", (f"{p.nodes:,}" for p in points), drop=8),
+        column("batch", (f"{p.samples:,}" for p in points), drop=6),
+        column("step", (show_seconds(p.step_seconds) for p in points)),
+        column("samples/s", (f"{p.throughput:,.1f}" for p in points)),
+        column("efficiency", (f"{p.efficiency(base):.2%}" for p in points)),
+        column("computes", share("busy_seconds"), drop=3),
+        column("waits", share("idle_seconds"), drop=2),
+        column("sums", share("sum_seconds"), drop=1),
+        column("updates", share("update_seconds"), drop=5),
+        column("sum by", (", ".join(p.algorithms) for p in points), drop=9, left=True),
+    )
+    console.print(fitted("one step, as simulated", columns, console.width))
+
+
+def show_sharing(
+    found: SharedDevice, samples: int, most: int, console: Console
+) -> None:
+    """Print 1, 2, 4, ... up to `most` processes with a batch of so many samples."""
+    counts = powers_of_two(most)
+    columns = (
+        column("processes", counts),
+        column("step", map(found.seconds, counts), show_seconds),
+        column("samples/s", (k * samples / found.seconds(k) for k in counts), _rate),
+        column("device used", map(found.utilisation, counts), "{:.0%}".format),
+        column("gain", map(found.gain, counts), "{:+.0%}".format),
+        column(
+            "with sums by the host",
+            (found.gain(k, sums=True) for k in counts),
+            "{:+.0%}".format,
+        ),
+        column(
+            "one process, larger batch",
+            map(found.gain_of_batch, counts),
+            "{:+.0%}".format,
+        ),
+    )
+    title = f"processes that share a device, a step of {samples} samples each"
+    console.print(fitted(title, columns, console.width))
+    for assumption in ASSUMPTIONS:
+        console.print(f"- {assumption}", highlight=False)
+
+
+def _rate(samples: float) -> str:
+    return f"{samples:,.1f}"
