@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from gemsc.costs.hardware import Network
+from gemsc.costs.hardware import Interface, Network
 
 BUCKET_BYTES = 8 * 2**20  # the most that the runtime sums at once
 MOST_EXCHANGES = 16  # rounds of an exchange that are looked at
@@ -187,7 +187,7 @@ def _in_buckets(
     network: Network,
     ranks: Sequence[int],
     rounds: tuple[Round, ...],
-    crowds: list[Counter[tuple[str, int]]],
+    crowds: list[Counter[Interface]],
     num_bytes: int,
 ) -> float:
     """Return the seconds of one group's sum."""
@@ -207,7 +207,7 @@ def _seconds(
     network: Network,
     ranks: Sequence[int],
     of_round: Round,
-    crowd: Counter[tuple[str, int]],
+    crowd: Counter[Interface],
     num_bytes: int,
 ) -> float:
     """Return the seconds of one round: those of its slowest message."""
@@ -216,10 +216,8 @@ def _seconds(
     for sender, receiver in of_round.pairs:
         source, dest = ranks[sender], ranks[receiver]
         link = network.link(source, dest)
-        sharing = 1
-        if node(network, source) != node(network, dest):
-            ways = ("out", nic(network, source)), ("in", nic(network, dest))
-            sharing = max(crowd[way] for way in ways)
+        interfaces = network.interfaces(source, dest)
+        sharing = max((crowd[each] for each in interfaces), default=1)
         bandwidth = network.allreduce.efficiency * link.bandwidth / sharing
         slowest = max(slowest, link.latency + size / bandwidth)
     if of_round.adds:
@@ -231,34 +229,13 @@ def _crowds(
     network: Network,
     groups: Sequence[Sequence[int]],
     rounds: Sequence[tuple[Round, ...]],
-) -> list[Counter[tuple[str, int]]]:
+) -> list[Counter[Interface]]:
     """Count, for each round, the messages that pass each network interface."""
-    crowds: list[Counter[tuple[str, int]]] = [
+    crowds: list[Counter[Interface]] = [
         Counter() for _ in range(max(map(len, rounds), default=0))
     ]
     for ranks, of_group in zip(groups, rounds, strict=True):
         for crowd, of_round in zip(crowds, of_group, strict=False):
             for sender, receiver in of_round.pairs:
-                count(crowd, network, ranks[sender], ranks[receiver])
+                crowd.update(network.interfaces(ranks[sender], ranks[receiver]))
     return crowds
-
-
-def count(
-    crowd: Counter[tuple[str, int]], network: Network, source: int, dest: int
-) -> None:
-    """Count a message at the interfaces that it passes, none inside a node."""
-    if node(network, source) != node(network, dest):
-        crowd["out", nic(network, source)] += 1
-        crowd["in", nic(network, dest)] += 1
-
-
-def node(network: Network, rank: int) -> int:
-    """Return the node of a rank."""
-    return rank // network.ranks_per_node
-
-
-def nic(network: Network, rank: int) -> int:
-    """Return the number of the network interface that a rank uses, over all nodes."""
-    per_node = -(-network.ranks_per_node // network.nic_ranks)
-    inside = rank % network.ranks_per_node // network.nic_ranks
-    return node(network, rank) * per_node + inside

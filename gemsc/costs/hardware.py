@@ -14,6 +14,7 @@ from gemsc.base.toml_file import Keys, TomlFile
 from gemsc.errors import GemscError
 
 DEFAULT_HARDWARE = "cpu-core"
+Interface = tuple[str, int]  # which end: "in" or "out", and its number
 ALGORITHMS = ("auto", "ring", "tree", "halving-doubling")
 
 
@@ -115,8 +116,25 @@ class Network:
 
     def link(self, source: int, dest: int) -> LinkSpeed:
         """Return what connects two ranks, which fill nodes in order."""
-        same = source // self.ranks_per_node == dest // self.ranks_per_node
-        return self.intra if same else self.inter
+        is_inside = self.node(source) == self.node(dest)
+        return self.intra if is_inside else self.inter
+
+    def node(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return rank // self.ranks_per_node
+
+    def interfaces(self, source: int, dest: int) -> tuple[Interface, ...]:
+        """Return the ends of network interfaces that a message passes, if any."""
+        if self.node(source) == self.node(dest):
+            return ()
+        return ("out", self.interface(source)), ("in", self.interface(dest))
+
+    def interface(self, rank: int) -> int:
+        """Return the number of the interface that a rank uses, over all nodes."""
+        per_node = -(-self.ranks_per_node // self.nic_ranks)
+        return self.node(rank) * per_node + (
+            rank % self.ranks_per_node // self.nic_ranks
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

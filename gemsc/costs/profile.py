@@ -171,20 +171,16 @@ def _leaf(node: fx.Node, value: Any) -> Any:
         return value
     wanted = meta.needs_gradient(node)
 
-    def fresh(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def fresh(leaf: Tensor) -> Tensor:
         floats = leaf.is_floating_point() or leaf.is_complex()
         return leaf.detach().requires_grad_(wanted and floats)
 
-    return pytree.tree_map(fresh, value)
+    return pytree.tree_map_only(Tensor, fresh, value)
 
 
 def _detached(nodes: Iterable[fx.Node], values: Values) -> Values:
-    def detach(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-    return {node: pytree.tree_map(detach, values[node]) for node in nodes}
+    detach = partial(pytree.tree_map_only, Tensor, Tensor.detach)
+    return {node: detach(values[node]) for node in nodes}
 
 
 def _device_of(values: Values) -> str:

@@ -6,7 +6,7 @@ Where that is too little, blocks are recomputed or offloaded: those that cost le
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -95,7 +95,7 @@ def _fitted(
     task = schedule_task(tiles, chosen, cap, hardware)
     with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
         found.append(Scheduled(program, tiles, task, run(task, policy)))
-    fit = fit_memory(tiles[0], cap, simulate, hardware.device, kinds)
+    fit = MemoryFit(tiles[0], cap, simulate, hardware.device, kinds).best()
     if fit.fits:
         task = schedule_task(alike(fit.program), chosen, cap, hardware)
         fitted = replace(program, segments=fit.program.segments)
@@ -139,6 +139,11 @@ class Fit:
     def peak_bytes(self) -> int:
         """The highest peak of a rank."""
         return max(self.timeline.peak_bytes)
+
+    @property
+    def worth(self) -> tuple[bool, float]:
+        """What is least for the best choice: one that fits, and is fast or lean."""
+        return not self.fits, self.timeline.makespan if self.fits else self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,92 +208,135 @@ def _better(state: _State | None, known: _State | None) -> bool:
     return known is None or state.seconds < known.seconds
 
 
-def fit_memory(
-    program: Program,
-    cap: int,
-    simulate: Callable[[Program], Timeline],
-    device: Device,
-    kinds: Iterable[str] = ("recompute",),
-) -> Fit:
-    """Choose the blocks of each rank that does not fit, until all do.
+@dataclass(frozen=True)
+class MemoryFit:
+    """Chooses the blocks of each rank that does not fit, until all do.
 
     `program` has stages and a placement; blocks that are in segments already stay so.
-    `simulate` returns the timeline of a program, without a cap. Neighbours recomputed
-    as one free what is between them as well, but need more at once: choices of single
-    blocks, of pairs and of longer runs are compared.
+    `simulate` returns the timeline of a program, without a cap.
     """
-    fit = Fit(program, simulate(program), fits=False)
-    if fit.peak_bytes <= cap:
-        return replace(fit, fits=True)
-    found = []
-    before = None
-    for longest in JOINED:
-        savings = _savings(program, device, tuple(kinds), longest)
-        if savings != before:
-            found.append(_chosen(fit, cap, simulate, savings))
-        before = savings
-    best, chosen = min(found, key=_worth)
-    return _pruned(program, cap, simulate, chosen, best) if best.fits else best
 
+    program: Program
+    cap: int
+    simulate: Callable[[Program], Timeline]
+    device: Device
+    kinds: Sequence[str] = ("recompute",)
 
-def _worth(found: tuple[Fit, Chosen]) -> tuple[bool, float]:
-    """Return what is least for the best choice: one that fits, and is fast or lean."""
-    fit, _ = found
-    return not fit.fits, fit.timeline.makespan if fit.fits else fit.peak_bytes
+    def best(self) -> Fit:
+        """Return the fastest program that fits, or the leanest one.
 
+        Neighbours recomputed as one free what is between them as well, but need more at
+        once: choices of single blocks, of pairs and of longer runs are compared.
+        """
+        free = self._fit(self.program)
+        if free.fits:
+            return free
+        choices = []
+        before = None
+        for longest in JOINED:
+            savings = self._savings(longest)
+            if savings != before:
+                choices.append(self._chosen(free, savings))
+            before = savings
+        best, chosen = min(choices, key=lambda choice: choice[0].worth)
+        return self._pruned(chosen, best) if best.fits else best
 
-def _chosen(
-    free: Fit,
-    cap: int,
-    simulate: Callable[[Program], Timeline],
-    savings: dict[int, list[Saving]],
-) -> tuple[Fit, Chosen]:
-    """Choose until all ranks fit.
+    def _fit(self, program: Program) -> Fit:
+        timeline = self.simulate(program)
+        return Fit(program, timeline, fits=max(timeline.peak_bytes) <= self.cap)
 
-    What a saving frees is estimated alone, then all are measured together, and if that
-    is not enough more is asked for. If it never is, all that may be saved is.
-    """
-    fit, program = free, free.program
-    wanted: Counter[int] = Counter()  # rank -> bytes of one micro-batch
-    chosen: Chosen = {}
-    for _ in range(_ROUNDS):
-        over = {r: p - cap for r, p in enumerate(fit.timeline.peak_bytes) if p > cap}
-        if not over:
-            return replace(fit, fits=True), chosen
-        before = dict(chosen)
-        for rank, excess in over.items():
-            live = max(1, fit.timeline.peak_live[rank])
-            wanted[rank] += -(-excess // live)
-            mine = savings[rank]
-            found = cheapest(mine, wanted[rank])
-            chosen[rank] = _lowest_memory(mine) if found is None else found
-        if chosen == before:
-            break
-        marked = _marked(program, chosen)
-        fit = Fit(marked, simulate(marked), fits=False)
-    everything = {rank: _lowest_memory(mine) for rank, mine in savings.items()}
-    marked = _marked(program, everything)
-    lowest = Fit(marked, simulate(marked), fits=False)
-    return replace(lowest, fits=lowest.peak_bytes <= cap), {}
+    def _chosen(
+        self, free: Fit, savings: dict[int, list[Saving]]
+    ) -> tuple[Fit, Chosen]:
+        """Choose until all ranks fit.
 
+        What a saving frees is estimated alone, then all are measured together, and if
+        that is not enough more is asked for. If it never is, all that may be saved is.
+        """
+        fit = free
+        wanted: Counter[int] = Counter()  # rank -> bytes of one micro-batch
+        chosen: Chosen = {}
+        for _ in range(_ROUNDS):
+            if fit.fits:
+                return fit, chosen
+            before = dict(chosen)
+            for rank, peak in enumerate(fit.timeline.peak_bytes):
+                if peak > self.cap:
+                    live = max(1, fit.timeline.peak_live[rank])
+                    wanted[rank] += -(-(peak - self.cap) // live)
+                    cheap = cheapest(savings[rank], wanted[rank])
+                    chosen[rank] = cheap or _lowest_memory(savings[rank])
+            if chosen == before:
+                break
+            fit = self._fit(self._marked(chosen))
+        everything = {rank: _lowest_memory(mine) for rank, mine in savings.items()}
+        return self._fit(self._marked(everything)), {}
 
-def _pruned(
-    program: Program,
-    cap: int,
-    simulate: Callable[[Program], Timeline],
-    chosen: Chosen,
-    fit: Fit,
-) -> Fit:
-    """Drop costly savings that turn out not to be needed, a few of each rank."""
-    for rank in list(chosen):
-        for saving in sorted(chosen[rank], key=lambda s: -s.seconds)[:4]:
-            fewer = tuple(s for s in chosen[rank] if s is not saving)
-            marked = _marked(program, {**chosen, rank: fewer})
-            timeline = simulate(marked)
-            if max(timeline.peak_bytes) <= cap:
-                chosen[rank] = fewer
-                fit = Fit(marked, timeline, fits=True)
-    return fit
+    def _pruned(self, chosen: Chosen, fit: Fit) -> Fit:
+        """Drop costly savings that turn out not to be needed, a few of each rank."""
+        for rank in list(chosen):
+            for saving in sorted(chosen[rank], key=lambda s: -s.seconds)[:4]:
+                fewer = tuple(s for s in chosen[rank] if s is not saving)
+                without = self._fit(self._marked({**chosen, rank: fewer}))
+                if without.fits:
+                    chosen[rank], fit = fewer, without
+        return fit
+
+    def _marked(self, chosen: Chosen) -> Program:
+        """Return the program with segments for what was chosen."""
+        blocks = self.program.blocks or ()
+        kinds = {s.blocks: s.kind for savings in chosen.values() for s in savings}
+        added = (
+            Segment(segment_name([blocks[b] for b in row]), kind, row)
+            for row, kind in kinds.items()
+        )
+        segments = (*(self.program.segments or ()), *added)
+        in_order = sorted(segments, key=lambda segment: segment.blocks)
+        return replace(self.program, segments=tuple(in_order))
+
+    def _savings(self, longest: int) -> dict[int, list[Saving]]:
+        """Return what could be saved, by the rank that saves it.
+
+        A stage of two replicas counts for the rank of each.
+        """
+        program, placement = self.program, self.program.placement
+        assert placement is not None
+        taken = {block for each in program.segments or () for block in each.blocks}
+        by_rank: dict[int, list[Saving]] = {r: [] for r in range(placement.num_ranks)}
+        for stage in program.require_stages():
+            mine = [
+                saving
+                for saving in self._savings_of(stage, longest)
+                if saving.freed > 0 and taken.isdisjoint(saving.blocks)
+            ]
+            for rank in {r for row in placement.ranks for r in row[stage.index]}:
+                by_rank[rank] += mine
+        return by_rank
+
+    def _savings_of(self, stage: Stage, longest: int) -> Iterator[Saving]:
+        """Yield the savings of a stage: up to `longest` neighbours recomputed as one.
+
+        Those are left out that free no more than their blocks do one by one.
+        """
+        saved = {block.index: _saved(block) for block in stage.blocks}
+        users = Counter(key for storages in saved.values() for key in storages)
+        alone: Counter[int] = Counter()  # what recomputing a block frees
+        for block in stage.blocks if "offload" in self.kinds else ():
+            freed, _ = _freed([block], saved, users)
+            moving = self.device.host_seconds(sum(saved[block.index].values()))
+            seconds = _stalled(self.device, block, moving)
+            yield Saving((block.index,), "offload", freed, seconds)
+        for length in range(1, 1 + longest) if "recompute" in self.kinds else ():
+            for row in _rows(self.program, stage, length):
+                freed, kept = _freed(row, saved, users)
+                indices = tuple(block.index for block in row)
+                if length == 1:
+                    alone[indices[0]] = max(0, freed - kept)
+                elif freed - kept <= sum(alone[index] for index in indices):
+                    continue
+                nodes = [node for block in row for node in block.nodes]
+                seconds = seconds_again(self.program, stage.index, nodes)
+                yield Saving(indices, "recompute", freed - kept, seconds)
 
 
 def _lowest_memory(savings: Sequence[Saving]) -> tuple[Saving, ...]:
@@ -304,74 +352,6 @@ def _lowest_memory(savings: Sequence[Saving]) -> tuple[Saving, ...]:
             if freed + saving.freed > best[last][0]:
                 best[last] = freed + saving.freed, (*before, saving)
     return best[max(best)][1]
-
-
-def _marked(program: Program, chosen: Chosen) -> Program:
-    blocks = program.blocks or ()
-    found = {s.blocks: s.kind for savings in chosen.values() for s in savings}
-    added = (
-        Segment(segment_name([blocks[b] for b in run]), kind, run)
-        for run, kind in found.items()
-    )
-    segments = sorted((*(program.segments or ()), *added), key=lambda s: s.blocks)
-    return replace(program, segments=tuple(segments))
-
-
-def _savings(
-    program: Program, device: Device, kinds: tuple[str, ...], longest: int
-) -> dict[int, list[Saving]]:
-    """Return what could be saved, by the rank that saves it.
-
-    A stage of two replicas counts for the rank of each.
-    """
-    placement = program.placement
-    assert placement is not None
-    taken = {block for segment in program.segments or () for block in segment.blocks}
-    found: dict[int, list[Saving]] = {rank: [] for rank in range(placement.num_ranks)}
-    for stage in program.require_stages():
-        mine = [
-            saving
-            for saving in _savings_of(program, stage, device, kinds, longest)
-            if taken.isdisjoint(saving.blocks)
-        ]
-        for rank in {r for row in placement.ranks for r in row[stage.index]}:
-            found[rank] += mine
-    return found
-
-
-def _savings_of(
-    program: Program,
-    stage: Stage,
-    device: Device,
-    kinds: tuple[str, ...],
-    longest: int,
-) -> list[Saving]:
-    """Return the savings of a stage; up to `longest` neighbours are recomputed as one.
-
-    Those are left out that free no more than their blocks do one by one.
-    """
-    saved = {block.index: _saved(block) for block in stage.blocks}
-    users = Counter(key for storages in saved.values() for key in storages)
-    found: list[Saving] = []
-    alone: Counter[int] = Counter()  # what recomputing a block frees
-    for block in stage.blocks:
-        if "offload" in kinds:
-            freed, _ = _freed([block], saved, users)
-            moving = device.host_seconds(sum(saved[block.index].values()))
-            seconds = _stalled(device, block, moving)
-            found.append(Saving((block.index,), "offload", freed, seconds))
-    for length in range(1, 1 + longest) if "recompute" in kinds else ():
-        for row in _rows(program, stage, length):
-            freed, kept = _freed(row, saved, users)
-            indices = tuple(block.index for block in row)
-            if length == 1:
-                alone[indices[0]] = max(0, freed - kept)
-            elif freed - kept <= sum(alone[index] for index in indices):
-                continue
-            nodes = [node for block in row for node in block.nodes]
-            seconds = seconds_again(program, stage.index, nodes)
-            found.append(Saving(indices, "recompute", freed - kept, seconds))
-    return [saving for saving in found if saving.freed > 0]
 
 
 def _stalled(device: Device, block: Block, moving: float) -> float:

@@ -20,7 +20,7 @@ from gemsc.ir import meta
 from gemsc.ir.dump import dump
 from gemsc.ir.flow import is_overlapped
 from gemsc.ir.opaque import opaques
-from gemsc.ir.program import Barrier, Program, Stage
+from gemsc.ir.program import Program, Stage
 from gemsc.ir.shards import CutTensor, Fork, StageShards, WholeTensor
 from gemsc.options import CompileOptions
 from gemsc.plan import (
@@ -59,7 +59,9 @@ def make_plan(
     given = {key: value for key, value in asdict(options).items() if value is not None}
     ending = after_backward(first, task, timeline, options.data, hardware)
     dtype = str(model_dtype(program.module.parameters())).removeprefix("torch.")
-    peak_dtype, peak = hardware.device.peak(_computed_in(dtype, options))
+    peak_dtype, peak = hardware.device.peak(
+        options.precision if options.precision != "float32" else dtype
+    )
     return Plan(
         gemsc=version("gemsc"),
         torch=torch.__version__,
@@ -118,10 +120,6 @@ def _loss_note(program: Program, task: Task, options: CompileOptions) -> list[st
         "the model computes the loss, of whole micro-batches: the length of "
         f"eval_dataset must be a multiple of {size}"
     ]
-
-
-def _computed_in(dtype: str, options: CompileOptions) -> str:
-    return options.precision if options.precision != "float32" else dtype
 
 
 def _tokens(program: Program) -> int:
@@ -258,11 +256,13 @@ def _transfers(first: Program, task: Task) -> list[PlannedTransfer]:
 
 
 def _opaque(program: Program) -> list[dict[str, object]]:
-    """Return the modules that stay whole, and why."""
+    """Return the modules that stay whole, the stages that call them, and why."""
+    stages = program.require_stages()
+    calls = [{n.target for n in s.nodes if n.op == "call_module"} for s in stages]
     return [
         {
             "module": path,
-            "stages": _stages_of(program, path),
+            "stages": [index for index, paths in enumerate(calls) if path in paths],
             "line": opaque.at.short if opaque.at is not None else "",
             "reason": opaque.why,
         }
@@ -301,36 +301,23 @@ def _names(program: Program, stage: int, kind: str) -> list[str]:
     return [segment.name for segment in segments if segment.kind == kind]
 
 
-def _stages_of(program: Program, path: str) -> list[int]:
-    """Return the stages that call a module."""
-    return [
-        stage.index
-        for stage in program.require_stages()
-        if any(n.op == "call_module" and n.target == path for n in stage.nodes)
-    ]
-
-
 def _barriers(tiles: Sequence[Program]) -> list[dict[str, object]]:
     """Return what is gathered: by all tiles, or in a branch that some of them have."""
-    found: dict[tuple[int, str], dict[str, object]] = {}
-    for tile in tiles:
-        for each in tile.barriers:
-            key = meta.traced_place(each.node), each.reason
-            found.setdefault(key, _barrier(tile, each))
-    return [found[key] for key in sorted(found)]
-
-
-def _barrier(program: Program, barrier: Barrier) -> dict[str, object]:
-    """Return where a split value is gathered, and why."""
-    at = barrier.location
-    stages = program.require_stages()
-    return {
-        "stage": next(s.index for s in stages if barrier.node in s.nodes),
-        "value": barrier.node.name,
-        "reason": barrier.reason,
-        "num_bytes": barrier.num_bytes,
-        "line": at.short if at is not None else "",
-    }
+    gathered: dict[tuple[int, str], dict[str, object]] = {}
+    for program in tiles:
+        stages = program.require_stages()
+        for barrier in program.barriers:
+            at = barrier.location
+            key = meta.traced_place(barrier.node), barrier.reason
+            entry = {
+                "stage": next(s.index for s in stages if barrier.node in s.nodes),
+                "value": barrier.node.name,
+                "reason": barrier.reason,
+                "num_bytes": barrier.num_bytes,
+                "line": at.short if at is not None else "",
+            }
+            gathered.setdefault(key, entry)
+    return [gathered[key] for key in sorted(gathered)]
 
 
 def _skips(program: Program) -> list[dict[str, object]]:

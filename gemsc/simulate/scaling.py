@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gemsc.costs.collectives import count, nic, node
-from gemsc.costs.hardware import Hardware, Network
+from gemsc.costs.hardware import Hardware, Interface, Network
 from gemsc.planner.ending import (
     Held,
     StageSum,
@@ -162,18 +161,18 @@ class Simulator:
             for of_kind in slowest.values()
         ]
 
-    def _crowd(self, row: tuple[int, ...], copies: int) -> Counter[tuple[str, int]]:
+    def _crowd(self, row: tuple[int, ...], copies: int) -> Counter[Interface]:
         """Count what passes each network interface if all stages send at once."""
-        crowd: Counter[tuple[str, int]] = Counter()
+        crowd: Counter[Interface] = Counter()
         for copy in range(copies):
             first = copy * self.num_ranks
             for edge in self.task.edges:
                 ends = first + row[edge.source], first + row[edge.dest]
-                count(crowd, self.network, *ends)
+                crowd.update(self.network.interfaces(*ends))
         return crowd
 
     def _message(
-        self, edge: Edge, first: int, crowds: Sequence[Counter[tuple[str, int]]]
+        self, edge: Edge, first: int, crowds: Sequence[Counter[Interface]]
     ) -> float:
         """Return the seconds of a message, in the replica where it is slowest.
 
@@ -183,13 +182,8 @@ class Simulator:
         for row, crowd in zip(self.rows, crowds, strict=True):
             source, dest = first + row[edge.source], first + row[edge.dest]
             link = self.network.link(source, dest)
-            sharing = 1
-            if node(self.network, source) != node(self.network, dest):
-                ways = (
-                    ("out", nic(self.network, source)),
-                    ("in", nic(self.network, dest)),
-                )
-                sharing = max(crowd[way] for way in ways)
+            interfaces = self.network.interfaces(source, dest)
+            sharing = max((crowd[each] for each in interfaces), default=1)
             seconds = link.latency + sharing * edge.num_bytes / link.bandwidth
             slowest = max(slowest, seconds)
         return slowest

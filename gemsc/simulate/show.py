@@ -11,7 +11,7 @@ from gemsc.base.units import show_seconds
 from gemsc.costs.sharing import SharedDevice
 from gemsc.simulate.scaling import Point
 from gemsc.simulate.simulation import powers_of_two
-from gemsc.viz.design import drawing, legend, line, n, rect, text
+from gemsc.viz.design import drawing, legend, line, n, path, rect, text
 from gemsc.viz.listings import column, fitted
 
 WIDTH, HEIGHT = 940, 420
@@ -74,9 +74,9 @@ def _throughput(points: Sequence[Point]) -> list[str]:
         label = f"{point.ranks:,}"
         parts.append(text(x, TOP + PLOT_HEIGHT + 18, label, "note middle"))
     ideal = [place(p.ranks, per_rank * p.ranks) for p in (base, points[-1])]
-    parts.append(f'<path class="ideal stroke-soft" d="{_path(ideal)}"/>')
+    parts.append(path("ideal stroke-soft", _points(ideal)))
     real = [place(p.ranks, p.throughput) for p in points]
-    parts.append(f'<path class="curve stroke-series0" d="{_path(real)}"/>')
+    parts.append(path("curve stroke-series0", _points(real)))
     for point, (x, y) in zip(points, real, strict=True):
         efficiency = point.efficiency(base)
         parts.append(
@@ -127,7 +127,7 @@ def _spread(points: Sequence[Point]) -> list[Point]:
     return [p for i, p in enumerate(reversed(points)) if i % step == 0][::-1]
 
 
-def _path(places: Sequence[tuple[float, float]]) -> str:
+def _points(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{n(x)},{n(y)}" for x, y in places)
 
 

@@ -18,6 +18,7 @@ from gemsc.viz.design import (
     drawing,
     line,
     n,
+    path,
     round_step,
     sample,
     series,
@@ -197,29 +198,28 @@ def _curve(
     if size > 1:  # how far apart the values are that fall together
         highs = [(sum(x) / len(x), max(y)) for x, y in columns]
         lows = [(sum(x) / len(x), min(y)) for x, y in columns]
-        path = _path([*highs, *reversed(lows)], x_of, y_of)
-        yield f'<path class="band fill-{series(index)}" d="{path}Z"/>'
-    yield _drawn_line(drawn.kind, index, _path(means, x_of, y_of))
+        outline = _points([*highs, *reversed(lows)], x_of, y_of)
+        yield path(f"band fill-{series(index)}", f"{outline}Z")
+    yield _drawn_line(drawn.kind, index, _points(means, x_of, y_of))
     if len(means) == 1 or (drawn.kind == "eval" and len(means) <= MOST_DOTS):
         for x, y in means:
             yield _mark(index, x_of(x), y_of(y), f"step {x:.0f}: {y:.5g}")
 
 
-def _drawn_line(kind: str, index: int, path: str) -> str:
+def _drawn_line(kind: str, index: int, points: str) -> str:
     """Return a line of a series, in its colour and with its dashes."""
     dash = DASHES[index % NUM_SERIES]
     dashes = "" if dash == "none" else f' stroke-dasharray="{dash}"'
-    return f'<path class="curve {kind} stroke-{series(index)}"{dashes} d="{path}"/>'
+    return path(f"curve {kind} stroke-{series(index)}", points, more=dashes)
 
 
 def _mark(index: int, x: float, y: float, title: str) -> str:
     """Return a mark of a series, and what is said of it."""
-    place = f'd="{MARKS[index % NUM_SERIES]}" transform="translate({n(x)},{n(y)})"'
-    inside = f"><title>{title}</title></path>" if title else "/>"
-    return f'<path class="mark fill-{series(index)}" {place}{inside}'
+    place = f' transform="translate({n(x)},{n(y)})"'
+    return path(f"mark fill-{series(index)}", MARKS[index % NUM_SERIES], title, place)
 
 
-def _path(
+def _points(
     points: Sequence[Sequence[float]],
     x_of: Callable[[float], float],
     y_of: Callable[[float], float],

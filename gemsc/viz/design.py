@@ -232,16 +232,23 @@ def rect(
     kind: str, x: float, y: float, width: float, height: float, title: str = ""
 ) -> str:
     """Return a box, and what is said of it where the mouse points at it."""
-    inside = f"><title>{escape(title)}</title></rect>" if title else "/>"
-    return (
-        f'<rect class="{kind}" x="{n(x)}" y="{n(y)}" width="{n(width)}" '
-        f'height="{n(height)}"{inside}'
-    )
+    place = f'x="{n(x)}" y="{n(y)}" width="{n(width)}" height="{n(height)}"'
+    return _element("rect", f'class="{kind}" {place}', title)
+
+
+def path(kind: str, outline: str, title: str = "", more: str = "") -> str:
+    """Return lines and areas, with `more` attributes, and what is said of them."""
+    return _element("path", f'class="{kind}"{more} d="{outline}"', title)
+
+
+def _element(tag: str, attributes: str, title: str) -> str:
+    inside = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
+    return f"<{tag} {attributes}{inside}"
 
 
 def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
     """Return a straight line."""
-    return f'<path class="{kind}" d="M{n(x1)},{n(y1)}L{n(x2)},{n(y2)}"/>'
+    return path(kind, f"M{n(x1)},{n(y1)}L{n(x2)},{n(y2)}")
 
 
 def legend(

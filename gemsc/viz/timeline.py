@@ -16,6 +16,7 @@ from gemsc.viz.design import (
     legend,
     line,
     n,
+    path,
     rect,
     round_step,
     series,
@@ -60,7 +61,7 @@ HEAD = (
 
 
 def write_timeline(
-    plan: Plan, path: Path, marks: Sequence[Sequence[Mark]] = ()
+    plan: Plan, file: Path, marks: Sequence[Sequence[Mark]] = ()
 ) -> None:
     """Draw a plan's step, below it a measured one if there are marks of each rank."""
     copies = f" in each of {plan.data} data-parallel replicas" if plan.data > 1 else ""
@@ -68,7 +69,7 @@ def write_timeline(
         f"{plan.model}: {plan.schedule}, {plan.copy_ranks} ranks and "
         f"{show_micro_batches(plan.micro_batches)}{copies}"
     )
-    write_text(path, draw_timeline(heading, panels_of(plan, marks)))
+    write_text(file, draw_timeline(heading, panels_of(plan, marks)))
 
 
 def draw_timeline(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -> str:
@@ -235,13 +236,11 @@ class _Drawn:
             f"at most {row.peak_bytes:,} bytes, {row.resident_bytes:,} of them all the "
             "time"
         )
-        yield (
-            f'<path class="memory fill-saved" data-peak="{row.peak_bytes}" '
-            f'd="M{LEFT},{bottom}{steps}H{n(right)}V{bottom}Z">'
-            f"<title>{title}</title></path>"
-        )
+        outline = f"M{LEFT},{bottom}{steps}H{n(right)}V{bottom}Z"
+        peak = f' data-peak="{row.peak_bytes}"'
+        yield path("memory fill-saved", outline, title, peak)
         outline = f"M{LEFT},{bottom}V{y(row.resident_bytes)}H{n(right)}V{bottom}Z"
-        yield f'<path class="fill-resident" d="{outline}"/>'
+        yield path("fill-resident", outline)
         lanes = row.lanes_text
         if len(lanes) < 16:
             word = "stage" if len(row.lanes) == 1 else "stages"
@@ -254,9 +253,9 @@ class _Drawn:
         tail, head = (self.box, 0) if down else (0, self.box)
         start = n(self.x(arrow.start)), self.top + arrow.source * self.pitch + tail
         end = n(self.x(arrow.end)), self.top + arrow.dest * self.pitch + head
-        path = f"M{start[0]},{start[1]}L{end[0]},{end[1]}"
+        outline = f"M{start[0]},{start[1]}L{end[0]},{end[1]}"
         kind = "arrow skip stroke-skip" if arrow.skip else "arrow stroke-soft"
-        return f'<path class="{kind}" d="{path}" marker-end="url(#head)"/>'
+        return path(kind, outline, more=' marker-end="url(#head)"')
 
 
 def _branches_of(panel: Panel, span: Span) -> tuple[Branches, ...]:
