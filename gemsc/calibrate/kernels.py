@@ -22,10 +22,9 @@ from gemsc.base.rng import seeded
 from gemsc.calibrate.samples import FAMILIES, AtenCall, Draw
 from gemsc.costs.hardware import Device
 from gemsc.costs.operators import work_of
-from gemsc.costs.profile import clock_of
+from gemsc.costs.profile import Progress, clock_of
 from gemsc.ir.work import Work
 
-Progress = Callable[[str, float], None]
 SWEEPS = 2  # over all operators
 CHUNK_BYTES = 2**28  # operators measured in turn; together far more than any cache
 Array = npt.NDArray[np.float64]
@@ -152,16 +151,12 @@ def _chunks(
     calls: list[AtenCall] = []
     for _ in range(count):
         calls += source(draw)
-        if sum(_size(call) for call in calls) > CHUNK_BYTES:
+        leaves = pytree.tree_leaves([call.args for call in calls])
+        if sum(t.nbytes for t in leaves if isinstance(t, Tensor)) > CHUNK_BYTES:
             yield calls
             calls = []
     if calls:
         yield calls
-
-
-def _size(call: AtenCall) -> int:
-    leaves = pytree.tree_leaves(call.args)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _time_in_turn(
@@ -183,9 +178,7 @@ def _time_in_turn(
 
 
 def _describe(call: AtenCall) -> Work:
-    result = call.run()
-    _, works = work_of(call.operator, call.args, {}, result)
-    (work,) = works
+    _, (work,) = work_of(call.operator, call.args, {}, call.run())
     return work
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from gemsc.calibrate.kernels import QUICK, Effort, Progress, calibrate, rounded
+from gemsc.calibrate.kernels import QUICK, Effort, calibrate, rounded
 from gemsc.calibrate.network import measured_network
 from gemsc.costs.hardware import Hardware, read_hardware
-from gemsc.costs.profile import clock_of
+from gemsc.costs.profile import Progress, clock_of
 from gemsc.errors import GemscError
 from gemsc.launch.launch import launch
 from gemsc.runtime.memory.offload import store_for

@@ -192,7 +192,6 @@ def attention(draw: Draw) -> Iterator[AtenCall]:
 
 
 def _batch_norm(draw: Draw) -> Iterator[AtenCall]:
-    """Yield batch norm in training and its backward."""
     x = draw.tensor(*draw.image(draw.elements(), smallest=2, widest=2048))
     channels = x.shape[1]
     weight, bias, mean = (draw.tensor(channels) for _ in range(3))
@@ -207,7 +206,6 @@ def _batch_norm(draw: Draw) -> Iterator[AtenCall]:
 
 
 def _group_norm(draw: Draw) -> Iterator[AtenCall]:
-    """Yield group norm and its backward."""
     x = draw.tensor(*draw.image(draw.elements()))
     batch, channels, height, width = x.shape
     weight, bias = draw.tensor(channels), draw.tensor(channels)
@@ -226,7 +224,6 @@ def _table(draw: Draw) -> Tensor:
 
 
 def _layer_norm(draw: Draw) -> Iterator[AtenCall]:
-    """Yield layer norm and its backward."""
     x = _table(draw)
     width = [x.shape[1]]
     weight, bias, gradient = (
@@ -242,7 +239,6 @@ def _layer_norm(draw: Draw) -> Iterator[AtenCall]:
 
 
 def _softmax(draw: Draw) -> Iterator[AtenCall]:
-    """Yield softmax and its backward."""
     x = _table(draw)
     gradient = draw.tensor(*x.shape)
     yield AtenCall(_ATEN._softmax.default, (x, -1, False), (x,))

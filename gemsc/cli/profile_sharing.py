@@ -11,11 +11,11 @@ from gemsc.base.units import show_bytes
 from gemsc.calibrate.machine import base_of, write_sharing
 from gemsc.cli.compile import compiled
 from gemsc.cli.terminal import console
-from gemsc.compiled import CompiledProgram
 from gemsc.costs.sharing import SharedDevice
 from gemsc.errors import GemscError
 from gemsc.launch.measure import Load, measure_load, trainable
 from gemsc.passes.share_device import share
+from gemsc.result import CompiledProgram
 from gemsc.simulate.simulation import read_program
 from gemsc.viz.listings import column, fitted
 

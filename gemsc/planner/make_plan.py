@@ -243,7 +243,6 @@ def _cut_text(tensor: CutTensor) -> str:
 
 
 def _transfers(first: Program, task: Task) -> list[PlannedTransfer]:
-    """Return what stages send each other."""
     return [
         PlannedTransfer(
             index=transfer.index,
@@ -321,7 +320,6 @@ def _barriers(tiles: Sequence[Program]) -> list[dict[str, object]]:
 
 
 def _skips(program: Program) -> list[dict[str, object]]:
-    """Return the skips that jump over blocks."""
     placement = program.placement
     assert placement is not None
     block_of = {node: b for b in program.blocks or () for node in b.nodes}

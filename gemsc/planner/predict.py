@@ -14,11 +14,7 @@ from gemsc.ir.opaque import opaque_of
 from gemsc.ir.program import Program, Stage, Transfer, busy_seconds
 from gemsc.ir.segments import recomputed_nodes
 from gemsc.messages.exchange import Exchange
-from gemsc.planner.activations import (
-    activations,
-    again_seconds,
-    waiting_gradient_bytes,
-)
+from gemsc.planner.activations import activations, again_seconds
 from gemsc.planner.layout import StageLayout
 from gemsc.planner.memory import stage_weights
 from gemsc.planner.traffic import (
@@ -93,7 +89,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
                 gradient_bytes=owned.gradients,
                 weight=_waiting_seconds(program, stage),
                 waiting_bytes=split[stage.index].waiting,
-                waiting_gradient_bytes=waiting_gradient_bytes(program, stage.index),
+                waiting_gradient_bytes=stage.total("weight_bytes"),
                 split_transient_bytes=split[stage.index].transient,
                 first_split_transient_bytes=split[stage.index].first_transient,
                 working_bytes=kept.working,

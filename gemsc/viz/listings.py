@@ -203,7 +203,6 @@ def _list_whole(plan: Plan, most: int) -> Listing:
 
 
 def _list_barriers(plan: Plan) -> Listing:
-    """Return the values that stages on tiles had to gather."""
     found = plan.barriers
     columns = (
         column("value", (b["value"] for b in found), left=True),
@@ -240,7 +239,6 @@ def _list_skips(plan: Plan, most: int) -> Listing:
 
 
 def _list_transfers(plan: Plan, most: int) -> Listing:
-    """Return what stages send to each other."""
     rows = sample(len(plan.transfers), most)
     found = [plan.transfers[row] for row in rows]
     back = ("gradient" if t.edge.gradient else None for t in found)
@@ -271,7 +269,6 @@ def _list_ranks(plan: Plan, most: int) -> Listing:
 
 
 def _bar(plan: Plan, rank: int, activations: int) -> str:
-    """Draw a rank's peak."""
     size, most = plan.peak_bytes[rank], max(plan.peak_bytes) or 1
     whole = max(1, round(len(BAR) * size / most))
     held = min(whole, round(len(BAR) * (size - activations) / most))
