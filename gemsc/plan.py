@@ -265,7 +265,7 @@ class Plan:
             "# Every decision of this compilation. Units: bytes, seconds.\n"
             "# `gemsc show` prints it as tables.\n\n"
         )
-        return head + tomli_w.dumps(_without_none(asdict(plan)))
+        return head + tomli_w.dumps(asdict(plan))
 
     @property
     def precision(self) -> str:
@@ -322,9 +322,9 @@ class Plan:
 
     def by_rank(self, values: Sequence[T]) -> list[T]:
         """Return what is known of each group for each rank of one copy."""
-        pairs = zip(self.members, values, strict=True)
-        found = {rank: value for ranks, value in pairs for rank in ranks}
-        return [found[rank] for rank in range(self.copy_ranks)]
+        groups = zip(self.members, values, strict=True)
+        of_ranks = {rank: value for ranks, value in groups for rank in ranks}
+        return [of_ranks[rank] for rank in range(self.copy_ranks)]
 
     @classmethod
     def read(cls, path: Path) -> Plan:
@@ -464,12 +464,3 @@ def _map_files(plan: Plan, change: Callable[[str], str]) -> Plan:
 
 def _seen_from(folder: Path, file: str) -> str:
     return file if "-packages" in file else os.path.relpath(file, folder)
-
-
-def _without_none(data: dict[str, Any]) -> dict[str, Any]:
-    """Drop empty options, which TOML cannot express."""
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in data.items()
-        if value is not None
-    }

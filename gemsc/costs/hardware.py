@@ -15,6 +15,10 @@ from gemsc.errors import GemscError
 
 DEFAULT_HARDWARE = "cpu-core"
 Interface = tuple[str, int]  # which end: "in" or "out", and its number
+POSITIVE = {
+    *("memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"),
+    *("ranks_per_node", "host_bandwidth", "nic_ranks", "peak_flops", "efficiency"),
+}
 ALGORITHMS = ("auto", "ring", "tree", "halving-doubling")
 
 
@@ -216,15 +220,6 @@ def read_hardware(name: str = "") -> Hardware:
             "(`gemsc profile --calibrate -o hardware.toml` writes one)",
         )
     return _shipped(name)
-
-
-POSITIVE = {"memory_bytes", "memory_bandwidth", "bandwidth", "reduce_bandwidth"} | {
-    "ranks_per_node",
-    "host_bandwidth",
-    "nic_ranks",
-    "peak_flops",
-    "efficiency",
-}
 
 
 def _check(keys: Keys, number: float) -> str | None:

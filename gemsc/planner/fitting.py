@@ -220,7 +220,7 @@ class MemoryFit:
     cap: int
     simulate: Callable[[Program], Timeline]
     device: Device
-    kinds: Sequence[str] = ("recompute",)
+    kinds: Sequence[str]
 
     def best(self) -> Fit:
         """Return the fastest program that fits, or the leanest one.

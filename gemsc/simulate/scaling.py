@@ -86,11 +86,11 @@ class Simulator:
         timelines = [self._play(edges) for edges in self._edges(copies)]
         sums = self._sums(copies)
         device = self.hardware.device
-        algorithms = [each.algorithms for each in sums]
+        algorithms = set().union(*(each.algorithms for each in sums))
         early = self.sums_early
         times = times_of_sums(self.task, timelines, sums, device, early=early)
         ends = ends_of_sums(self.task, times)
-        best: Point | None = None
+        points = []
         for timeline in timelines:
             for rank, actions in enumerate(timeline.ranks):
                 last = max((timed.end for timed in actions), default=0.0)
@@ -104,12 +104,10 @@ class Simulator:
                     idle_seconds=last - busy,
                     sum_seconds=max(0.0, ends[rank] - last),
                     update_seconds=update_seconds(self.task, rank, sums, device),
-                    algorithms=tuple(sorted(set().union(*algorithms))),
+                    algorithms=tuple(sorted(algorithms)),
                 )
-                if best is None or point.step_seconds > best.step_seconds:
-                    best = point
-        assert best is not None
-        return best
+                points.append(point)
+        return max(points, key=lambda point: point.step_seconds)
 
     @property
     def num_ranks(self) -> int:

@@ -19,6 +19,7 @@ from gemsc.options import CompileOptions
 from gemsc.passes.manager import Runs
 from gemsc.plan import Plan
 from gemsc.planner.ending import held_gradients, start_early
+from gemsc.planner.predict import micro_batch_size
 from gemsc.schedules import SCHEDULES, Task, Timeline
 from gemsc.simulate.scaling import Point, Simulator
 from gemsc.user_model import UserModel, load_user_model
@@ -87,13 +88,12 @@ def simulate(
     done = schedule_stages(traced, options, run, hardware=hardware)
     program, task, placement = done.program, done.task, done.program.placement
     assert placement is not None
-    sizes = (item.spec.shape[0] for item in program.inputs if item.spec.shape)
     simulator = Simulator(
         task=task,
         policy=SCHEDULES[options.schedule].policy,
         hardware=hardware,
         gradients=held_gradients(done.tiles[0], task),
-        samples=next(sizes, 1) * sum(task.micro_batches),
+        samples=micro_batch_size(program) * sum(task.micro_batches),
         shares_update=options.shard_optimizer,
         groups=placement.groups,
         defers=defers and not options.torch_compile,

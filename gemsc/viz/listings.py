@@ -34,24 +34,13 @@ NARROW = 17  # what a column that may shrink is left with
 
 def list_plan(plan: Plan, most: int = MOST_ROWS) -> Iterator[Listing]:
     """Yield all tables in which there is anything; of long ones a sample of lines."""
-    yield _list_stages(plan, most)
-    if any(stage.recompute or stage.offload for stage in plan.stages):
-        yield _list_not_kept(plan)
-    if any(stage.tiles for stage in plan.stages):
-        yield _list_tiles(plan)
-    if any(stage.grid.beside > 1 for stage in plan.stages):
-        yield _list_shared(plan)
-    if any(stage.forks for stage in plan.stages):
-        yield _list_forks(plan, most)
-    if any(stage.whole for stage in plan.stages):
-        yield _list_whole(plan, most)
-    if plan.barriers:
-        yield _list_barriers(plan)
-    if plan.skips:
-        yield _list_skips(plan, most)
-    if plan.transfers:
-        yield _list_transfers(plan, most)
-    yield _list_ranks(plan, most)
+    for listing in (
+        *(_list_stages, _list_not_kept, _list_tiles, _list_shared, _list_forks),
+        *(_list_whole, _list_barriers, _list_skips, _list_transfers, _list_ranks),
+    ):
+        title, columns = listing(plan, most)
+        if columns[0].values:
+            yield title, columns
 
 
 def list_candidates(candidates: Sequence[Candidate], most: int) -> Listing:
@@ -112,7 +101,7 @@ def _of(shown: Sized, found: Sized, what: str = "") -> str:
     return f": {len(shown)} of {len(found)}{what}" if few else ""
 
 
-def _list_not_kept(plan: Plan) -> Listing:
+def _list_not_kept(plan: Plan, most: int) -> Listing:
     """Return the blocks whose activations are computed again or wait on the host."""
     stages = [stage for stage in plan.stages if stage.recompute or stage.offload]
     recomputed, offloaded = (s.recompute for s in stages), (s.offload for s in stages)
@@ -124,7 +113,7 @@ def _list_not_kept(plan: Plan) -> Listing:
     return "blocks that keep no activations", columns
 
 
-def _list_tiles(plan: Plan) -> Listing:
+def _list_tiles(plan: Plan, most: int) -> Listing:
     """Return what split stages send from tile to tile."""
     stages = [stage for stage in plan.stages if stage.tiles]
     gathered = [sum(b["stage"] == s.index for b in plan.barriers) for s in stages]
@@ -140,7 +129,7 @@ def _list_tiles(plan: Plan) -> Listing:
     return "tiles (one micro-batch)", columns
 
 
-def _list_shared(plan: Plan) -> Listing:
+def _list_shared(plan: Plan, most: int) -> Listing:
     """Return what the ranks of a stage share, and what they send each other for it."""
     stages = [stage for stage in plan.stages if stage.grid.beside > 1]
     columns = (
@@ -161,10 +150,10 @@ def _list_forks(plan: Plan, most: int) -> Listing:
     """Return which rank has which branches, what that saves, or why it is not done."""
     found = [(stage, fork) for stage in plan.stages for fork in stage.forks]
     rows = sample(len(found), most)
-    stages, forks = zip(*(found[row] for row in rows), strict=True)
+    forks = [found[row][1] for row in rows]
     seconds = (None if fork.reason else fork.saved_seconds for fork in forks)
     columns = [
-        column("stage", (stage.index for stage in stages), left=True),
+        column("stage", (found[row][0].index for row in rows), left=True),
         column("fork", (fork.name for fork in forks), left=True, shrinks=True),
         column("branches of each rank", map(_placed, forks), left=True, shrinks=True),
         column("take", (fork.total_seconds for fork in forks), show_seconds, drop=2),
@@ -202,7 +191,7 @@ def _list_whole(plan: Plan, most: int) -> Listing:
     return "whole on every rank of a stage" + _of(shown, found), columns
 
 
-def _list_barriers(plan: Plan) -> Listing:
+def _list_barriers(plan: Plan, most: int) -> Listing:
     found = plan.barriers
     columns = (
         column("value", (b["value"] for b in found), left=True),
