@@ -90,26 +90,24 @@ def explain(plan: Plan) -> Explanation:
     busy = [sum(t.end - t.start for t in actions) for actions in timeline.ranks]
     slowest_rank = max(range(len(busy)), key=busy.__getitem__)
     mean = sum(busy) / len(busy)
-    free = _without_messages(task, timeline)
+    edges = tuple(replace(edge, seconds=0.0) for edge in task.edges)
+    free = replay(replace(task, edges=edges), timeline.orders).makespan
     stages = [stage for _, stage in task.lanes[slowest_rank]]
     waited = sum(stage.talking_seconds for stage in plan.stages)
     talking = waited * plan.micro_batches / len(plan.members)
-    parts = {
-        "talking": talking,
-        "imbalance": busy[slowest_rank] - mean,
-        "fill": max(0.0, free - busy[slowest_rank]),
-        "messages": max(0.0, timeline.makespan - free),
+    costs = {
+        "talking_seconds": talking,
+        "imbalance_seconds": busy[slowest_rank] - mean,
+        "fill_seconds": max(0.0, free - busy[slowest_rank]),
+        "message_seconds": max(0.0, timeline.makespan - free),
     }
     slowest_stage = max(stages, key=lambda s: task.stages[s].forward)
-    limit, advice = _limit(plan, parts, timeline.makespan, slowest_stage)
+    limit, advice = _limit(plan, costs, timeline.makespan, slowest_stage)
     return Explanation(
         slowest_ranks=show_ranks(plan.members[slowest_rank]),
         slowest_stage=slowest_stage,
         work_seconds=mean - talking,
-        talking_seconds=talking,
-        imbalance_seconds=parts["imbalance"],
-        fill_seconds=parts["fill"],
-        message_seconds=parts["messages"],
+        **costs,
         limit=limit,
         advice=advice,
     )
@@ -130,31 +128,25 @@ def seconds_here(plan: Plan) -> tuple[float, int] | None:
     return max(plan.step_seconds, plan.data * work / cores), cores
 
 
-def _without_messages(task: Task, timeline: Timeline) -> float:
-    """Return the time of the same order if nothing took time to travel."""
-    edges = tuple(replace(edge, seconds=0.0) for edge in task.edges)
-    return replay(replace(task, edges=edges), timeline.orders).makespan
-
-
 def _limit(
-    plan: Plan, parts: dict[str, float], step: float, stage: int
+    plan: Plan, costs: dict[str, float], step: float, stage: int
 ) -> tuple[str, str]:
     """Return what costs most, and what would help."""
-    name = max(parts, key=parts.__getitem__)
-    share = parts[name] / step if step else 0.0
+    name = max(costs, key=costs.__getitem__)
+    share = costs[name] / step if step else 0.0
     if share < SMALL:
-        return f"{1 - sum(parts.values()) / (step or 1.0):.0%} of the step is work", ""
-    if name == "talking":
+        return f"{1 - sum(costs.values()) / (step or 1.0):.0%} of the step is work", ""
+    if name == "talking_seconds":
         return (
             f"messages and sums inside stages cost most, {share:.0%} of the step",
             "fewer ranks for each stage, or ranks that are closer, may help",
         )
-    if name == "messages":
+    if name == "message_seconds":
         return (
             f"messages cost most, {share:.0%} of the step",
             "larger micro-batches, or cuts that fewer bytes cross, may help",
         )
-    if name == "fill":
+    if name == "fill_seconds":
         more = "more --micro-batches help"
         if plan.schedule in ("basic", "mast", "master", "bidirectional"):
             more = "--schedule 1f1b overlaps micro-batches"

@@ -5,6 +5,7 @@ Where that is too little, blocks are recomputed or offloaded: those that cost le
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -150,18 +151,18 @@ class Fit:
 class _State:
     """The cheapest way known to free so much: its last saving, and those before it."""
 
-    seconds: float
+    seconds: float = math.inf  # no way is known
     last: Saving | None = None
     before: _State | None = None
 
-    def savings(self) -> list[Saving]:
+    def savings(self) -> tuple[Saving, ...]:
         """Return all of them, in the order of blocks."""
-        found = []
+        savings = []
         state: _State | None = self
         while state is not None and state.last is not None:
-            found.append(state.last)
+            savings.append(state.last)
             state = state.before
-        return found[::-1]
+        return tuple(reversed(savings))
 
 
 def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | None:
@@ -180,32 +181,24 @@ def cheapest(savings: Sequence[Saving], needed: int) -> tuple[Saving, ...] | Non
     starting = defaultdict(list)
     for saving in savings:
         starting[after[saving.blocks[0]] - 1].append(saving)
-    row: list[_State | None] = [None] * (goal + 1)
-    best = [row.copy() for _ in range(len(blocks) + 1)]
+    best = [[_State()] * (goal + 1) for _ in range(len(blocks) + 1)]
     best[0][0] = _State(0.0)
     for position in range(len(blocks)):
-        here = best[position]
-        for have, state in enumerate(here):
-            if _better(state, best[position + 1][have]):
-                best[position + 1][have] = state
+        best[position + 1] = list(map(_cheaper, best[position + 1], best[position]))
         for have in range(goal, -1, -1):
-            state = here[have]
-            for saving in starting[position] if state is not None else ():
-                assert state is not None
+            state = best[position][have]
+            for saving in starting[position] if state.seconds < math.inf else ():
                 then = min(goal, have + saving.freed // unit)
                 reached = _State(state.seconds + saving.seconds, saving, state)
                 ends = best[after[saving.blocks[-1]]]
-                if then > have and _better(reached, ends[then]):
-                    ends[then] = reached
+                if then > have:
+                    ends[then] = _cheaper(ends[then], reached)
     found = best[-1][goal]
-    return None if found is None else tuple(found.savings())
+    return found.savings() if found.seconds < math.inf else None
 
 
-def _better(state: _State | None, known: _State | None) -> bool:
-    """Whether a way is known, and cheaper than another one."""
-    if state is None:
-        return False
-    return known is None or state.seconds < known.seconds
+def _cheaper(known: _State, state: _State) -> _State:
+    return state if state.seconds < known.seconds else known
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -88,21 +88,23 @@ def curves(runs: Sequence[RunLog]) -> str:
 
 def _charts(runs: Sequence[RunLog]) -> Iterator[tuple[str, list[_Line]]]:
     """Yield the title and the lines of each chart."""
-    runs_by_number = list(enumerate(runs))
-    losses = [_Line(i, "train", run.loss) for i, run in runs_by_number]
-    held = [_Line(i, "eval", run.figures.get("loss", [])) for i, run in runs_by_number]
+
+    def lines(kind: str, curves: Iterable[Curve]) -> list[_Line]:
+        return [_Line(index, kind, curve) for index, curve in enumerate(curves)]
+
+    losses = lines("train", (run.loss for run in runs))
+    held = lines("eval", (run.figures.get("loss", []) for run in runs))
     yield "loss", [each for pair in zip(losses, held, strict=True) for each in pair]
     for name in dict.fromkeys(name for run in runs for name in run.figures):
         if name != "loss":
-            found = ((i, run.figures.get(name, [])) for i, run in runs_by_number)
-            yield f"held-out {name}", [_Line(i, "eval", curve) for i, curve in found]
+            figures = [run.figures.get(name, []) for run in runs]
+            yield f"held-out {name}", lines("eval", figures)
     if any(run.rates for run in runs):
-        rates = [_Line(i, "rate", run.rates) for i, run in runs_by_number]
-        yield "samples per second", rates
+        yield "samples per second", lines("rate", (run.rates for run in runs))
     if len(runs) == 1 and runs[0].memory:
         yield "peak memory of each rank so far, MiB", list(_memory(runs[0]))
     elif any(run.memory for run in runs):
-        most = [_Line(i, "memory", _highest(run)) for i, run in runs_by_number]
+        most = lines("memory", map(_highest, runs))
         yield "peak memory of the rank that needs most, MiB", most
 
 
@@ -275,11 +277,8 @@ class RunLog:
     @property
     def steps(self) -> int:
         """The last step."""
-        return max((curve[-1][0] for curve in self._curves if curve), default=0)
-
-    @property
-    def _curves(self) -> list[Curve]:
-        return [self.loss, *self.figures.values()]
+        curves = [self.loss, *self.figures.values()]
+        return max((curve[-1][0] for curve in curves if curve), default=0)
 
     @classmethod
     def read(cls, folder: Path) -> RunLog:
