@@ -134,9 +134,7 @@ def _has_rows(tensor: Tensor) -> bool:
 
 def _convolution(args: Any, given: list[Tensor], results: list[Tensor]) -> Work:
     x, weight, bias, *shape = args
-    stride, _, _, transposed, _, groups = shape
-    features = _moved(given, results)
-    features |= _filters(x, weight, results[0], stride, transposed, groups)
+    features = _moved(given, results) | _filters(x, weight, results[0], shape)
     kind = _variant(x, weight, bias, shape)
     return Work(f"convolution-{kind}", _dtype(results), features)
 
@@ -147,8 +145,7 @@ def _convolution_backward(args: Any) -> list[Work]:
     That of the bias is a by-product of that of the weight.
     """
     gradient, x, weight, _, *shape, wanted = args
-    stride, _, _, transposed, _, groups = shape
-    own = _filters(x, weight, gradient, stride, transposed, groups)
+    own = _filters(x, weight, gradient, shape)
     kind = _variant(x, weight, None, shape)
     works = []
     for is_wanted, name, read, written in (
@@ -181,12 +178,7 @@ def _variant(x: Tensor, weight: Tensor, bias: Tensor | None, shape: list[Any]) -
 
 
 def _filters(
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
-    stride: Any,
-    transposed: bool,
-    groups: int,
+    x: Tensor, weight: Tensor, y: Tensor, shape: list[Any]
 ) -> dict[str, float]:
     """Return the features of a convolution.
 
@@ -209,6 +201,7 @@ def _filters(
     weights_aliased, weights_aliased_thin: weights_each, only if rows of the weight are
         multiples of 2 KiB: their beginnings compete for the same lines of a cache
     """
+    stride, _, _, transposed, _, groups = shape
     narrow, wide = (x, y) if transposed else (y, x)
     kernel = math.prod(weight.shape[2:])
     channels_in = wide.shape[1] // groups

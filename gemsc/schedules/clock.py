@@ -101,8 +101,10 @@ class Clock:
         else:
             needs = [(self.ends[Kind.FORWARD, replica, stage], 0.0)]
             before = [(e, e.dest) for e in self.task.outputs[stage]]
-        travels = ((self._travel(kind, replica, e), other) for e, other in before)
-        return [*needs, *((self.ends[kind, replica, o], s) for s, o in travels)]
+        for e, other in before:
+            seconds = self._travel(kind, replica, e)
+            needs.append((self.ends[kind, replica, other], seconds))
+        return needs
 
     def _wakes_of(
         self, kind: Kind, replica: int, stage: int

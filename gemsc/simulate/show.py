@@ -156,32 +156,23 @@ def show_points(points: Sequence[Point], console: Console) -> None:
 
 
 def show_sharing(
-    found: SharedDevice, samples: int, most: int, console: Console
+    device: SharedDevice, samples: int, most: int, console: Console
 ) -> None:
     """Print 1, 2, 4, ... up to `most` processes with a batch of so many samples."""
     counts = powers_of_two(most)
+    rates = (count * samples / device.seconds(count) for count in counts)
+    with_sums = (device.gain(count, sums=True) for count in counts)
+    larger, more = map(device.gain_of_batch, counts), "{:+.0%}".format
     columns = (
         column("processes", counts),
-        column("step", map(found.seconds, counts), show_seconds),
-        column("samples/s", (k * samples / found.seconds(k) for k in counts), _rate),
-        column("device used", map(found.utilisation, counts), "{:.0%}".format),
-        column("gain", map(found.gain, counts), "{:+.0%}".format),
-        column(
-            "with sums by the host",
-            (found.gain(k, sums=True) for k in counts),
-            "{:+.0%}".format,
-        ),
-        column(
-            "one process, larger batch",
-            map(found.gain_of_batch, counts),
-            "{:+.0%}".format,
-        ),
+        column("step", map(device.seconds, counts), show_seconds),
+        column("samples/s", rates, "{:,.1f}".format),
+        column("device used", map(device.utilisation, counts), "{:.0%}".format),
+        column("gain", map(device.gain, counts), more),
+        column("with sums by the host", with_sums, more),
+        column("one process, larger batch", larger, more),
     )
     title = f"processes that share a device, a step of {samples} samples each"
     console.print(fitted(title, columns, console.width))
     for assumption in ASSUMPTIONS:
         console.print(f"- {assumption}", highlight=False)
-
-
-def _rate(samples: float) -> str:
-    return f"{samples:,.1f}"
