@@ -174,7 +174,9 @@ def batched_matmul(draw: Draw) -> Iterator[AtenCall]:
 
 
 def attention(draw: Draw) -> Iterator[AtenCall]:
-    """Yield scaled dot product attention and its backward."""
+    """Yield scaled dot product attention and its backward, which are a CPU's alone."""
+    if draw.device != "cpu":
+        return
     heads, size = draw.pick(4, 8, 12), draw.pick(16, 32, 64, 128)
     length, batch = draw.between(16, 512), draw.between(1, 16)
     if 4.0 * batch * heads * length * length * size > draw.largest:
