@@ -16,6 +16,7 @@ from gemsc.viz.design import (
     NUM_SERIES,
     SMALL,
     drawing,
+    element,
     line,
     n,
     path,
@@ -212,7 +213,8 @@ def _drawn_line(kind: str, index: int, points: str) -> str:
     """Return a line of a series, in its colour and with its dashes."""
     dash = DASHES[index % NUM_SERIES]
     dashes = "" if dash == "none" else f' stroke-dasharray="{dash}"'
-    return path(f"curve {kind} stroke-{series(index)}", points, more=dashes)
+    kinds = f"curve {kind} stroke-{series(index)}"
+    return element("path", f'class="{kinds}"{dashes} d="{points}"')
 
 
 def _mark(index: int, x: float, y: float, title: str) -> str:

@@ -233,15 +233,16 @@ def rect(
 ) -> str:
     """Return a box, and what is said of it where the mouse points at it."""
     place = f'x="{n(x)}" y="{n(y)}" width="{n(width)}" height="{n(height)}"'
-    return _element("rect", f'class="{kind}" {place}', title)
+    return element("rect", f'class="{kind}" {place}', title)
 
 
 def path(kind: str, outline: str, title: str = "", more: str = "") -> str:
     """Return lines and areas, with `more` attributes, and what is said of them."""
-    return _element("path", f'class="{kind}"{more} d="{outline}"', title)
+    return element("path", f'class="{kind}" d="{outline}"{more}', title)
 
 
-def _element(tag: str, attributes: str, title: str) -> str:
+def element(tag: str, attributes: str, title: str = "") -> str:
+    """Return what has a class, a place, ... and what is said of it."""
     inside = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
     return f"<{tag} {attributes}{inside}"
 

@@ -13,6 +13,7 @@ from gemsc.viz.design import (
     HATCHED,
     NORMAL,
     drawing,
+    element,
     legend,
     line,
     n,
@@ -237,8 +238,8 @@ class _Drawn:
             "time"
         )
         outline = f"M{LEFT},{bottom}{steps}H{n(right)}V{bottom}Z"
-        peak = f' data-peak="{row.peak_bytes}"'
-        yield path("memory fill-saved", outline, title, peak)
+        kinds = f'class="memory fill-saved" data-peak="{row.peak_bytes}"'
+        yield element("path", f'{kinds} d="{outline}"', title)
         outline = f"M{LEFT},{bottom}V{y(row.resident_bytes)}H{n(right)}V{bottom}Z"
         yield path("fill-resident", outline)
         lanes = row.lanes_text
