@@ -101,7 +101,7 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
     """
     placement = program.placement
     assert placement is not None
-    found = []
+    held_by_stage = []
     for stage, weights in enumerate(stage_weights(program)):
         grids = [row[stage] for row in placement.ranks]
         whole = weights.gradients - weights.part_gradients
@@ -113,8 +113,8 @@ def held_gradients(program: Program, task: Task) -> list[list[Held]]:
                 {r for grid in grids for r in grid[n::count]} for n in range(count)
             ]
             held += [(tuple(sorted(ranks)), parts) for ranks in alike]
-        found.append(held)
-    return found
+        held_by_stage.append(held)
+    return held_by_stage
 
 
 def reduced_bytes(program: Program, task: Task, copies: int) -> list[int]:

@@ -92,16 +92,16 @@ def _fitted(
     def simulate(fitted: Program) -> Timeline:
         return run(schedule_task(alike(fitted), chosen, None, hardware), policy)
 
-    found = []
+    ways = []
     task = schedule_task(tiles, chosen, cap, hardware)
     with suppress(GemscError):  # it does not fit one micro-batch, all of it kept
-        found.append(Scheduled(program, tiles, task, run(task, policy)))
+        ways.append(Scheduled(program, tiles, task, run(task, policy)))
     fit = MemoryFit(tiles[0], cap, simulate, hardware.device, kinds).best()
     if fit.fits:
         task = schedule_task(alike(fit.program), chosen, cap, hardware)
         fitted = replace(program, segments=fit.program.segments)
-        found.append(Scheduled(fitted, alike(fit.program), task, fit.timeline))
-    if not found:
+        ways.append(Scheduled(fitted, alike(fit.program), task, fit.timeline))
+    if not ways:
         raise GemscError(
             f"no choice of blocks for --{' and --'.join(kinds)} fits "
             f"{show_bytes(cap)} on each rank: the lowest peak found is "
@@ -109,7 +109,7 @@ def _fitted(
             help="use more --ranks, smaller micro-batches in example_inputs(), or a "
             "larger --device-memory",
         )
-    return min(found, key=lambda each: each.timeline.makespan)
+    return min(ways, key=lambda each: each.timeline.makespan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,13 +138,13 @@ def _stages(
     """Return what each stage holds; `tiles` are what those of the largest grid run."""
     placement, first = program.placement, tiles[0]
     assert placement is not None
-    found = []
+    planned = []
     stages = zip(program.require_stages(), first.require_stages(), strict=True)
     for (stage, own), cost in zip(stages, task.stages, strict=True):
         grid, halos = placement.grid(stage.index), exchanges(first, own)
         size = len(halos), sum(each.num_bytes for each in halos)
         unfused = first.unfused.get(stage.index, size)
-        found.append(
+        planned.append(
             PlannedStage(
                 index=stage.index,
                 ranks=sorted({r for row in placement.ranks for r in row[stage.index]}),
@@ -167,7 +167,7 @@ def _stages(
                 overlapped=[meta.layer(n) for n in own.nodes if is_overlapped(n)],
             )
         )
-    return found
+    return planned
 
 
 def _shards(stage: Stage, shards: StageShards | None, tiles: int) -> dict[str, Any]:
@@ -208,16 +208,16 @@ def _trunk_seconds(stage: Stage, shards: StageShards, tiles: int) -> dict[str, f
     That is since the join of the fork before.
     """
     joins = {node: f.join for f in shards.forks for b in f.branches for node in b.nodes}
-    found: dict[str, float] = {}
+    before: dict[str, float] = {}
     seconds = 0.0
     for node in stage.nodes:
         if node.name not in shards.rank_of:
             each = shards.count if node.name in shards.split_dims else tiles
             seconds += meta.facts(node).seconds / each
-        elif joins[node.name] not in found:
-            found[joins[node.name]] = seconds
+        elif joins[node.name] not in before:
+            before[joins[node.name]] = seconds
             seconds = 0.0
-    return found
+    return before
 
 
 def _fork(fork: Fork, count: int, trunk_seconds: float) -> PlannedFork:
@@ -334,13 +334,13 @@ def _skips(program: Program) -> list[dict[str, object]]:
         for user in node.users
         if user in block_of
     )
-    found: list[dict[str, object]] = []
+    jumps: list[dict[str, object]] = []
     for skip in program.skips or ():
         source, dest = block_of[skip.value], block_of[skip.last_use]
         if (source.index, dest.index) in skips:
             stages = stage_of[source.index], stage_of[dest.index]
             local = placement.ranks[0][stages[0]] == placement.ranks[0][stages[1]]
-            found.append(
+            jumps.append(
                 {
                     "value": skip.value.name,
                     "source": source.name,
@@ -349,4 +349,4 @@ def _skips(program: Program) -> list[dict[str, object]]:
                     "kind": "stays on its rank" if local else "sent once",
                 }
             )
-    return found
+    return jumps

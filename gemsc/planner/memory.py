@@ -67,7 +67,7 @@ def stage_weights(program: Program) -> list[StageWeights]:
     rows = zip(*placement.ranks, strict=True)
     ranks = [{rank for row in stage for rank in row} for stage in rows]
     names_of = owned_tensors(program)
-    found = []
+    weights = []
     for index, names in enumerate(names_of):
         elsewhere = {
             name
@@ -77,7 +77,7 @@ def stage_weights(program: Program) -> list[StageWeights]:
         }
         owned = {name: tensors[name] for name in names if name not in elsewhere}
         trained = {name: t for name, t in owned.items() if t.requires_grad}
-        found.append(
+        weights.append(
             StageWeights(
                 parameters=sum(tensor.nbytes for tensor in owned.values()),
                 gradients=sum(tensor.nbytes for tensor in trained.values()),
@@ -87,7 +87,7 @@ def stage_weights(program: Program) -> list[StageWeights]:
                 optimizer=sum(_state_bytes(program, *each) for each in trained.items()),
             )
         )
-    return found
+    return weights
 
 
 def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
@@ -97,10 +97,10 @@ def largest_weights(tiles: Sequence[Program]) -> list[StageWeights]:
     """
     placement = tiles[0].placement
     assert placement is not None
-    found = [stage_weights(tile) for tile in tiles]
+    of_tiles = [stage_weights(tile) for tile in tiles]
     return [
         max(
-            (weights[stage] for weights in found[: len(ranks)]),
+            (weights[stage] for weights in of_tiles[: len(ranks)]),
             key=lambda each: each.resident,
         )
         for stage, ranks in enumerate(placement.ranks[0])

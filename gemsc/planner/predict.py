@@ -67,7 +67,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
     saved = activations(program)
     split = activations(program, split=True)
     weights = stage_weights(program)
-    found = []
+    by_stage = []
     for stage in program.require_stages():
         kept, owned = saved[stage.index], weights[stage.index]
         waits = talking(program, stage, hardware.network)
@@ -78,7 +78,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
         else:
             computing = [each + moving for each in computing]
         forward, backward = map(sum, zip(computing, waits, strict=True))
-        found.append(
+        by_stage.append(
             StageCost(
                 forward=forward,
                 backward=backward,
@@ -101,7 +101,7 @@ def _stage_costs(program: Program, hardware: Hardware) -> list[StageCost]:
                 ),
             )
         )
-    return found
+    return by_stage
 
 
 def _computing(program: Program, stage: Stage) -> list[float]:
@@ -190,7 +190,7 @@ def _in_step(
 
     Whoever has the slowest branch of a fork may have the fastest of the next.
     """
-    found = worst
+    in_step = worst
     for name in ("forward", "backward"):
         parts = [
             _parts(tile.require_stages()[index], f"{name}_seconds") for tile in tiles
@@ -200,8 +200,8 @@ def _in_step(
             for cost, own in zip(costs, parts, strict=True)
         )
         slowest = sum(map(max, zip(*parts, strict=True)))
-        found = replace(found, **{name: slowest + others})
-    return found
+        in_step = replace(in_step, **{name: slowest + others})
+    return in_step
 
 
 def _parts(stage: Stage, fact: str) -> list[float]:
@@ -209,12 +209,12 @@ def _parts(stage: Stage, fact: str) -> list[float]:
 
     Those are the exchanges in which all ranks of the stage have something.
     """
-    found = [0.0]
+    seconds = [0.0]
     for node in stage.nodes:
         if is_exchange(node) and _meets_all(exchange_of(node)):
-            found.append(0.0)
-        found[-1] += getattr(meta.facts(node), fact)
-    return found
+            seconds.append(0.0)
+        seconds[-1] += getattr(meta.facts(node), fact)
+    return seconds
 
 
 def _meets_all(exchange: Exchange) -> bool:

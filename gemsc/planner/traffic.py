@@ -88,14 +88,14 @@ def stage_traffic(tiles: Sequence[Program], index: int) -> StepTraffic:
     assert placement is not None
     branches = placement.grid(index).branches  # each rank of a tile has its own
     ranks = len(placement.ranks[0][index])
-    found = StepTraffic()
+    total = StepTraffic()
     for member, program in enumerate(tiles[:branches]):
-        found += _sent_by(program, program.require_stages()[index], member, branches)
+        total += _sent_by(program, program.require_stages()[index], member, branches)
     if ranks > 1 and opaques(tiles[0].module):  # do they all lack a gradient?
         gives = len(flow(tiles[0], index, with_outputs=False).gives)
         size = torch.float32.itemsize * gives
-        found += StepTraffic(sums=ranks, sum_bytes=ranks * size)
-    return found
+        total += StepTraffic(sums=ranks, sum_bytes=ranks * size)
+    return total
 
 
 def _sent_by(program: Program, stage: Stage, member: int, branches: int) -> StepTraffic:
@@ -247,12 +247,12 @@ def exchanges(
     What comes from another grid is not among it: that is a transfer.
     """
     again = recomputed_nodes(program, stage)
-    found = [
+    all_traffic = [
         traffic_of(node, again=node in again)
         for node in exchanging(program, stage)
         if with_inputs or source_of(node).op != "placeholder"
     ]
-    return [traffic for traffic in found if traffic.num_bytes]
+    return [traffic for traffic in all_traffic if traffic.num_bytes]
 
 
 def exchanging(program: Program, stage: Stage) -> Iterator[fx.Node]:

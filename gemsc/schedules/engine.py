@@ -388,14 +388,14 @@ def split_last_backwards(task: Task, timeline: Timeline) -> Timeline:
         if task.has_backward and task.stages[stage].weight
     } - split_backwards(timeline.orders)
     while split:
-        found = replay(task, [[*_with_weights(o, split)] for o in timeline.orders])
+        attempt = replay(task, [[*_with_weights(o, split)] for o in timeline.orders])
         useful = {
             action
-            for action in _awaited(task, found, split)
-            if found.peak_bytes[task.rank_of(action)] <= limit
+            for action in _awaited(task, attempt, split)
+            if attempt.peak_bytes[task.rank_of(action)] <= limit
         }
         if useful == split:
-            return found
+            return attempt
         split = useful
     return timeline
 

@@ -241,17 +241,17 @@ def boxes_of(program: Program) -> list[Box]:
     A branch that one of several ranks computes is a box, whatever blocks its nodes are
     in. What else there is of a block is another, or two where branches end in between.
     """
-    found: dict[str, Box] = {}
+    boxes: dict[str, Box] = {}
     levels: dict[str, float] = {}
     for stage in program.require_stages():
         for key, name, join, branch, node in _keys(program, stage):
-            if key not in found:
-                level = float(sum(box.branch is None for box in found.values()))
+            if key not in boxes:
+                level = float(sum(box.branch is None for box in boxes.values()))
                 if branch is not None:
                     level = levels.setdefault(join, level - 0.5)
-                found[key] = Box(key, name, stage.index, level, branch)
-            found[key].nodes.append(node)
-    return list(found.values())
+                boxes[key] = Box(key, name, stage.index, level, branch)
+            boxes[key].nodes.append(node)
+    return list(boxes.values())
 
 
 def _keys(

@@ -157,12 +157,12 @@ def _coarse(spans: Sequence[Span], length: float) -> tuple[Span, ...]:
     most = [
         max(t, key=t.__getitem__) if 2 * sum(t.values()) > length else "" for t in used
     ]
-    found, end = [], 0
+    shown, end = [], 0
     for kind, run in groupby(most):
         begin, end = end, end + len(list(run))
         if kind:
-            found.append(Span(kind, begin * length, end * length))
-    return tuple(found)
+            shown.append(Span(kind, begin * length, end * length))
+    return tuple(shown)
 
 
 def panels_of(plan: Plan, marks: Sequence[Sequence[Mark]] = ()) -> tuple[Panel, ...]:

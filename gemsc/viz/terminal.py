@@ -100,20 +100,20 @@ def show_shares(predicted: Panel, measured: Panel, console: Console) -> None:
     def shares(*kinds: str) -> list[float]:
         return [row.seconds(*kinds) / measured.makespan for row in rows]
 
-    found = {
+    share_of = {
         "busy": [row.busy / measured.makespan for row in rows],
         "all-reduce, update": shares("reduction", "update"),
         "send": shares("send"),
         "wait": shares("wait"),
     }
-    idle = [1 - sum(parts) for parts in zip(*found.values(), strict=True)]
+    idle = [1 - sum(parts) for parts in zip(*share_of.values(), strict=True)]
     planned = [row.busy / predicted.makespan for row in predicted.rows]
     planned = planned * (len(rows) // len(planned))
     percent = "{:.0%}".format
     columns = [
         column("rank", (row.name.partition(" ")[2] for row in rows), left=True),
         column("predicted busy", planned, percent),
-        *(column(title, values, percent) for title, values in found.items()),
+        *(column(title, values, percent) for title, values in share_of.items()),
         column("idle", idle, percent),
     ]
     console.print(fitted("share of the measured step", columns, console.width))

@@ -86,9 +86,9 @@ def draw_timeline(heading: str, panels: Sequence[Panel], widest: int = WIDEST) -
         parts.append(text(16, y, f"{panel.name}: {_facts(panel, panels[0])}", "name"))
         parts += drawn.parts()
         y = drawn.end + AXIS + GAP
-    found, y = legend([*_entries(panels)], LEFT, y, LEFT + width + RIGHT)
+    key, y = legend([*_entries(panels)], LEFT, y, LEFT + width + RIGHT)
     title = heading or ", ".join(panel.name for panel in panels)
-    return drawing("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + found)
+    return drawing("timeline", LEFT + width + RIGHT, y, title, STYLE, parts + key)
 
 
 def _facts(panel: Panel, first: Panel) -> str:
@@ -180,13 +180,13 @@ class _Drawn:
 
     def _branches(self, span: Span, y: int) -> Iterator[str]:
         """Draw a line for each rank of a row: when it computes which branches."""
-        found = _branches_of(self.panel, span)
-        count = 1 + max((each.place for each in found), default=0)
+        branches = _branches_of(self.panel, span)
+        count = 1 + max((each.place for each in branches), default=0)
         height = 0.4 * self.box / count
-        if found:
+        if branches:
             x, width = self.x(span.start), self.x(span.seconds) - LEFT
             yield rect("fill-sheet", x, y + 0.6 * self.box, width, 0.4 * self.box)
-        for each in found:
+        for each in branches:
             start, end = each.start, each.end
             if span.kind == "backward":
                 start, end = 1 - end, 1 - start
@@ -268,19 +268,19 @@ def _branches_of(panel: Panel, span: Span) -> tuple[Branches, ...]:
 def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
     """Yield class and meaning of all that is drawn."""
     rows = [row for panel in panels for row in panel.rows]
-    found = {
+    drawn = {
         (span.kind, span.action.replica if span.action else 0)
         for row in rows
         for span in row.spans
     } | {("reduction", 0) for panel in panels if panel.sums}
-    replicas = sorted({replica for _, replica in found})
+    replicas = sorted({replica for _, replica in drawn})
     for replica in replicas:
         mark = f" of replica {replica}" if len(replicas) > 1 else ""
         for kind in ACTIONS:
-            if (kind, replica) in found:
+            if (kind, replica) in drawn:
                 yield f"fill-{shade(kind, replica, 0.0)}", WORDS[kind] + mark
     for kind, words in WORDS.items():
-        if kind not in ACTIONS and (kind, 0) in found:
+        if kind not in ACTIONS and (kind, 0) in drawn:
             yield f"{'hatch' if kind in HATCHED else 'fill'}-{kind}", words
     places = {b.place for p in panels for s in p.branches.values() for b in s}
     for place in sorted(places):
