@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -350,7 +350,8 @@ class Plan:
         folder = file.path.parent.resolve()
         same = file.entries.get("gemsc") == version("gemsc")
         plan = file.build(cls, _check, strict=same)
-        _check_rows(plan, file)
+        for keys, message, help in _wrong_rows(plan, file.advice):
+            raise file.error(keys, message, help=help)
         return _map_files(plan, lambda found: os.path.normpath(folder / found))
 
 
@@ -408,42 +409,28 @@ ENTRIES = {  # of these tables, or of those in these lists
 }
 
 
-def _check_rows(plan: Plan, file: TomlFile) -> None:
-    """Make sure that every rank, or group of ranks, and every table is complete.
-
-    Raises:
-        GemscError: names the line.
-    """
+def _wrong_rows(plan: Plan, advice: str) -> Iterator[tuple[Keys, str, str]]:
+    """Yield what is wrong with ranks and tables: where it is, what, and advice."""
+    undo = f"undo the change, or {advice}"
     if plan.ranks % plan.data:
-        raise file.error(
-            ("data",),
-            f"{plan.ranks} ranks cannot be divided into {plan.data} data-parallel "
-            "replicas",
-            help="ranks counts the ranks of all replicas",
-        )
+        copies = f"{plan.data} data-parallel replicas"
+        message = f"{plan.ranks} ranks cannot be divided into {copies}"
+        yield ("data",), message, "ranks counts the ranks of all replicas"
     if not re.fullmatch(r"weights(-\d+)?", plan.weights):
-        raise file.error(
-            ("weights",),
-            f"weights = {plan.weights!r} is no folder of this program",
-            help=f"undo the change, or {file.advice}",
-        )
+        message = f"weights = {plan.weights!r} is no folder of this program"
+        yield ("weights",), message, undo
     ranks = len(plan.members)
     for name in ("memory", "peak_bytes", "activation_bytes", "order"):
-        if len(found := getattr(plan, name)) != ranks:
-            raise file.error(
-                (name, 0),
-                f"{name} has {len(found)} entries, of {ranks} ranks of a replica",
-                help=f"undo the change, or {file.advice}",
-            )
+        if len(rows := getattr(plan, name)) != ranks:
+            message = f"{name} has {len(rows)} entries, of {ranks} ranks of a replica"
+            yield (name, 0), message, undo
     for name, wanted in ENTRIES.items():
-        rows = found if isinstance(found := getattr(plan, name), list) else []
-        for index, row in enumerate(rows):
-            if missing := [key for key in wanted if key not in row]:
-                raise file.error(
-                    (name, index),
-                    f"there is no entry '{name}[{index}].{missing[0]}'",
-                    help=f"add it, or {file.advice}",
-                )
+        rows = getattr(plan, name)
+        for index, row in enumerate(rows if isinstance(rows, list) else ()):
+            for key in wanted:
+                if key not in row:
+                    message = f"there is no entry '{name}[{index}].{key}'"
+                    yield (name, index), message, f"add it, or {advice}"
 
 
 def _check(keys: Keys, number: float) -> str | None:

@@ -94,31 +94,22 @@ class EditedPlan:
         following = 0
         for stage in self.plan.stages:
             if not stage.blocks:
-                raise self._error(
-                    stage,
-                    "blocks",
-                    f"stage {stage.index} has no blocks",
-                    help="move a block there, or remove the stage",
-                )
+                message = f"stage {stage.index} has no blocks"
+                help = "move a block there, or remove the stage"
+                raise self._error(stage, "blocks", message, help)
             for name in stage.blocks:
                 if name != (names[following] if following < len(names) else None):
                     raise self._misplaced(stage, name, names, following)
                 following += 1
             for entry in ("recompute", "offload"):
                 for name in set(getattr(stage, entry)) - set(stage.blocks):
-                    raise self._error(
-                        stage,
-                        entry,
-                        f"stage {stage.index} has no block '{name}'",
-                        help=f"{entry} names blocks of its stage",
-                        word=name,
-                    )
+                    message = f"stage {stage.index} has no block '{name}'"
+                    help = f"{entry} names blocks of its stage"
+                    raise self._error(stage, entry, message, help, name)
         if following < len(names):
-            raise self.file.error(
-                ("stages", len(self.plan.stages) - 1, "blocks"),
-                f"block '{names[following]}' is in no stage",
-                help=ORDER,
-            )
+            keys = "stages", len(self.plan.stages) - 1, "blocks"
+            message = f"block '{names[following]}' is in no stage"
+            raise self.file.error(keys, message, help=ORDER)
 
     def check_shared(self, compiled: Plan) -> None:
         """Make sure that a new plan holds trunks and places branches as this one does.
@@ -129,23 +120,18 @@ class EditedPlan:
         forks = {fork.join: fork.placed for s in compiled.stages for fork in s.forks}
         for stage, now in zip(self.plan.stages, compiled.stages, strict=True):
             if stage.trunk not in ("", now.trunk):
-                raise self._error(
-                    stage,
-                    "trunk",
-                    f"stage {stage.index} has trunk {now.trunk}, not {stage.trunk}",
-                    help="give all stages with shards the same trunk",
+                message = (
+                    f"stage {stage.index} has trunk {now.trunk}, not {stage.trunk}"
                 )
+                help = "give all stages with shards the same trunk"
+                raise self._error(stage, "trunk", message, help)
             for index, fork in enumerate(stage.forks):
                 placed = [set(names) for names in forks.get(fork.join, ())]
                 if fork.placed and placed != [set(names) for names in fork.placed]:
-                    raise self._error(
-                        stage,
-                        ("forks", index),
-                        f"the branches of {fork.name} cannot be placed so with all else"
-                        " in this plan",
-                        help="place those of one fork only where forks overlap",
-                        word=fork.name,
-                    )
+                    message = f"the branches of {fork.name} cannot be placed so with "
+                    message += "all else in this plan"
+                    help = "place those of one fork only where forks overlap"
+                    raise self._error(stage, ("forks", index), message, help, fork.name)
 
     def placed(self) -> dict[str, list[list[str]]] | None:
         """Return the branches of each rank, by joins; None if no stage shares any.
@@ -177,13 +163,9 @@ class EditedPlan:
             cut = {cut_name(text): text for text in stage.cut}
             for name in cut.keys() - set(names):
                 near = get_close_matches(name, names, n=3) or names[:3]
-                raise self._error(
-                    stage,
-                    "cut",
-                    f"stage {stage.index} has no parameter '{name}'",
-                    help=f"parameters: {', '.join(near)}",
-                    word=cut[name],
-                )
+                message = f"stage {stage.index} has no parameter '{name}'"
+                help = f"parameters: {', '.join(near)}"
+                raise self._error(stage, "cut", message, help, cut[name])
             others = (*(each.names for each in stage.whole), *stage.alone)
             listed = {*cut, *(name for names in others for name in names)}
             lacking += [n for n in names if n in parameters and n not in listed]
@@ -214,7 +196,6 @@ class EditedPlan:
         stage: PlannedStage,
         entry: str | tuple[str | int, ...],
         message: str,
-        *,
         help: str,
         word: str = "",
     ) -> GemscError:
@@ -236,7 +217,7 @@ class EditedPlan:
                 else "all are there already"
             )
             help = ORDER
-        return self._error(stage, "blocks", message, help=help, word=name)
+        return self._error(stage, "blocks", message, help, name)
 
     def _check_branches(
         self, stage: PlannedStage, index: int, fork: PlannedFork
@@ -246,27 +227,20 @@ class EditedPlan:
             return
         here = "forks", index, "placed"
         if len(fork.placed) != stage.branches:
-            raise self._error(
-                stage,
-                here,
-                f"{fork.name} has branches of {len(fork.placed)} ranks, stage "
-                f"{stage.index} has {stage.branches}",
-                help="give a list for each rank: [] for one without a branch",
-            )
+            message = f"{fork.name} has branches of {len(fork.placed)} ranks, stage "
+            message += f"{stage.index} has {stage.branches}"
+            help = "give a list for each rank: [] for one without a branch"
+            raise self._error(stage, here, message, help)
         named = [name for names in fork.placed for name in names]
         for name in dict.fromkeys((*named, *fork.branches)):
             if name not in fork.branches or named.count(name) != 1:
                 what = "is on several ranks" if name in named else "is on no rank"
                 if name not in fork.branches:
                     what = "is none of its branches"
-                raise self._error(
-                    stage,
-                    here,
-                    f"'{name}' of {fork.name} {what}",
-                    help=f"place each of {', '.join(fork.branches)} once, or take this "
-                    "fork out: then every rank computes all of them",
-                    word=name,
-                )
+                help = f"place each of {', '.join(fork.branches)} once, or take this "
+                help += "fork out: then every rank computes all of them"
+                message = f"'{name}' of {fork.name} {what}"
+                raise self._error(stage, here, message, help, name)
 
     def _check_grids(self, options: CompileOptions) -> None:
         """Refuse tiles, shards or branches of a stage that are not the options'."""
@@ -278,13 +252,10 @@ class EditedPlan:
             if grid != stage.grid:
                 both = grid, stage.grid
                 name = next(n for n in SPLITS if len({getattr(g, n) for g in both}) > 1)
-                raise self._error(
-                    stage,
-                    name,
-                    f"stage {stage.index} has {stage.grid}, its ranks are {grid}",
-                    help=f"change {name} under [options] and the groups, or compile "
-                    f"anew with other --{name}",
-                )
+                message = f"stage {stage.index} has {stage.grid}, its ranks are {grid}"
+                help = f"change {name} under [options] and the groups, or compile "
+                help += f"anew with other --{name}"
+                raise self._error(stage, name, message, help)
 
     def _check_kind(self, key: str, value: Any) -> None:
         """Refuse an option that is of another type than its default."""
@@ -310,24 +281,18 @@ class EditedPlan:
         for stage in plan.stages:
             wrong = [rank for rank in stage.ranks if not 0 <= rank < plan.copy_ranks]
             if wrong:
-                raise self._error(
-                    stage,
-                    "ranks",
-                    f"stage {stage.index} is on rank {wrong[0]}, but the ranks of a "
-                    f"replica are 0 to {plan.copy_ranks - 1}",
-                    help="all replicas are placed in the same way",
-                )
+                message = f"stage {stage.index} is on rank {wrong[0]}, but the ranks "
+                message += f"of a replica are 0 to {plan.copy_ranks - 1}"
+                help = "all replicas are placed in the same way"
+                raise self._error(stage, "ranks", message, help)
         if plan.placement != "explicit" and self._is_placed_as_named():
             return plan.placement
         for stage in plan.stages:
             if len(stage.ranks) != 1:
-                raise self._error(
-                    stage,
-                    "ranks",
-                    f"stage {stage.index} is on {len(stage.ranks)} ranks, which "
-                    f"placement {plan.placement} does not allow",
-                    help="give one rank for each stage, or undo the change",
-                )
+                message = f"stage {stage.index} is on {len(stage.ranks)} ranks, which "
+                message += f"placement {plan.placement} does not allow"
+                help = "give one rank for each stage, or undo the change"
+                raise self._error(stage, "ranks", message, help)
         ranks = [rank for stage in plan.stages for rank in stage.ranks]
         if idle := set(range(plan.copy_ranks)) - set(ranks):
             raise self.file.error(
@@ -344,23 +309,17 @@ class EditedPlan:
         for stage in plan.stages:
             ranks = set(stage.ranks)
             if not ranks or ranks != set().union(*(g for g in groups if ranks & g)):
-                raise self._error(
-                    stage,
-                    "ranks",
-                    f"stage {stage.index} is on ranks {stage.ranks}, which are not "
-                    "whole grids",
-                    help=f"the grids are ranks {plan.groups}",
-                )
+                message = f"stage {stage.index} is on ranks {stage.ranks}, which are "
+                message += "not whole grids"
+                help = f"the grids are ranks {plan.groups}"
+                raise self._error(stage, "ranks", message, help)
         if plan.placement != "explicit":
             return plan.placement
         for stage in plan.stages:
             if set(stage.ranks) not in groups:
-                raise self._error(
-                    stage,
-                    "ranks",
-                    f"stage {stage.index} is on several grids",
-                    help="give the ranks of one grid for each stage",
-                )
+                message = f"stage {stage.index} is on several grids"
+                help = "give the ranks of one grid for each stage"
+                raise self._error(stage, "ranks", message, help)
         return ",".join(str(groups.index(set(stage.ranks))) for stage in plan.stages)
 
     def _is_placed_as_named(self) -> bool:
